@@ -4,9 +4,10 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     async for token in engine.submit(prompt, max_new_tokens=32):
         ...
 
-config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's layout. model: the layers without
-their attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back.
-batch: the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
+loading: a model by its name. config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's
+layout. gguf, gguf_tokenizer: both, and the tokenizer, from a file in the GGUF format. model: the layers without their
+attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back. batch:
+the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
 
 Imports from other rooms: kernels, runtime, tracing, validation.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 from gpu_actors.generation.chat import Chat, ChatTemplate, PlainChat, chat_template_of, load_chat_template
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, EngineStats, Settings
+from gpu_actors.generation.gguf import GgufFile
+from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, with_blocks
 from gpu_actors.generation.model import Llama
 from gpu_actors.generation.plain import plain_logits
 from gpu_actors.generation.sampling import Sampling, TokenScores
@@ -32,6 +35,7 @@ from gpu_actors.generation.tokenizer import (
 from gpu_actors.generation.weights import load_weights, random_weights
 
 __all__ = [
+    "RANDOM",
     "ByteTokenizer",
     "Chat",
     "ChatTemplate",
@@ -39,8 +43,10 @@ __all__ = [
     "EngineStats",
     "FolderTokenizer",
     "Generation",
+    "GgufFile",
     "Llama",
     "LlamaConfig",
+    "LoadedModel",
     "PlainChat",
     "Sampling",
     "Settings",
@@ -49,10 +55,13 @@ __all__ = [
     "TokenScores",
     "Tokenizer",
     "chat_template_of",
+    "default_model",
     "ended_by",
     "load_chat_template",
+    "load_model",
     "load_tokenizer",
     "load_weights",
     "plain_logits",
     "random_weights",
+    "with_blocks",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 
-__all__ = ["LlamaConfig"]
+__all__ = ["LlamaConfig", "frequencies"]
 
 # What this model computes; a config.json that says otherwise is refused.
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -60,7 +60,7 @@ class LlamaConfig:
             head_dim=head_dim,
             intermediate=2 * hidden,
             positions=4096,
-            inv_freq=_frequencies(head_dim, {"rope_theta": 10000.0}),
+            inv_freq=frequencies(head_dim, {"rope_theta": 10000.0}),
             begin_token=256,
             stop_tokens=(257,),
         )
@@ -118,14 +118,14 @@ def _from_json(given: dict[str, Any]) -> LlamaConfig:
         intermediate=int(given["intermediate_size"]),
         positions=int(given["max_position_embeddings"]),
         norm_eps=float(given["rms_norm_eps"]),
-        inv_freq=_frequencies(head_dim, rope),
+        inv_freq=frequencies(head_dim, rope),
         tied=bool(given.get("tie_word_embeddings", False)),
         begin_token=None if begin is None else int(begin),
         stop_tokens=tuple(int(token) for token in stop),
     )
 
 
-def _frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
+def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
     """Radians a position, scaled as ``rope_type`` says. Raises `Unsupported` for a scaling not known here."""
     base = float(rope["rope_theta"])
     plain = [base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]

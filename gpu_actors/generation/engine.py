@@ -44,6 +44,9 @@ __all__ = ["Engine", "EngineStats", "Settings"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
+DTYPES = ("float16", "bfloat16", "float32")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
 _SCORED = 32
 
 _Drawn: TypeAlias = tuple[int, TokenScores | None] | GpuActorsError | None
@@ -53,16 +56,31 @@ _Drawn: TypeAlias = tuple[int, TokenScores | None] | GpuActorsError | None
 class Settings:
     """rows: at most in a step. blocks: pages of the cache, for all layers together.
 
-    dtype: of attention's operands, "float16" or "bfloat16". cache_dtype: of the cache, the same (None) or an fp8.
+    dtype: of attention's operands, "float16", "bfloat16" or "float32". cache_dtype: of the cache, the same or an fp8.
+    None: the other's, and where both are None the weights' own (`Weights.dtype`).
     share_prefixes: whether prompts that begin alike share the pages of that beginning.
     """
 
     rows: int = 256
     page_size: int = 16
     blocks: int = 1024
-    dtype: str = "float16"
+    dtype: str | None = None
     cache_dtype: str | None = None
     share_prefixes: bool = True
+
+    def dtypes(self, weights: str) -> tuple[str, str]:
+        """The dtypes of attention's operands and of the cache. weights: `Weights.dtype`. Raises `InvalidRequest`."""
+        eight_bits = self.cache_dtype in EIGHT_BITS
+        # Only half precisions attend to a cache of 8 bits.
+        own = "float16" if eight_bits and weights == "float32" else weights
+        dtype = self.dtype or (own if eight_bits else self.cache_dtype) or own
+        expect(dtype in DTYPES, "dtype", dtype, f"must be {', '.join(DTYPES)}")
+        cache_dtype = self.cache_dtype or dtype
+        fitting = (dtype,) if dtype == "float32" else (dtype, *EIGHT_BITS)
+        expect(
+            cache_dtype in fitting, "cache_dtype", cache_dtype, f"must be {' or '.join(fitting)}, with dtype {dtype}"
+        )
+        return dtype, cache_dtype
 
 
 @dataclass(slots=True)
@@ -93,7 +111,8 @@ class Engine:
         self._model = model
         self._settings = settings
         self._keep_logits = keep_logits
-        self._dtype = np.dtype(getattr(ml_dtypes, settings.dtype, settings.dtype))
+        dtype, _ = settings.dtypes(model.weights.dtype)
+        self._dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
         self._rope = Rope(dim=model.config.head_dim, inv_freq=model.config.inv_freq)
         self._batcher = Batcher(settings.rows, settings.blocks)
         self._generations: dict[Text, Generation] = {}
@@ -108,12 +127,13 @@ class Engine:
     ) -> AsyncIterator[Engine]:
         """Generate texts as long as this is entered. Leaving cancels what has not ended."""
         config = model.config
+        _, cache_dtype = settings.dtypes(model.weights.dtype)
         pool = context.kv_cache(
             num_blocks=settings.blocks,
             page_size=settings.page_size,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dtype=settings.cache_dtype or settings.dtype,
+            dtype=cache_dtype,
         )
         async with pool as cache, anyio.create_task_group() as group:
             engine = cls(cache, model, settings, keep_logits)

@@ -8,6 +8,7 @@ All arithmetic is float32.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +29,22 @@ class Heads(NamedTuple):
     v: Matrix
 
 
-class Llama:
-    """A model. It keeps no state between calls, and takes rows of any sequences in any mixture."""
+# Multiplications of a product below which handing half of it to another thread takes longer than it saves.
+_WORTH_SPLITTING = 1 << 19
 
-    def __init__(self, config: LlamaConfig, weights: Weights) -> None:
+
+class Llama:
+    """A model. It keeps no state between calls, and takes rows of any sequences in any mixture.
+
+    threads: that share each product, where BLAS itself is held to one. BLAS's own threads wait by spinning: on busy
+    cores a product by two of them takes several times as long as by one.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Weights, *, threads: int = 1) -> None:
         self.config = config
         self.weights = weights
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1, "llama") if threads > 1 else None
 
     def embed(self, tokens: NDArray[np.integer]) -> Matrix:
         """(rows, hidden). Raises `InvalidRequest` for a token that the vocabulary lacks."""
@@ -46,22 +57,44 @@ class Llama:
         config, weights = self.config, self.weights.layers[layer]
         normed = rms_norm(x, weights.attention_norm, config.norm_eps)
         rows, dim = len(x), config.head_dim
+        q, k, v = self._products(normed, weights.q, weights.k, weights.v)
         return Heads(
-            (normed @ weights.q).reshape(rows, config.heads, dim),
-            (normed @ weights.k).reshape(rows, config.kv_heads, dim),
-            (normed @ weights.v).reshape(rows, config.kv_heads, dim),
+            q.reshape(rows, config.heads, dim),
+            k.reshape(rows, config.kv_heads, dim),
+            v.reshape(rows, config.kv_heads, dim),
         )
 
     def after_attention(self, layer: int, x: Matrix, attended: Matrix) -> Matrix:
         """The layer's output. attended: (rows, heads, head_dim), the output of its attention."""
         weights = self.weights.layers[layer]
-        x = x + attended.reshape(len(x), -1) @ weights.o
+        x = x + self._product(attended.reshape(len(x), -1), weights.o)
         normed = rms_norm(x, weights.mlp_norm, self.config.norm_eps)
-        return np.asarray(x + (silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down, np.float32)
+        gate, up = self._products(normed, weights.gate, weights.up)
+        return np.asarray(x + self._product(silu(gate) * up, weights.down), np.float32)
 
     def logits(self, x: Matrix) -> Matrix:
         """(rows, vocab) of the last layer's output."""
-        return np.asarray(rms_norm(x, self.weights.norm, self.config.norm_eps) @ self.weights.head)
+        return self._product(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
+
+    def _product(self, x: Matrix, matrix: Matrix) -> Matrix:
+        return self._products(x, matrix)[0]
+
+    def _products(self, x: Matrix, *matrices: Matrix) -> list[Matrix]:
+        """x times each matrix, a share of the columns to each thread."""
+        if self._pool is None or len(x) * sum(matrix.size for matrix in matrices) < _WORTH_SPLITTING:
+            return [np.asarray(x @ matrix) for matrix in matrices]
+        outs = [np.empty((len(x), matrix.shape[1]), np.float32) for matrix in matrices]
+
+        def share(index: int) -> None:
+            for matrix, out in zip(matrices, outs, strict=True):
+                columns = slice(*(matrix.shape[1] * at // self._threads for at in (index, index + 1)))
+                np.matmul(x, matrix[:, columns], out=out[:, columns])
+
+        others = [self._pool.submit(share, index) for index in range(1, self._threads)]
+        share(0)
+        for other in others:
+            other.result()
+        return outs
 
 
 def rms_norm(x: Matrix, weight: Matrix, eps: float) -> Matrix:

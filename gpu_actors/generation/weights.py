@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,10 +16,10 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import missing
 from gpu_actors.generation.config import LlamaConfig
 
-__all__ = ["LayerWeights", "Weights", "load_weights", "random_weights", "tensor_names"]
+__all__ = ["LayerWeights", "Weights", "assemble", "cores", "dtype_of", "load_weights", "random_weights", "tensor_names"]
 
 Matrix: TypeAlias = NDArray[np.float32]
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class LayerWeights(NamedTuple):
@@ -35,12 +37,18 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: (vocab, hidden). head: (hidden, vocab)."""
+    """embedding: (vocab, hidden). head: (hidden, vocab); of a model that ties them, the same memory.
+
+    stored: how the matrices lie in the file, such as "bfloat16" or "Q4_1, Q8_0", or "random". dtype: in which attention
+    loses nothing of them, as `dtype_of` says.
+    """
 
     embedding: Matrix
     layers: tuple[LayerWeights, ...]
     norm: Matrix
     head: Matrix
+    stored: str = "random"
+    dtype: str = "float32"
 
 
 _LAYER = {
@@ -90,7 +98,21 @@ def random_weights(config: LlamaConfig, seed: int = 0) -> Weights:
             return np.asarray(1.0 + 0.1 * rng.standard_normal(shape), np.float32)
         return np.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, np.float32)
 
-    return _assemble(config, draw)
+    return assemble(config, draw)
+
+
+def dtype_of(stored: Iterable[str]) -> str:
+    """The dtype of attention's operands for matrices that lie in these forms: the half precision of all, or float32.
+
+    The model itself computes in float32, whatever the file holds.
+    """
+    forms = set(stored)
+    return forms.pop() if forms in ({"float16"}, {"bfloat16"}) else "float32"
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def load_weights(folder: Path, config: LlamaConfig) -> Weights:
@@ -108,6 +130,7 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
         listed = _read(index, lambda: json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         paths = [folder / name for name in sorted(set(listed))]
     files: dict[str, Any] = {}
+    stored: set[str] = set()
     for path in paths:
         file = _read(path, lambda path=path: safe_open(path, framework="np"))  # type: ignore[misc]
         files |= dict.fromkeys(file.keys(), file)
@@ -120,25 +143,35 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
         if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
             given = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
             raise InvalidRequest(name, given, f"must be {', '.join(_DTYPES)} of shape {shape} in {folder}")
+        if len(shape) == 2:
+            stored.add(_DTYPES[tensor.get_dtype()])
         return np.asarray(file.get_tensor(name), np.float32)
 
-    return _assemble(config, take)
+    weights = assemble(config, take, cores())
+    return weights._replace(stored=", ".join(sorted(stored)), dtype=dtype_of(stored))
 
 
-def _assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matrix]) -> Weights:
-    got = {name: tensor(name, shape) for name, shape in tensor_names(config).items()}
+def assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matrix], threads: int = 1) -> Weights:
+    """The weights from a function that gives each tensor of `tensor_names`, called on so many threads at once."""
+    embedding_name = "model.embed_tokens.weight"
 
-    def one(name: str) -> Matrix:
-        found = got[name]
-        return np.ascontiguousarray(found.T) if found.ndim == 2 else found
+    def one(named: tuple[str, tuple[int, ...]]) -> Matrix:
+        found = tensor(*named)
+        if len(found.shape) == 1 or (named[0] == embedding_name and not config.tied):
+            return found
+        # BLAS multiplies a few rows in two thirds of the time if the columns of a product lie together.
+        return np.ascontiguousarray(found.T)
 
+    names = tensor_names(config)
+    with ThreadPoolExecutor(threads) as pool:
+        got = dict(zip(names, pool.map(one, names.items()), strict=True))
     layers = (
-        LayerWeights(**{field: one(f"model.layers.{layer}.{name}.weight") for field, name in _LAYER.items()})
+        LayerWeights(**{field: got[f"model.layers.{layer}.{name}.weight"] for field, name in _LAYER.items()})
         for layer in range(config.layers)
     )
-    embedding = got["model.embed_tokens.weight"]
-    head = np.ascontiguousarray(embedding.T) if config.tied else one("lm_head.weight")
-    return Weights(embedding, tuple(layers), one("model.norm.weight"), head)
+    embedding = got[embedding_name]
+    embedding, head = (embedding.T, embedding) if config.tied else (embedding, got["lm_head.weight"])
+    return Weights(embedding, tuple(layers), got["model.norm.weight"], head)
 
 
 def _read(path: Path, read: Callable[[], Any]) -> Any:

@@ -170,6 +170,8 @@ async def test_generated_texts_have_the_plain_models_logits() -> None:
 
     model = tiny()
     async with ga.open_context(DEVICE) as ctx:
-        begun, tokens, _ = await generate_all(ctx, model, prompts(4, 30), Settings(blocks=64, rows=24), 3)
+        begun, tokens, _ = await generate_all(
+            ctx, model, prompts(4, 30), Settings(blocks=64, rows=24, dtype="float16"), 3
+        )
     for generation, found in zip(begun, tokens, strict=True):
         assert drift(model, generation, found, np.float16) < 5e-3

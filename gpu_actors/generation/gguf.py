@@ -1,0 +1,261 @@
+"""Models of Llama's family from one file in the GGUF format: sizes, weights, tokenizer and chat template.
+
+The package gguf reads the file, and gives back matrices of a few bits as float32. The format and the names in it:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.extras import missing
+from gpu_actors.generation.config import LlamaConfig, frequencies
+from gpu_actors.generation.gguf_tokenizer import adds
+from gpu_actors.generation.weights import Matrix, Weights, assemble, cores, dtype_of, tensor_names
+
+__all__ = ["GgufFile"]
+
+ARCHITECTURE = "llama"
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""The parts of tensors' names in Hugging Face's layout, and here."""
+
+_FACTORS = "rope_freqs.weight"
+"""A tensor of Llama 3.1 and later: by what each frequency is divided."""
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+# Metadata of the architecture that this module reads, or that changes nothing of what is computed.
+_READ = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+)
+_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+# Of mixtures of experts; converters write 0 for a model that is none.
+_ZERO = ("expert_count", "expert_used_count")
+
+
+class GgufFile:
+    """An open file. metadata: every value by its name.
+
+    Raises `InvalidRequest` for a file that is broken or cut off, `Unsupported` that names what is not Llama's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._readable("header"):
+            reader = _open(path)
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        architecture = self.metadata.get("general.architecture")
+        if architecture != ARCHITECTURE:
+            raise self._unsupported(
+                "general.architecture", architecture, "is not what this model computes", ARCHITECTURE
+            )
+        if reader.byte_order != "I":
+            raise self._unsupported("byte order", "of another machine", "is not read here", "little endian")
+        if self.metadata.get("split.count", 0) > 1:
+            raise self._unsupported("split.count", self.metadata["split.count"], "must be joined into one file", 1)
+        self.config: LlamaConfig = self._config()
+        self._expect_known_tensors()
+
+    def weights(self) -> Weights:
+        """Every matrix as float32. Raises `InvalidRequest` for a tensor that is missing or of another shape."""
+        names = {_here(name): name for name in tensor_names(self.config)}
+        there = {name: here for here, name in names.items()}
+        turned = {"attn_q": self.config.heads, "attn_k": self.config.kv_heads}
+
+        def take(name: str, shape: tuple[int, ...]) -> Matrix:
+            here = there[name]
+            matrix = self._tensor(here, shape)
+            heads = turned.get(here.split(".")[-2])
+            return matrix if heads is None else _halves(matrix, heads)
+
+        weights = assemble(self.config, take, cores())
+        forms = {_form(self._tensors[here]) for here in names if len(self._tensors[here].shape) == 2}
+        return weights._replace(stored=", ".join(sorted(forms)), dtype=dtype_of(forms))
+
+    def _config(self) -> LlamaConfig:
+        for name, value in self.metadata.items():
+            key = name.removeprefix(f"{ARCHITECTURE}.")
+            harmless = key in (*_READ, *_WITHOUT_EFFECT) or (key in _ZERO and value == 0)
+            if key != name and not harmless:
+                raise self._unsupported(name, value, "is not what this model computes")
+        heads, hidden = self._integer("attention.head_count"), self._integer("embedding_length")
+        head_dim = self._integer("attention.key_length", hidden // heads)
+        for other in ("attention.value_length", "rope.dimension_count"):
+            if (given := self._integer(other, head_dim)) != head_dim:
+                raise self._unsupported(f"{ARCHITECTURE}.{other}", given, "must be the length of a key", head_dim)
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            raise self._invalid("lacks the tensor token_embd.weight")
+        stop = [self.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return LlamaConfig(
+            vocab=int(embedding.shape[-1]),
+            hidden=hidden,
+            layers=self._integer("block_count"),
+            heads=heads,
+            kv_heads=self._integer("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            intermediate=self._integer("feed_forward_length"),
+            positions=self._integer("context_length"),
+            norm_eps=self._real("attention.layer_norm_rms_epsilon"),
+            inv_freq=self._frequencies(head_dim),
+            tied="output.weight" not in self._tensors,
+            begin_token=adds(self.metadata, "bos"),
+            stop_tokens=tuple(dict.fromkeys(token for token in stop if token is not None)),
+        )
+
+    def _frequencies(self, head_dim: int) -> tuple[float, ...]:
+        """Radians a position, scaled by one factor or by the factors of a tensor, or by both."""
+        factor = self._real("rope.scaling.factor", self._real("rope.scale_linear", 0.0))
+        kind = self.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
+            raise self._unsupported(
+                f"{ARCHITECTURE}.rope.scaling.type", kind, "is not what this model computes", "linear"
+            )
+        rope: dict[str, Any] = {"rope_theta": self._real("rope.freq_base", 10000.0)}
+        if kind == "linear" and factor:
+            rope |= {"rope_type": "linear", "factor": factor}
+        plain = frequencies(head_dim, rope)
+        if _FACTORS not in self._tensors:
+            return plain
+        factors = self._tensor(_FACTORS, (head_dim // 2,)).tolist()
+        return tuple(frequency / by for frequency, by in zip(plain, factors, strict=True))
+
+    def _expect_known_tensors(self) -> None:
+        known = {_here(name) for name in tensor_names(self.config)}
+        for name in self._tensors:
+            if name not in known and name != _FACTORS:
+                raise self._unsupported("tensor", name, "is none of those that this model computes with")
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise self._invalid(f"lacks the tensor {name} of shape {shape}")
+        found = tuple(int(size) for size in reversed(tensor.shape))
+        if found != shape:
+            raise self._invalid(f"has the tensor {name} of shape {found} where its metadata ask for {shape}")
+        from gguf import dequantize
+
+        try:
+            with self._readable(name):
+                matrix: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
+                return np.asarray(matrix, np.float32).reshape(shape)
+        except NotImplementedError as error:
+            form = tensor.tensor_type.name
+            raise self._unsupported(name, form, "is a form that gguf cannot give back as float32") from error
+
+    def _integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if isinstance(value, list):
+            raise self._unsupported(f"{ARCHITECTURE}.{key}", value, "must be the same for every layer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._invalid(f"has {ARCHITECTURE}.{key}={value!r}, which must be an int >= 1")
+        return value
+
+    def _real(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf:
+            raise self._invalid(f"has {ARCHITECTURE}.{key}={value!r}, which must be a finite number >= 0")
+        return float(value)
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(f"{ARCHITECTURE}.{key}", default)
+        if value is None:
+            raise self._invalid(f"lacks the metadata {ARCHITECTURE}.{key}")
+        return value
+
+    @contextmanager
+    def _readable(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except (InvalidRequest, NotImplementedError):
+            raise
+        except Exception as error:  # the package checks little of what it reads
+            raise self._invalid(f"is not a readable GGUF file ({part}): {error!r}") from error
+
+    def _invalid(self, reason: str) -> InvalidRequest:
+        return InvalidRequest("model", str(self.path), reason)
+
+    def _unsupported(self, field: str, value: object, reason: str, nearest: object = None) -> Unsupported:
+        return Unsupported(f"{self.path.name}: {field}", value, reason, nearest)
+
+
+def _open(path: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise InvalidRequest("model", str(path), missing(error, "serve")) from error
+
+    class Reader(GGUFReader):  # type: ignore[misc]  # which has no types here
+        """Three times as fast as the package's own, and one that ends where the file ends."""
+
+        @property
+        def data(self) -> NDArray[np.uint8]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: NDArray[np.uint8]) -> None:
+            # Each of the many small slices of a memmap would be a memmap, which takes long to make.
+            self._data = mapped.view(np.ndarray)
+
+        def _get(self, offset: int, *given: Any, **options: Any) -> Any:
+            # A slice past the end is empty, and a header that promises more would be read for ever.
+            if offset > len(self._data):
+                raise ValueError("the file ends before what its header says is there")
+            return super()._get(offset, *given, **options)
+
+    return Reader(path)
+
+
+def _here(name: str) -> str:
+    """The name of a tensor in Hugging Face's layout as it is here."""
+    part = name.removesuffix(".weight")
+    if not part.startswith("model.layers."):
+        return f"{_NAMES[part]}.weight"
+    _, _, layer, kind = part.split(".", 3)
+    return f"blk.{layer}.{_NAMES[kind]}.weight"
+
+
+def _form(tensor: Any) -> str:
+    name: str = tensor.tensor_type.name
+    return _FLOATS.get(name, name)
+
+
+def _halves(matrix: Matrix, heads: int) -> Matrix:
+    """Rows of q or k whose pairs to rotate lie side by side, with the first of all pairs before the second ones."""
+    pairs = matrix.reshape(heads, -1, 2, matrix.shape[1])
+    return pairs.swapaxes(1, 2).reshape(matrix.shape)

@@ -1,0 +1,179 @@
+"""The tokenizer that lies in a GGUF file, as tokenizer.json and tokenizer_config.json of Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.extras import missing
+
+__all__ = ["adds", "write_tokenizer"]
+
+_PREFIX = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # of token_type: whole in every text; the others are merged from characters
+
+# Published with GPT-2, Llama 3, Qwen 2 and Mistral's Tekken: what a merge never crosses.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENDINGS}|\p{{N}}{{1,3}}{_REST}"
+_QWEN2 = rf"{_ENDINGS}|\p{{N}}{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = (
+    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Split(NamedTuple):
+    """patterns: applied one after another, each to the pieces of those before. whole: a piece that is a token is not
+    merged from characters. begins: whether a text begins with a token where the file does not say.
+    """
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    begins: bool = False
+
+
+_DIGITS = _Split((r"\p{N}", _GPT2))
+_LLAMA3_SPLIT = _Split((_LLAMA3,), whole=True, begins=True)
+_SPLITS = {
+    "default": _Split((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _Split((_GPT2,)),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "falcon3": _LLAMA3_SPLIT,
+    "smaug-bpe": _Split((_LLAMA3,)),
+    "qwen2": _Split((_QWEN2,)),
+    "tekken": _Split((_TEKKEN,), whole=True, begins=True),
+}
+"""By the name that the metadata have for it, tokenizer.ggml.pre."""
+
+
+def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
+    """The token that begins ("bos") or ends ("eos") every text, None where the file has none or says not to."""
+    default = False
+    if kind == "bos":
+        model, split = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
+        default = model == "llama" or (split in _SPLITS and _SPLITS[split].begins)
+    if not metadata.get(f"{_PREFIX}add_{kind}_token", default):
+        return None
+    token: int | None = metadata.get(f"{_PREFIX}{kind}_token_id")
+    return token
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write both files. metadata: of a GGUF file, every value by its name.
+
+    Raises `Unsupported` for a kind of tokenizer that is not built here, `InvalidRequest` for one that is broken.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise InvalidRequest("model", None, missing(error, "serve")) from error
+    kind = metadata.get(f"{_PREFIX}model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
+        raise Unsupported(f"{_PREFIX}model", kind, f"must be one of {', '.join(builders)}", "gpt2")
+    try:
+        tokens: list[str] = metadata[f"{_PREFIX}tokens"]
+        tokenizer = builders[kind](metadata, tokens)
+        types = metadata.get(f"{_PREFIX}token_type", ())
+        marked = list(zip(tokens, types, strict=False))
+        special = [token for token, of in marked if of in (_CONTROL, _UNKNOWN)]
+        tokenizer.add_special_tokens(
+            [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
+        )
+        plain = [token for token, of in marked if of == _USER_DEFINED]
+        tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in plain])
+        _surround(tokenizer, metadata, tokens)
+        named = {f"{kind}_token": metadata.get(f"{_PREFIX}{name}_token_id") for kind, name in _NAMED.items()}
+        config: dict[str, Any] = {name: tokens[token] for name, token in named.items() if token is not None}
+        tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    except (Unsupported, InvalidRequest):
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InvalidRequest(f"{_PREFIX}model", kind, f"is broken: {error!r}") from error
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
+    """Byte pairs in GPT-2's spelling of bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    name = metadata.get(f"{_PREFIX}pre", "default")
+    if name not in _SPLITS:
+        raise Unsupported(f"{_PREFIX}pre", name, f"must be one of {', '.join(_SPLITS)}", "default")
+    split = _SPLITS[name]
+    # A space separates the two; the first may begin with one.
+    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{_PREFIX}merges"] for cut in [merge.index(" ", 1)]]
+    tokenizer = Tokenizer(models.BPE(_numbers(tokens), pairs, ignore_merges=split.whole))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
+    """Byte pairs of SentencePiece: of two neighbours that make a token, those are merged whose token scores highest."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    numbers = _numbers(tokens)
+    unknown = metadata.get(f"{_PREFIX}unknown_token_id")
+    model = models.BPE(
+        numbers,
+        list(_pairs(numbers, metadata[f"{_PREFIX}scores"])),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback="<0x00>" in numbers,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = metadata.get(f"{_PREFIX}add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return tokenizer
+
+
+def _pairs(numbers: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """The merges that the scores stand for, in the order in which they are tried."""
+    for token in sorted(numbers, key=lambda token: (-scores[numbers[token]], numbers[token])):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        yield from ((left, right) for left, right in cuts if left in numbers and right in numbers)
+
+
+def _surround(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Have the tokenizer put what begins and ends a text around it."""
+    from tokenizers import processors
+
+    begin, end = adds(metadata, "bos"), adds(metadata, "eos")
+    given = [(tokens[token], token) for token in (begin, end) if token is not None]
+    if given:
+        parts = [[] if begin is None else [tokens[begin]], ["$A"], [] if end is None else [tokens[end]]]
+        single = [part for some in parts for part in some]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=given)
+
+
+def _numbers(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}

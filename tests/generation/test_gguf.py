@@ -1,0 +1,375 @@
+"""Models from GGUF files: what is read is what was written, and what is not Llama's is refused by name."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from support.generation import draw_tensors
+
+from gpu_actors import InvalidRequest, Unsupported
+from gpu_actors.generation import GgufFile, LlamaConfig, load_model
+from gpu_actors.generation.config import frequencies
+from gpu_actors.generation.gguf_tokenizer import write_tokenizer
+
+CONFIG = LlamaConfig.tiny(vocab=40, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32)
+NAMES = {
+    "embed_tokens": "token_embd", "input_layernorm": "attn_norm", "q_proj": "attn_q", "k_proj": "attn_k",
+    "v_proj": "attn_v", "o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up", "down_proj": "ffn_down", "norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+TOKENS = [chr(97 + i) for i in range(26)] + ["ab", "abc", "Ġ", "Ġa", "<s>", "</s>", "1", "2", "12", *"ABCD!"]
+Write = Callable[..., Path]
+
+
+def here(name: str) -> str:
+    """A name of Hugging Face's layout as it is in GGUF files."""
+    parts = name.removesuffix(".weight").split(".")
+    layer = f"blk.{parts[2]}." if parts[1:2] == ["layers"] else ""
+    return f"{layer}{NAMES[parts[-1]]}.weight"
+
+
+def interleaved(matrix: Any, heads: int) -> Any:
+    """Rows of q or k as converters of GGUF order them: the two of a pair side by side."""
+    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+
+
+def tensors(config: LlamaConfig = CONFIG) -> dict[str, Any]:
+    """By GGUF's names, in GGUF's order of rows."""
+    given = {here(name): value for name, value in draw_tensors(config, np.float32).items()}
+    for name, heads in (("attn_q", config.heads), ("attn_k", config.kv_heads)):
+        for layer in range(config.layers):
+            given[f"blk.{layer}.{name}.weight"] = interleaved(given[f"blk.{layer}.{name}.weight"], heads)
+    return given
+
+
+def write(
+    path: Path,
+    *,
+    config: LlamaConfig = CONFIG,
+    form: str = "F32",
+    architecture: str = "llama",
+    changed: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    less: tuple[str, ...] = (),
+) -> Path:
+    """A file of the configuration. form: of its matrices. changed: tensors, None leaves one out. more: metadata."""
+    writer = GGUFWriter(path, architecture)
+    metadata = {
+        "llama.block_count": config.layers,
+        "llama.context_length": config.positions,
+        "llama.embedding_length": config.hidden,
+        "llama.feed_forward_length": config.intermediate,
+        "llama.attention.head_count": config.heads,
+        "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3 if token in ("<s>", "</s>") else 1 for token in TOKENS],
+        "tokenizer.ggml.merges": ["a b", "ab c", "Ġ a", "1 2"],
+        "tokenizer.ggml.bos_token_id": TOKENS.index("<s>"),
+        "tokenizer.ggml.eos_token_id": TOKENS.index("</s>"),
+        **(more or {}),
+    }
+    for name, value in metadata.items():
+        if name not in less:
+            put(writer, name, value)
+    for name, value in (tensors(config) | (changed or {})).items():
+        if value is None:
+            continue
+        kind = GGMLQuantizationType[form if value.ndim == 2 else "F32"]
+        writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def put(writer: GGUFWriter, name: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(name, value)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Write:
+    return lambda **changes: write(tmp_path / "model.gguf", **changes)
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("form", "stored", "dtype"),
+        [
+            ("F32", "float32", "float32"),
+            ("F16", "float16", "float16"),
+            ("BF16", "bfloat16", "bfloat16"),
+            ("Q8_0", "Q8_0", "float32"),
+            ("Q4_1", "Q4_1", "float32"),
+        ],
+    )
+    def test_each_matrix_is_the_one_that_was_written(self, written, form, stored, dtype):
+        file = GgufFile(written(form=form))
+        weights = file.weights()
+        assert (weights.stored, weights.dtype) == (stored, dtype)
+        kind = GGMLQuantizationType[form]
+        drawn = draw_tensors(CONFIG, np.float32)
+
+        def given(name: str) -> Any:
+            return dequantize(quantize(drawn[f"{name}.weight"], kind), kind)
+
+        for layer in range(CONFIG.layers):
+            for field, name in {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}.items():
+                matrix = getattr(weights.layers[layer], field)
+                np.testing.assert_array_equal(matrix.T, given(f"model.layers.{layer}.{name}"))
+        np.testing.assert_array_equal(weights.layers[1].down.T, given("model.layers.1.mlp.down_proj"))
+        np.testing.assert_array_equal(weights.embedding, given("model.embed_tokens"))
+        np.testing.assert_array_equal(weights.head.T, given("lm_head"))
+        np.testing.assert_array_equal(weights.norm, drawn["model.norm.weight"])
+
+    def test_without_an_output_matrix_the_embedding_is_that_too(self, written):
+        file = GgufFile(written(changed={"output.weight": None}))
+        assert file.config.tied
+        weights = file.weights()
+        assert np.shares_memory(weights.head, weights.embedding)
+        np.testing.assert_array_equal(weights.head.T, tensors()["token_embd.weight"])
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"blk.1.ffn_up.weight": None}, r"lacks the tensor blk\.1\.ffn_up\.weight of shape \(128, 64\)"),
+            ({"blk.0.attn_v.weight": np.zeros((32, 64), np.float32)}, r"blk\.0\.attn_v\.weight of shape \(32, 64\)"),
+            ({"token_embd.weight": None}, "lacks the tensor token_embd.weight"),
+        ],
+    )
+    def test_a_tensor_that_does_not_fit_is_named(self, written, changed, said):
+        with pytest.raises(InvalidRequest, match=said):
+            GgufFile(written(changed=changed)).weights()
+
+    @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "blk.7.attn_q.weight"])
+    def test_a_tensor_that_is_not_llamas_is_refused_by_name(self, written, name):
+        with pytest.raises(Unsupported, match=name):
+            GgufFile(written(changed={name: np.zeros(64, np.float32)}))
+
+    def test_a_form_that_cannot_be_read_is_refused_by_name(self, written):
+        path = written()
+        file = GgufFile(path)
+        file._tensors["token_embd.weight"] = file._tensors["token_embd.weight"]._replace(
+            tensor_type=GGMLQuantizationType.I8
+        )
+        with pytest.raises(Unsupported, match=r"token_embd\.weight.*I8"):
+            file.weights()
+
+
+class TestConfig:
+    def test_the_metadata_are_the_configuration(self, written):
+        config = GgufFile(written()).config
+        assert config == LlamaConfig(
+            vocab=40,
+            hidden=64,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            intermediate=128,
+            positions=4096,
+            norm_eps=float(np.float32(1e-5)),
+            inv_freq=CONFIG.inv_freq,
+            stop_tokens=(31,),
+        )
+
+    def test_what_older_files_leave_out_has_llamas_values(self, written):
+        left_out = ("llama.attention.head_count_kv", "llama.attention.key_length", "llama.attention.value_length")
+        path = written(config=LlamaConfig.tiny(vocab=40, hidden=64, heads=4, kv_heads=4, head_dim=16), less=left_out)
+        config = GgufFile(path).config
+        assert (config.kv_heads, config.head_dim) == (4, 16)
+
+    @pytest.mark.parametrize(
+        ("more", "rope"),
+        [
+            ({}, {"rope_theta": 10000.0}),
+            ({"llama.rope.freq_base": 500.0}, {"rope_theta": 500.0}),
+            ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"factor": 4.0}),
+            ({"llama.rope.scaling.factor": 4.0}, {"factor": 4.0}),
+            ({"llama.rope.scale_linear": 2.0}, {"factor": 2.0}),
+            ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, {}),
+        ],
+    )
+    def test_the_rotation_is_scaled_as_the_metadata_say(self, written, more, rope):
+        rope = {"rope_theta": 10000.0, "rope_type": "linear" if "factor" in rope else "default", **rope}
+        assert GgufFile(written(more=more)).config.inv_freq == frequencies(32, rope)
+
+    def test_the_factors_of_llama_3_are_a_tensor(self, written):
+        factors = np.linspace(1, 8, 16, dtype=np.float32)
+        found = GgufFile(written(changed={"rope_freqs.weight": factors})).config.inv_freq
+        np.testing.assert_allclose(found, np.array(CONFIG.inv_freq) / factors, rtol=1e-12)
+
+    def test_every_token_that_ends_a_turn_ends_a_text(self, written):
+        more = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 31}
+        assert GgufFile(written(more=more)).config.stop_tokens == (31, 3)
+
+    @pytest.mark.parametrize(
+        ("more", "named"),
+        [
+            ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
+            ({"llama.rope.dimension_count": 16}, "llama.rope.dimension_count"),
+            ({"llama.attention.value_length": 64}, "llama.attention.value_length"),
+            ({"llama.expert_count": 8}, "llama.expert_count"),
+            ({"llama.attention.sliding_window": 1024}, "llama.attention.sliding_window"),
+            ({"llama.attention.scale": 0.5}, "llama.attention.scale"),
+            ({"llama.feed_forward_length": [128, 64]}, "llama.feed_forward_length"),
+            ({"split.count": 3}, "split.count"),
+        ],
+    )
+    def test_metadata_that_this_model_does_not_compute_are_refused_by_name(self, written, more, named):
+        with pytest.raises(Unsupported) as refused:
+            GgufFile(written(more=more))
+        assert refused.value.field == f"model.gguf: {named}"
+        assert refused.value.value == more[named]
+
+    def test_zeros_of_a_mixture_of_experts_are_none(self, written):
+        assert GgufFile(written(more={"llama.expert_count": 0, "llama.expert_used_count": 0})).config.layers == 2
+
+    @pytest.mark.parametrize("architecture", ["qwen2", "llama4", "gemma3"])
+    def test_another_architecture_is_refused_by_name(self, written, architecture):
+        with pytest.raises(Unsupported, match=rf"general\.architecture='{architecture}'"):
+            GgufFile(written(architecture=architecture))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("llama.block_count", None), ("llama.attention.head_count", 0), ("llama.context_length", "long")],
+    )
+    def test_broken_metadata_are_named(self, written, name, value):
+        changes = {"less": (name,)} if value is None else {"more": {name: value}}
+        with pytest.raises(InvalidRequest, match=name):
+            GgufFile(written(**changes))
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize("content", [b"", b"GGUF", b"no GGUF file at all", bytes(4096)])
+    def test_what_is_no_gguf_file_is_refused(self, tmp_path, content):
+        path = tmp_path / "a.gguf"
+        path.write_bytes(content)
+        with pytest.raises(InvalidRequest, match=r"a\.gguf"):
+            load_model(path)
+
+    def test_a_missing_file_is_refused(self, tmp_path):
+        with pytest.raises(InvalidRequest, match=r"none\.gguf"):
+            load_model(tmp_path / "none.gguf")
+
+    def test_a_file_that_is_cut_off_anywhere_is_refused(self, written):
+        path = written()
+        whole = path.read_bytes()
+        for length in [*range(0, 4000, 97), *range(4000, len(whole), 7919), len(whole) - 1]:
+            path.write_bytes(whole[:length])
+            with pytest.raises(InvalidRequest, match=r"model\.gguf"):
+                load_model(path)
+
+    @pytest.mark.parametrize("count", [1 << 20, 1 << 40, (1 << 64) - 1])
+    def test_an_array_longer_than_the_file_is_refused_at_once(self, tmp_path, count):
+        """In place of a read that goes on until memory is full."""
+        path = tmp_path / "a.gguf"
+        head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+        path.write_bytes(head + struct.pack("<Q1sIIQ", 1, b"a", 9, 0, count).replace(bytes(3), b"", 1) + bytes(64))
+        with pytest.raises(InvalidRequest, match=r"a\.gguf"):
+            GgufFile(path)
+
+
+class TestTokenizer:
+    def encode(self, written: Write, text: str, **more: Any) -> list[str]:
+        """The tokens of a text, spelled."""
+        tokenizer = load_model(written(more=more)).tokenizer
+        return [TOKENS[token] for token in tokenizer.encode(text)]
+
+    def test_merges_and_digits_are_the_files(self, written):
+        assert self.encode(written, "abc a12<s>") == ["abc", "Ġa", "1", "2", "<s>"]
+        tokenizer = load_model(written()).tokenizer
+        stream = tokenizer.stream()
+        assert "".join(stream.feed(token) for token in tokenizer.encode("abc a12")) + stream.end() == "abc a12"
+
+    @pytest.mark.parametrize(
+        ("pre", "spelled"),
+        [
+            ("default", ["12", "1"]),
+            ("gpt-2", ["12", "1"]),
+            ("smollm", ["1", "2", "1"]),
+            ("llama-bpe", ["12", "1"]),
+            ("qwen2", ["1", "2", "1"]),
+            ("tekken", ["1", "2", "1"]),
+        ],
+    )
+    def test_text_is_split_as_the_file_names_it(self, written, pre, spelled):
+        found = self.encode(written, "121", **{"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
+        assert found == spelled
+
+    def test_a_whole_token_needs_no_merge_where_the_vocabulary_says_so(self, written):
+        more = {"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.add_bos_token": False}
+        assert self.encode(written, "abc", **more) == ["ab", "c"]
+        assert self.encode(written, "abc", **more, **{"tokenizer.ggml.pre": "llama-bpe"}) == ["abc"]
+
+    def test_a_text_begins_with_a_token_where_the_file_or_its_kind_says_so(self, written):
+        assert GgufFile(written()).config.begin_token is None
+        assert GgufFile(written(more={"tokenizer.ggml.add_bos_token": True})).config.begin_token == 30
+        assert GgufFile(written(more={"tokenizer.ggml.pre": "llama-bpe"})).config.begin_token == 30
+
+    def test_sentencepiece_merges_the_highest_score_first(self, written):
+        tokens = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            "▁",
+            "a",
+            "b",
+            "c",
+            "▁a",
+            "ab",
+            "bc",
+            "▁ab",
+            *(f"<0x{i:02X}>" for i in range(256)),
+        ]
+        more = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": [0.0] * 7 + [-4.0, -1.0, -2.0, -3.0] + [0.0] * 256,
+            "tokenizer.ggml.token_type": [2, 3, 3] + [1] * 8 + [6] * 256,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.unknown_token_id": 0,
+        }
+        config = LlamaConfig.tiny(vocab=len(tokens), hidden=64, heads=4, kv_heads=2, head_dim=32)
+        loaded = load_model(written(config=config, more=more))
+        spelled = [tokens[token] for token in loaded.tokenizer.encode("abc é")]
+        assert spelled == ["▁ab", "c", "▁", "<0xC3>", "<0xA9>"]
+        stream = loaded.tokenizer.stream()
+        assert "".join(stream.feed(token) for token in loaded.tokenizer.encode("abc é")) + stream.end() == " abc é"
+        assert loaded.model.config.begin_token == 1
+
+    def test_the_chat_template_is_the_files(self, written):
+        template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        loaded = load_model(written(more={"tokenizer.chat_template": template}))
+        assert loaded.template is not None
+        assert loaded.template.render([{"role": "user", "content": "abc"}]) == "<s>abc"
+        assert load_model(written()).template is None
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("tokenizer.ggml.model", "bert"), ("tokenizer.ggml.pre", "deepseek-llm")]
+    )
+    def test_a_kind_that_is_not_built_is_refused_by_name(self, written, name, value):
+        with pytest.raises(Unsupported) as refused:
+            load_model(written(more={name: value}))
+        assert (refused.value.field, refused.value.value) == (name, value)
+
+    @pytest.mark.parametrize(
+        "more",
+        [{"tokenizer.ggml.merges": ["ab"]}, {"tokenizer.ggml.merges": ["z !"]}, {"tokenizer.ggml.bos_token_id": 99}],
+    )
+    def test_a_broken_one_is_refused(self, tmp_path, written, more):
+        with pytest.raises(InvalidRequest, match=r"tokenizer\.ggml\.model"):
+            write_tokenizer(GgufFile(written(more=more)).metadata, tmp_path)
