@@ -1,8 +1,8 @@
 """Texts from a Llama decoder whose attention runs through gpu_actors, many at once, streamed as they come.
 
-    python examples/generate.py                                    a tiny model with random weights: nothing to download
-    python examples/generate.py --requests 8 --device emulated     its attention by the CUDA kernels, on the CPU
-    python examples/generate.py --model DIR --prompt "Once upon"   weights in Hugging Face's layout
+    python examples/generate.py --prompt "Once upon a time"      SmolLM2 where it is installed, else a tiny model
+    python examples/generate.py --model tiny --device emulated   random weights; attention by CUDA kernels, on the CPU
+    python examples/generate.py --model FILE.gguf                or a folder in Hugging Face's layout
 
 The model is NumPy; keys and values lie in a paged cache of the service. Requests arrive one after another, share every
 step while they run, and end at different times. --check compares every token's logits with a forward pass in NumPy
@@ -18,28 +18,24 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anyio
-import ml_dtypes
 import numpy as np
 
 import gpu_actors as ga
+from gpu_actors.embedding.blas import blas_threads, limit_blas_threads
 from gpu_actors.extras import missing
 from gpu_actors.generation import (
+    RANDOM,
     Engine,
     Generation,
     Llama,
-    LlamaConfig,
     Sampling,
     Settings,
     Tokenizer,
-    ended_by,
-    load_tokenizer,
-    load_weights,
+    load_model,
     plain_logits,
-    random_weights,
 )
 
 try:
@@ -47,9 +43,11 @@ try:
     from rich.live import Live
     from rich.text import Text
 except ModuleNotFoundError as error:
-    raise SystemExit(missing(error, "demo")) from None
+    raise SystemExit(missing(error, "serve")) from None
 
 __all__ = ["Demand", "main", "run"]
+
+DTYPES = ("float16", "bfloat16", "float32")
 
 _PROMPTS = (
     "The quick brown fox",
@@ -156,6 +154,10 @@ class Job:
     seed: int = 0
     check: bool = False
 
+    @property
+    def dtype(self) -> str:
+        return self.settings.dtypes(self.model.weights.dtype)[0]
+
 
 async def run(device: str, job: Job, screen: Screen | Lines) -> list[Story]:
     """Answer every demand. Raises the first `GpuActorsError` that ended one."""
@@ -174,6 +176,7 @@ async def run(device: str, job: Job, screen: Screen | Lines) -> list[Story]:
         screen.summary(
             {
                 "device": context.info.name,
+                "attention in": job.dtype,
                 "requests": len(stories),
                 "tokens": stats.tokens,
                 "steps": stats.steps,
@@ -213,9 +216,8 @@ async def answer(engine: Engine, job: Job, story: Story, screen: Screen | Lines)
 
 def drift(job: Job, generation: Generation, tokens: list[int]) -> float:
     """The largest difference between a generation's logits and those of the plain model."""
-    dtype = np.dtype(getattr(ml_dtypes, job.settings.dtype, job.settings.dtype))
     whole = np.array([*generation.prompt, *tokens[:-1]])
-    plain = plain_logits(job.model, whole, dtype)[len(generation.prompt) - 1 :]
+    plain = plain_logits(job.model, whole, job.dtype)[len(generation.prompt) - 1 :]
     return float(np.abs(np.stack(generation.logits) - plain).max())
 
 
@@ -237,14 +239,16 @@ def demands_of(arguments: argparse.Namespace) -> list[Demand]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:N, emulated or mock (auto)")
-    parser.add_argument("--model", type=Path, help="folder with config.json and safetensors; default: random weights")
+    parser.add_argument(
+        "--model", help="smollm2, tiny, FILE.gguf, or a folder (smollm2 where it is installed, else tiny)"
+    )
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--requests", type=int, default=0, help="how many, over the prompts in turn (one each)")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lengths, arrivals and sampling (0)")
     parser.add_argument("--gap-ms", type=float, default=20.0, help="mean time between arrivals (20)")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of attention (float16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of attention (the weights' own)")
     parser.add_argument("--cache-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1024, help="pages of the cache, for all layers (1024)")
@@ -255,11 +259,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    folder = arguments.model
-    config = LlamaConfig.tiny() if folder is None else LlamaConfig.load(folder)
-    tokenizer = load_tokenizer(folder)
-    config = ended_by(config, tokenizer)
-    weights = random_weights(config, arguments.seed) if folder is None else load_weights(folder, config)
+    threads = blas_threads()
+    # BLAS threads that wait by spinning would take the CPUs from the context's; the model has its own.
+    limit_blas_threads(1)
+    loaded = load_model(arguments.model, seed=arguments.seed, threads=threads)
     settings = Settings(
         rows=arguments.rows,
         page_size=arguments.page_size,
@@ -268,8 +271,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
         cache_dtype=arguments.cache_dtype,
     )
     return Job(
-        model=Llama(config, weights),
-        tokenizer=tokenizer,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
         settings=settings,
         demands=demands_of(arguments),
         temperature=arguments.temperature,
@@ -293,6 +296,8 @@ def main(given: list[str] | None = None) -> int:
                 anyio.run(run, arguments.device, job, Screen(write, live))
         else:
             anyio.run(run, arguments.device, job, Screen(write, None))
+        if job.model.weights.stored == "random" and not arguments.json:
+            sys.stderr.write(f"{RANDOM}\n")
     except* ga.GpuActorsError as errors:
         failures = leaves(errors)
     sys.stderr.write("".join(f"{error}\n" for error in failures))

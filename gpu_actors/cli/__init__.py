@@ -1,7 +1,7 @@
 """The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs.
 
-Imports from other rooms: actors, bench, compiling, devices, embedding, kernels, openai_api,
-status, tracing.
+Imports from other rooms: actors, bench, compiling, devices, embedding, generation, kernels,
+openai_api, status, tracing.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpu_actors.cli.bench import bench
+from gpu_actors.cli.chat import chat
 from gpu_actors.cli.doctor import doctor
 from gpu_actors.cli.embed import embed
 from gpu_actors.cli.output import error_sentence, silence_if_closed, write_error
@@ -24,13 +25,13 @@ CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 app: typer.Typer = typer.Typer(
     name="gpu-actors",
-    help="Asynchronous GPU attention for Python: look at this machine, embed, serve, warm kernels, measure.",
+    help="Asynchronous GPU attention for Python: look at this machine, chat, embed, serve, warm kernels, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (doctor, embed, serve, report, warm, bench):
+for _command in (doctor, chat, embed, serve, report, warm, bench):
     app.command()(_command)
 
 

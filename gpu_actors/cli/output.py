@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 __all__ = [
+    "CacheDtypeOption",
     "DeviceOption",
+    "DtypeOption",
     "JsonOption",
     "error_sentence",
     "progress_bar",
@@ -33,6 +35,12 @@ __all__ = [
 
 DeviceOption: TypeAlias = Annotated[
     str, typer.Option("--device", help="auto, cuda, cuda:N, emulated or mock.", metavar="DEVICE")
+]
+DtypeOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="Of attention: float16, bfloat16 or float32. Default: that of the weights.")
+]
+CacheDtypeOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="Of the KV cache: as --dtype, or float8_e4m3fn or float8_e5m2.")
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 

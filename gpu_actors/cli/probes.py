@@ -301,21 +301,35 @@ _optional("uvloop", ("uvloop",), "faster event loop", lambda: "pip install uvloo
 _optional("opentelemetry", ("opentelemetry-api",), "spans", lambda: install_hint("otel"))
 _optional("prometheus", ("prometheus-client",), "metrics", lambda: install_hint("metrics"))
 _optional("embedding", ("safetensors", "tokenizers"), "gpu-actors embed", lambda: install_hint("demo"))
+_optional("generation", ("gguf", "tokenizers", "jinja2"), "gpu-actors chat and serve", lambda: install_hint("serve"))
 
 
 @_probe("MiniLM weights")
-def _weights() -> Check:
+def _minilm() -> Check:
     from gpu_actors.embedding.weights import DISTRIBUTION, WEIGHTS_HINT, find_weights
+
+    absent = "no model for gpu-actors embed, unless --model names a folder"
+    return _weights("MiniLM weights", DISTRIBUTION, absent, WEIGHTS_HINT, find_weights)
+
+
+@_probe("SmolLM2 weights")
+def _smollm2() -> Check:
+    from gpu_actors.generation.loading import DISTRIBUTION, SMOLLM2_HINT, installed
+
+    absent = "gpu-actors chat and serve have a tiny model of random weights, unless --model names another"
+    return _weights("SmolLM2 weights", DISTRIBUTION, absent, SMOLLM2_HINT, installed)
+
+
+def _weights(name: str, distribution: str, absent: str, hint: str, find: Callable[[], object]) -> Check:
     from gpu_actors.errors import InvalidRequest
 
-    if _version(DISTRIBUTION) is None:
-        absent = f"{DISTRIBUTION} not installed: no model for gpu-actors embed, unless --model names a folder"
-        return Check("MiniLM weights", "missing", absent, WEIGHTS_HINT)
+    if _version(distribution) is None:
+        return Check(name, "missing", f"{distribution} not installed: {absent}", hint)
     try:
-        find_weights()
+        find()
     except InvalidRequest as error:
-        return Check("MiniLM weights", "problem", f"{error.value} {error.reason}", WEIGHTS_HINT)
-    return Check("MiniLM weights", "ok", f"{DISTRIBUTION} {_version(DISTRIBUTION)}, sha256 as expected")
+        return Check(name, "problem", f"{error.value} {error.reason}", hint)
+    return Check(name, "ok", f"{distribution} {_version(distribution)}, sha256 as expected")
 
 
 _optional("server", ("starlette", "uvicorn"), "examples/inference_server.py", lambda: install_hint("demo"))

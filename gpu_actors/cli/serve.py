@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gpu_actors.cli.output import DeviceOption
+from gpu_actors.cli.output import CacheDtypeOption, DeviceOption, DtypeOption
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.options import ContextOptions
 
@@ -22,7 +22,10 @@ def serve(
     device: DeviceOption = "auto",
     model: Annotated[
         list[str] | None,
-        typer.Option(help="DIR, NAME=DIR, tiny or minilm; may be given twice: one generates, one embeds."),
+        typer.Option(
+            help="smollm2, tiny, minilm, FILE.gguf, DIR, or NAME= and one of these; may be given twice: "
+            "one generates, one embeds."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
@@ -66,7 +69,8 @@ def serve(
         float | None,
         typer.Option(help="A launch or a worker without an answer for so long is lost. Default: by the device."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of attention: float16 or bfloat16.")] = "float16",
+    dtype: DtypeOption = None,
+    cache_dtype: CacheDtypeOption = None,
     leave_seconds: Annotated[float, typer.Option(help="After SIGTERM: not ready, but listening.")] = 2.0,
     drain_seconds: Annotated[float, typer.Option(help="After that: texts go on, then end with an error.")] = 20.0,
     page: Annotated[bool, typer.Option(help="A page at / that shows the context, with errors in full.")] = True,
@@ -82,19 +86,21 @@ def serve(
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models, and vLLM's /tokenize,
     /detokenize, /health and /version.
 
-    Without --model: a tiny Llama of random weights, whose texts are noise, and all-MiniLM-L6-v2 where it is installed.
+    Without --model: SmolLM2 and all-MiniLM-L6-v2 where they are installed. Without SmolLM2 there is a tiny Llama of
+    random weights, whose texts are noise.
     """
     if log not in ("json", "text"):
         raise InvalidRequest("--log", log, "must be json or text")
     try:
-        from gpu_actors.embedding.blas import limit_blas_threads
+        from gpu_actors.embedding.blas import blas_threads, limit_blas_threads
         from gpu_actors.openai_api import ServeSettings, Tls
         from gpu_actors.openai_api import serve as run
     except ModuleNotFoundError as error:
         from gpu_actors.extras import missing
 
         raise InvalidRequest("serve", None, missing(error, "serve")) from None
-    # BLAS threads that wait by spinning would take the CPUs from the server's other threads.
+    # BLAS threads that wait by spinning would take the CPUs from the server's other threads; the model has its own.
+    threads = blas_threads()
     limit_blas_threads(1)
     settings = ServeSettings(
         device=device,
@@ -108,6 +114,8 @@ def serve(
         default_max_tokens=max_tokens,
         cache_mib=cache_mib,
         dtype=dtype,
+        cache_dtype=cache_dtype,
+        threads=threads,
         default_timeout=timeout,
         longest_timeout=max(3600.0, timeout),
         probe_host=probe_host,

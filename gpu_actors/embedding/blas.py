@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import missing
 
-__all__ = ["limit_blas_threads"]
+__all__ = ["blas_threads", "limit_blas_threads"]
+
+
+def blas_threads() -> int:
+    """The threads that NumPy's BLAS uses: every core, or OPENBLAS_NUM_THREADS; 1 where none is found.
+
+    Raises `GpuActorsError` where threadpoolctl (extra "demo") is missing.
+    """
+    return max((library["num_threads"] for library in _libraries().info()), default=1)
 
 
 def limit_blas_threads(count: int) -> bool:
@@ -17,12 +27,16 @@ def limit_blas_threads(count: int) -> bool:
     """
     if count < 1:
         raise InvalidRequest("count", count, "must be an int >= 1")
+    libraries = _libraries()
+    libraries.limit(limits=count)
+    return len(libraries) > 0
+
+
+def _libraries() -> Any:
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError as error:
         raise GpuActorsError(f"BLAS threads cannot be limited: {missing(error, 'demo')}") from error
     import numpy as np  # noqa: F401 - loads its BLAS
 
-    libraries = ThreadpoolController().select(user_api="blas")
-    libraries.limit(limits=count)
-    return len(libraries) > 0
+    return ThreadpoolController().select(user_api="blas")

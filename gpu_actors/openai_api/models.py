@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,12 +22,11 @@ from gpu_actors.distributed import ContextPool
 from gpu_actors.embedding.embedder import Embedder
 from gpu_actors.embedding.weights import find_weights
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.generation.chat import Chat, PlainChat, chat_template_of
+from gpu_actors.generation.chat import Chat
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
-from gpu_actors.generation.model import Llama
-from gpu_actors.generation.tokenizer import ByteTokenizer, Tokenizer, ended_by, load_tokenizer
-from gpu_actors.generation.weights import load_weights, random_weights
+from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, model_name, with_blocks
+from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.openai_api.engines import Engines, PoolAttention
 from gpu_actors.openai_api.responses import ModelCard
 from gpu_actors.openai_api.settings import ServeSettings
@@ -39,7 +39,6 @@ __all__ = ["Encoder", "Generator", "Models", "open_models"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-TINY = "tiny"
 MINILM = "minilm"
 _MINILM_NAME = "all-MiniLM-L6-v2"
 
@@ -48,13 +47,19 @@ _TINY_MIB = 32
 
 
 class Generator(NamedTuple):
-    """A model that generates text. template: None for a model that knows no conversations."""
+    """A model that generates text. template: None for a model that knows no conversations.
+
+    stored, dtype, cache_dtype: of the weights, of attention's operands and of the KV cache.
+    """
 
     name: str
     engine: Engine | Engines
     tokenizer: Tokenizer
     template: Chat | None
     config: LlamaConfig
+    stored: str
+    dtype: str
+    cache_dtype: str
 
 
 class Encoder(NamedTuple):
@@ -88,27 +93,34 @@ class Models:
         """What /v1/models lists."""
         cards = []
         if self.generator is not None:
-            name, longest = self.generator.name, self.generator.engine.longest
-            cards.append(ModelCard(id=name, created=self.created, max_model_len=longest, kind="generation"))
+            generator = self.generator
+            cards.append(
+                ModelCard(
+                    id=generator.name,
+                    created=self.created,
+                    max_model_len=generator.engine.longest,
+                    kind="generation",
+                    weights=generator.stored,
+                    dtype=generator.dtype,
+                    cache_dtype=generator.cache_dtype,
+                )
+            )
         if self.encoder is not None:
-            longest = self.encoder.embedder.tokenizer.max_tokens
-            card = ModelCard(id=self.encoder.name, created=self.created, max_model_len=longest, kind="embedding")
-            cards.append(card)
+            embedder = self.encoder.embedder
+            cards.append(
+                ModelCard(
+                    id=self.encoder.name,
+                    created=self.created,
+                    max_model_len=embedder.tokenizer.max_tokens,
+                    kind="embedding",
+                    dtype=embedder.dtype,
+                )
+            )
         return cards
 
     def _not_found(self, name: str | None, found: Generator | Encoder | None) -> NotFound:
         there = "this server has none for this endpoint" if found is None else f"must be {found.name}"
         return NotFound("model", name, there)
-
-
-class _Parts(NamedTuple):
-    """A generator before it has an engine."""
-
-    name: str
-    model: Llama
-    tokenizer: Tokenizer
-    template: Chat | None
-    cache_mib: int
 
 
 @asynccontextmanager
@@ -118,22 +130,22 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
     context: or a pool, whose workers all generate and embed.
     Raises `InvalidRequest` and `Unsupported` for a folder that is not one of a model.
     """
-    sources = [_named(given) for given in settings.models] or [(TINY, TINY), (_MINILM_NAME, "")]
+    sources = [_named(given) for given in settings.models] or [_named(default_model()), (_MINILM_NAME, "")]
     found = Models()
-    parts: list[_Parts] = []
+    loaded: list[tuple[str, LoadedModel]] = []
     attention: Any = PoolAttention(context) if isinstance(context, ContextPool) else context
 
     async def load(name: str, source: str) -> None:
-        if source in ("", MINILM) or (source != TINY and _kind(source) == "bert"):
+        if source in ("", MINILM) or _kind(source) == "bert":
             embedder = await _embedder(attention, source)
             if embedder is not None:
                 _expect_first(name, found.encoder)
                 found.encoder = Encoder(name, embedder)
                 await embedder.embed(["warm up"])
         else:
-            loaded = await _aside(_load, name, source, settings.cache_mib)
-            _expect_first(name, parts)
-            parts.append(loaded)
+            model = await _aside(partial(load_model, source, threads=settings.threads))
+            _expect_first(name, loaded)
+            loaded.append((name, model))
 
     try:
         async with anyio.create_task_group() as group:
@@ -141,18 +153,29 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
                 group.start_soon(load, name, source)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    if not parts:
+    if not loaded:
         yield found
         return
-    name, model, tokenizer, template, cache_mib = parts[0]
-    sizes = _sizes(model.config, settings, cache_mib)
+    name, (_, model, tokenizer, template) = loaded[0]
+    random = model.weights.stored == "random"
+    if random:
+        logger.info(RANDOM)
+    sizes = Settings(
+        rows=max(256, settings.max_running),
+        page_size=settings.page_size,
+        dtype=settings.dtype,
+        cache_dtype=settings.cache_dtype,
+    )
+    mib = min(settings.cache_mib, _TINY_MIB) if random else settings.cache_mib
+    sizes = with_blocks(sizes, model, mib, settings.max_running)
     opened: AbstractAsyncContextManager[Engine | Engines]
     if isinstance(context, ContextPool):
         opened = Engines.open(context, model, sizes, max(2, settings.max_running // len(context.workers)))
     else:
         opened = Engine.open(context, model, sizes)
     async with opened as engine:
-        found.generator = Generator(name, engine, tokenizer, template, model.config)
+        stored, dtypes = model.weights.stored, sizes.dtypes(model.weights.dtype)
+        found.generator = Generator(name, engine, tokenizer, template, model.config, stored, *dtypes)
         # Compiles the kernels of the first requests, and imports what they need.
         for each in engine if isinstance(engine, Engines) else [engine]:
             await each.submit([0], max_new_tokens=2).tokens()
@@ -180,9 +203,11 @@ def _named(given: str) -> tuple[str, str]:
     name, equals, folder = given.partition("=")
     if not equals:
         folder = given
-        name = {TINY: TINY, MINILM: _MINILM_NAME}.get(given) or Path(given).resolve().name
+        name = _MINILM_NAME if given == MINILM else model_name(given)
     if not name or not folder:
-        raise InvalidRequest("model", given, "must be DIR, NAME=DIR, tiny or minilm")
+        raise InvalidRequest(
+            "model", given, "must be smollm2, tiny, minilm, FILE.gguf or DIR, or NAME= and one of these"
+        )
     return name, folder
 
 
@@ -208,28 +233,6 @@ async def _embedder(context: GpuContext, source: str) -> Embedder | None:
             logger.warning("no embeddings: %s", error.reason)
             return None
     return await Embedder.open(context, None if source in ("", MINILM) else source)
-
-
-def _load(name: str, source: str, cache_mib: int) -> _Parts:
-    if source == TINY:
-        config = LlamaConfig.tiny()
-        cache_mib = min(cache_mib, _TINY_MIB)
-        return _Parts(name, Llama(config, random_weights(config)), ByteTokenizer(), PlainChat(), cache_mib)
-    folder = Path(source)
-    config = LlamaConfig.load(folder)
-    weights = load_weights(folder, config)
-    tokenizer = load_tokenizer(folder)
-    model = Llama(ended_by(config, tokenizer), weights)
-    return _Parts(name, model, tokenizer, chat_template_of(tokenizer), cache_mib)
-
-
-def _sizes(config: LlamaConfig, settings: ServeSettings, cache_mib: int) -> Settings:
-    page = 2 * 2 * config.kv_heads * config.head_dim * settings.page_size  # bytes: keys and values of two bytes each
-    blocks = max(config.layers, cache_mib * (1 << 20) // page)
-    # More pages than all texts at their longest can fill would only be memory.
-    most = config.layers * settings.max_running * -(-config.positions // settings.page_size)
-    rows = max(256, settings.max_running)
-    return Settings(rows=rows, page_size=settings.page_size, blocks=min(blocks, most), dtype=settings.dtype)
 
 
 def names(models: Sequence[ModelCard]) -> str:

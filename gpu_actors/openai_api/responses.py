@@ -185,7 +185,11 @@ class EmbeddingList(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model. max_model_len: tokens of its longest text. kind: what it is for."""
+    """A model. max_model_len: tokens of its longest text. kind: what it is for.
+
+    dtype: of attention's operands. Of a model that generates also weights, which says how they are stored, and
+    cache_dtype, of the KV cache. Everything but attention is computed in float32.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -193,6 +197,9 @@ class ModelCard(BaseModel):
     owned_by: Literal["gpu_actors"] = "gpu_actors"
     max_model_len: int
     kind: Literal["generation", "embedding"]
+    dtype: str
+    weights: str | None = None
+    cache_dtype: str | None = None
 
 
 class ModelList(BaseModel):

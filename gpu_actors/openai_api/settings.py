@@ -18,16 +18,18 @@ class ServeSettings:
     """Sizes are bounds on one request unless they say otherwise; times are in seconds.
 
     workers: child processes with a context each, on the device; 0 is one context in this process.
-    models: folders, as DIR or NAME=DIR, "tiny" (a small Llama of random weights) or "minilm" (the installed MiniLM). At
-        most one of each kind. None given: "tiny", and "minilm" where it is installed.
+    models: folders or GGUF files, as DIR, FILE.gguf, NAME=DIR or NAME=FILE.gguf; "smollm2" and "minilm" (installed
+        models) or "tiny" (a small Llama of random weights). At most one of each kind. None given: "smollm2" where it is
+        installed, else "tiny", and "minilm" where it is installed.
+    threads: that share each product of the model (see `Llama`).
     max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
     max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
     max_per_client: requests that a client may have under way, running and waiting. None: no limit. client_weights: of
         clients, as `client_of` names them, where it is not 1: one of 2 gets twice as much where all of them wait.
     default_max_tokens: new tokens of a request that does not say how many.
     max_inputs: texts of a request for embeddings.
-    cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype: of
-        attention.
+    cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype,
+        cache_dtype: of attention's operands and of that cache; None as in `generation.Settings`.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
     api_keys, allowed_hosts: see `Doors`. cors_origins: sites whose pages may call the server, as "https://example.com",
@@ -53,7 +55,9 @@ class ServeSettings:
     max_inputs: int = 256
     cache_mib: int = 512
     page_size: int = 16
-    dtype: str = "float16"
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    threads: int = 1
     max_body_bytes: int = 4 << 20
     default_timeout: float = 300.0
     longest_timeout: float = 3600.0
@@ -73,6 +77,7 @@ class ServeSettings:
             "max_embedding": 1,
             "max_waiting": 0,
             "workers": 0,
+            "threads": 1,
             "default_max_tokens": 1,
             "max_inputs": 1,
         }

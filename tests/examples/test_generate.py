@@ -14,7 +14,7 @@ from support.generation import EXAMPLES, write_model, write_tokenizer
 
 from gpu_actors.generation import LlamaConfig
 
-QUICK = ["--device", "mock", "--max-new-tokens", "5", "--gap-ms", "1", "--blocks", "64"]
+QUICK = ["--model", "tiny", "--device", "mock", "--max-new-tokens", "5", "--gap-ms", "1", "--blocks", "64"]
 
 
 def events(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

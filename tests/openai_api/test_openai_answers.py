@@ -231,6 +231,10 @@ def test_models_are_listed_and_named(serving: Serving) -> None:
         ("tiny", "generation", 4096),
         (MINILM, "embedding", 256),
     ]
+    assert [(card["weights"], card["dtype"], card["cache_dtype"]) for card in cards] == [
+        ("random", "float32", "float32"),
+        (None, "float32", None),
+    ]
     assert serving.ask(f"/v1/models/{MINILM}").json == cards[1]
     missing = serving.ask("/v1/models/a/b")
     assert (missing.status, missing.json["error"]["code"]) == (404, "NotFound")
@@ -280,3 +284,19 @@ def test_a_config_file_of_its_generation_has_the_last_word_on_the_end(tmp_path: 
     assert LlamaConfig.load(tmp_path).stop_tokens == (257,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert LlamaConfig.load(tmp_path).stop_tokens == (5, 6)
+
+
+@pytest.mark.timeout(180)
+def test_without_a_model_named_smollm2_answers_in_english_where_it_is_installed() -> None:
+    with Serving(models=(), cache_mib=64) as serving:
+        card = serving.ask("/v1/models/smollm2").json
+        precision = (card["weights"], card["dtype"], card["cache_dtype"])
+        assert precision == ("Q4_1, Q8_0", "float32", "float32")
+        asked = [{"role": "user", "content": "What is the capital of France?"}]
+        answered = serving.chat(model="smollm2", messages=asked, max_tokens=32)["choices"][0]
+        assert answered["finish_reason"] == "stop"
+        assert answered["message"]["content"] == "The capital of France is Paris."
+        events = serving.stream("/v1/chat/completions", {"model": "smollm2", "messages": asked, "temperature": 0})
+        streamed = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        assert streamed == "The capital of France is Paris."
+        assert serving.ask(f"/v1/models/{MINILM}").status == 200

@@ -180,7 +180,7 @@ def test_more_texts_than_the_cache_has_pages_for_wait_and_are_all_answered() -> 
 
 
 def test_a_text_for_which_the_cache_has_no_room_gets_429_in_time() -> None:
-    with Serving(options=SLOW, cache_mib=1, queue_seconds=1.0) as serving:
+    with Serving(options=SLOW, cache_mib=2, queue_seconds=1.0) as serving:
 
         async def fill() -> None:
             async with sent(serving.port, COMPLETIONS, {**NEVER_ENDING, "max_tokens": 2000}) as reader:
@@ -210,7 +210,7 @@ def test_a_deadline_ends_a_stream_with_an_event_that_says_so() -> None:
 
 
 def test_a_text_whose_deadline_passes_before_it_is_let_in_missed_it() -> None:
-    with Serving(options=SLOW, cache_mib=1) as serving:
+    with Serving(options=SLOW, cache_mib=2) as serving:
 
         async def fill() -> None:
             async with sent(serving.port, COMPLETIONS, {**NEVER_ENDING, "max_tokens": 2000}) as reader:

@@ -74,6 +74,7 @@ def test_every_command_that_a_page_shows_is_one() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"(?:^|[`/])gpu-actors ([a-z]+)", text, re.M)) == {
         "bench",
+        "chat",
         "embed",
         "report",
         "serve",

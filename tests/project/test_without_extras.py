@@ -15,14 +15,14 @@ from gpu_actors.extras import install_hint
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
-    "rich", "typer", "click", "cupy", "cupy_backends", "nvidia", "safetensors", "tokenizers", "threadpoolctl",
+    "rich", "typer", "click", "cupy", "cupy_backends", "nvidia", "gguf", "safetensors", "tokenizers", "threadpoolctl",
     "starlette", "fastapi", "uvicorn", "uvloop", "matplotlib", "opentelemetry", "prometheus_client", "ziglang",
     "psutil", "torch", "transformers", "jax", "ray", "httpx", "pytest", "pydantic", "jinja2", "openai",
 )  # fmt: skip
 
 EXAMPLES = {
     "channel_costs.py": "ray",
-    "generate.py": "demo",
+    "generate.py": "serve",
     "inference_server.py": "demo",
     "ray_cluster.py": "ray",
     "train_char_model.py": "demo",
