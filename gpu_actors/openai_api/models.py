@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
 
 __all__ = ["Encoder", "Generator", "Models", "open_models"]
+
+T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -182,15 +184,15 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
         yield found
 
 
-async def _aside(load: Callable[..., _Parts], *arguments: Any) -> _Parts:
+async def _aside(load: Callable[[], T]) -> T:
     """What a thread loads, for which neither a cancellation nor the end of the process waits."""
-    found: Future[_Parts] = Future()
+    found: Future[T] = Future()
 
     def run() -> None:
         if not found.set_running_or_notify_cancel():
             return
         try:
-            found.set_result(load(*arguments))
+            found.set_result(load())
         except BaseException as error:
             found.set_exception(error)
 
