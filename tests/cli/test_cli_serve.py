@@ -218,7 +218,7 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
     [
         (("--model", "/nowhere"), "config.json"),
         (("--model", "tiny", "--model", "tiny"), "the only one of its kind"),
-        (("--model", "name="), "NAME=DIR"),
+        (("--model", "name="), "or NAME= and one of these"),
         (("--device", "abacus"), "device"),
         (("--log", "xml"), "--log"),
         (("--max-running", "0"), "max_running"),

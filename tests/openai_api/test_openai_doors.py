@@ -250,13 +250,13 @@ def test_files_that_are_no_certificate_are_named(pair: tuple[Path, Path], tmp_pa
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Models load until this is set."""
-    event, load = threading.Event(), models._load
+    event, load = threading.Event(), models.load_model
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         assert event.wait(60)
-        return load(*arguments)
+        return load(*arguments, **options)
 
-    monkeypatch.setattr(models, "_load", slow)
+    monkeypatch.setattr(models, "load_model", slow)
     yield event
     event.set()
 
@@ -325,7 +325,7 @@ def test_what_waits_is_answered_at_once_and_what_runs_goes_on() -> None:
 
 
 def test_a_text_that_waits_for_pages_is_answered_at_once() -> None:
-    with Own(options=SLOW, cache_mib=1, drain_seconds=60.0) as own:
+    with Own(options=SLOW, cache_mib=2, drain_seconds=60.0) as own:
         own.until_started()
         most = {**HELLO, **STREAM, "max_tokens": 1900}
 

@@ -9,7 +9,7 @@ import pytest
 from support.service import REPOSITORY
 
 # The default run installs none of them.
-LIBRARIES = ("torch", "transformers", "openai", "lm_eval", "jax", "ray", "playwright")
+LIBRARIES = ("torch", "openai", "lm_eval", "jax", "ray", "playwright")
 TESTS = REPOSITORY / "tests"
 OWN_MACHINE = TESTS / "gpu"  # CI has no GPU
 ASKS = re.compile(r"importorskip\(|pytest\.skip\(")
