@@ -30,12 +30,14 @@ Kernels that feed 8-bit weights to the second product (``weights_dtype``) have t
 theirs falls differently, 2.5 u sqrt(sum P^2 V^2) in the rounding bound: six standard deviations of a sum of
 independent errors, where the worst case u sum P|V| would let an output of zeros pass.
 
-The LSE is compared with an absolute 1e-3. Where the first product is of 8-bit elements, too (again ``weights_dtype``),
-no kernel keeps that: Hopper's tensor cores cut off such sums to 13 fraction bits after every 32 terms, so that a score
-between 16 and 32 is a multiple of 2^-9. A unit of a step is 2^-13 of the largest number in it. The sum of a step loses
-less than one. Terms below a hundredth of that number lose some bits each, less than a unit and to either side; three
-units are theirs, as independent losses add up like a random walk (random problems show at most 2.1 of the four). The
-LSE may be off by the mean of these four units a step over the softmax weights, where that is more than 1e-3.
+The LSE is compared with an absolute 1e-3, or with 2^-22 of it where that is more: scores and the LSE are
+float32, and a bias of -1e9 that hides all keys of a row leaves nothing below 32 of either. Where the first
+product is of 8-bit elements, too (again ``weights_dtype``), no kernel keeps that: Hopper's tensor cores cut off
+such sums to 13 fraction bits after every 32 terms, so that a score between 16 and 32 is a multiple of 2^-9. A
+unit of a step is 2^-13 of the largest number in it. The sum of a step loses less than one. Terms below a
+hundredth of that number lose some bits each, less than a unit and to either side; three units are theirs, as
+independent losses add up like a random walk (random problems show at most 2.1 of the four). The LSE may be off
+by the mean of these four units a step over the softmax weights, where that is more than 1e-3.
 
 NaN and infinities must be where the oracle has them, so an output buffer that starts as NaN shows every element that
 was not written.
@@ -57,7 +59,7 @@ __all__ = ["Bounds", "assert_output_close", "check_output", "forward_bounds", "r
 
 Array: TypeAlias = npt.NDArray[Any]
 
-LSE_TOLERANCE = 1e-3
+LSE_TOLERANCE, LSE_RELATIVE = 1e-3, 2.0**-22
 CUT_UNIT, CUT_UNITS, CUT_TERMS = 2.0**-13, 4.0, 32  # of Hopper's products of 8-bit elements
 UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-8,
@@ -145,9 +147,9 @@ def forward_bounds(
         if weights_dtype is not None:
             floor = floor + _weights_bound(q, k, v, reference, weights_dtype, options)
     out = np.maximum(rows, np.where(np.isfinite(floor), floor, 0.0))
-    if weights_dtype is None:
-        return Bounds(out)
-    return Bounds(out, np.maximum(LSE_TOLERANCE, _cut_scores_bound(q, k, options)))
+    largest = np.where(np.isfinite(reference.lse), np.abs(reference.lse), 0.0)
+    lse = np.maximum(LSE_TOLERANCE, LSE_RELATIVE * largest)
+    return Bounds(out, lse if weights_dtype is None else np.maximum(lse, _cut_scores_bound(q, k, options)))
 
 
 def _accumulation_bound(
@@ -182,7 +184,8 @@ def _weights_bound(
 
     Twice the scores make the weights P^2, up to a factor that the two LSEs know.
     """
-    doubled = {name: 2.0 * options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
+    given = {name: options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
+    doubled = {name: 2.0 * np.asarray(value, np.float64) for name, value in given.items()}
     doubled["softmax_scale"] = doubled.get("softmax_scale", 2.0 * q.shape[-1] ** -0.5)
     if options.get("v_descale") is not None:
         doubled["v_descale"] = np.square(options["v_descale"].astype(np.float64))
