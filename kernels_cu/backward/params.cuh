@@ -5,8 +5,8 @@
 // is never before the end of the last one and needs no sum over them:
 //
 //   slot      tile 0, head 0 | tile 0, head 1 | .. | tile 1, head 0 | ..      of sequence 0, then of sequence 1, ..
-//   holds     BLOCK_M times lse and then BLOCK_M times delta in `statistics`, DQ_FLOATS of dQ in `dq_sums`, and in
-//             `dq_turns` how many key tiles have added theirs
+//   holds     BLOCK_M times lse, in base 2 unless NATURAL_LSE, and then BLOCK_M times delta in `statistics`, DQ_FLOATS of
+//             dQ in `dq_sums`, and in `dq_turns` how many key tiles have added theirs
 #pragma once
 
 #include "common/params.cuh"

@@ -6,7 +6,7 @@
 //   dout, out  row r  | chunk 0 | chunk 1 | .. | chunk 7 | chunk 8 ..     lane l of the row's eight takes chunks l, l + 8
 //                          \         |            /
 //                           delta = sum of dout * out, minus the LSE's own gradient
-//   statistics of the slot:   lse * log2(e), BLOCK_M of them | delta, BLOCK_M of them
+//   statistics of the slot:   lse, or lse * log2(e), BLOCK_M of them | delta, BLOCK_M of them
 //   dsinks_parts of the block: - sum over rows of exp(sink - lse) * delta
 //
 // Rows past the sequence's end, and those that see no key, get an lse of +inf: their weights 2^(score - lse) are 0
@@ -136,7 +136,7 @@ DEVICE void prepare_rows(const BackwardParams& params) {
         raise_bound(bounds + LARGEST_DELTA, fabsf(delta));
       }
       if (lane == 0) {
-        statistics[n] = lse == -INFINITY ? INFINITY : lse * LOG2_E;
+        statistics[n] = lse == -INFINITY ? INFINITY : NATURAL_LSE ? lse : lse * LOG2_E;
         statistics[BLOCK_M + n] = delta;
       }
     }

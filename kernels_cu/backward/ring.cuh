@@ -73,7 +73,7 @@ struct Ring {
     return {shared + KTile::BYTES + VTile::BYTES + (now.number & (STAGES - 1)) * STAGE_BYTES};
   }
   __device__ __forceinline__ DoTile do_tile(const Step& now) const { return {q_tile(now).base + QTile::BYTES}; }
-  // BLOCK_M times lse, in base 2, and then BLOCK_M times delta.
+  // BLOCK_M times lse and then BLOCK_M times delta.
   __device__ __forceinline__ uint32_t statistics(const Step& now) const { return do_tile(now).base + DoTile::BYTES; }
   __device__ __forceinline__ ScoreTile ds_tile() const {
     return {shared + KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES};

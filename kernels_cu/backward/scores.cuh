@@ -125,9 +125,12 @@ DEVICE void change_scores(Scores& s, const Work& work, const Step& now, Change c
   }
 }
 
-// Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse).
+static_assert(NATURAL_LSE == !SCALE_ONLY, "the LSE has the scores' unit");
+
+// Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse). Of scores, which a mask may make as low as
+// float goes, the difference comes before the product, which overflows.
 DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, const Step& now) {
-  const float to_log2 = (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E;
+  const float to_log2 = score.scale * LOG2_E;
   if constexpr (!SCALE_ONLY) {
     change_scores(s, work, now, [&](float x, int, int, int, int row, int key) { return score(x, row, key); });
   }
@@ -140,7 +143,7 @@ DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, co
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         float& x = s[r][block][e];
-        x = ptx::ex2(x * to_log2 - ptx::as_float(lse[e % 2]));
+        x = ptx::ex2(SCALE_ONLY ? x * to_log2 - ptx::as_float(lse[e % 2]) : (x - ptx::as_float(lse[e % 2])) * LOG2_E);
       }
     }
   }

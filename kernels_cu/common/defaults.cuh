@@ -74,6 +74,9 @@
 #ifndef DETERMINISTIC  // sums over blocks are taken in one order
 #define DETERMINISTIC 0
 #endif
+#ifndef NATURAL_LSE  // weights are computed from scores, and not from products in base 2
+#define NATURAL_LSE 0
+#endif
 #ifndef SUMMED_Q  // sequences share q, and backward_sum adds their dQ up, which are stored unrounded; SUMMED_K, .. likewise
 #define SUMMED_Q 0
 #endif

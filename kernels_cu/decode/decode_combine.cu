@@ -1,4 +1,4 @@
-// Merges the partial results of the items that decode_mma cut into pieces: softmax over their LSEs, in the order of the
+// Merges the partial results of the items that decode_mma cut into pieces: softmax over their sums, in the order of the
 // pieces, so that the bits do not depend on which block finished first.
 //
 //   blockIdx.x   without pinned splits: the boundary between two ranges, blockIdx.x and the next. The first boundary
@@ -53,24 +53,26 @@ DEVICE Pieces pieces_of_item(const DecodeParams& params, int item) {
 }
 
 DEVICE void merge(const DecodeParams& params, const Entry& entry, const Pieces& pieces, int row, int column) {
-  float top = -INFINITY, l = 0.0f, values[4] = {};
+  const RowSum* const sums = partial_sums(params);
+  RowSum all{-INFINITY, 0.0f};
+  float values[4] = {};
   for (int piece = 0; piece < pieces.count; piece++) {
-    top = max_of(top, params.partial_lse[int64_t(pieces.slot(piece)) * BLOCK_M + row]);
+    all.top = max_of(all.top, sums[int64_t(pieces.slot(piece)) * BLOCK_M + row].top);
   }
-  const float base = top == -INFINITY ? 0.0f : top;
   for (int piece = 0; piece < pieces.count; piece++) {
     const int64_t place = int64_t(pieces.slot(piece)) * BLOCK_M + row;
-    const float weight = ptx::ex2(params.partial_lse[place] - base);
+    const RowSum& own = sums[place];
+    const float weight = own.sum == 0.0f ? 0.0f : own.sum * ptx::ex2((own.top - all.top) * LOG2_E);
     uint32_t words[4];
     ptx::load_global_v4(words, params.partial_out + place * HEAD_DIM_V + column);
-    l += weight;
+    all.sum += weight;
 #pragma unroll
     for (int i = 0; i < 4; i++) values[i] = add_weighted(values[i], weight, ptx::as_float(words[i]));
   }
   const OutputRow to = output_row(params, entry, pieces.item.head, entry.packed_begin + row);
   float sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params.attention, to.head);
-  const RowResult result = finish_sum(l, base, sink);
+  const RowResult result = finish_sum(all, sink);
 #pragma unroll
   for (int i = 0; i < 4; i++) values[i] = result.factor == 0.0f ? 0.0f : values[i] * result.factor;
   store_neighbours(to.out + column, values);

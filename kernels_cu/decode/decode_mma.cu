@@ -17,7 +17,7 @@
 //      pages or caches --cp.async--> K(n) V(n) | K(n+1) V(n+1) | ..  --ldmatrix--> S = Q K^T -> P -> O += P V
 //                                    8-bit floats stay 8 bits in shared memory and are widened on the way out
 //
-// A piece that holds all keys of its item writes the output; others write a normalised O and its LSE to a slot, and
+// A piece that holds all keys of its item writes the output; others write a normalised O and its sum to a slot, and
 // decode/decode_combine.cu merges these. Sums run in an order that follows from the piece alone.
 #include "decode/merge.cuh"
 #include "decode/pieces.cuh"
@@ -190,7 +190,7 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   float correction[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    correction[half] = softmax_tile(s[0], softmax[half], rows.to_log2, half, [](float x, int) { return x; });
+    correction[half] = softmax_tile(s[0], softmax[half], rows.exponents, half, [](float x, int) { return x; });
   }
   rescale(o, 0, correction);
   LaneAddress values = Products::lane_of_values(v_tile, rows.first_key);
@@ -237,6 +237,7 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
 
   Output o = {};
   SoftmaxRow softmax[2];
+  start(softmax, rows.exponents);
   ring.look_up(piece.first);
 #pragma unroll 1
   for (int n = 0; n < STAGES - 1; n++) ring.fill(piece.first + n);

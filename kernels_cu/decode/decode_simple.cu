@@ -10,7 +10,7 @@
 //   pages or caches --a warp a row--> K to shared memory | S, softmax, P | V to where K was | O += P V
 //                                                          common/weighted_rows.cuh: a half-warp has ROWS packed rows
 //
-// A piece that holds all keys of its item writes the output. Others write a normalised O and its LSE to slot blockIdx.x, and
+// A piece that holds all keys of its item writes the output. Others write a normalised O and its sum to slot blockIdx.x, and
 // decode/decode_simple_combine.cu merges them.
 #include "common/weighted_rows.cuh"
 #include "decode/rows.cuh"
@@ -172,7 +172,7 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
       const Real value = l == 0 ? Real(0) : rows.o[r][c] / l * out_scale;
       if (column < HEAD_DIM_V) partial_out<Real>(params)[place * HEAD_DIM_V + column] = value;
     }
-    if (lane == 0) partial_lse<Real>(params)[place] = l == 0 ? -INFINITY : rows.m[r] + log_of(l);
+    if (lane == 0) partial_sums<Real>(params)[place] = {rows.m[r], l};
   }
 }
 

@@ -1,4 +1,4 @@
-// Merges the pieces that decode_simple cut an item into: softmax over their LSEs, in the order of the pieces.
+// Merges the pieces that decode_simple cut an item into: softmax over their sums, in the order of the pieces.
 //
 //   blockIdx.x   an item, whose pieces are neighbouring slots          item 0          item 1
 //   threads      the columns of its packed rows, one after the other   | 0  1  2 |     | 3  4  . |   an item of few tiles
@@ -12,13 +12,13 @@ constexpr int THREADS = 32 * WARPS;
 
 DEVICE void merge(const DecodeParams& params, const Entry& entry, int kv_head, int64_t first, int pieces, int row,
                   int column) {
-  const Real *const lse = partial_lse<Real>(params) + first * BLOCK_M + row;
-  const Real *const values = partial_out<Real>(params) + (first * BLOCK_M + row) * HEAD_DIM_V + column;
+  const PartialSum<Real>* const sums = partial_sums<Real>(params) + first * BLOCK_M + row;
+  const Real* const values = partial_out<Real>(params) + (first * BLOCK_M + row) * HEAD_DIM_V + column;
   Real top = -INFINITY, l = 0, sum = 0;
-  for (int piece = 0; piece < pieces; piece++) top = max_of(top, lse[piece * BLOCK_M]);
+  for (int piece = 0; piece < pieces; piece++) top = max_of(top, sums[piece * BLOCK_M].m);
   const Real base = top == -INFINITY ? Real(0) : top;
   for (int piece = 0; piece < pieces; piece++) {
-    const Real weight = exp_of(lse[piece * BLOCK_M] - base);
+    const Real weight = sums[piece * BLOCK_M].l * exp_of(sums[piece * BLOCK_M].m - base);
     l += weight;
     sum = add_weighted(sum, weight, values[int64_t(piece) * BLOCK_M * HEAD_DIM_V]);
   }

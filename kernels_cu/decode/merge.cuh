@@ -65,33 +65,32 @@ DEVICE void leave(const MergeArea& area, const float (&o)[COLUMN_BLOCKS][1][4], 
       }
     }
     if (VALUE_WARPS > 1 && first_column != 0) continue;  // the others have the same sum
-    const uint32_t words[2] = {ptx::as_bits(softmax[half].base), ptx::as_bits(sum_over_quad(softmax[half].l))};
+    const uint32_t words[2] = {ptx::as_bits(softmax[half].m), ptx::as_bits(sum_over_quad(softmax[half].l))};
     if (lane_id() % 4 == 0) ptx::store_shared_v2(area.stats(row, key_warp), words);
   }
 }
 
-// A row's sums, taken together: each key warp's weight, the sum of weights, and what they are relative to.
+// A row's sums, taken together: each key warp's weight, the maximum, and the sum of weights.
 struct RowSums {
   float weight[KEY_WARPS];
-  float l, base;
+  float m, l;
 };
 
-DEVICE RowSums gather_row(const MergeArea& area, int row) {
-  RowSums sums;
-  float bases[KEY_WARPS], l[KEY_WARPS], top = -INFINITY;
+DEVICE RowSums gather_row(const MergeArea& area, const Exponents& exponents, int row) {
+  RowSums sums{{}, exponents.lowest, 0.0f};
+  float maxima[KEY_WARPS], l[KEY_WARPS];
 #pragma unroll
   for (int w = 0; w < KEY_WARPS; w++) {
     uint32_t words[2];
     ptx::load_shared_v2(words, area.stats(row, w));
-    bases[w] = ptx::as_float(words[0]);
+    maxima[w] = ptx::as_float(words[0]);
     l[w] = ptx::as_float(words[1]);
-    top = max_of(top, bases[w]);
+    sums.m = max_of(sums.m, maxima[w]);
   }
-  sums.base = top == -INFINITY ? 0.0f : top;
-  sums.l = 0.0f;
+  const float factor = exponents.factor(sums.m), base = exponents.base(sums.m, factor);
 #pragma unroll
   for (int w = 0; w < KEY_WARPS; w++) {
-    sums.weight[w] = ptx::ex2(bases[w] - sums.base);
+    sums.weight[w] = ptx::ex2(exponents.base(maxima[w], factor) - base);
     sums.l += sums.weight[w] * l[w];
   }
   return sums;
@@ -124,11 +123,14 @@ DEVICE void write_rows(const DecodeParams& params, const Entry& entry, int kv_he
   if constexpr (DESCALES) {
     out_scale = descale(attention.v_descale, attention.v_descale_strides, entry.sequence, kv_head);
   }
+  const Exponents exponents = exponents_of(attention);
 #pragma unroll 1
   for (int index = threadIdx.x; index < BLOCK_M * GROUPS; index += THREADS) {
     const int row = index / GROUPS, column = index % GROUPS * 8, packed = entry.packed_begin + row;
     if (packed >= entry.packed_end) break;
-    const RowSums sums = gather_row(area, row);
+    const RowSums sums = gather_row(area, exponents, row);
+    float unit;
+    const RowSum sum = row_sum(sums.m, sums.l, exponents, unit);
     float values[8];
     gather_values(values, area, sums, row, column);
     if (slot >= 0) {
@@ -140,14 +142,14 @@ DEVICE void write_rows(const DecodeParams& params, const Entry& entry, int kv_he
       float* const to = params.partial_out + place * HEAD_DIM_V + column;
       ptx::store_global_v4(to, {words[0], words[1], words[2], words[3]});
       ptx::store_global_v4(to + 4, {words[4], words[5], words[6], words[7]});
-      if (column == 0) params.partial_lse[place] = sums.l == 0.0f ? -INFINITY : sums.base + ptx::lg2(sums.l);
+      if (column == 0) partial_sums(params)[place] = sum;
       continue;
     }
     const OutputRow to = output_row(params, entry, kv_head, packed);
     float sink = -INFINITY;
     if constexpr (SINKS) sink = sink_logit(attention, to.head);
-    const RowResult result = finish_sum(sums.l, sums.base, sink);
-    const float factor = result.factor * out_scale;
+    const RowResult result = finish_sum(sum, sink);
+    const float factor = result.factor * unit * out_scale;
 #pragma unroll
     for (int i = 0; i < 8; i++) values[i] = result.factor == 0.0f ? 0.0f : values[i] * factor;
     store_neighbours(to.out + column, values);

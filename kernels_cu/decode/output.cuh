@@ -12,6 +12,13 @@ DEVICE Real add_weighted(Real acc, Real weight, Real value) {
   return value - value == 0 ? acc + weight * value : acc + value;
 }
 
+// Of the rows of every head.
+DEVICE Exponents exponents_of(const Params& attention) {
+  return exponents_of(SCALE_ONLY ? static_cast<float>(attention.softmax_scale) : 1.0f);
+}
+
+DEVICE RowSum* partial_sums(const DecodeParams& params) { return reinterpret_cast<RowSum*>(params.partial_sums); }
+
 // Where a packed row of an entry lies in the output.
 struct OutputRow {
   OUT_ELEMENT* out;

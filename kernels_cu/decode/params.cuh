@@ -24,8 +24,8 @@ struct DecodeParams {
   const uint64_t* tree_mask;  // TREE: bit j of a row's word is the j-th new key
   int32_t* plan;  // ranges + 1 positions of 4 words, see decode/plan.cuh
   int64_t* sums;  // of the plan kernel: units before each entry
-  float* partial_out;  // (slots, BLOCK_M, HEAD_DIM_V); of decode_simple Reals, like partial_lse
-  float* partial_lse;  // (slots, BLOCK_M), in base 2; of decode_simple natural
+  float* partial_out;  // (slots, BLOCK_M, HEAD_DIM_V); of decode_simple Reals, like partial_sums
+  float* partial_sums;  // (slots, BLOCK_M, 2): the LSE is the first plus the second's logarithm
   int64_t table_stride;
   Strides tree_mask_strides;
   int32_t batch;

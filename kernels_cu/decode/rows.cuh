@@ -1,8 +1,7 @@
 // The packed rows of a lane: their scores and their masks.
 #pragma once
 
-#include "decode/plan.cuh"
-#include "mma/softmax.cuh"
+#include "decode/output.cuh"
 
 // The two rows that a lane owns, what turns their products into weights, and the keys of its warp.
 struct Rows {
@@ -10,7 +9,7 @@ struct Rows {
   Mask mask;
   uint64_t tree[2];  // new keys that the row sees
   int row[2];
-  float to_log2;
+  Exponents exponents;
   int first_key;  // of the warp, in a tile
 #if POSITIONS
   int first_new_key;
@@ -55,7 +54,7 @@ DEVICE Rows rows_of(const DecodeParams& params, const Entry& entry, int kv_head,
       rows.tree[half] = *element_of<const uint64_t>(params.tree_mask, params.tree_mask_strides, entry.sequence, row, 0);
     }
   }
-  rows.to_log2 = (SCALE_ONLY ? rows.score[0].scale : 1.0f) * LOG2_E;
+  rows.exponents = exponents_of(attention);
   return rows;
 }
 

@@ -7,9 +7,14 @@ template <class Real>
 DEVICE Real* partial_out(const DecodeParams& params) {
   return reinterpret_cast<Real*>(params.partial_out);
 }
+// Of a row, its largest score and the sum of e^(score - largest).
 template <class Real>
-DEVICE Real* partial_lse(const DecodeParams& params) {
-  return reinterpret_cast<Real*>(params.partial_lse);
+struct PartialSum {
+  Real m, l;
+};
+template <class Real>
+DEVICE PartialSum<Real>* partial_sums(const DecodeParams& params) {
+  return reinterpret_cast<PartialSum<Real>*>(params.partial_sums);
 }
 
 // What a row's sum of weighted values is multiplied with and divided by.

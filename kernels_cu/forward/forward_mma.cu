@@ -101,7 +101,7 @@ struct Rows {
   Score<float> score;
   Mask mask;
   Dropout dropout;
-  float to_log2;
+  Exponents exponents;
   int first, end;  // of the warp's rows, and of the sequence's rows in this block
 
   // Rows past the end are treated as the last row, so that they read no bias of their own; they are not stored.
@@ -121,7 +121,7 @@ DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const Lan
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int row = rows.row(b, half);
-      correction[half] = softmax_tile(s[b], softmax[b][half], rows.to_log2, half, [&](float x, int column) {
+      correction[half] = softmax_tile(s[b], softmax[b][half], rows.exponents, half, [&](float x, int column) {
         const int key = key_begin + column;
         if (MASKED && !rows.mask.visible(row, key)) return -INFINITY;
         return SCALE_ONLY ? x : rows.score(x, row, key);
@@ -171,7 +171,7 @@ DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& r
   for (int b = 0; b < ROW_BLOCKS; b++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const RowResult result = finish(softmax[b][half], sink);
+      const RowResult result = finish(softmax[b][half], rows.exponents, sink);
       const int row = rows.first + 16 * b + 8 * half + lane_id() / 4;
       if (row >= rows.end) continue;
       const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, at.sequence, at.q_start + row, at.head);
@@ -203,7 +203,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k, at.sequence);
   const Score<float> score = make_score<float>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
   const Dropout dropout = make_dropout(params, at.sequence, at.head);
-  const Rows rows{score, mask, dropout, (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E, at.row_begin + first_row, row_end};
+  const Rows rows{score, mask, dropout, exponents_of(SCALE_ONLY ? score.scale : 1.0f), at.row_begin + first_row, row_end};
 
   const Tiles tiles = key_tiles(params, mask, at.sequence, at.head, at.row_begin, row_end);
   const SeenKeys keys = seen_keys(mask, at.row_begin, row_end);
@@ -213,6 +213,8 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
 
   Output o = {};
   Softmax softmax;
+#pragma unroll
+  for (int b = 0; b < ROW_BLOCKS; b++) start(softmax[b], rows.exponents);
 
   const int count = tiles.count();
   if (count > 0) {  // the first group holds Q as well

@@ -115,7 +115,7 @@ struct Rows {
   Score<float> score;
   Mask mask;
   Dropout dropout;
-  float to_log2;
+  Exponents exponents;
   int first, end;  // of the warp's rows, and of the sequence's rows in this block
 
   // Rows past the end are treated as the last row, so that they read no bias of their own; they are not stored.
@@ -171,7 +171,7 @@ DEVICE void weigh(Scores& s, Softmax& softmax, float (&correction)[2], const Row
     const int row = rows.row(half);
     SeenColumns seen{};
     if constexpr (MASKED) seen = rows.mask.columns(row, key_begin);
-    correction[half] = softmax_tile(s[0], softmax[half], rows.to_log2, half, [&](float x, int column) {
+    correction[half] = softmax_tile(s[0], softmax[half], rows.exponents, half, [&](float x, int column) {
       if (MASKED && !seen.has(column)) return -INFINITY;
       return SCALE_ONLY ? x : rows.score(x, row, key_begin + column);
     });
@@ -236,7 +236,7 @@ DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& r
   const float out_scale = DROPOUT ? float(params.dropout_scale) : 1.0f;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const RowResult result = finish(softmax[half], sink);
+    const RowResult result = finish(softmax[half], rows.exponents, sink);
     const int row = rows.first + 8 * half + lane_id() / 4;
     if (row >= rows.end) continue;
     const auto out = element_of<OUT_ELEMENT>(params.out, params.out_strides, at.sequence, at.q_start + row, at.head);
@@ -269,7 +269,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
   const Mask mask = make_mask(params, at.seqlen_q, at.seqlen_k, at.sequence);
   const Score<float> score = make_score<float>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
   const Dropout dropout = make_dropout(params, at.sequence, at.head);
-  const Rows rows{score, mask, dropout, (SCALE_ONLY ? score.scale : 1.0f) * LOG2_E, at.row_begin + first_row, row_end};
+  const Rows rows{score, mask, dropout, exponents_of(SCALE_ONLY ? score.scale : 1.0f), at.row_begin + first_row, row_end};
 
   const Tiles tiles = key_tiles(params, mask, at.sequence, at.head, at.row_begin, row_end);
   const SeenKeys keys = seen_keys(mask, at.row_begin, row_end);
@@ -280,6 +280,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t sha
 
   Output o = {};
   Softmax softmax;
+  start(softmax, rows.exponents);
 
   const int count = tiles.count();
   if (count > 0) {  // the first group holds Q as well

@@ -126,7 +126,8 @@ struct Consumer {
     score<true>(r.s, rows, bias, first_key, work.is_full(last));
     apply_mask(r.s, rows, first_key);
     float unused[2];
-    softmax_tile<true>(r.s, r.softmax, unused, rows.to_log2);
+    start(r.softmax, rows.exponents);
+    softmax_tile<true>(r.s, r.softmax, unused, rows.exponents);
     if constexpr (DROPOUT) drop_weights(r.s, kept);
     pack(r.p, r.s);
     if (OTHERS_FOLLOW && !FP8) clear_values_past(work.mask.seqlen_k - first_key);

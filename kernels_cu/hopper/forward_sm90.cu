@@ -174,7 +174,7 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
   if (MASKS && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
-  softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);
+  softmax_tile<false>(r.s, r.softmax, correction, rows.exponents);
   if constexpr (DROPOUT) drop_weights(r.s, kept);
 
   // The next step needs these keys. Waiting here, and not where they are used, ends the basic block: without that,
@@ -210,7 +210,7 @@ __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, cons
   release_keys();
   score<BLOCK_MASK>(r.s, rows, bias, first_key, full);
   if (MASKS && masked) apply_mask(r.s, rows, first_key);
-  softmax_tile<false>(r.s, r.softmax, r.correction, rows.to_log2);
+  softmax_tile<false>(r.s, r.softmax, r.correction, rows.exponents);
   pack(r.p, r.s);
 }
 

@@ -29,8 +29,7 @@ DEVICE void add_value(float& sum, bool zero, float weight, float value) {
 
 struct NonfiniteRow {
   int half;        // which of the thread's two rows
-  float base;      // what its weights are relative to
-  float factor;    // of its sums
+  RowResult result;
   float scale;     // of all values
   uint32_t place;  // of the consumer's output in shared memory, unless O_DIRECT
 };
@@ -51,7 +50,7 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
   const LaunchParams& params = all.params;
   const int row = rows.row(nonfinite.half);
   // A row without weights is 0 already.
-  if (row >= work.seqlen_q || nonfinite.factor == 0.0f) return;
+  if (row >= work.seqlen_q || nonfinite.result.factor == 0.0f) return;
   const Score<float> score = make_score<float>(params, work.sequence, work.head, work.kv_head, work.mask.diagonal);
   const auto q = element_of<const ELEMENT>(params.q, params.q_strides, work.sequence, work.q_start + row, work.head);
 #pragma unroll 1
@@ -66,14 +65,14 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
       const auto v = element_of<const ELEMENT>(params.v, params.v_strides, at.batch, at.row, work.kv_head);
       const float modified = score(dot_of_quad(q, k), row, key);
       const bool kept = !DROPOUT || rows.dropout.keeps(row, key);
-      const float weight = kept ? ptx::ex2(modified * LOG2_E - nonfinite.base) : 0.0f;
+      const float weight = kept ? ptx::ex2((modified - nonfinite.result.largest) * LOG2_E) : 0.0f;
       const bool hidden = !kept || ((SCORE_MOD || BIAS) && modified == -INFINITY);  // unlike a weight that rounds to 0
       if (unit >= UNITS) continue;
 #pragma unroll
       for (int i = 0; i < 8; i++) add_value(sum[i], hidden, weight, to_real(v[unit * 8 + i]));
     }
     if (unit >= UNITS) continue;
-    const float factor = nonfinite.factor * nonfinite.scale;
+    const float factor = ptx::rcp(nonfinite.result.sum) * nonfinite.scale;
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -85,15 +84,14 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
 }
 
 // Puts right what nonfinite values have done to the thread's rows, whose pieces `o` are in shared memory or have left.
-DEVICE void mend_nonfinite(const Sm90Params& all, const Work& work, const Rows& rows, const SoftmaxRow (&softmax)[2],
-                         const Output& o, const float (&factor)[2], float scale, uint32_t place) {
+DEVICE void mend_nonfinite(const Sm90Params& all, const Work& work, const Rows& rows, const RowResult (&results)[2],
+                           const Output& o, float scale, uint32_t place) {
   const uint32_t found[2] = {__ballot_sync(ALL_LANES, has_nonfinite<0>(o)), __ballot_sync(ALL_LANES, has_nonfinite<1>(o))};
   if ((found[0] | found[1]) == 0) return;
   __syncwarp();  // other lanes wrote these rows, and what is written later stays
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
     if (((half == 0 ? found[0] : found[1]) >> lane_id() / 4 * 4 & 15) == 0) continue;
-    const float base = half == 0 ? softmax[0].base : softmax[1].base;
-    attend_key_by_key(all, work, rows, {half, base, half == 0 ? factor[0] : factor[1], scale, place});
+    attend_key_by_key(all, work, rows, {half, half == 0 ? results[0] : results[1], scale, place});
   }
 }

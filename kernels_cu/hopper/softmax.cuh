@@ -6,9 +6,8 @@
 // 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
 // order, too (hopper/transposer.cuh).
 //
-// Weights are 2^(s * to_log2 - base): one multiply-add and one ex2. to_log2 carries the scale, so that s are plain
-// products, less ALiBi's share of them; with softcap, s are scores in base 2 and to_log2 is 1. A score modification takes
-// scaled products, so that s are scores behind it.
+// Weights are 2^(s * factor - base): one multiply-add and one ex2. The factor carries the scale where no softcap, bias or
+// score modification needs scaled products: s are plain products then, less ALiBi's share of them.
 #pragma once
 
 #include "common/mask.cuh"
@@ -20,21 +19,17 @@ using Scores = float[BLOCK_N / 2];
 using Weights = uint32_t[BLOCK_N / STEP][4];
 using Output = float[DIM_V / 2];
 
-// The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
-// unused, and those below 2^-10 would be 0.
-constexpr float WEIGHT_EXPONENT = FP8 ? 8.0f : 0.0f;
-
-// Whether the softmax is given scores in natural units: to_log2 does not carry the scale then.
+// Whether products are scaled one by one; with softcap, tanh takes the scale in.
 constexpr bool SCALED = SCORE_MOD || (BIAS && !BIAS_HIDES && !SOFTCAP);
 
 // A thread's two rows, and what makes scores of their products.
 struct Rows {
   Mask mask;
   int first;          // the other is first + 8; both may lie past the sequence's end
-  float to_log2;      // of what `softmax_tile` is given
-  float to_exponent;  // of a product: 2 * scale / softcap, in base 2
-  float softcap;      // in base 2
-  float slope;        // in the unit of s
+  Exponents exponents;  // of what `softmax_tile` is given
+  float to_exponent;    // of a product: 2 * scale / softcap, in base 2
+  float softcap;
+  float slope;          // in the unit of s
   bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
   float scale;        // of products, where SCALED
   int last_row;       // of the sequence: rows past it read what is read for this one
@@ -56,7 +51,7 @@ DEVICE float scale_of(const Params& params, int sequence, int kv_head) {
   return static_cast<float>(scale);
 }
 
-constexpr float LEAST_SCALE = 0x1p-80f, GREATEST_SCALE = 0x1p126f;
+constexpr float LEAST_SCALE = 0x1p-80f, GREATEST_SCALE = 0x1p125f;
 
 // A magnitude to divide by and to multiply -inf with: what is too small to move a score stands for 0, and infinity, of
 // which weights become NaN but not those of hidden keys, for NaN.
@@ -67,19 +62,20 @@ DEVICE float usable_magnitude(float scale) {
 
 DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, int head, int kv_head, int first,
                     int last_row) {
-  constexpr bool FOLDED = DESCALES && !SOFTCAP && !SCALED;  // descales are in to_log2
+  constexpr bool FOLDED = DESCALES && !SOFTCAP && !SCALED;  // descales are in the exponents' factor
   float scale = scale_of(params, sequence, kv_head);
   const bool negated = FOLDED && scale < 0.0f;
   if (FOLDED) scale = usable_magnitude(scale);
   if (DESCALES && SOFTCAP && !(fabsf(scale) <= GREATEST_SCALE)) scale = NAN;  // which tanh would make finite
   const float product_scale = scale;
   if (SCALED) scale = 1.0f;  // of what `score` makes of them
-  Rows rows{mask, first, SOFTCAP ? 1.0f : scale * LOG2_E, 0.0f, 0.0f, 0.0f, negated, product_scale, last_row, {},
+  Rows rows{mask, first, exponents_of(SOFTCAP ? 1.0f : scale), 0.0f, 0.0f, 0.0f, negated, product_scale, last_row, {},
             make_dropout(params, sequence, head), {}};
   if constexpr (SCORE_MOD) rows.mod = bind_score_mod(params.score_params(), sequence, head);
   if constexpr (SOFTCAP) {
-    rows.softcap = static_cast<float>(params.softcap) * LOG2_E;
-    rows.to_exponent = scale / static_cast<float>(params.softcap) * (2.0f * LOG2_E);
+    rows.softcap = static_cast<float>(params.softcap);
+    rows.to_exponent = scale / rows.softcap * (2.0f * LOG2_E);
+    if (DESCALES && fabsf(rows.to_exponent) == INFINITY) rows.to_exponent = copysignf(LOWEST, rows.to_exponent);  // times 0
   }
   if constexpr (BIAS) {
     const Strides& strides = params.bias_strides;
@@ -93,7 +89,12 @@ DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, 
   }
   if constexpr (ALIBI) {
     const float slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
-    rows.slope = SOFTCAP ? slope * LOG2_E : slope / scale;
+    rows.slope = SOFTCAP || SCALED ? slope : slope / scale;
+    // Of products, a slope may be too large to be multiplied by a distance. Any steep one gives the same weights.
+    if (!SOFTCAP && !SCALED && fabsf(rows.slope) > STEEP && fabsf(slope) < INFINITY) {
+      rows.slope = copysignf(STEEP, slope);
+      rows.exponents.steep = slope / rows.slope / scale;
+    }
   }
   return rows;
 }
@@ -152,16 +153,9 @@ DEVICE void load_bias(BiasTile& tile, const Rows& rows, int first_key) {
   }
 }
 
-// In base 2 where softcap has made the scores so.
-template <class Element>
-DEVICE float with_bias(float score, Element bias) {
-  if constexpr (BIAS_HIDES) return biased(score, bias);
-  else return score + to_real(bias) * (SOFTCAP ? LOG2_E : 1.0f);
-}
-
 DEVICE void add_bias(Scores& s, const BiasTile& tile) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++) s[i] = with_bias(s[i], tile[i / 4][i / 2 % 2].of[i % 2]);
+  for (int i = 0; i < BLOCK_N / 2; i++) s[i] = biased(s[i], tile[i / 4][i / 2 % 2].of[i % 2]);
 }
 
 // The modification, softcap, ALiBi and bias. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
@@ -211,7 +205,8 @@ DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
 // Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's
 // own share of the row's sum until the end.
 template <bool FIRST>
-DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
+DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2],
+                         const Exponents& exponents) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     SoftmaxRow& row = softmax[half];
@@ -219,12 +214,13 @@ DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction
 #pragma unroll
     for (int i = 4; i < BLOCK_N / 4; i++) top[i % 4] = max_of(top[i % 4], s[i / 2 * 4 + 2 * half + i % 2]);
     const float largest = max_of(max_of(top[0], top[1]), max_of(top[2], top[3]));
-    const float base = row.raise<FIRST>(largest, to_log2, correction[half], WEIGHT_EXPONENT);
+    float factor;
+    const float base = row.raise<FIRST>(largest, exponents, factor, correction[half]);
     float sum[2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       float& x = s[i / 2 * 4 + 2 * half + i % 2];
-      x = ptx::ex2(x * to_log2 - base);
+      x = ptx::ex2(x * factor - base);
       sum[i % 2] = i < 2 ? x : sum[i % 2] + x;
     }
     row.l = FIRST ? sum[0] + sum[1] : row.l + (sum[0] + sum[1]);

@@ -123,7 +123,7 @@ DEVICE float scale_of_values(const Params& params, const Work& work) {
 DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared, int consumer, const Rows& rows,
                   const SoftmaxRow (&softmax)[2], const Output& o) {
   const float sink = sink_of(all.params, work.head);
-  const RowResult results[2] = {finish(softmax[0], sink, WEIGHT_EXPONENT), finish(softmax[1], sink, WEIGHT_EXPONENT)};
+  const RowResult results[2] = {finish(softmax[0], rows.exponents, sink), finish(softmax[1], rows.exponents, sink)};
   if (lane_id() % 4 == 0) {
     store_stats(all.params, work, rows.row(0), results[0]);
     store_stats(all.params, work, rows.row(1), results[1]);
@@ -131,7 +131,7 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
   const float factor[2] = {results[0].factor, results[1].factor}, scale = scale_of_values(all.params, work);
   if constexpr (O_DIRECT) {
     store_registers(all.params, work, rows, o, factor, scale);
-    mend_nonfinite(all, work, rows, softmax, o, factor, scale, 0);
+    mend_nonfinite(all, work, rows, results, o, scale, 0);
     __syncwarp();  // without it ptxas takes the ring's stage for the lanes' own, and moves each descriptor over
     return;
   }
@@ -140,6 +140,6 @@ DEVICE void store(const Sm90Params& all, const Work& work, const Shared& shared,
     sync_consumer(consumer);
   }
   put_output(shared.o(consumer), o, factor, scale);
-  mend_nonfinite(all, work, rows, softmax, o, factor, scale, shared.o(consumer));
+  mend_nonfinite(all, work, rows, results, o, scale, shared.o(consumer));
   send_output(all, work, shared, consumer);
 }

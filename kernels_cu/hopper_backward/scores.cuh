@@ -86,6 +86,8 @@ DEVICE void apply_mask(Scores& s, const Work& work, const Keys& keys, int row_be
   }
 }
 
+static_assert(NATURAL_LSE == !SCALE_ONLY, "the LSE has the scores' unit");
+
 // Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse).
 DEVICE void compute_p(Scores& s, const Keys& keys, uint32_t lses) {
 #pragma unroll
@@ -199,7 +201,7 @@ DEVICE void for_each_weight(const Scores& s, const WeightTerms& terms, Visit&& v
       } else {
         const float scaled = x * keys.factor[e / 2];
         const float score = score_of(scores, scaled, row, key[e / 2], distance[e / 2] + float(query) * step, derivative);
-        x = ptx::ex2(score * LOG2_E - ptx::as_float(lse[e % 2]));
+        x = ptx::ex2((score - ptx::as_float(lse[e % 2])) * LOG2_E);  // a product of either may overflow
       }
       hidden[e] = hides(seen[e / 2], query);
       weights[e] = hidden[e] ? 0.0f : x;

@@ -48,6 +48,7 @@ __device__ __forceinline__ void Consumer::attend(const Entry& entry, int kv_head
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
   Output o = {};
   SoftmaxRow softmax[2];
+  start(softmax, rows.exponents);
   Queries q;
   load_queries(q, entry, kv_head);
   bool any_masked = false;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void Consumer::attend(const Entry& entry, int kv_head
       if (!all_visible(entry, first_key)) add_nonfinite(o, source, keys, rows, first_key);
     }
   }
-  store_rows(all.params, entry, kv_head, slot, first_row(), o, softmax);
+  store_rows(all.params, entry, kv_head, slot, first_row(), o, softmax, rows.exponents);
 }
 
 // One tile of keys.
@@ -84,7 +85,7 @@ __device__ __forceinline__ void Consumer::step(Output& o, SoftmaxRow (&softmax)[
   score(s, rows, first_key);
   if (masked) apply_mask(s, rows, first_key);
   float correction[2];
-  softmax_tile(s, softmax, correction, rows.to_log2);
+  softmax_tile(s, softmax, correction, rows.exponents);
   rescale(o, correction);
   Weights p;
   pack(p, s);

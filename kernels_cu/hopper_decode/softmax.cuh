@@ -36,17 +36,19 @@ DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
 }
 
 // Online softmax: scores to weights. What was summed before is to be multiplied by `correction`.
-DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2], float to_log2) {
+DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2],
+                         const Exponents& exponents) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float top[2] = {s[2 * half], s[2 * half + 1]}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 2; i < BLOCK_N / 4; i++) top[i % 2] = max_of(top[i % 2], s[i / 2 * 4 + 2 * half + i % 2]);
-    const float base = softmax[half].raise(max_of(top[0], top[1]), to_log2, correction[half]);
+    float factor;
+    const float base = softmax[half].raise(max_of(top[0], top[1]), exponents, factor, correction[half]);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       float& x = s[i / 2 * 4 + 2 * half + i % 2];
-      x = ptx::ex2(x * to_log2 - base);
+      x = ptx::ex2(x * factor - base);
       sum[i % 2] += x;
     }
     softmax[half].l += sum[0] + sum[1];

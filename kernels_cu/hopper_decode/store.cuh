@@ -31,7 +31,7 @@ DEVICE void store_row(Element* to, const Output& o, int half, bool weighted, flo
 
 // first: the lane's first packed row of the tile. slot: of the partial results, or -1 for the output.
 DEVICE void store_rows(const DecodeParams& params, const Entry& entry, int kv_head, int slot, int first, const Output& o,
-                       const SoftmaxRow (&softmax)[2]) {
+                       const SoftmaxRow (&softmax)[2], const Exponents& exponents) {
   const Params& attention = params.attention;
   float out_scale = 1.0f;
   if constexpr (DESCALES) {
@@ -41,19 +41,20 @@ DEVICE void store_rows(const DecodeParams& params, const Entry& entry, int kv_he
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = first + 8 * half, packed = entry.packed_begin + row;
-    const float l = sums[half], base = softmax[half].base;
     if (packed >= entry.packed_end) continue;
+    float unit;
+    const RowSum sum = row_sum(softmax[half].m, sums[half], exponents, unit);
     if (slot >= 0) {
       const int64_t place = int64_t(slot) * BLOCK_M + row;
-      store_row(params.partial_out + place * HEAD_DIM_V, o, half, l != 0.0f, ptx::rcp(l) * out_scale);
-      if (lane_id() % 4 == 0) params.partial_lse[place] = l == 0.0f ? -INFINITY : base + ptx::lg2(l);
+      store_row(params.partial_out + place * HEAD_DIM_V, o, half, sum.sum != 0.0f, ptx::rcp(sums[half]) * out_scale);
+      if (lane_id() % 4 == 0) partial_sums(params)[place] = sum;
       continue;
     }
     const OutputRow to = output_row(params, entry, kv_head, packed);
     float sink = -INFINITY;
     if constexpr (SINKS) sink = sink_logit(attention, to.head);
-    const RowResult result = finish_sum(l, l == 0.0f ? 0.0f : base, sink);
-    store_row(to.out, o, half, result.factor != 0.0f, result.factor * out_scale);
+    const RowResult result = finish_sum(sum, sink);
+    store_row(to.out, o, half, result.factor != 0.0f, result.factor * unit * out_scale);
     if (LSE && lane_id() % 4 == 0) *to.lse = result.lse;
   }
 }

@@ -6,12 +6,23 @@
 //     row g        s[block][0..1]   | s s | s s | s s | s s | s s ..     the four lanes of a quad own rows g and g + 8
 //     row g + 8    s[block][2..3]   | s s | s s | s s | s s | s s ..     together: they share the rows' maxima
 //
-// Weights are 2^(s * to_log2 - base), base = maximum * to_log2: one multiply-add and one ex2 each. Where only the
-// scale stands between the product and the score, to_log2 carries it and the maxima are those of the plain products.
+// Weights are 2^(s * factor - base), base = maximum * factor: one multiply-add and one ex2 each. The factor is to_log2.
+// Where only the scale stands between the product and the score, to_log2 carries it and the maxima are those of the plain
+// products.
 //
 // A base is a number of its own, rounded: what was summed relative to the last one is multiplied by 2^(last - base),
 // which is 1 exactly where the maximum stays. Were either of them a product that the compiler may fuse into that
-// difference, the factor would be 2^(what rounding took off), and an error of it for each tile of keys.
+// difference, the correction would be 2^(what rounding took off), and an error of it for each tile of keys.
+//
+// Far maxima, as those of keys that a mask of float's lowest number hides: s * to_log2 is not rounded and its base is, so
+// that the largest weight is 2^(what rounding took off), which is 1 nearly. Far from 0 it is anything from 0 to infinity,
+// and the base itself may overflow. There the factor is a power of two, whose products are exact. It stands for another
+// base of the exponential, which shows in no result: neighbouring floats lie so far apart that a weight is 1 or next to
+// nothing.
+//
+// A power above to_log2 keeps bases in the order of their maxima. Times float's lowest number, which a mask may add to all
+// of a row's scores, it would overflow: where LOW_SCORES, it is below, and the last base is computed again with the new
+// factor.
 #pragma once
 
 #include "common/params.cuh"
@@ -20,8 +31,45 @@
 
 // Descales may be 0 or negative, which maxima of plain products would not survive.
 constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !DESCALES;
+constexpr bool LOW_SCORES = ALIBI || SCORE_MOD || (BIAS && !BIAS_HIDES);
 constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float LOWEST = -0x1.fffffep127f;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+// The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
+// unused, and those below 2^-10 would be 0.
+constexpr bool NARROW_WEIGHTS = sizeof(ELEMENT) == 1;
+constexpr float WEIGHT_EXPONENT = NARROW_WEIGHTS ? 8.0f : 0.0f;
+// 2^23 and 2^27. Rounding takes 2^-24 off a base at most: weights stay within their type's range.
+constexpr uint32_t FAR_BITS = (NARROW_WEIGHTS ? 23u + 127u : 27u + 127u) << 23;
+
+constexpr float STEEP = 0x1p95f;
+
+// From scores, or the products that stand for them, to exponents of 2.
+struct Exponents {
+  float scale;  // of products; 1 of scores
+  float steep;  // and this, where a slope of ALiBi that was cut off leads to STEEP scores
+  float to_log2;
+  float power;   // of two, next to to_log2
+  float far;     // maxima of a greater magnitude have it as their factor
+  float lowest;  // the maximum of no scores: its base is finite
+
+  __device__ __forceinline__ float factor(float m) const { return fabsf(m) > far ? power : to_log2; }
+  __device__ __forceinline__ float base(float m, float factor) const {
+    return NARROW_WEIGHTS ? fmaf(m, factor, -WEIGHT_EXPONENT) : __fmul_rn(m, factor);
+  }
+};
+
+// scale: above 0. Of one that is not finite, weights are as good as any: `row_sum` makes NaN of them.
+DEVICE Exponents exponents_of(float scale) {
+  const float to_log2 = DESCALES && scale - scale != 0.0f ? 1.0f : scale * LOG2_E;
+  constexpr uint32_t ONE = 127u << 23, GREATEST = 253u << 23;  // the bits of 1 and 2^126
+  uint32_t power = (ptx::as_bits(to_log2) + (LOW_SCORES ? 0 : 0x7fffffu)) & 0x7f800000u;
+  if (power > GREATEST) power = GREATEST;
+  const float lowest = LOWEST * (power > ONE ? ptx::as_float(2 * ONE - power) : 1.0f);
+  return {scale, 1.0f, to_log2, ptx::as_float(power), ptx::as_float(ONE + FAR_BITS - power), lowest};
+}
 
 // Over the four lanes of a quad.
 DEVICE float max_over_quad(float x) {
@@ -34,25 +82,32 @@ DEVICE float sum_over_quad(float x) {
 }
 
 struct SoftmaxRow {
-  float m = -INFINITY;     // running maximum of the scores, the same in all lanes of the quad
-  float base = -INFINITY;  // 2^base is what the summed weights are relative to; -inf for a row that has seen no key
-  float l = 0.0f;          // running sum of the weights of this lane's keys
+  float m;         // running maximum of the scores, the same in all lanes of the quad
+  float base;      // of m
+  float l = 0.0f;  // running sum of the weights of this lane's keys
 
-  // Takes the largest of a lane's new scores in, which are the row's first if FIRST. Weights are relative to 2^(what it
-  // returns) from here on, 2^exponent for the largest; what was summed before is to be multiplied by `correction`.
+  // Takes the largest of a lane's new scores in, which are the row's first if FIRST. Weights are 2^(s * factor - what it
+  // returns) from here on; what was summed before is to be multiplied by `correction`.
   template <bool FIRST = false>
-  __device__ __forceinline__ float raise(float largest, float to_log2, float& correction, float exponent = 0.0f) {
-    const float before = base;
-    m = FIRST ? max_over_quad(largest) : max_of(m, max_over_quad(largest));
-    base = __fmul_rn(m, to_log2) - exponent;
-    const float finite = m == -INFINITY ? 0.0f : base;
+  __device__ __forceinline__ float raise(float largest, const Exponents& exponents, float& factor, float& correction) {
+    const float last = m;
+    m = max_of(m, max_over_quad(largest));
+    factor = exponents.factor(m);
+    const float before = LOW_SCORES ? exponents.base(last, factor) : base;
+    base = exponents.base(m, factor);
     if (!FIRST) {
-      correction = ptx::ex2(before - finite);
+      correction = ptx::ex2(before - base);
       l *= correction;
     }
-    return finite;
+    return base;
   }
 };
+
+// Rows that have seen no key.
+DEVICE void start(SoftmaxRow (&rows)[2], const Exponents& exponents) {
+  rows[0].m = rows[1].m = exponents.lowest;
+  rows[0].base = rows[1].base = exponents.base(exponents.lowest, exponents.factor(exponents.lowest));
+}
 
 // Drops weights of rows `row` and `row_below` (8 further), keys first_key + 8 * block + 2t and the next. Philox draws
 // for four keys at a time, which two lanes share: each draws for one of the rows and hands half of the words over.
@@ -115,34 +170,47 @@ DEVICE uint32_t kept_in_block(const Dropout& dropout, int row, int row_below, in
   return kept;
 }
 
+// The sum of a row's e^score, as sum * e^top: 0 and -inf of no key.
+struct RowSum {
+  float top, sum;
+};
+
+// Of weights whose maximum is m and whose sum is l. unit: what a weight of 1 is of e^top.
+DEVICE RowSum row_sum(float m, float l, const Exponents& exponents, float& unit) {
+  const float factor = exponents.factor(m);
+  unit = ptx::ex2(fmaf(-m, factor, exponents.base(m, factor)));
+  if (l == 0.0f && m == exponents.lowest) return {-INFINITY, 0.0f};
+  const float scale = exponents.scale * (ALIBI && fabsf(m) > 0.5f * STEEP ? exponents.steep : 1.0f);
+  return {m * scale, DESCALES ? fmaf(scale, 0.0f, l * unit) : l * unit};  // NaN of a scale that is not finite
+}
+
 struct RowResult {
   float factor;  // of the row's O
   float lse;
   float largest, sum;  // lse = largest + log(sum), see common/row_stats.cuh
 };
 
-// What comes of a sum l of weights relative to 2^base: the learned sink (a key without a value, in natural units) is
-// taken in, then the logarithm. exponent: in base 2, of the largest weight.
-DEVICE RowResult finish_sum(float l, float base, float sink, float exponent = 0.0f) {
-  float correction = 1.0f, largest = base + exponent;
+// What comes of a row: the learned sink, a key without a value, is taken in, then the logarithm. Differences come before
+// products, which may overflow.
+DEVICE RowResult finish_sum(const RowSum& row, float sink) {
+  float correction = 1.0f, top = row.top, sum = row.sum;
   if constexpr (SINKS) {
-    const float sink_base = __fmul_rn(sink, LOG2_E);
-    if (l == 0.0f) base = largest = -INFINITY;
-    largest = max_of(largest, sink_base);
-    const float top = max_of(base, sink_base);
+    top = max_of(top, sink);
     if (top != -INFINITY) {
-      correction = ptx::ex2(base - top);
-      l = l * correction + ptx::ex2(sink_base - top);
-      base = top;
+      correction = ptx::ex2((row.top - top) * LOG2_E);
+      sum = sum * correction + ptx::ex2((sink - top) * LOG2_E);
     }
   }
-  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};
-  const float sum = exponent == 0.0f ? l : l * ptx::ex2(base - largest);
-  // The largest weight is 1, so l is no subnormal; a full division would be a call that costs registers.
-  return {correction * ptx::rcp(l), (base + ptx::lg2(l)) * (1.0f / LOG2_E), largest * (1.0f / LOG2_E), sum};
+  if (sum == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};
+  // The largest weight is 1, so the sum is no subnormal; a full division would be a call that costs registers.
+  return {correction * ptx::rcp(sum), fmaf(ptx::lg2(sum), LN_2, top), top, sum};
 }
 
-// The end of a row whose sums lie in the quad. exponent: as `raise` was given it.
-DEVICE RowResult finish(const SoftmaxRow& row, float sink, float exponent = 0.0f) {
-  return finish_sum(sum_over_quad(row.l), row.base, sink, exponent);
+// The end of a row whose sums lie in the quad.
+DEVICE RowResult finish(const SoftmaxRow& row, const Exponents& exponents, float sink) {
+  float unit;
+  const RowSum sum = row_sum(row.m, sum_over_quad(row.l), exponents, unit);
+  RowResult result = finish_sum(sum, sink);
+  result.factor *= unit;
+  return result;
 }

@@ -7,8 +7,9 @@
 // Products to weights for one half (rows g or g + 8) of 16 rows. score(x, column): what enters the softmax in the place
 // of product x; column: of the tile. Returns what O is to be multiplied by.
 template <int KEY_BLOCKS, class ScoreOf>
-DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, float to_log2, int half, ScoreOf score) {
-  float largest = -INFINITY, correction;
+DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Exponents& exponents, int half,
+                          ScoreOf score) {
+  float largest = -INFINITY, factor, correction;
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
@@ -18,13 +19,13 @@ DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, float 
       largest = max_of(largest, x);
     }
   }
-  const float base = softmax.raise(largest, to_log2, correction);
+  const float base = softmax.raise(largest, exponents, factor, correction);
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float& x = s[block][2 * half + i];
-      x = ptx::ex2(x * to_log2 - base);
+      x = ptx::ex2(x * factor - base);
       softmax.l += x;
     }
   }

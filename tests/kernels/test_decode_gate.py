@@ -172,9 +172,10 @@ def expected_products(key: DispatchKey) -> set[int]:
 
 
 def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
-    """In the loop, a lane has a quarter of its warp's keys of two rows. The merge has a difference of bases, too."""
+    """In the loop, a lane has a quarter of its warp's keys of two rows. The merge has a difference of bases and what
+    rounding took off one, too."""
     key_warps = int(macros["WARPS"]) // (int(macros["BLOCK_M"]) // 16)
-    return fused_corrections(text, weights=int(macros["BLOCK_N"]) // key_warps // 2, corrections=2 + 1)
+    return fused_corrections(text, weights=int(macros["BLOCK_N"]) // key_warps // 2 + 1, corrections=2 + 1)
 
 
 def instruction_faults(key: DispatchKey, code: Code, macros: dict[str, str]) -> list[str]:

@@ -107,7 +107,7 @@ def examine(variant: MmaVariant) -> Finding:
         shared=int(macros["SHARED_BYTES"]),
         threads=32 * int(macros["WARPS"]),
         expected=expected_instructions(macros, variant.arch),
-        exponents=[] if code.text is None else fused_corrections(code.text, int(macros["BLOCK_N"]), 4),
+        exponents=[] if code.text is None else fused_corrections(code.text, int(macros["BLOCK_N"]) + 2, 4),
     )
 
 

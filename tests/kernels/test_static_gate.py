@@ -110,9 +110,9 @@ def expected_instructions(macros: dict[str, str]) -> int:
 
 
 def exponent_faults(text: str, macros: dict[str, str]) -> list[str]:
-    """In both loops, a lane has a quarter of the keys of two rows of each 16."""
+    """In both loops, a lane has a quarter of the keys of two rows of each 16. What rounding took off bases follows."""
     keys, row_blocks = int(macros["BLOCK_N"]), int(macros["BLOCK_M"]) // (16 * int(macros["WARPS"]))
-    return fused_corrections(text, weights=row_blocks * keys, corrections=4 * row_blocks)
+    return fused_corrections(text, weights=row_blocks * (keys + 2), corrections=4 * row_blocks)
 
 
 @functools.cache

@@ -226,10 +226,8 @@ def examine(variant: WgmmaVariant, compiler: str) -> Finding:
 
 
 def exponent_faults(text: str, macros: dict[str, int]) -> list[str]:
-    """A thread has half of a tile's keys, in the loop and before it, and one key at a time where values are special.
-    With softcap, scores are in base 2 and there is nothing to fuse."""
-    weights = 0 if "SOFTCAP" in macros else macros["BLOCK_N"]
-    return fused_corrections(text, weights=weights + 1, corrections=2)
+    """A thread has half of a tile's keys, in the loop and before it. What rounding took off two bases comes last."""
+    return fused_corrections(text, weights=macros["BLOCK_N"] + 2, corrections=2)
 
 
 def faults(found: Finding) -> list[str]:

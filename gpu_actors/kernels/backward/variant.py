@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.macros import Macros, flags, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import backward_warp_tile, tile_of
 from gpu_actors.problem import DispatchKey
@@ -25,7 +25,7 @@ _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are ad
 
 # The macros of the outer kernels. Options that they do not read would only make more variants.
 _COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS", "DS_BITS")
-_PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY")
+_PREPARE = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY", "NATURAL_LSE")
 _FINISH = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT", "SUMMED_Q")
 
 
@@ -40,6 +40,8 @@ def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macr
     macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
     if key.dtype == "float16":  # bf16 and what floats are rounded to have float's range
         macros["DS_BITS"] = _DS_BITS if key.score_mod is None else _DS_BITS_OF_MODS
+    scored = key.softcap or key.alibi or key.bias is not None or key.score_mod is not None
+    macros |= flags(NATURAL_LSE=scored)
     if key == prepare:
         return {name: macros[name] for name in _PREPARE if name in macros} | {"HEAD_DIM": key.head_dim_v}
     if key == finish:

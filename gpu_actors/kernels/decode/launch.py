@@ -99,7 +99,7 @@ def _scratch(
         pieces = items_of(problem, key.row_tile) * problem.num_splits or 2 * ranges
         rows = (pieces, key.row_tile)
         specs["partial_out"] = ScratchSpec((*rows, problem.head_dim_v), "float32")
-        specs["partial_lse"] = ScratchSpec(rows, "float32")
+        specs["partial_sums"] = ScratchSpec((*rows, 2), "float32")
     return specs
 
 

@@ -31,7 +31,7 @@ from gpu_actors.problem import AttentionProblem, DispatchKey
 __all__ = ["CHUNK", "decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers", "pack_split", "rows_refusal"]
 
 _ATTENTION = "attention."
-_SCRATCH = ("plan", "sums", "partial_out", "partial_lse", "cache_layouts")
+_SCRATCH = ("plan", "sums", "partial_out", "partial_sums", "cache_layouts")
 CHUNK = 16
 """Bytes that a cp.async copies, and a multiple of which its addresses are."""
 
@@ -54,7 +54,7 @@ def pack_decode(
         (heads_kv, seqlen_k, dim), and k_cache.0 and v_cache.0, whose strides hold for all.
         alibi_slopes float32 (heads_q,) or (batch, heads_q); sinks (heads_q,) float32 or of the output's dtype;
         tree_mask uint64 (batch, seqlen_q) or (total_q,); k_descale, v_descale float32 (batch, heads_kv).
-        plan int32 (ranges + 1, 4); sums int64, partial_out, partial_lse float32, where the launch has them.
+        plan int32 (ranges + 1, 4); sums int64, partial_out, partial_sums float32, where the launch has them.
     Raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples of
     16 bytes.
     """
@@ -69,7 +69,7 @@ def pack_split(
 ) -> bytes:
     """The parameters of the kernels that cut every item into pieces of equal length: of decode_simple and its merge.
 
-    splits: the most pieces of an item. buffers: as of `pack_decode`; partial_out and partial_lse are float64 where q
+    splits: the most pieces of an item. buffers: as of `pack_decode`; partial_out and partial_sums are float64 where q
     is. Rows of caches may begin anywhere. Raises as `pack_decode`.
     """
     packed = _pack(problem, key.row_tile, splits, buffers, {})

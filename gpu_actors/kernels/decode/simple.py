@@ -105,7 +105,7 @@ def simple_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
         parts.append(Part(merge, LaunchGeometry((items, 1, 1), (simple_threads(merge), 1, 1), 0), pack))
         rows, real = (items * splits, key.row_tile), "float64" if problem.dtype == "float64" else "float32"
         scratch["partial_out"] = ScratchSpec((*rows, problem.head_dim_v), real)
-        scratch["partial_lse"] = ScratchSpec(rows, real)
+        scratch["partial_sums"] = ScratchSpec((*rows, 2), real)
     return Program(tuple(parts), scratch)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from cases.finite_masks import hide_keys
 from emulated.backward import backward_problem_of, run
 from emulated.forward import Strided, gaussian
 from emulated.sweeps import Sweep
@@ -33,7 +34,8 @@ __all__ = [
 
 
 def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
-    return random_backward(
+    """Every second bias hides keys."""
+    case = random_backward(
         seed,
         compute=sweep.compute,
         dtype=sweep.dtype,
@@ -46,6 +48,9 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
         alignment=sweep.alignment,
         **choices,
     )
+    if "bias" not in case.options or seed % 2 == 0:
+        return case
+    return answered(case, {**case.options, "bias": hide_keys(case.options["bias"], seed)})
 
 
 def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
+from cases.finite_masks import hide_keys
 
 from gpu_actors.testing.problems import ForwardCase, random_forward
 
@@ -53,8 +54,8 @@ class Sweep:
 
 
 def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **given: Any) -> ForwardCase:
-    """The problem ``index`` of the sweep with that number; batch and heads take turns."""
-    return random_forward(
+    """The problem ``index`` of the sweep with that number; batch and heads take turns. Every second bias hides keys."""
+    case = random_forward(
         1000 * number + index,
         dtype=sweep.dtype,
         head_dim=sweep.head_dim,
@@ -68,6 +69,9 @@ def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **g
         alignment=sweep.alignment,
         **given,
     )
+    if "bias" in case.options and index % 2:
+        case.options["bias"] = hide_keys(case.options["bias"], index)
+    return case
 
 
 def launch_of(number: int) -> dict[str, str]:

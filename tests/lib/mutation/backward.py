@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.finite_masks import hide_first
 from emulated import backward as emulated_backward
 from emulated.gradients import answered
 from mutation.backward_mutants import MUTANTS
@@ -69,6 +70,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "redundant": {"dtype": "float32", "head_dim": 256, "seqlens": (40, 40), "always": ("bias",)},
     "nonfinite": {"seqlens": (150, 150), "always": ("causal",)},
     "nonfinite bias": {"seqlens": (150, 150), "always": ("causal", "bias")},
+    "hidden": {"seqlens": (150, 150), "always": ("bias",)},
     "nonfinite key": {"seqlens": (150, 150), "always": ("causal",)},
     # Floats, whose gradients show the last bits of their sums.
     "turns": {**_FLOATS, "seqlens": (90, 610)},
@@ -120,6 +122,8 @@ def case_of(name: str) -> BackwardCase:
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
     if name == "options":  # of the type that backward_finish turns sums into
         case.options["bias"] = case.options["bias"].astype(np.float16)
+    if name == "hidden":
+        case = answered(case, {**case.options, "bias": hide_first(case.options["bias"])})
     if name in ("large", "opposite"):
         case = beyond_float16(case, name)
     if name in ("nonfinite", "nonfinite bias"):

@@ -29,7 +29,7 @@ def _simple(name: str, old: str, new: str, *probes: str) -> Mutant:
 PREPARE_MUTANTS = (
     _prepare("delta is a lane's, not the row's", "sum += __shfl_xor_sync(ALL_LANES, sum, step)", "sum += 0.0f"),
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
-    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse"),
+    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : ", ""),
     _prepare("delta is missing", "        delta = sum;\n", "        delta = 0.0f;\n"),
     _prepare("half of a row is added up", "chunk += LANES) {", "chunk += 2 * LANES) {", "wide"),
     _prepare("rows past the end are read", "row < at.seqlen_q ? row : at.seqlen_q - 1", "row"),
@@ -211,8 +211,15 @@ SCORE_MUTANTS = (
     _mma(
         "weights are in base e",
         _SCORES,
-        "(SCALE_ONLY ? score.scale : 1.0f) * LOG2_E",
-        "(SCALE_ONLY ? score.scale : 1.0f)",
+        "const float to_log2 = score.scale * LOG2_E;",
+        "const float to_log2 = score.scale;",
+    ),
+    _mma(
+        "products come before differences",
+        _SCORES,
+        "(x - ptx::as_float(lse[e % 2])) * LOG2_E",
+        "(x * LOG2_E - ptx::as_float(lse[e % 2]) * LOG2_E)",
+        "hidden",
     ),
     _mma("delta is the lse", _SCORES, "(BLOCK_M + work.warp.query(block, 0)) * 4", "work.warp.query(block, 0) * 4"),
     _mma("delta is of the neighbouring query", _SCORES, "delta[e % 2]", "delta[0]"),

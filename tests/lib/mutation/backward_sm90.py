@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases.finite_masks import hide_first
 from emulated import backward as emulated_backward
 from emulated.forward import OPERANDS
 from mutation.backward import answered, beyond_float16, seeded, told
@@ -74,6 +75,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "alibi": {"seqlens": (150, 200), "always": ("alibi",)},
     "bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
     "nonfinite bias": {"seqlens": (150, 200), "always": ("bias", "causal")},
+    "hidden": {"seqlens": (150, 150), "always": ("bias",)},
     "dropout": {"seqlens": (150, 200), "heads": (2, 1), "always": ("dropout",)},
     "shared": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (400, 150)},
     "shared causal": {"dtype": "bfloat16", "head_dim": 256, "seqlens": (300, 200), "always": ("causal",)},
@@ -95,6 +97,8 @@ def case_of(name: str) -> BackwardCase:
     if name == "turns bias":  # shared by every sequence and head
         shared = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
         case = answered(case, {**case.options, "bias": shared})
+    if name == "hidden":
+        case = answered(case, {**case.options, "bias": hide_first(case.options["bias"])})
     if name in ("large", "opposite"):
         case = beyond_float16(case, name)
     if name == "negative":  # scores so low that the weight of a key past the end is infinite

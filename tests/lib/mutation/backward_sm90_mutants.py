@@ -172,6 +172,13 @@ DEFECTS = (
 )
 
 NUMBERS = (
+    _bug(
+        "products come before differences",
+        "scores",
+        "(score - ptx::as_float(lse[e % 2])) * LOG2_E",
+        "score * LOG2_E - ptx::as_float(lse[e % 2]) * LOG2_E",
+        "hidden",
+    ),
     _bug("the scale stays natural", "consumer", "(SCALE_ONLY ? LOG2_E : 1.0f)", "1.0f"),
     _bug("the lse is added", "scores", "keys.factor[e / 2] - ptx", "keys.factor[e / 2] + ptx"),
     _bug("the lse is another query's", "scores", "ptx::as_float(lse[e % 2])", "ptx::as_float(lse[e / 2])"),
@@ -485,7 +492,7 @@ RANGE = (
 
 OUTER = (
     _prepare("the lse stays natural", "lse * LOG2_E;", "lse;"),
-    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : lse", "lse", "few"),
+    _prepare("rows past the end keep their lse", "lse == -INFINITY ? INFINITY : ", "", "few"),
     _prepare("delta is missing", "        delta = sum;\n", "        delta = 0.0f;\n"),
     _prepare("the sink's gradient has the wrong sign", "dsink -= exp_of", "dsink += exp_of", "sinks"),
     _finish("dQ is not scaled", "pair[0] * scale", "pair[0]"),

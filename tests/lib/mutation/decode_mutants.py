@@ -31,13 +31,13 @@ DECODE_DEFECTS = (
     _decode(
         "the old maximum is read after it was overwritten",
         "mma/softmax.cuh",
-        "ptx::ex2(before - finite)",
-        "ptx::ex2(base - finite)",
+        "ptx::ex2(before - base)",
+        "ptx::ex2(base - base)",
     ),
     _decode(
         "a sequence without keys divides by 0",
         "mma/softmax.cuh",
-        "  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
+        "  if (sum == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
         "",
     ),
     _decode(
@@ -275,7 +275,13 @@ LATENT_DEFECTS = (
     _decode("latents share their first columns", _MMA, "values.row += first_chunk * 16;", "", "latent wide"),
     _decode("half of a latent begins early", _MMA, "first_chunk * 16;", "first_chunk * 8;", "latent wide8"),
     _decode("latents begin at the last columns", _MMA, "first_chunk * 16;", "(first_chunk + 8) * 16;", "latent wide"),
-    _decode("key warps of a latent weigh alike", _MERGE, "ptx::ex2(bases[w] - sums.base)", "1.0f", "latent"),
+    _decode(
+        "key warps of a latent weigh alike",
+        _MERGE,
+        "ptx::ex2(exponents.base(maxima[w], factor) - base)",
+        "1.0f",
+        "latent",
+    ),
     _decode("a stage of latents is half as long", _MMA, "return {base + n % STAGES * STAGE_BYTES};", _HALF, "latent"),
 )
 
@@ -495,7 +501,7 @@ DECODE_MUTANTS = (
     _decode(
         "a warp's sums count as they are",
         _MERGE,
-        "sums.weight[w] = ptx::ex2(bases[w] - sums.base);",
+        "sums.weight[w] = ptx::ex2(exponents.base(maxima[w], factor) - base);",
         "sums.weight[w] = 1.0f;",
     ),
     _decode(
@@ -545,9 +551,8 @@ DECODE_MUTANTS = (
     _decode(
         "partial sums are not divided", _MERGE, "sums.l == 0.0f ? 0.0f : ptx::rcp(sums.l) * out_scale;", "out_scale;"
     ),
-    _decode(
-        "a partial LSE is natural", _MERGE, "sums.base + ptx::lg2(sums.l);", "(sums.base + ptx::lg2(sums.l)) / LOG2_E;"
-    ),
+    _decode("a partial maximum is of products", _MERGE, "[place] = sum;", "[place] = {sums.m, sums.l};"),
+    _decode("pieces weigh alike however many keys they have", _COMBINE, "own.sum * ptx::ex2", "ptx::ex2"),
     _decode(
         "the sink is left out where pieces are merged",
         _COMBINE,

@@ -260,8 +260,8 @@ MUTANTS = (
     ),
     _bug("V's descale is forgotten", "store", "    out_scale = descale(", "    descale(", "fp8"),
     # The end of a piece
-    _bug("partial sums are not divided", "store", "ptx::rcp(l) * out_scale", "out_scale"),
-    _bug("a partial LSE is natural", "store", "base + ptx::lg2(l);", "(base + ptx::lg2(l)) / LOG2_E;"),
+    _bug("partial sums are not divided", "store", "ptx::rcp(sums[half]) * out_scale", "out_scale"),
+    _bug("a partial maximum is of products", "store", "[place] = sum;", "[place] = {softmax[half].m, sums[half]};"),
     _bug("slots have 64 rows", "store", "int64_t(slot) * BLOCK_M + row", "int64_t(slot) * ROWS + row", "two"),
     _bug("rows past the end are written", "store", "    if (packed >= entry.packed_end) continue;\n", ""),
     _bug(

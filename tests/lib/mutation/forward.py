@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.finite_masks import hide_first
 from cases.steady_scores import check_steady
 from emulated import contraction
 from emulated import forward as emulated_forward
@@ -81,6 +82,7 @@ PROBES: dict[str, dict[str, Any]] = {
         "always": ("sinks",),
     },
     "nonfinite": {"dtype": "float16", "head_dim": 32, "seqlens": (150, 150), "varlen": False, "always": ("causal",)},
+    "hidden": {"dtype": "float16", "head_dim": 32, "seqlens": (70, 150), "varlen": False, "always": ("bias",)},
     "padded": {"dtype": "bfloat16", "head_dim": 40, "head_dim_v": 72, "seqlens": (70, 150), "varlen": False},
     "wide": {"dtype": "float16", "head_dim": 96, "seqlens": (40, 300), "varlen": False, "kind": "gaussian"},
     "float": {"dtype": "float32", "head_dim": 40, "seqlens": (70, 150), "varlen": False, "always": ("causal",)},
@@ -130,6 +132,8 @@ def run_probes(mutant: Mutant, cache: Path, *, bug: bool = True) -> None:
             case = poison_unseen(random_forward(len(name), **{**_SHAPE, **PROBES[name]}))
             if name == "nonfinite":
                 case.v[0, 100, :, 3] = np.nan
+            if name == "hidden":
+                case.options["bias"] = hide_first(case.options["bias"])
             for delivery, schedule, seed in LAUNCHES:
                 emulated_forward.check_case(
                     case,

@@ -40,24 +40,15 @@ _BLOCK_TILE, _SOFTMAX, _NONFINITE, _MASK = (
 )
 
 # Old and new text of mma/softmax.cuh: an exponent that is a product less a base, which compilers fuse into one.
-_RAISED = """;
-    m = FIRST ? max_over_quad(largest) : max_of(m, max_over_quad(largest));
-    base = __fmul_rn(m, to_log2) - exponent;
-    const float finite = m == -INFINITY ? 0.0f : base;
-    if (!FIRST) {
-      correction = ptx::ex2("""
-FUSED_CORRECTION = (
-    f"before = base{_RAISED}before - finite);",
-    f"before = m{_RAISED}before * to_log2 - (finite + exponent));".replace("__fmul_rn(m, to_log2)", "m * to_log2"),
-)
+FUSED_CORRECTION = ("ptx::ex2(before - base)", "ptx::ex2(last * factor - (base + WEIGHT_EXPONENT))")
 
 # Defects that published attention kernels have shipped with.
 DEFECTS = (
     _mma(
         "the old maximum is read after it was overwritten",
         _SOFTMAX,
-        "ptx::ex2(before - finite)",
-        "ptx::ex2(base - finite)",
+        "ptx::ex2(before - base)",
+        "ptx::ex2(base - base)",
     ),
     _mma("the correction is of a fused product", _SOFTMAX, *FUSED_CORRECTION, "steady"),
     _mma("the accumulator is never rescaled", _SOFTMAX_TILE, "o[c][r][i] *= correction[i / 2];", ";"),
@@ -223,29 +214,28 @@ MMA_MUTANTS = (
     # Softmax and options
     _mma(
         "the scale is folded in without log2(e)",
-        _MMA,
-        "(SCALE_ONLY ? score.scale : 1.0f) * LOG2_E",
-        "(SCALE_ONLY ? score.scale : 1.0f)",
+        _SOFTMAX,
+        "scale * LOG2_E;",
+        "scale;",
     ),
     _mma(
         "rows that see nothing keep a maximum of -inf",
         _SOFTMAX,
-        "m == -INFINITY ? 0.0f : base",
-        "base",
+        "rows[1].m = exponents.lowest;",
+        "rows[1].m = -INFINITY;",
         "few",
     ),
     _mma(
         "an empty sum is divided by",
         _SOFTMAX,
-        "  if (l == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
+        "  if (sum == 0.0f) return {0.0f, -INFINITY, -INFINITY, 0.0f};\n",
         "",
         "few",
     ),
-    _mma("the LSE is in base 2", _SOFTMAX, "ptx::lg2(l)) * (1.0f / LOG2_E), largest", "ptx::lg2(l)), largest"),
-    _mma(
-        "the sink is not in the sum", _SOFTMAX, "l * correction + ptx::ex2(sink_base - top)", "l * correction", "sinks"
-    ),
-    _mma("the sum is not brought down to a large sink", _SOFTMAX, "l * correction + ptx::ex2", "l + ptx::ex2", "sinks"),
+    _mma("the LSE is in base 2", _SOFTMAX, "fmaf(ptx::lg2(sum), LN_2, top)", "fmaf(ptx::lg2(sum), 1.0f, top)"),
+    _mma("far maxima have rounded bases", _SOFTMAX, "fabsf(m) > far ? power : to_log2", "to_log2", "hidden"),
+    _mma("the sink is not in the sum", _SOFTMAX, " + ptx::ex2((sink - top) * LOG2_E)", "", "sinks"),
+    _mma("the sum is not brought down to a large sink", _SOFTMAX, "sum * correction +", "sum +", "sinks"),
     _mma(
         "lanes exchange the wrong dropout words",
         _SOFTMAX,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.finite_masks import hide_first
 from cases.score_mods import MODIFICATIONS
 from cases.steady_scores import check_steady
 from emulated import forward as emulated_forward
@@ -78,6 +79,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "odd bias": {"seqlens": (200, 301), "always": ("bias",)},
     "capped bias": {"seqlens": (200, 300), "always": ("bias", "softcap")},
     "mask": {"seqlens": (200, 300), "always": ("bias",)},
+    "hidden": {"seqlens": (200, 300), "always": ("bias",)},
     "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
 assert not PROBES.keys() & MODIFICATIONS.keys(), "a probe of that name would be another problem"
@@ -98,6 +100,8 @@ def case_of(name: str) -> ForwardCase:
     case = poison_unseen(case)
     if "nonfinite" in name:
         case.v[0, 100, :, 3::59] = np.inf if "dropped" in name else np.nan
+    if name == "hidden":
+        case.options["bias"] = hide_first(case.options["bias"])
     if name == "mask":
         case.options["bias"] = case.options["bias"] > -0.5
     return case

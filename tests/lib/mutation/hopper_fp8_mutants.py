@@ -26,14 +26,10 @@ DEFECTS = (
 )
 
 _WEIGHTS = (
-    _bug("weights are packed at their size", "softmax", "FP8 ? 8.0f : 0.0f", "0.0f", "faint"),
-    _bug("the LSE keeps the weights' exponent", "rows", "row.l), row.base,", "row.l), row.base + 8.0f,"),
-    _bug(
-        "the correction lacks the exponent", "rows", "ptx::ex2(before - finite)", "ptx::ex2(before - finite - exponent)"
-    ),
-    _bug(
-        "rows computed again lack the exponent", "nonfinite", "- nonfinite.base", "- nonfinite.base - 8.0f", "nonfinite"
-    ),
+    _bug("weights are packed at their size", "rows", "NARROW_WEIGHTS ? 8.0f : 0.0f", "0.0f", "faint"),
+    _bug("the LSE keeps the weights' exponent", "rows", "LN_2, top)", "LN_2, top + WEIGHT_EXPONENT * LN_2)"),
+    _bug("the correction lacks the exponent", "rows", "ptx::ex2(before - base)", "ptx::ex2(before - base - 8.0f)"),
+    _bug("rows computed again have the exponent", "nonfinite", "LOG2_E) : 0.0f", "LOG2_E + 8.0f) : 0.0f", "nonfinite"),
     _bug(
         "halves of a word swap",
         "softmax",
@@ -134,7 +130,7 @@ _E5M2 = (
     ),
     _bug("the types of a product change places", "ptx", "k32.f32.e4m3.e5m2", "k32.f32.e5m2.e4m3", "e5m2"),
     _bug("the wrapper forgets the type of B", "ptx", "k32.f32.e4m3.e5m2", "k32.f32.e4m3.e4m3", "e5m2"),
-    _bug("weights beside e5m2 lack their exponent", "softmax", "FP8 ? 8.0f : 0.0f", "0.0f", "e5m2 faint"),
+    _bug("weights beside e5m2 lack their exponent", "rows", "NARROW_WEIGHTS ? 8.0f : 0.0f", "0.0f", "e5m2 faint"),
 )
 
 _LOADS = (

@@ -280,7 +280,7 @@ OUTPUT = (
     _bug(
         "NaN of hidden keys spreads in registers",
         "store",
-        "    mend_nonfinite(all, work, rows, softmax, o, factor, scale, 0);\n",
+        "    mend_nonfinite(all, work, rows, results, o, scale, 0);\n",
         "",
         "direct nonfinite",
     ),
@@ -303,7 +303,7 @@ OUTPUT = (
     _bug(
         "NaN of hidden keys spreads",
         "store",
-        "  mend_nonfinite(all, work, rows, softmax, o, factor, scale, shared.o(consumer));\n",
+        "  mend_nonfinite(all, work, rows, results, o, scale, shared.o(consumer));\n",
         "",
         "nonfinite",
     ),
@@ -324,9 +324,7 @@ OUTPUT = (
         "(row - work.row_begin + 8) % ROWS",
         "nonfinite",
     ),
-    _bug(
-        "mended rows are not divided", "nonfinite", "nonfinite.factor * nonfinite.scale", "nonfinite.scale", "nonfinite"
-    ),
+    _bug("mended rows are not divided", "nonfinite", "ptx::rcp(nonfinite.result.sum) * ", "", "nonfinite"),
     _bug("mended rows stop at the first columns", "nonfinite", "- lane_id() % 4 < UNITS", "< 4", "nonfinite"),
 )
 

@@ -53,7 +53,8 @@ SOFTMAX = (
     _bug("the maximum is a thread's", "rows", "max_over_quad(largest)", "largest"),
     _bug("O is never rescaled", "softmax", "o[i] *= correction[i / 2 % 2];", ";"),
     _bug("O's rows change corrections", "softmax", "correction[i / 2 % 2]", "correction[i % 2]"),
-    _bug("a row without keys is NaN", "rows", "m == -INFINITY ? 0.0f : base", "base", "window"),
+    _bug("far maxima have rounded bases", "rows", "fabsf(m) > far ? power : to_log2", "to_log2", "hidden"),
+    _bug("a row without keys is NaN", "rows", "rows[1].m = exponents.lowest;", "rows[1].m = -INFINITY;", "window"),
     _bug(
         "a key past the end is seen",
         "mask",
@@ -115,8 +116,8 @@ SOFTMAX = (
     _bug(
         "ALiBi's slope is per scaled score",
         "softmax",
-        "slope * LOG2_E : slope / scale",
-        "slope * LOG2_E : slope",
+        "SCALED ? slope : slope / scale",
+        "SCALED ? slope : slope",
         "plain alibi",
     ),
     _bug(

@@ -8,7 +8,7 @@ __all__ = ["OPTIONS"]
 
 
 def _bug(name: str, file: str, old: str, new: str, *probes: str) -> Mutant:
-    elsewhere = {"rows": "mma/softmax.cuh", "forward": "hopper/forward_sm90.cu"}
+    elsewhere = {"rows": "mma/softmax.cuh", "score": "common/score.cuh", "forward": "hopper/forward_sm90.cu"}
     file = elsewhere.get(file, f"hopper/{file}.cuh")
     return Mutant(name, "forward_sm90", file, old, new, probes)
 
@@ -161,7 +161,7 @@ MODIFICATIONS = (
     ),
 )
 
-_SOFTMAX = "softmax_tile<false>(r.s, r.softmax, correction, rows.to_log2);"
+_SOFTMAX = "softmax_tile<false>(r.s, r.softmax, correction, rows.exponents);"
 _DROP = "if constexpr (DROPOUT) drop_weights(r.s, kept);"
 DROPOUT = (
     _bug(
@@ -319,7 +319,7 @@ BIAS = (
         "  if (SCORE_MOD) scale = 1.0f;",
         "bias",
     ),
-    _bug("a bias is in base 2", "softmax", "to_real(bias) * (SOFTCAP ? LOG2_E : 1.0f)", "to_real(bias)", "capped bias"),
+    _bug("capped scores are in base 2", "softmax", "x = rows.softcap -", "x = LOG2_E * rows.softcap -", "capped bias"),
     _bug(
         "the last tile has no bias",
         "consumer",
@@ -336,9 +336,9 @@ BIAS = (
     ),
     _bug(
         "a mask adds",
-        "softmax",
-        "if constexpr (BIAS_HIDES) return biased(score, bias);",
-        "if constexpr (BIAS_HIDES) return score + float(bias);",
+        "score",
+        "return bias ? score : Real(-INFINITY);",
+        "return score + Real(bias);",
         "mask",
     ),
 )

@@ -23,13 +23,11 @@ _MMA, _WIDE, _SIMPLE = "forward/forward_mma.cu", "forward/forward_wide.cu", "for
 MUTANTS = (
     RowMutant("rows that see no key have a sum of 1", _SOFTMAX, "-INFINITY, 0.0f};", "-INFINITY, 1.0f};"),
     RowMutant("rows that see no key have a maximum of 0", _SOFTMAX, "-INFINITY, 0.0f};", "0.0f, 0.0f};"),
-    RowMutant("the maximum is in base 2", _SOFTMAX, "largest * (1.0f / LOG2_E), sum", "largest, sum"),
+    RowMutant("the maximum is in base 2", _SOFTMAX, "LN_2, top), top, sum", "LN_2, top), top * LOG2_E, sum"),
     RowMutant(
-        "the sum is the reciprocal that O takes", _SOFTMAX, "(1.0f / LOG2_E), sum};", "(1.0f / LOG2_E), ptx::rcp(l)};"
+        "the sum is the reciprocal that O takes", _SOFTMAX, "LN_2, top), top, sum};", "LN_2, top), top, ptx::rcp(sum)};"
     ),
-    RowMutant(
-        "the sum is one lane's", _SOFTMAX, "finish_sum(sum_over_quad(row.l), row", "finish_sum(4.0f * row.l, row"
-    ),
+    RowMutant("the sum is one lane's", _SOFTMAX, "sum_over_quad(row.l), exponents", "4.0f * row.l, exponents"),
     RowMutant("a NaN leaves the maximum of the others", _STATS, "sum == sum ? largest : sum", "largest", "nan"),
     RowMutant(
         "sums go where maxima go",
@@ -96,20 +94,17 @@ MUTANTS = (
     RowMutant(
         "the sum keeps the weights' exponent",
         _SOFTMAX,
-        "exponent == 0.0f ? l : l * ptx::ex2(base - largest)",
+        "fmaf(scale, 0.0f, l * unit)",
         "l",
         "fp8",
     ),
-    RowMutant(
-        "the maximum lacks the weights' exponent", _SOFTMAX, "largest = base + exponent;", "largest = base;", "fp8"
-    ),
     RowMutant("CUDA cores count a sink of -inf", _SIMPLE, "? Real(0) : l", "? l : l", "sinks, simple"),
-    RowMutant("a sink is no score", _SOFTMAX, "largest = max_of(largest, sink_base);", "", "sinks"),
+    RowMutant("a sink is no score", _SOFTMAX, "top = max_of(top, sink);", "", "sinks"),
     RowMutant(
         "a sink below the scores is the maximum",
         _SOFTMAX,
-        "largest = max_of(largest, sink_base);",
-        "largest = sink_base;",
+        "top = max_of(top, sink);",
+        "top = sink;",
         "sinks",
     ),
     RowMutant(
@@ -123,8 +118,8 @@ MUTANTS = (
     RowMutant(
         "8-bit sums count the sink at the weights' scale",
         _SOFTMAX,
-        "l * ptx::ex2(base - largest)",
-        "l * ptx::ex2(-exponent)",
+        "(sink - top) * LOG2_E)",
+        "(sink - top) * LOG2_E + WEIGHT_EXPONENT)",
         "sinks, fp8",
     ),
 )
