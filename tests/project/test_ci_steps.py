@@ -13,7 +13,7 @@ LIBRARIES = ("torch", "openai", "lm_eval", "jax", "ray", "playwright")
 TESTS = REPOSITORY / "tests"
 OWN_MACHINE = TESTS / "gpu"  # CI has no GPU
 ASKS = re.compile(r"importorskip\(|pytest\.skip\(")
-NAMES = re.compile(rf"[\"'](?:{'|'.join(LIBRARIES)})[\"'.]")
+NAMES = re.compile(rf"[\"'](?:{'|'.join(LIBRARIES)})(?:\.\w+)?[\"']")
 
 
 def waiting_files() -> list[Path]:
