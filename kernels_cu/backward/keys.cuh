@@ -2,10 +2,11 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "common/block_order.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/warp.cuh"
 
-// A block's sequence, KV head and part of the keys. Blocks are numbered by sequence, then KV head, then part.
+// A block's sequence, KV head and part of the keys.
 struct KeyPlace {
   int sequence, kv_head, part;
   int seqlen_q, seqlen_k;
@@ -34,7 +35,17 @@ DEVICE KeyPlace place_keys(const Params& params, int sequence, int kv_head, int 
   return at;
 }
 
-DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
-  const int sequence_head = block / parts;
-  return place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, block % parts);
+// The first keys are seen by the most rows, so parts have falling work. Of packed sequences those with as many tiles left
+// have the same rank: a shorter one starts later, and its numbers without keys come first.
+//
+// A block has a higher number than those that it waits for: earlier parts of its sequence and KV head, and the same part of
+// earlier heads and, where they are as long, of earlier sequences.
+DEVICE KeyPlace locate_keys(const Params& params, int parts, int tile_keys, int number) {
+  const auto [sequence_head, rank] = rank_block(number, parts, 1);
+  KeyPlace at = place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, rank);
+  if constexpr (VARLEN && UNEVEN) {
+    const int missing = at_least(0, parts - (at.seqlen_k + tile_keys - 1) / tile_keys);
+    at.part += rank < missing ? parts - missing : -missing;
+  }
+  return at;
 }

@@ -1,7 +1,7 @@
 // What one block works on: a tile of query rows of one head of one sequence, and the keys that these rows see.
 #pragma once
 
-#include "common/mask.cuh"
+#include "common/block_order.cuh"
 
 struct BlockTile {
   int sequence, head, kv_head;
@@ -10,12 +10,10 @@ struct BlockTile {
   int row_begin;
 };
 
-// Blocks are numbered by sequence, then head, then tile of rows: neighbours read the same keys, which L2 then holds.
-// The later rows of a causal sequence see the most keys, so they come first and the last blocks to start are short
-// ones.
+// The later rows of a causal sequence see the most keys, so they come first.
 DEVICE BlockTile locate(const Params& params, int row_tiles) {
   BlockTile at;
-  const int sequence_head = int(blockIdx.x) / row_tiles, tile = int(blockIdx.x) % row_tiles;
+  const auto [sequence_head, rank] = rank_block(int(blockIdx.x), row_tiles, params.heads_q / params.heads_kv);
   at.sequence = sequence_head / params.heads_q;
   at.head = sequence_head % params.heads_q;
   at.kv_head = at.head / (params.heads_q / params.heads_kv);
@@ -28,6 +26,6 @@ DEVICE BlockTile locate(const Params& params, int row_tiles) {
     at.seqlen_q = int(params.cu_seqlens_q[at.sequence + 1] - at.q_start);
     at.seqlen_k = int(params.cu_seqlens_k[at.sequence + 1] - at.k_start);
   }
-  at.row_begin = (CAUSAL ? row_tiles - 1 - tile : tile) * BLOCK_M;
+  at.row_begin = (UNEVEN ? row_tiles - 1 - rank : rank) * BLOCK_M;
   return at;
 }

@@ -6,12 +6,13 @@
 //                        ...
 //
 // A section is as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there.
-// With a causal mask or a window, later rows see more keys and come first: what is left to the end is short. A block
+// With a mask, later rows see more keys and come first: what is left to the end is short. A block
 // takes the tile of its own number first and further ones by drawing numbers from a counter. Each tile draws once, for
 // the one after it; so a launch draws `tiles` numbers, and the block that draws the last puts the counter back to 0
 // for the next launch.
 #pragma once
 
+#include "common/block_order.cuh"
 #include "common/key_tiles.cuh"
 #include "hopper/layout.cuh"
 #include "hopper/params.cuh"
@@ -89,7 +90,7 @@ DEVICE Work work_of(const LaunchParams& params, const Schedule& schedule, int ti
   }
   if constexpr (CACHE_LENGTHS) seqlen_k = schedule.cache_seqlens[work.sequence];
   work.mask = make_mask(params, work.seqlen_q, seqlen_k, work.sequence);
-  work.move_to(params, (CAUSAL || WINDOW ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
+  work.move_to(params, (UNEVEN ? schedule.row_tiles - 1 - row_tile : row_tile) * BLOCK_M);
   return work;
 }
 

@@ -72,7 +72,7 @@ DEVICE int dq_turn(const Work& work, const Step& step) {
 template <class Visit>
 DEVICE void for_each_key_tile(const BackwardParams& params, int number, Visit&& visit) {
   const int parts = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  const KeyPlace at = locate_keys(params.forward, parts, number);
+  const KeyPlace at = locate_keys(params.forward, parts, BLOCK_N, number);
   if constexpr (!VARLEN) {
     visit(work_of(params, at, at.part));
   } else {
