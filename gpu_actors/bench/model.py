@@ -8,8 +8,9 @@ Each part of a case has a time of its own, as if it had the machine to itself:
     shared      bytes into and out of shared memory / 128 a clock and multiprocessor
     memory      bytes of the operands, each once, and of passes before and after / the memory's bandwidth
 
-The first four are those of the multiprocessor with the most work, where tiles go to whichever is free, and of tiles
-without a mask. Rates are data sheets', at the clock of their peak rates.
+The first four are those of the multiprocessor with the most work, where tiles go to whichever is free in the order in
+which the kernel's blocks start (`order.ranked`; of other libraries' kernels, the longest first), and of tiles without a
+mask. Rates are data sheets', at the clock of their peak rates.
 
 On sm_90a the estimate is a sum of products, issue, and clocks for each tile of rows, with the weights that fit other
 libraries' published figures best (`FITS`; docs/reports/model.md). Its error is that of figures that the weights were
@@ -20,19 +21,34 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.counts import Counts, count_case, key_of
+from gpu_actors.bench.order import ranked, section_size
 from gpu_actors.bench.sass import find_disassembler
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
+from gpu_actors.kernels.hopper.variant import section_heads
+from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.options import ContextOptions
 
-__all__ = ["COLUMNS", "FITS", "MACHINES", "Fit", "Machine", "busiest", "estimate", "estimate_suite", "table", "terms"]
+__all__ = [
+    "COLUMNS",
+    "FITS",
+    "MACHINES",
+    "Fit",
+    "Machine",
+    "busiest",
+    "dealt",
+    "estimate",
+    "estimate_suite",
+    "table",
+    "terms",
+]
 
 COLUMNS = (
     *("case", "kernel", "products ms", "exponent ms", "issue ms", "shared ms", "memory ms"),
@@ -183,7 +199,7 @@ def terms(case: Case, counts: Counts, machine: Machine) -> dict[str, float]:
     if case.kind == "decode":
         tiles, steps = 1.0, _decode_steps(case, counts, machine)
     else:
-        tiles, steps = busiest(_steps(case, counts), case.batch * case.heads, machine.multiprocessors)
+        tiles, steps = busiest(dealt(case, counts), machine.multiprocessors)
     to_clocks = machine.clock / machine.bandwidth
     passes = _passes(case) * to_clocks
     held = counts.keys if case.kind == "backward" else counts.rows
@@ -202,20 +218,37 @@ def terms(case: Case, counts: Counts, machine: Machine) -> dict[str, float]:
     }
 
 
-def busiest(steps: Sequence[int], copies: int, processors: int) -> tuple[float, float]:
-    """(tiles, steps) of the processor that is done last, where the next longest tile goes to whichever is free.
+def busiest(work: Iterable[int], processors: int) -> tuple[float, float]:
+    """(tiles, steps) of the processor that is done last, where tiles go, in their order, to whichever is free.
 
-    steps: of each tile of a head and sequence. copies: heads times sequences.
+    work: steps of each tile.
     """
-    if len(set(steps)) == 1:
-        rounds = -(-len(steps) * copies // processors)
-        return rounds, rounds * steps[0]
     heap = [(0.0, 0, 0)] * processors
-    for each in sorted(steps, reverse=True):
-        for _ in range(copies):
-            time, tiles, done = heap[0]
-            heapq.heapreplace(heap, (time + each + _EDGE, tiles + 1, done + each))
+    for each in work:
+        time, tiles, done = heap[0]
+        heapq.heapreplace(heap, (time + each + _EDGE, tiles + 1, done + each))
     return max(heap)[1:]
+
+
+def dealt(case: Case, counts: Counts) -> Iterator[int]:
+    """Steps of the tiles of all heads and sequences, in the order in which the blocks of ``counts.kernel`` start.
+
+    A block of our backward kernels multiplies its keys with every query head of a group, one after the other.
+    """
+    steps, uneven = _steps(case, counts), case.causal or case.window is not None
+    heads, ranks, group = case.batch * case.heads, len(steps), case.heads // case.kv_heads
+    if not counts.kernel.startswith(("forward_", "backward_")):
+        yield from sorted(steps * heads, reverse=True)
+        return
+    if case.kind == "backward":
+        steps, heads, group = [each * group for each in steps], case.batch * case.kv_heads, 1
+    elif uneven:
+        steps.reverse()  # later rows see more keys
+    section, hopper = section_size(ranks, group) if uneven else 1, counts.kernel == "forward_sm90"
+    if hopper:
+        section = section_heads(heads, group, case.keys * 2 * case.head_dim * ELEMENTS[case.dtype].itemsize)
+    for _, rank in ranked(heads, ranks, section, shortened=hopper):
+        yield steps[rank]
 
 
 def _steps(case: Case, counts: Counts) -> list[int]:

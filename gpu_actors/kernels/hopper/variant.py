@@ -21,6 +21,7 @@ __all__ = [
     "SWIZZLE_ROWS",
     "Sections",
     "folded_factor_refusal",
+    "section_heads",
     "sections_of",
     "sm90_geometry",
     "sm90_macros",
@@ -172,7 +173,18 @@ def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     all_heads = problem.batch * problem.heads_q
     itemsize = ELEMENTS[problem.dtype].itemsize
-    bytes_a_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize)
-    kv_heads = max(1, _L2_BYTES // bytes_a_head)
-    heads = min(all_heads, kv_heads * problem.gqa_ratio)
+    bytes_a_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize
+    heads = section_heads(all_heads, problem.gqa_ratio, bytes_a_head)
     return Sections(row_tiles * all_heads, row_tiles, all_heads, heads)
+
+
+def section_heads(all_heads: int, group: int, bytes_a_head: int) -> int:
+    """Query heads of a section: of the larger half of what L2 holds, the number that fills the last section best.
+
+    A last section of few heads would end with long tiles. group: query heads a KV head. bytes_a_head: of its keys and
+    values.
+    """
+    most = max(1, _L2_BYTES // max(1, bytes_a_head)) * group
+    if most >= all_heads:
+        return all_heads
+    return max(range(most, most // 2, -group), key=lambda heads: (all_heads % heads or heads) / heads)
