@@ -38,6 +38,7 @@ from gpu_actors.options import ContextOptions
 
 __all__ = [
     "COLUMNS",
+    "EDGE",
     "FITS",
     "MACHINES",
     "Fit",
@@ -60,7 +61,7 @@ _EXPONENTIALS = 16  # a clock and multiprocessor: CUDA C++ Programming Guide, "A
 _SCHEDULERS = 4
 _SHARED_BYTES = 128
 _L2_BYTES = 50e6  # H100's and H200's
-_EDGE = 1.5  # steps that a tile's beginning and end are counted as, where tiles are dealt out
+EDGE = 1.5  # steps that a tile's beginning and end are counted as, where tiles are dealt out
 _ON_CUDA_CORES = ("forward_simple",)
 _FLOAT8 = "float8"
 
@@ -226,14 +227,15 @@ def busiest(work: Iterable[int], processors: int) -> tuple[float, float]:
     heap = [(0.0, 0, 0)] * processors
     for each in work:
         time, tiles, done = heap[0]
-        heapq.heapreplace(heap, (time + each + _EDGE, tiles + 1, done + each))
+        heapq.heapreplace(heap, (time + each + EDGE, tiles + 1, done + each))
     return max(heap)[1:]
 
 
-def dealt(case: Case, counts: Counts) -> Iterator[int]:
+def dealt(case: Case, counts: Counts, section: int | None = None) -> Iterator[int]:
     """Steps of the tiles of all heads and sequences, in the order in which the blocks of ``counts.kernel`` start.
 
-    A block of our backward kernels multiplies its keys with every query head of a group, one after the other.
+    section: heads of a section, in place of the kernel's own. A block of our backward kernels multiplies its keys with
+    every query head of a group, one after the other.
     """
     steps, uneven = _steps(case, counts), case.causal or case.window is not None
     heads, ranks, group = case.batch * case.heads, len(steps), case.heads // case.kv_heads
@@ -244,10 +246,12 @@ def dealt(case: Case, counts: Counts) -> Iterator[int]:
         steps, heads, group = [each * group for each in steps], case.batch * case.kv_heads, 1
     elif uneven:
         steps.reverse()  # later rows see more keys
-    section, hopper = section_size(ranks, group) if uneven else 1, counts.kernel == "forward_sm90"
+    hopper = counts.kernel == "forward_sm90"
     if hopper:
-        section = section_heads(heads, group, case.keys * 2 * case.head_dim * ELEMENTS[case.dtype].itemsize)
-    for _, rank in ranked(heads, ranks, section, shortened=hopper):
+        own = section_heads(heads, group, case.keys * 2 * case.head_dim * ELEMENTS[case.dtype].itemsize)
+    else:
+        own = section_size(ranks, group) if uneven else 1
+    for _, rank in ranked(heads, ranks, section or own, shortened=hopper):
         yield steps[rank]
 
 

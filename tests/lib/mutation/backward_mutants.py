@@ -7,6 +7,7 @@ from mutation.forward_mutants import Mutant
 __all__ = ["MUTANTS"]
 
 _MMA, _SCORES, _RING, _SHARES = "backward/backward_mma.cu", "backward/scores.cuh", "backward/ring.cuh", "mma/shares.cuh"
+_ORDER = "common/block_order.cuh"
 _KEYS, _PARAMS, _MASK, _DROPOUT = "backward/keys.cuh", "backward/params.cuh", "common/mask.cuh", "mma/dropout.cuh"
 
 
@@ -389,6 +390,23 @@ ORDER_MUTANTS = (
         "  __syncthreads();  // all have read it\n",
         "",
         "turns",
+    ),
+    _mma(
+        "a block waits for later ones: the last keys come first",
+        _KEYS,
+        "sequence_head % params.heads_kv, rank)",
+        "sequence_head % params.heads_kv, parts - 1 - rank)",
+        "turns",
+    ),
+    _mma(
+        "packed sequences lose their first keys",
+        _KEYS,
+        "rank < missing ? parts - missing : -missing",
+        "rank < missing ? parts - missing : 0",
+        "varlen",
+    ),
+    _mma(
+        "a tile of keys is taken twice, and one by no block", _ORDER, "within / size}", "within / size / 2 * 2}", "late"
     ),
     _mma(
         "turns of dbias forget the batch",

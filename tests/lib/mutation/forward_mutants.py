@@ -154,6 +154,13 @@ MMA_MUTANTS = (
         "far",
     ),
     _mma(
+        "a tile of rows is taken twice, and one by no block",
+        "common/block_order.cuh",
+        "within / size}",
+        "within / size / 2 * 2}",
+        "causal",
+    ),
+    _mma(
         "every query head has a KV head of its own",
         _BLOCK_TILE,
         "at.head / (params.heads_q / params.heads_kv)",
