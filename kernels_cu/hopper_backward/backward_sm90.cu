@@ -245,20 +245,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __g
   if (threadIdx.x == 0) start_barriers(shared);
   __syncthreads();
   const int number = block_number(all.params, shared.number());
+  // Before roles have their own registers, which the order would take some of.
+  const int block = block_to_start(all.params.forward, key_parts_of(all.params), BLOCK_N, number);
   const int warpgroup = ptx::warp_uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = ptx::warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
       Producer producer{all, shared, lane_id() == 0};
-      for_each_key_tile(all.params, number, [&](const Work& work) { producer.load(work); });
+      for_each_key_tile(all.params, block, [&](const Work& work) { producer.load(work); });
     } else if (SENDS_DQ && warp <= CONSUMERS) {
       Sender sender{all, shared, warp - 1, lane_id() == 0};
-      for_each_key_tile(all.params, number, [&](const Work& work) { sender.send(work); });
+      for_each_key_tile(all.params, block, [&](const Work& work) { sender.send(work); });
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{all, shared, warpgroup - 1};
-    for_each_key_tile(all.params, number, [&](const Work& work) { consumer.attend(work); });
+    for_each_key_tile(all.params, block, [&](const Work& work) { consumer.attend(work); });
   }
 }

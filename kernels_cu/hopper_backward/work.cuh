@@ -67,12 +67,14 @@ DEVICE int dq_turn(const Work& work, const Step& step) {
   return work.mask.tiles<BLOCK_N>(row_begin, row_end).before(work.key_begin / BLOCK_N);
 }
 
+DEVICE int key_parts_of(const BackwardParams& params) { return (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N; }
+
 // Calls `visit` for each tile of keys of the block. It is one, unless a sequence is longer than the caller said. Tiles of
 // a block are neighbours, so that it waits for none of a block with a higher number.
 template <class Visit>
-DEVICE void for_each_key_tile(const BackwardParams& params, int number, Visit&& visit) {
-  const int parts = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
-  const KeyPlace at = locate_keys(params.forward, parts, BLOCK_N, number);
+DEVICE void for_each_key_tile(const BackwardParams& params, int block, Visit&& visit) {
+  const int parts = key_parts_of(params);
+  const KeyPlace at = locate_keys(params.forward, parts, block);
   if constexpr (!VARLEN) {
     visit(work_of(params, at, at.part));
   } else {

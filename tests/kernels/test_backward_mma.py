@@ -131,8 +131,8 @@ class TestDeterministic:
     @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
     def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(self, seed):
         """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
-        sweep = Sweep("float32", 96, None, "bias", compute="tf32", arch="sm_80", deterministic=True)
-        case = case_of(sweep, 3, (40, 200), batch=2, heads=(2, 1))
+        sweep = Sweep("float32", 96, None, "causal bias", compute="tf32", arch="sm_80", deterministic=True)
+        case = case_of(sweep, 3, (40, 200), batch=2, heads=(4, 2))
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
         launch = {"compute": sweep.compute, "deterministic": True, "arch": sweep.arch, "limit_seconds": 20.0}
         first = run_case(case, **launch)

@@ -394,8 +394,8 @@ ORDER_MUTANTS = (
     _mma(
         "a block waits for later ones: the last keys come first",
         _KEYS,
-        "sequence_head % params.heads_kv, rank)",
-        "sequence_head % params.heads_kv, parts - 1 - rank)",
+        "sequence_head % params.heads_kv, block % parts)",
+        "sequence_head % params.heads_kv, parts - 1 - block % parts)",
         "turns",
     ),
     _mma(
@@ -406,7 +406,7 @@ ORDER_MUTANTS = (
         "varlen",
     ),
     _mma(
-        "a tile of keys is taken twice, and one by no block", _ORDER, "within / size}", "within / size / 2 * 2}", "late"
+        "a tile of keys is taken twice, and one by no block", _ORDER, "within / size}", "within / size / 2 * 2}", "causal"
     ),
     _mma(
         "turns of dbias forget the batch",
