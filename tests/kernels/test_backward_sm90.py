@@ -151,7 +151,8 @@ class TestDeterministic:
 
     @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
     def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(self, seed):
-        case = case_of(SWEEPS[4], 3, (40, 600), batch=1, heads=(1, 1))
+        # Packed sequences of several lengths, whose tiles of keys start by how many come after them.
+        case = case_of(SWEEPS[4], 3, (40, 600), batch=3, heads=(1, 1))
         launch = {"kernel": KERNEL, "deterministic": True, "limit_seconds": 20.0}
         first, again = run_case(case, **launch), run_case(case, seed=seed, **launch)
         np.testing.assert_array_equal(again.dq, first.dq)

@@ -141,9 +141,9 @@ class TestSchedule:
             for one, other in zip(answer(q, k, v, causal=causal, blocks=blocks), first, strict=True):
                 np.testing.assert_array_equal(one, other)
 
-    @pytest.mark.parametrize("section", [1, 2, 5, 12])
+    @pytest.mark.parametrize("section", [1, 2, 5, 11])
     def test_the_last_section_may_be_short(self, section, monkeypatch):
-        q, k, v = qkv(200, 70, batch=3, heads=4)
+        q, k, v = qkv(200, 70, batch=1, heads=11)
         first = answer(q, k, v, causal=True, blocks=2)
         heads = section * 70 * 256
         monkeypatch.setattr("gpu_actors.kernels.hopper.variant._L2_BYTES", heads)
