@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   DYNAMIC_SHARED(shared);
   const int parts = (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N;
   const int number = block_number(params, ptx::shared_address(shared));
-  const KeyPlace at = locate_keys(params.forward, parts, block_to_start(params.forward, parts, BLOCK_N, number));
+  const KeyPlace at = locate_keys(params.forward, parts, BLOCK_N, number);
   if constexpr (DS_BITS) keep_ds_exponent(ptx::shared_address(shared), ds_exponent(params, at.sequence, at.kv_head));
   // A part is one tile, unless a sequence is longer than the caller said. Its tiles are neighbours, so that a block waits
   // for none of a higher number.

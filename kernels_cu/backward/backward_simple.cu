@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_simple(const _
     for (int tile = at.tile; tile < row_tiles_of(at.seqlen_q); tile += row_tiles) query_pass(head, tiles, tile * BLOCK_M);
   } else if (params.pass == KEY_PASS) {
     const int key_tiles = (p.seqlen_k + BLOCK_M - 1) / BLOCK_M;
-    const KeyPlace at = locate_keys(p, key_tiles, block_to_start(p, key_tiles, BLOCK_M, int(blockIdx.x)));
+    const KeyPlace at = locate_keys(p, key_tiles, BLOCK_M, int(blockIdx.x));
     for (int key = at.part * BLOCK_M; key < at.seqlen_k; key += key_tiles * BLOCK_M) key_pass(params, at, tiles, key);
   } else {
     option_pass(params, tiles);

@@ -35,26 +35,17 @@ DEVICE KeyPlace place_keys(const Params& params, int sequence, int kv_head, int 
   return at;
 }
 
-// Blocks are numbered by sequence, then KV head, then part.
-DEVICE KeyPlace locate_keys(const Params& params, int parts, int block) {
-  const int sequence_head = block / parts;
-  return place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, block % parts);
-}
-
-// Which of the blocks that `locate_keys` numbers starts as number `number`. The first keys are seen by the most rows, so parts
-// have falling work. Of packed sequences those with as many tiles left have the same rank: a shorter one starts later, and its
-// parts without keys start first.
+// The first keys are seen by the most rows, so parts have falling work. Of packed sequences those with as many tiles left
+// have the same rank: a shorter one starts later, and its numbers without keys come first.
 //
-// A block starts after those that it waits for: earlier parts of its sequence and KV head, and the same part of earlier heads
-// and, where they are as long, of earlier sequences.
-DEVICE int block_to_start(const Params& params, int parts, int tile_keys, int number) {
-  if constexpr (!UNEVEN) return number;
+// A block has a higher number than those that it waits for: earlier parts of its sequence and KV head, and the same part of
+// earlier heads and, where they are as long, of earlier sequences.
+DEVICE KeyPlace locate_keys(const Params& params, int parts, int tile_keys, int number) {
   const auto [sequence_head, rank] = rank_block(number, parts, 1);
-  int part = rank;
-  if constexpr (VARLEN) {
-    const int32_t* const ends = params.cu_seqlens_k + sequence_head / params.heads_kv;
-    const int missing = at_least(0, parts - (ends[1] - ends[0] + tile_keys - 1) / tile_keys);
-    part += rank < missing ? parts - missing : -missing;
+  KeyPlace at = place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, rank);
+  if constexpr (VARLEN && UNEVEN) {
+    const int missing = at_least(0, parts - (at.seqlen_k + tile_keys - 1) / tile_keys);
+    at.part += rank < missing ? parts - missing : -missing;
   }
-  return ptx::warp_uniform(sequence_head * parts + part);
+  return at;
 }

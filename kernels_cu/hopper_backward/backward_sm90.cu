@@ -244,9 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_sm90(const __g
   const Shared shared{ptx::shared_address(memory)};
   if (threadIdx.x == 0) start_barriers(shared);
   __syncthreads();
-  const int number = block_number(all.params, shared.number());
-  // Before roles have their own registers, which the order would take some of.
-  const int block = block_to_start(all.params.forward, key_parts_of(all.params), BLOCK_N, number);
+  const int block = block_of(all.params, block_number(all.params, shared.number()));
   const int warpgroup = ptx::warp_uniform(threadIdx.x / WARPGROUP);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();

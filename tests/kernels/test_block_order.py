@@ -48,7 +48,7 @@ extern "C" __global__ void rows(const __grid_constant__ Arguments a) {
   answer(a, at.sequence, at.head, at.row_begin / BLOCK_M);
 }
 extern "C" __global__ void keys(const __grid_constant__ Arguments a) {
-  const KeyPlace at = locate_keys(params_of(a), a.tiles, block_to_start(params_of(a), a.tiles, BLOCK_N, int(blockIdx.x)));
+  const KeyPlace at = locate_keys(params_of(a), a.tiles, BLOCK_N, int(blockIdx.x));
   answer(a, at.sequence, at.kv_head, at.part);
 }
 """

@@ -394,8 +394,8 @@ ORDER_MUTANTS = (
     _mma(
         "a block waits for later ones: the last keys come first",
         _KEYS,
-        "sequence_head % params.heads_kv, block % parts)",
-        "sequence_head % params.heads_kv, parts - 1 - block % parts)",
+        "sequence_head % params.heads_kv, rank)",
+        "sequence_head % params.heads_kv, parts - 1 - rank)",
         "turns",
     ),
     _mma(
