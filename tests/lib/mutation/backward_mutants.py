@@ -406,7 +406,11 @@ ORDER_MUTANTS = (
         "varlen",
     ),
     _mma(
-        "a tile of keys is taken twice, and one by no block", _ORDER, "within / size}", "within / size / 2 * 2}", "causal"
+        "a tile of keys is taken twice, and one never",
+        _ORDER,
+        "within / size}",
+        "within / size / 2 * 2}",
+        "causal",
     ),
     _mma(
         "turns of dbias forget the batch",
