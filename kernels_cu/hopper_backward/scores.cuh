@@ -201,9 +201,12 @@ DEVICE void for_each_weight(const Scores& s, const WeightTerms& terms, Visit&& v
       } else {
         const float scaled = x * keys.factor[e / 2];
         const float score = score_of(scores, scaled, row, key[e / 2], distance[e / 2] + float(query) * step, derivative);
-        x = ptx::ex2((score - ptx::as_float(lse[e % 2])) * LOG2_E);  // a product of either may overflow
+        x = (score - ptx::as_float(lse[e % 2])) * LOG2_E;  // a product of either may overflow
+        if constexpr (!SCORE_MOD) x = ptx::ex2(x);
       }
       hidden[e] = hides(seen[e / 2], query);
+      // Hidden before the exponential too: that takes fewer registers than behind it alone.
+      if constexpr (SCORE_MOD) x = ptx::ex2(hidden[e] ? -INFINITY : x);
       weights[e] = hidden[e] ? 0.0f : x;
       derivatives[e] = derivative;
     }

@@ -41,13 +41,16 @@ def patterns(keys: int, low: float) -> Array:
     return bias
 
 
-def hide_keys(bias: Array, seed: int) -> Array:
-    """The same bias with keys hidden from a third of its rows, by one number a matrix: a run of them or all."""
+def hide_keys(bias: Array, seed: int, *, finite: bool = False) -> Array:
+    """The same bias with keys hidden from a third of its rows, by one number a matrix: a run of them or all.
+
+    finite: never by -inf.
+    """
     rng = np.random.default_rng([seed, 1])
     hidden = bias.copy()
     lowest = float(ml_dtypes.finfo(bias.dtype).min)
     for matrix in hidden.reshape(-1, *bias.shape[-2:]):
-        low = (max(LOW[rng.integers(len(LOW))], lowest), -np.inf)[int(rng.random() < 0.1)]
+        low = (max(LOW[rng.integers(len(LOW))], lowest), -np.inf)[int(rng.random() < 0.1 and not finite)]
         for row in matrix:
             begin, end = sorted(rng.integers(0, len(row) + 1, 2))
             if rng.random() < 0.25:
