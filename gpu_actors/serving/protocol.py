@@ -14,6 +14,7 @@ from typing import Any
 from gpu_actors.extras import missing
 
 try:
+    import httptools
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
@@ -37,6 +38,9 @@ class Protocol(HttpToolsProtocol):
     A client of HTTP/1.0 gets an answer without chunks. One that shuts down only its own half of the connection gets its
     answer: it is told apart from one that has gone by an interim "100 Continue", which only the latter refuses. On TLS,
     where half of a connection cannot be shut down, the end of what a client sends is its end.
+
+    A request that asks for another protocol by "Upgrade" is answered in HTTP/1.1, but for WebSocket where uvicorn has
+    it. CONNECT is answered with 400.
     """
 
     head_bytes: int = 64 << 10
@@ -47,6 +51,10 @@ class Protocol(HttpToolsProtocol):
     _whole = True  # whether the latest of them has arrived whole
     _late: asyncio.TimerHandle | None = None
     _probe: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = _Parser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -82,6 +90,10 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("a tunnel")  # which uvicorn answers with 400; a path would pass as that of a request
+        if self.ignores_upgrade():
+            return  # the parser reads the head again
         self._head = -1
         self._in_time()
         super().on_headers_complete()
@@ -90,9 +102,21 @@ class Protocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
+        if self.ignores_upgrade():
+            return
         self._whole = True
         self._in_time()
         super().on_message_complete()
+
+    def ignores_upgrade(self) -> bool:
+        """Whether the parser has seen an Upgrade that is not followed."""
+        return bool(self.parser.should_upgrade()) and not self._should_upgrade()
+
+    def head_without_upgrade(self) -> bytes:
+        """The latest head. Without an Upgrade the parser reads the body, too."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((line, *fields, b"\r\n"))
 
     def _limit(self, seconds: float, end: Callable[[], None]) -> None:
         if self._late is None:
@@ -144,6 +168,33 @@ class Protocol(HttpToolsProtocol):
         if not self.pipeline:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._look_later(number + 1)
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads the body of a request with an Upgrade that is not followed (RFC 9110, section 7.8).
+
+    httptools ends such a request with its head, and would read its body as the next one.
+    """
+
+    def __init__(self, protocol: Protocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes | memoryview) -> None:
+        parser, rest = self, memoryview(data)
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.ignores_upgrade():
+                    raise
+                rest = rest[upgrade.args[0] :]
+                head = self._protocol.head_without_upgrade()
+                parser = self._protocol.parser = _Parser(self._protocol)
+                httptools.HttpRequestParser.feed_data(parser, head)
+            else:
+                return
 
 
 class _Unchunked(RequestResponseCycle):

@@ -224,3 +224,52 @@ def test_half_a_request_of_a_client_that_sends_no_more_is_the_end(served: Served
         client.sendall(sent)
         client.shutdown(socket.SHUT_WR)
         assert until_closed(client) == b""
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+UPGRADES = {"h2c": H2C, "websocket": b"Connection: upgrade\r\nUpgrade: websocket\r\n"}
+
+
+def posted(body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
+    head = b"POST /echo HTTP/%s\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
+    return head % (version, b"".join(headers), len(body)) + body
+
+
+@pytest.mark.parametrize("cut", [0, 1, 60, -5], ids=lambda cut: f"cut at {cut}")
+@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
+@pytest.mark.parametrize("body", [b"hello", WHOLE], ids=["a body", "a body that is a request"])
+def test_a_request_that_asks_for_another_protocol_has_its_body(
+    served: Served, body: bytes, upgrade: bytes, cut: int
+) -> None:
+    sent = posted(body, upgrade)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(sent[:cut])
+        time.sleep(0.05)
+        client.sendall(sent[cut:] + posted(b"next", b"Connection: close\r\n"))
+        answers = until_closed(client).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [body, b"next"]
+
+
+def test_a_chunked_body_of_such_a_request_is_read_to_its_end(served: Served) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + H2C
+    chunks = b"\r\n5\r\nhello\r\n0\r\nX-Checksum: 1\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(head + chunks + posted(b"next", H2C, version=b"1.0"))
+        answers = until_closed(client).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [b"hello", b"next"]
+
+
+def test_many_such_requests_in_one_piece_are_answered(served: Served) -> None:
+    one = b"GET /ignore HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(one * 900 + WHOLE.replace(b"Host: x", b"Connection: close"))
+        assert until_closed(client).count(b"early") == 901
+
+
+@pytest.mark.parametrize("target", [b"example.com:443", b"/echo"])
+def test_a_tunnel_is_refused_and_what_is_sent_into_it_is_no_request(served: Served, target: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(b"CONNECT %s HTTP/1.1\r\nHost: x\r\n\r\n" % target + WHOLE)
+        answer = until_closed(client)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert b"early" not in answer
