@@ -33,7 +33,7 @@ class Protocol(HttpToolsProtocol):
 
     head_bytes, head_seconds: bounds on a head, from its first byte (of the first one: from the connection) to its end.
         A head over either is answered with 400 or 408, and the connection closes; without an answer, where no byte of a
-        head has come.
+        head has come or where an answer before it goes out still. Of a head in several pieces the first is not counted.
 
     A client of HTTP/1.0 gets an answer without chunks. One that shuts down only its own half of the connection gets its
     answer: it is told apart from one that has gone by an interim "100 Continue", which only the latter refuses. On TLS,
@@ -49,6 +49,7 @@ class Protocol(HttpToolsProtocol):
     _head = -1  # bytes of the head that arrives; -1 between heads
     _begun = 0  # requests so far
     _whole = True  # whether the latest of them has arrived whole
+    _ended = False  # whether what arrives is of no use: the answers before it go out, and are the last ones
     _late: asyncio.TimerHandle | None = None
     _probe: asyncio.TimerHandle | None = None
 
@@ -69,13 +70,13 @@ class Protocol(HttpToolsProtocol):
     # The head
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._ended or self.transport.is_closing():
             return
         begun = self._begun
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._ended or self.transport.is_closing():
             return
-        if self._head >= 0:
+        if self._head >= 0 and self._begun == begun:  # the piece in which it began may hold a body before it
             self._head += len(data)
             if self._head > self.head_bytes:
                 self.send_400_response("The headers are too long.")
@@ -94,9 +95,9 @@ class Protocol(HttpToolsProtocol):
             raise ValueError("a tunnel")  # which uvicorn answers with 400; a path would pass as that of a request
         if self.ignores_upgrade():
             return  # the parser reads the head again
+        super().on_headers_complete()
         self._head = -1
         self._in_time()
-        super().on_headers_complete()
         if self.cycle is not None and self.scope["http_version"] != "1.1":
             self.cycle.__class__ = _Unchunked
             self.cycle.keep_alive = False
@@ -130,7 +131,7 @@ class Protocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._late = None
         if self._answers():
-            self.cycle.keep_alive = False  # the answer before it goes out first
+            self._end()
         elif self._head < 0:
             self.transport.close()  # a client that has it in store would take an answer for that of its next request
         elif not self.transport.is_closing():
@@ -140,6 +141,20 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     # The end
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._answers():
+            super().send_400_response(msg)
+        elif self._head >= 0 or self._whole:
+            self._end()
+        elif self.pipeline or self.cycle.response_started:
+            self.transport.close()  # the body of a request is wrong, and another answer goes out or its own
+        else:
+            super().send_400_response(msg)
+
+    def _end(self) -> None:
+        self.cycle.keep_alive = False
+        self._ended = self._whole = True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -47,6 +47,15 @@ async def stream(_: Request) -> Response:
     return StreamingResponse(parts(), media_type="text/plain")
 
 
+async def drip(_: Request) -> Response:
+    async def parts() -> Any:
+        while True:
+            yield b"drop"
+            await asyncio.sleep(0.1)
+
+    return StreamingResponse(parts(), media_type="text/plain")
+
+
 @pytest.fixture
 def served() -> Iterator[Served]:
     state = State()
@@ -61,7 +70,7 @@ def served() -> Iterator[Served]:
         state.ended += 1
         return PlainTextResponse("late")
 
-    handlers = {"echo": echo, "ignore": ignore, "stream": stream, "slow": slow}
+    handlers = {"echo": echo, "ignore": ignore, "stream": stream, "slow": slow, "drip": drip}
     app = Starlette(routes=[Route(f"/{name}", one, methods=["GET", "POST"]) for name, one in handlers.items()])
     app.state.seen = state
     app.add_middleware(asgi.Guard)
@@ -273,3 +282,53 @@ def test_a_tunnel_is_refused_and_what_is_sent_into_it_is_no_request(served: Serv
         answer = until_closed(client)
     assert answer.startswith(b"HTTP/1.1 400 "), answer
     assert b"early" not in answer
+
+
+def test_a_head_behind_a_large_body_is_not_too_long(served: Served) -> None:
+    body, following = b"x" * (71 << 10), posted(b"next", b"Connection: close\r\n")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(posted(body) + following[:40])
+        time.sleep(0.05)
+        client.sendall(following[40:])
+        answers = until_closed(client).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [body, b"next"]
+
+
+@pytest.mark.parametrize(
+    "following",
+    [
+        b"GET /ignore HTTP/1.1\r\nX: " + b"x" * (200 << 10),
+        b"GET /ignore HTTP/1.1\r\nX: " + b"x" * (200 << 10) + b"\r\n\r\n" + WHOLE,
+        b"no request\r\n\r\n",
+        b"CONNECT /ignore HTTP/1.1\r\n\r\n",
+        b"GET /ignore HTTP/1.1\r\nno header\r\n\r\n" + WHOLE,
+    ],
+    ids=["too long", "too long, and its end", "no request", "a tunnel", "no header"],
+)
+def test_a_head_that_is_refused_does_not_cut_the_answer_before_it(served: Served, following: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        for begin in range(0, len(following), 30 << 10):
+            time.sleep(0.03)
+            client.sendall(following[begin : begin + (30 << 10)])
+        answer = until_closed(client)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
+    assert answer.endswith(b"late"), answer
+    assert seen(served).ended == 1
+
+
+def test_a_head_that_is_too_long_is_400(served: Served) -> None:
+    with served.raw("GET /ignore HTTP/1.1", "Host: x", body=WHOLE[:-2] + b"X: ") as client:
+        assert client.recv(1000).endswith(b"early")
+        client.sendall(b"x" * (66 << 10))
+        assert until_closed(client).endswith(b"The headers are too long.")
+
+
+def test_a_body_that_is_wrong_puts_no_400_into_its_answer(served: Served) -> None:
+    with served.raw("POST /drip HTTP/1.1", "Host: x", "Transfer-Encoding: chunked") as client:
+        answer = b""
+        while not answer.endswith(b"drop\r\n"):
+            answer += client.recv(1000)
+        client.sendall(b"zz\r\n")
+        answer += until_closed(client)
+    assert answer.count(b"HTTP/1.1 ") == 1
