@@ -8,6 +8,7 @@ A middleware sees a request only once its head is there, so a client that sends 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -196,7 +197,7 @@ class _Parser(httptools.HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._protocol = protocol
 
-    def feed_data(self, data: bytes | memoryview) -> None:
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
         parser, rest = self, memoryview(data)
         while True:
             try:
