@@ -118,7 +118,7 @@ class Admission:
 
     running: places. Fewer are given out where the measured throughput is as good with fewer, for then each takes less
     time. waiting: how many may wait for one; the next is refused at once. queue_seconds: how long each may wait.
-    per_client: how many places and waits one client may have together. None: no limit.
+    per_client: how many places and waits one client may have, with what is read of it. None: no limit.
     weights: of clients, by name, where it is not 1: one of weight 2 gets twice as much where all of them wait.
     clock: where the service time is read.
 
@@ -156,7 +156,7 @@ class Admission:
         self._off = _OFF
         self._kept = 1.0
         self._area, self._looked = 0.0, clock.now()
-        self._reading = self._spare = 0
+        self._spare = 0
         self._at_door: deque[anyio.Event] = deque()
         self._slot = self._door = 0.0
 
@@ -165,18 +165,19 @@ class Admission:
         """Read a request, of whose cost nothing is known yet: parse its body, count its tokens. Then comes `place`.
 
         One is refused before it is read where those that wait take longer than its deadline allows. Those that are
-        read count as ahead of others. Have the body here before: a client that sends it slowly would keep others out.
+        read count as ahead of others of their client, and as many of each other client's. Have the body here before: a
+        client that sends it slowly would keep others out.
 
         deadline, client: as for `place`. Raises `Overloaded`, and `InvalidRequest` for a deadline that is none.
         """
         if deadline is not None:
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
         await self._turn_away(Waiter(0.0, deadline, client, 0))
-        self._reading += 1
+        self._turns.begin_reading(client)
         try:
             yield
         finally:
-            self._reading -= 1
+            self._turns.end_reading(client)
 
     @asynccontextmanager
     async def place(
@@ -268,7 +269,7 @@ class Admission:
 
     # Who gets in
 
-    def _room(self, waiter: Waiter | None = None, ahead: int = 0) -> int:
+    def _room(self, waiter: Waiter | None = None, ahead: float = 0) -> int:
         """How many places are free: for all, or for this waiter. ahead: others that will want one first."""
         limit = self._pace.room(self._clock.now())
         if self._running + ahead < limit or waiter is None:
@@ -297,14 +298,14 @@ class Admission:
         own = self._turns.under_way(waiter.client)
         if self.per_client is not None and own >= self.per_client:
             return f"has {own} requests of this client, as many as it may have"
-        wait = 0.0
-        if self._room(waiter, self._reading) <= 0:
+        wait, ahead = 0.0, self._turns.read_ahead(waiter.client)
+        if self._room(waiter, ahead) <= 0:
             self._pace.wanted_more()
             if len(self._turns) >= self.max_waiting:
                 return "is full"
             if self._pace.at(1, self._clock.now()) is None:
                 return None
-            wait = (self._turns.ahead(waiter) + (self._reading + 1) * self._mean) * self._unit()
+            wait = (self._turns.ahead(waiter) + (ahead + 1) * self._mean) * self._unit()
         if self._fits(waiter.cost, waiter.deadline, wait):
             return None
         self._pace.wanted_more()

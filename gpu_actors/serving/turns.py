@@ -45,14 +45,16 @@ class Waiter:
 
 
 class _Client:
-    """served: the cost of its work that has begun, by its weight. cost: of its work that waits."""
+    """served: the cost of its work that has begun, by its weight. cost: of its work that waits. read: how many of its
+    requests are being read.
+    """
 
-    __slots__ = ("cost", "held", "queue", "served", "waiting", "weight")
+    __slots__ = ("cost", "held", "queue", "read", "served", "waiting", "weight")
 
     def __init__(self, served: float, weight: float) -> None:
         self.served = served
         self.weight = weight
-        self.held = self.waiting = 0
+        self.held = self.waiting = self.read = 0
         self.cost = 0.0
         self.queue: list[tuple[tuple[float, int], Waiter]] = []
 
@@ -83,9 +85,9 @@ class Turns:
         return found.held if found is not None else 0
 
     def under_way(self, client: str) -> int:
-        """Places and waits of a client."""
+        """Places and waits of a client, and its requests that are being read."""
         found = self._clients.get(client)
-        return found.held + found.waiting if found is not None else 0
+        return found.held + found.waiting + found.read if found is not None else 0
 
     def ahead(self, waiter: Waiter) -> float:
         """The cost of what goes before a newcomer: its client's own work, and as much of each other client's."""
@@ -93,6 +95,22 @@ class Turns:
         own, weight = (mine.cost, mine.weight) if mine is not None else (0.0, self._weights.get(waiter.client, 1.0))
         others = ((one.cost, one.weight) for one in self._clients.values() if one is not mine and one.waiting)
         return own + sum(min(cost, (own + waiter.cost) * other / weight) for cost, other in others)
+
+    def read_ahead(self, client: str) -> float:
+        """How many that are being read go before a newcomer: its client's own, and as many of each other client's."""
+        mine = self._clients.get(client)
+        own, weight = (mine.read, mine.weight) if mine is not None else (0, self._weights.get(client, 1.0))
+        others = (one for one in self._clients.values() if one is not mine and one.read)
+        return own + sum(min(one.read, (own + 1) * one.weight / weight) for one in others)
+
+    def begin_reading(self, client: str) -> None:
+        """One of its requests is being read."""
+        self._client(client).read += 1
+
+    def end_reading(self, client: str) -> None:
+        """It is read."""
+        self._clients[client].read -= 1
+        self._forget(client)
 
     def add(self, waiter: Waiter, worth: float) -> None:
         """Let it wait. worth: cost that a step of priority is worth."""
@@ -150,5 +168,5 @@ class Turns:
 
     def _forget(self, name: str) -> None:
         client = self._clients[name]
-        if not client.held and not client.waiting:
+        if not client.held and not client.waiting and not client.read:
             del self._clients[name]

@@ -274,6 +274,68 @@ async def test_a_client_has_no_more_than_its_share_of_places_and_waits() -> None
     await waiting
 
 
+async def _read(admission: Admission, client: str, deadline: float | None = None) -> None:
+    async with admission.reading(deadline, client=client):
+        await asyncio.Event().wait()
+
+
+async def test_what_is_read_of_a_client_is_part_of_its_share() -> None:
+    admission = Admission(256, per_client=4)
+    tasks = [asyncio.ensure_future(_read(admission, "a")) for _ in range(4)]
+    await settled()
+    for enter in (admission.reading, admission.place):
+        with pytest.raises(ga.Overloaded, match="4 requests of this client"):
+            async with enter(client="a"):
+                raise AssertionError("let in")
+    async with admission.reading(client="b"), admission.place(client="c"):
+        pass
+    tasks.pop().cancel()
+    await settled()
+    async with admission.reading(client="a"):
+        pass
+    await _cancelled(tasks)
+    assert admission._turns._clients == {}
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+async def test_what_is_read_of_one_client_keeps_no_other_out(weight: float) -> None:
+    clock = MockClock()
+    admission = Admission(8, weights={"b": weight}, clock=clock)
+    for _ in range(20):
+        async with admission.place(client="b"):
+            clock.advance(1.0)
+    async with admission.place(client="b"):
+        tasks = [asyncio.ensure_future(_read(admission, "a")) for _ in range(300)]
+        await settled()
+        deadline = time.monotonic() + 5.0
+        async with admission.reading(deadline, client="b"):
+            pass
+        async with admission.place(deadline, client="b"):
+            pass
+    await _cancelled(tasks)
+
+
+async def test_what_is_read_of_many_clients_goes_before_a_newcomer() -> None:
+    clock = MockClock()
+    admission = Admission(8, clock=clock)
+    for _ in range(20):
+        async with admission.place(client="b"):
+            clock.advance(1.0)
+    async with admission.place(client="b"):
+        tasks = [asyncio.ensure_future(_read(admission, str(number))) for number in range(100)]
+        await settled()
+        with pytest.raises(ga.Overloaded, match="longer than the deadline allows"):
+            async with admission.place(time.monotonic() + 5.0, client="b"):
+                raise AssertionError("let in before those of 100 clients")
+    await _cancelled(tasks)
+
+
 async def _held(admission: Admission, client: str, order: list[str] | None = None, **what: Any) -> None:
     async with admission.place(client=client, **what):
         if order is not None:
