@@ -285,7 +285,7 @@ def deadline(request: HTTPConnection) -> float | None:
 
 
 def client(request: HTTPConnection) -> str:
-    """Whose request it is, for an `Admission`: by its key, or its address (`client_of`). Empty without a `Guard`."""
+    """Whose request it is, for an `Admission` (`Exchange.client`). Empty without a `Guard`."""
     exchange = _exchange(request)
     return "" if exchange is None else exchange.client
 

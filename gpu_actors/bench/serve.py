@@ -201,19 +201,18 @@ async def measure(
     think: float = 0.0,
     deadline: float = _DEADLINE,
     impatient: bool = False,
-    headers: str = "",
 ) -> Load:
     """Load a server of the tiny model from so many connections.
 
     pid: whose memory to note. think: mean seconds for which a client pauses before each request; each pause is drawn
     from 0 to twice that. deadline: seconds that each request names as its own. impatient: clients return at once,
-    whatever Retry-After says. headers: lines that each request has too, with their ends.
+    whatever Retry-After says.
     """
     load = Load(connections, deadline)
     before = await _queue(port)
     start = time.monotonic()
     clients = [
-        asyncio.create_task(_client(port, number, load, start + seconds, think, impatient, headers))
+        asyncio.create_task(_client(port, number, load, start + seconds, think, impatient))
         for number in range(connections)
     ]
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
@@ -227,9 +226,7 @@ async def measure(
     return load
 
 
-async def _client(
-    port: int, number: int, load: Load, until: float, think: float, impatient: bool, headers: str
-) -> None:
+async def _client(port: int, number: int, load: Load, until: float, think: float, impatient: bool) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     count = 0
     pauses = random.Random(number)
@@ -253,7 +250,7 @@ async def _client(
                     "stream_options": {"include_usage": True},
                 }
             ).encode()
-            writer.write(request(body, load.deadline, headers))
+            writer.write(request(body, load.deadline))
             load.requests += 1
             began = time.monotonic()
             try:

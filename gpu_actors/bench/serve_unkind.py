@@ -1,6 +1,6 @@
 """Clients that take more than their share, and clients that mean harm: what the others feel of them.
 
-Each kind loads a server beside clients that ask as in `gpu_actors.bench.serve`, under a key of their own. The figures
+Each kind loads a server beside clients that ask as in `gpu_actors.bench.serve`, from another address. The figures
 are those of the others; ``unkind`` counts the answers that the unkind ones got.
 """
 
@@ -20,7 +20,7 @@ _BESIDE = 16
 _DEADLINE = 5.0
 _GREEDY = 64
 _LONG = 3000
-_KEY = "Authorization: Bearer unkind\r\n"
+_ADDRESS = ("127.0.0.2", 0)
 
 Counts: TypeAlias = Counter[str]
 Measure: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
@@ -45,7 +45,7 @@ async def _beside(measure: Measure, port: int, name: str, seconds: float) -> dic
     until = time.monotonic() + seconds
     unkind = [asyncio.create_task(_again(kind, port, until, answers)) for _ in range(count)]
     await asyncio.sleep(0.1)  # they come first
-    load = await measure(port, _BESIDE, seconds, deadline=_DEADLINE, headers="Authorization: Bearer kind\r\n")
+    load = await measure(port, _BESIDE, seconds, deadline=_DEADLINE)
     for task in unkind:
         task.cancel()
     await asyncio.gather(*unkind, return_exceptions=True)
@@ -74,7 +74,7 @@ async def _many_keys(port: int, until: float, answers: Counts) -> None:
 
 
 async def _slow_headers(port: int, until: float, answers: Counts) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=_ADDRESS)
     try:
         writer.write(b"POST /v1/completions HTTP/1.1\r\n")
         while time.monotonic() < until and not reader.at_eof():
@@ -87,10 +87,10 @@ async def _slow_headers(port: int, until: float, answers: Counts) -> None:
 
 
 async def _ask(port: int, content: dict[str, Any], answers: Counts) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=_ADDRESS)
     try:
         body = json.dumps({"model": "tiny", "temperature": 1, **content}).encode()
-        writer.write(request(body, 60.0, f"{_KEY}Connection: close\r\n"))
+        writer.write(request(body, 60.0, "Connection: close\r\n"))
         with contextlib.suppress(ConnectionError):  # it may have been answered before all of it was sent
             await writer.drain()
         answer = await reader.read()

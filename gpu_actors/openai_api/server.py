@@ -7,6 +7,7 @@ import dataclasses
 import ipaddress
 import json
 import logging
+import os
 import resource
 import signal
 import socket
@@ -129,6 +130,8 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Protocol,
             ws="none",
+            # A client that names its own address could be another one each time.
+            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(drain + _LAST_EVENTS) + 1,

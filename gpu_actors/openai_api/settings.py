@@ -24,8 +24,9 @@ class ServeSettings:
     threads: that share each product of the model (see `Llama`).
     max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
     max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
-    max_per_client: requests that a client may have under way: read, running and waiting. None: no limit. client_weights:
-        of clients, as `client_of` names them, where it is not 1: one of 2 gets twice as much where all of them wait.
+    max_per_client: requests that a client may have under way: read, running and waiting. None: no limit. A client is a
+        key of ``api_keys``, or without them an address. client_weights: of clients, as `client_of` names them, where it
+        is not 1: one of 2 gets twice as much where all of them wait.
     default_max_tokens: new tokens of a request that does not say how many.
     max_inputs: texts of a request for embeddings.
     cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype,

@@ -12,11 +12,12 @@ from __future__ import annotations
 from gpu_actors.serving.admission import Admission, AdmissionStats, Place
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.serving.doors import Doors, Unauthorized
-from gpu_actors.serving.guard import Exchange, Guard, client_of
+from gpu_actors.serving.guard import Exchange, Guard
 from gpu_actors.serving.json_bodies import WrongContentType, read_json
 from gpu_actors.serving.leaving import Farewell, leave_slowly
 from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.serving.problems import NotFound, Problem, problem
+from gpu_actors.serving.scopes import client_of
 from gpu_actors.serving.traffic import RouteCounts, Traffic
 
 __all__ = [

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from typing import Any
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.serving.scopes import KEY, client_of, header
 
 __all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys"]
 
@@ -31,7 +32,8 @@ class Doors:
     """Middleware for any ASGI application, inside of a `Guard`.
 
     keys: one of these must come as ``Authorization: Bearer KEY``, or, for a GET, as the password of Basic, for which
-        browsers ask. None given: every client is let in. They are compared in constant time.
+        browsers ask. None given: every client is let in. They are compared in constant time. A client's key then names
+        it (`Exchange.client`).
     hosts: the names with a dot by which clients may call the server, "*.example.com" for all below one. None given, or
         "*": all. A page that makes its own name mean this machine (DNS rebinding) does not have one of them. Addresses
         and names without a dot are always taken.
@@ -56,9 +58,11 @@ class Doors:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket"):
             if self._hosts and "*" not in self._hosts:
-                self._check_host(_values(scope, b"host"))
+                self._check_host(header(scope, b"host"))
             if self._keys and scope["path"] not in self._open:
-                self._check_key(_values(scope, b"authorization"), scope.get("method") in ("GET", "HEAD"))
+                self._check_key(header(scope, b"authorization"), scope.get("method") in ("GET", "HEAD"))
+                if (exchange := scope.get(KEY)) is not None:
+                    exchange.client = client_of(scope)
         await self.app(scope, receive, send)
 
     def _check_key(self, given: Sequence[bytes], basic: bool) -> None:
@@ -117,7 +121,3 @@ def _is_plain(name: str) -> bool:
 
 def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
-
-
-def _values(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
-    return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]

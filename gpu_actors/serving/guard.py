@@ -9,7 +9,6 @@ hangs up cancel the handler, and with it what it waits for. Needs nothing but an
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import re
@@ -25,12 +24,14 @@ import anyio
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.serving.problems import Problem, own_error, problem
+from gpu_actors.serving.scopes import KEY as KEY
+from gpu_actors.serving.scopes import address_of, header
 from gpu_actors.serving.traffic import Traffic, route_of, traffic_of
 from gpu_actors.tracing.events import log_record
 from gpu_actors.tracing.work import Work, active, begin_work, under
 from gpu_actors.validation.fields import expect, real
 
-__all__ = ["Exchange", "Guard", "client_of"]
+__all__ = ["Exchange", "Guard"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -40,8 +41,6 @@ Spelling: TypeAlias = Callable[["Problem", "Exchange"], "tuple[bytes, str] | Non
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 access: logging.Logger = logging.getLogger("gpu_actors.access")
-
-KEY = "gpu_actors.exchange"
 
 DEADLINE = "X-Deadline-Ms"
 
@@ -113,14 +112,15 @@ class Exchange:
 
     started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
     X-Request-Id. trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
-    path: of the request. client: whose it is, for an `Admission` (`client_of`). quiet: whether the answer is worth no
-    line of the log at level INFO. notes: what a handler wants that line to say too, by name.
+    path: of the request. client: whose it is, for an `Admission`: its address, and behind a `Doors` with keys what
+    `client_of` makes of its key. quiet: whether the answer is worth no line of the log at level INFO. notes: what a
+    handler wants that line to say too, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         self.request_id: str = _request_id(scope)
         self.deadline: float | None = None
-        self.client: str = client_of(scope)
+        self.client: str = address_of(scope)
         self.quiet: bool = False
         self.notes: dict[str, Any] = {}
         self._guard = guard
@@ -172,7 +172,7 @@ class Exchange:
     async def _handle(self) -> None:
         guard, scope = self._guard, self._scope
         timeout = _timeout(scope, guard)
-        announced = b"".join(_header(scope, b"content-length"))
+        announced = b"".join(header(scope, b"content-length"))
         if announced.isdigit():
             guard.bodies.check(int(announced[:20]))
         if timeout is not None:
@@ -281,7 +281,7 @@ class Exchange:
         """Whether the rest of the body would be read as the next request."""
         if self._complete or not self._scope.get("http_version", "1.1").startswith("1"):
             return False
-        if not _header(self._scope, b"content-length") and not _header(self._scope, b"transfer-encoding"):
+        if not header(self._scope, b"content-length") and not header(self._scope, b"transfer-encoding"):
             return False
         await asyncio.sleep(0)  # the end of a short body may lie there already
         return not self._complete
@@ -320,7 +320,7 @@ class Exchange:
     async def _drained(self) -> bool:
         """Whether the body ends soon. A client that still sends when its connection closes would be reset before it
         has read the answer; one that waits for "100 Continue" has not begun."""
-        if not self._asked and _header(self._scope, b"expect"):
+        if not self._asked and header(self._scope, b"expect"):
             return False
         with anyio.move_on_after(LINGER):
             while not self._complete:
@@ -405,16 +405,6 @@ class Exchange:
             log_record(access, level, line, values, attributes)
 
 
-def client_of(scope: MutableMapping[str, Any]) -> str:
-    """Whose request it is: the digest of its bearer's key, or else the address that it comes from."""
-    given = b"".join(_header(scope, b"authorization"))
-    scheme, _, key = given.partition(b" ")
-    if scheme.lower() == b"bearer" and key.strip():
-        return hashlib.sha256(key.strip()).hexdigest()[:16]
-    peer = scope.get("client")
-    return str(peer[0]) if peer else ""
-
-
 class _HungUp(Exception):
     """The client went before its body was there."""
 
@@ -425,25 +415,21 @@ def _over_0(name: str, seconds: float) -> float:
     return number
 
 
-def _header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
-    return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]
-
-
 def _trace_id(scope: MutableMapping[str, Any]) -> str:
     """The client's trace, by the W3C's Trace Context."""
-    given = b",".join(_header(scope, b"traceparent")).decode("latin-1")
+    given = b",".join(header(scope, b"traceparent")).decode("latin-1")
     found = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", given)
     return "" if found is None or (given.startswith("00") and found[2]) else found[1]
 
 
 def _request_id(scope: MutableMapping[str, Any]) -> str:
-    given = b"".join(_header(scope, b"x-request-id")).decode("latin-1")
+    given = b"".join(header(scope, b"x-request-id")).decode("latin-1")
     # A name of the client's own is kept for its logs, unless it could forge a line of ours.
     return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
 
 
 def _timeout(scope: MutableMapping[str, Any], guard: Guard) -> float | None:
-    values = _header(scope, DEADLINE.lower().encode())
+    values = header(scope, DEADLINE.lower().encode())
     if not values:
         return guard.default_timeout
     given, longest = b", ".join(values).decode("latin-1"), guard.longest_timeout * 1e3

@@ -209,6 +209,25 @@ class Own:
         return True
 
 
+@pytest.mark.parametrize(("trusted", "client"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
+def test_a_client_names_an_address_only_through_a_proxy_that_is_trusted(
+    trusted: str | None, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    clients = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        clients.append(scope["client"][0])
+
+    served = Server(create_app(ServeSettings(device="mock", models=("tiny",))).state.openai_api, app)
+    headers = [(b"x-forwarded-for", b"203.0.113.7")]
+    scope = {"type": "http", "client": ("127.0.0.1", 1), "scheme": "http", "headers": headers}
+    asyncio.run(served.config.loaded_app(scope, None, None))
+    assert clients == [client]
+
+
 def test_https_is_served_with_a_certificate(pair: tuple[Path, Path]) -> None:
     trusting = ssl.create_default_context(cafile=str(pair[0]))
     with Own(Tls(*pair)) as own:

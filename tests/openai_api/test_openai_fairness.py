@@ -20,6 +20,7 @@ from gpu_actors.openai_api.requests import ChatRequest
 COMPLETIONS = "/v1/completions"
 SLOW = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.01))
 KEY = "Authorization: Bearer {}"
+KEYS = ("greedy-one", "other-one", *(f"short-one-{number}" for number in range(8)))
 
 
 def refusing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +91,16 @@ def test_prompts_that_take_long_to_read_delay_no_others(monkeypatch: pytest.Monk
 def test_one_greedy_client_does_not_starve_the_others() -> None:
     """64 prompts of 3,000 tokens, which take 12 s on an idle machine, and short ones that came later."""
     long = {**HELLO, "prompt": "long " * 600, "max_tokens": 64, **STREAM}
-    with Serving() as serving:
+    with Serving(api_keys=KEYS) as serving:
 
         async def crowd() -> list[Any]:
             async with contextlib.AsyncExitStack() as stack:
                 for _ in range(64):
-                    await stack.enter_async_context(sent(serving.port, COMPLETIONS, long, KEY.format("greedy")))
+                    await stack.enter_async_context(sent(serving.port, COMPLETIONS, long, KEY.format(KEYS[0])))
                 await asyncio.to_thread(eventually, lambda: serving.engine.running >= 8)
                 short = [
-                    asyncio.to_thread(serving.post, COMPLETIONS, HELLO, Authorization=f"Bearer {number}")
-                    for number in range(8)
+                    asyncio.to_thread(serving.post, COMPLETIONS, HELLO, Authorization=f"Bearer {key}")
+                    for key in KEYS[2:]
                 ]
                 answers = await asyncio.gather(*short)
                 assert serving.engine.stats.ended.get("length", 0) < 60, "the long ones still run"
@@ -112,17 +113,31 @@ def test_one_greedy_client_does_not_starve_the_others() -> None:
 
 def test_a_client_has_no_more_under_way_than_it_may() -> None:
     never_ending = {**HELLO, "max_tokens": 4000, **STREAM}
+    with Serving(options=SLOW, max_per_client=1, api_keys=KEYS) as serving:
+
+        async def crowd() -> None:
+            async with sent(serving.port, COMPLETIONS, never_ending, KEY.format(KEYS[0])) as reader:
+                await reader.readuntil(b"data: ")
+                refused = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO, Authorization=f"bearer  {KEYS[0]}")
+                assert (refused.status, refused.json["error"]["code"]) == (429, "Overloaded")
+                assert "1 requests of this client" in refused.json["error"]["message"]
+                other = {"Authorization": f"Bearer {KEYS[1]}"}
+                answered = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO, **other)
+                assert answered.status == 200
+
+        asyncio.run(crowd())
+        serving.until_idle()
+
+
+def test_a_key_that_nothing_checks_makes_no_other_client() -> None:
+    never_ending = {**HELLO, "max_tokens": 4000, **STREAM}
     with Serving(options=SLOW, max_per_client=1) as serving:
 
         async def crowd() -> None:
-            async with sent(serving.port, COMPLETIONS, never_ending, KEY.format("a")) as reader:
+            async with sent(serving.port, COMPLETIONS, never_ending, KEY.format("made-up-1")) as reader:
                 await reader.readuntil(b"data: ")
-                refused = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO, Authorization="Bearer a")
+                refused = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO, Authorization="Bearer made-up-2")
                 assert (refused.status, refused.json["error"]["code"]) == (429, "Overloaded")
-                assert "1 requests of this client" in refused.json["error"]["message"]
-                for other in ({"Authorization": "Bearer b"}, {}):
-                    answered = await asyncio.to_thread(serving.post, COMPLETIONS, HELLO, **other)
-                    assert answered.status == 200
 
         asyncio.run(crowd())
         serving.until_idle()

@@ -15,7 +15,7 @@ from support.served import Answered, Served
 
 from gpu_actors import asgi
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.serving import Doors, Unauthorized, problem
+from gpu_actors.serving import Doors, Unauthorized, client_of, problem
 
 KEYS = ("first-key", "second-key-+/=")
 
@@ -24,9 +24,14 @@ async def answer(_: Request) -> Response:
     return PlainTextResponse("in")
 
 
+async def who(request: Request) -> Response:
+    return PlainTextResponse(asgi.client(request))
+
+
 def application(**doors: Any) -> Starlette:
     paths = ("/", "/v1/x", "/metrics", "/livez", "/readyz", "/health", "/livez/x")
     app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in paths])
+    app.add_route("/who", who)
     app.add_middleware(Doors, **doors)
     app.add_middleware(asgi.Guard)
     return app
@@ -76,6 +81,15 @@ def test_a_client_without_a_key_is_not(locked: Served, given: str | None) -> Non
         assert (refused.status, refused.error) == (401, "Unauthorized")
         assert refused.headers["www-authenticate"].startswith("Bearer, Basic realm=")
         assert "first-key" not in refused.body.decode()
+
+
+def test_a_client_is_called_by_the_key_that_was_checked_or_else_by_its_address(locked: Served) -> None:
+    key = f"Bearer {KEYS[0]}"
+    named = client_of({"headers": [(b"authorization", key.encode())]})
+    assert locked.ask("/who", headers={"Authorization": key}).body == named.encode()
+    assert locked.ask("/who", headers={"Authorization": basic(KEYS[0])}).body == b"127.0.0.1"
+    with Served(application(), lifespan="off") as served:
+        assert served.ask("/who", headers={"Authorization": key}).body == b"127.0.0.1"
 
 
 def test_two_keys_in_two_headers_are_none(locked: Served) -> None:
