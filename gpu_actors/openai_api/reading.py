@@ -22,6 +22,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _JSON = ("json_invalid", "json_type")
 
+_GRACE = 1.0
+"""Seconds that a body may take that comes while the server leaves."""
+
 
 async def asked_of(request: Request, kind: type[Body]) -> Body:
     """The request that a client sends, read off the loop. Raises as `body_of` and `read` do."""
@@ -31,9 +34,15 @@ async def asked_of(request: Request, kind: type[Body]) -> Body:
 
 
 async def body_of(request: Request) -> bytes:
-    """The whole body of a request that is said to be JSON. Raises `WrongContentType`, and what `Guard` answers."""
+    """The whole body of a request that is said to be JSON.
+
+    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that is not here as the server leaves.
+    """
+    state: State = request.app.state.openai_api
     expect_json(request.headers.get("content-type"))
-    return await request.body()
+    with state.farewell.waiting(_GRACE):
+        return await request.body()
+    raise AssertionError("a wait that was ended raises")
 
 
 def read(kind: type[Body], body: bytes) -> Body:

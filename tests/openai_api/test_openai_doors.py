@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import pytest
 from support.openai_server import CHAT, HELLO, MOCK, STREAM, Serving, body_of, sent
+from support.served import until_closed
 from support.service import eventually
 
 import gpu_actors as ga
@@ -380,3 +381,39 @@ def test_probes_that_leave_end_the_waits() -> None:
         assert body_of(asyncio.run(leave()))[0] == 503
         serving.until_idle()
         assert serving.complete()["choices"][0]["finish_reason"] == "length"
+
+
+BODIES = ((COMPLETIONS, HELLO), ("/v1/embeddings", {"model": "minilm", "input": "a"}), ("/tokenize", {"prompt": "a"}))
+
+
+@pytest.mark.parametrize(("path", "content"), BODIES, ids=[path for path, _ in BODIES])
+def test_half_a_body_does_not_keep_the_server(path: str, content: Any) -> None:
+    sent_first = json.dumps(content).encode()[:10]
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 60"]
+    with Own(drain_seconds=60.0) as own:
+        own.until_started()
+        with socket.create_connection(("127.0.0.1", own.port), timeout=20) as client:
+            client.sendall("\r\n".join([*lines, "", ""]).encode() + sent_first)
+            eventually(lambda: len(own.server.server_state.tasks) == 1)
+            own.server.should_exit = True
+            answer = until_closed(client)
+        own.thread.join(20)
+        assert not own.thread.is_alive(), "the server waits for the rest"
+    status, body = body_of(answer)
+    assert (status, json.loads(body)["error"]["code"]) == (503, "ActorStopped")
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_body_may_take_a_moment_once_the_server_leaves() -> None:
+    body = json.dumps(HELLO).encode()
+    head = (
+        COMPLETIONS,
+        "HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length:",
+    )
+    with Serving() as serving:
+        serving.server.config.app.state.gpu_actors.probes.leave()  # type: ignore[union-attr]
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as client:
+            client.sendall(f"POST {head[0]} {head[1]} {len(body)}\r\n\r\n".encode() + body[:10])
+            time.sleep(0.2)
+            client.sendall(body[10:])
+            assert body_of(until_closed(client))[0] == 200
