@@ -22,6 +22,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 _JSON = ("json_invalid", "json_type")
 
+_LONGEST_NAME = 80
+
 _GRACE = 1.0
 """Seconds that a body may take that comes while the server leaves."""
 
@@ -83,8 +85,12 @@ def _refusal(found: Mapping[str, Any], body: bytes) -> RequestError:
 
 
 def _field(place: Sequence[int | str]) -> str:
-    """messages, 0, content: messages[0].content"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    """messages, 0, content: messages[0].content. A name is cut that a client has made up too long."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in place).lstrip(".")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
 
 
 def _reason(message: str) -> str:

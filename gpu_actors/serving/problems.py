@@ -150,7 +150,7 @@ def _whole(seconds: float) -> int:
 
 
 def _members(error: RequestError) -> dict[str, Any]:
-    members = {"field": error.field, "value": _plain(error.value), "accepted": _short(error.reason)}
+    members = {"field": _short(error.field), "value": _plain(error.value), "accepted": _short(error.reason)}
     if isinstance(error, Unsupported) and error.nearest is not None:
         members["nearest"] = _plain(error.nearest)
     return members

@@ -35,6 +35,27 @@ def refused(serving: Serving, path: str, content: Any, status: int = 400) -> dic
     return error
 
 
+LONG = "k" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (COMPLETIONS, {**HELLO, LONG: 1}),
+        (CHATS, {**CHAT, "messages": [{"role": "user", "content": "a", LONG: 1}]}),
+        (CHATS, {**CHAT, "metadata": {LONG: 1}}),
+        (EMBEDDINGS, {**EMBED, LONG: 1}),
+        ("/tokenize", {"prompt": "a", LONG: 1}),
+    ],
+    ids=["a completion", "a message", "metadata", "embeddings", "tokenize"],
+)
+def test_a_name_that_a_client_made_up_comes_back_short(serving: Serving, path: str, content: Any) -> None:
+    error = refused(serving, path, content)
+    assert "kkk" in error["param"]
+    assert len(error["param"]) < 200
+    assert error["accepted"] in error["message"], "the reason is there too"
+
+
 BOTH: list[tuple[str, Any, str]] = [
     *(("temperature", value, "must be") for value in (NAN, INFINITY, -INFINITY, -0.1, 2.1, "1", True, [], 10**400)),
     *(("top_p", value, "must be") for value in (0, -1, 1.01, NAN, "0.5", {})),

@@ -126,3 +126,9 @@ def test_a_group_of_errors_is_answered_as_its_gravest() -> None:
 def test_members_of_ones_own_are_added() -> None:
     shown = json.loads(problem(ga.Overloaded("full")).body(instance="/embed#1", request_id="1"))
     assert (shown["instance"], shown["request_id"], shown["title"]) == ("/embed#1", "1", "Overloaded")
+
+
+def test_a_field_s_name_is_shown_short() -> None:
+    shown = content(ga.InvalidRequest("k" * 100_000, 1, "must be left out"))
+    assert len(shown["field"]) < 400
+    assert len(json.dumps(shown)) < 2000
