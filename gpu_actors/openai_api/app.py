@@ -113,7 +113,7 @@ def create_app(settings: ServeSettings | None = None) -> Starlette:
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=[origin.lower() for origin in settings.cors_origins],
             allow_methods=("GET", "POST"),
             allow_headers=("Authorization", "Content-Type", DEADLINE, "X-Request-Id"),
             expose_headers=("Retry-After", "X-Request-Id"),

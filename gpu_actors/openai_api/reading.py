@@ -38,7 +38,8 @@ async def asked_of(request: Request, kind: type[Body]) -> Body:
 async def body_of(request: Request) -> bytes:
     """The whole body of a request that is said to be JSON.
 
-    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that is not here as the server leaves.
+    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not come once the server
+    leaves.
     """
     state: State = request.app.state.openai_api
     expect_json(request.headers.get("content-type"))

@@ -12,6 +12,10 @@ from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ServeSettings"]
 
+# As browsers spell it, but for its case. They leave out the scheme's own port.
+_SITE = r"(https?)://([a-z0-9_.-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?"
+_OWN_PORTS = {"http": "80", "https": "443"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
@@ -89,8 +93,12 @@ class ServeSettings:
         checked_keys("api_keys", self.api_keys)
         checked_hosts("allowed_hosts", self.allowed_hosts)
         for origin in self.cors_origins:
-            sound = origin == "*" or re.fullmatch(r"https?://[\w.-]+(:\d+)?|https?://\[[\da-fA-F:]+\](:\d+)?", origin)
-            expect(bool(sound), "cors_origins", origin, 'must be a scheme and a host, as "https://example.com", or "*"')
+            site = re.fullmatch(_SITE, origin.lower())
+            sound = site is not None and site[3] != _OWN_PORTS[site[1]] and int(site[3] or 1) < 1 << 16
+            reason = (
+                'must be a scheme, a host and a port that is not the scheme\'s own, as "https://example.com", or "*"'
+            )
+            expect(sound or origin == "*", "cors_origins", origin, reason)
         for name in ("queue_seconds", "leave_seconds", "drain_seconds"):
             value = real(name, getattr(self, name), "a finite number of seconds >= 0")
             expect(value >= 0, name, value, "must be a finite number of seconds >= 0")

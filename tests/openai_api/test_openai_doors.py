@@ -67,12 +67,24 @@ def test_pages_of_a_named_site_may_call_it(locked: Serving) -> None:
         assert "x-request-id" in answered.headers["access-control-expose-headers"].lower()
 
 
+def test_a_site_is_named_in_any_case() -> None:
+    sites = ("HTTPS://A.Example", "http://[::1]:8080", "http://[::F]", "https://b.example:80", "http://c.example:443")
+    with Serving(cors_origins=sites) as serving:
+        for site in sites:
+            answered = serving.ask("/v1/models", headers={"Origin": site.lower()})  # as browsers spell it
+            assert answered.headers["access-control-allow-origin"] == site.lower()
+
+
+NO_ORIGINS = ["a.com", "https://a.com/", "null", "https://*", "https://\xe4.com", "https://a.com:\u0661"]
+NO_ORIGINS += ["https://a.com:443", "http://a.com:80", "HTTP://[::1]:80", "https://a.com:0443", "https://a.com:99999"]
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"api_keys": ("short",)}, "api_keys"),
         ({"allowed_hosts": ("https://a.com",)}, "allowed_hosts"),
-        *(({"cors_origins": (origin,)}, "cors_origins") for origin in ("a.com", "https://a.com/", "null", "https://*")),
+        *(({"cors_origins": (origin,)}, "cors_origins") for origin in NO_ORIGINS),
     ],
     ids=str,
 )
