@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpu_actors.options import ContextOptions
-from gpu_actors.serving.doors import checked_hosts, checked_keys
+from gpu_actors.serving.doors import checked_hosts, checked_keys, checked_texts
 from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ServeSettings"]
@@ -92,7 +92,8 @@ class ServeSettings:
             integer("max_per_client", self.max_per_client, 1)
         checked_keys("api_keys", self.api_keys)
         checked_hosts("allowed_hosts", self.allowed_hosts)
-        for origin in self.cors_origins:
+        checked_texts("models", self.models)
+        for origin in checked_texts("cors_origins", self.cors_origins):
             site = re.fullmatch(_SITE, origin.lower())
             sound = site is not None and site[3] != _OWN_PORTS[site[1]] and int(site[3] or 1) < 1 << 16
             reason = (

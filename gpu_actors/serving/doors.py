@@ -18,7 +18,7 @@ from typing import Any
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.serving.scopes import KEY, client_of, header
 
-__all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys"]
+__all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys", "checked_texts"]
 
 OPEN = ("/livez", "/readyz", "/health")
 """Probes, which tell a stranger nothing but whether the server works."""
@@ -39,7 +39,7 @@ class Doors:
         and names without a dot are always taken.
     open_paths: need no key.
 
-    Raises `InvalidRequest` for a key or a host that could never be given.
+    Raises `InvalidRequest` for a key or a host that could never be given, and for one str in place of several.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Doors:
         self.app = app
         self._keys = [_digest(key.encode()) for key in checked_keys("keys", keys)]
         self._hosts = checked_hosts("hosts", hosts)
-        self._open = frozenset(open_paths)
+        self._open = frozenset(checked_texts("open_paths", open_paths))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket"):
@@ -90,17 +90,29 @@ class Doors:
             raise InvalidRequest("Host", text, f"must be an address, a name without a dot, or one of {allowed}")
 
 
+def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts. Raises `InvalidRequest`, which does not show them; one text would pass for its letters."""
+    given: object = texts
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        several = tuple(texts)
+        if all(isinstance(text, str) for text in several):
+            return several
+    raise InvalidRequest(field, type(given).__name__, 'must be several texts, not one, as ("a text",)')
+
+
 def checked_keys(field: str, keys: Sequence[str]) -> tuple[str, ...]:
     """The keys, each of 8 visible ASCII characters at least. Raises `InvalidRequest`, which does not show them."""
+    keys = checked_texts(field, keys)
     for number, key in enumerate(keys, 1):
         if not re.fullmatch(r"[!-~]{8,}", key):
             reason = "must have at least 8 characters, of ASCII, visible and without spaces"
             raise InvalidRequest(field, f"key {number} of {len(keys)}", reason)
-    return tuple(keys)
+    return keys
 
 
 def checked_hosts(field: str, hosts: Sequence[str]) -> tuple[str, ...]:
     """The names in lower case. Raises `InvalidRequest`."""
+    hosts = checked_texts(field, hosts)
     for host in hosts:
         if host != "*" and not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*", host):
             raise InvalidRequest(field, host, 'must be a name without a port, "*.NAME" or "*"')

@@ -84,6 +84,10 @@ NO_ORIGINS += ["https://a.com:443", "http://a.com:80", "HTTP://[::1]:80", "https
     [
         ({"api_keys": ("short",)}, "api_keys"),
         ({"allowed_hosts": ("https://a.com",)}, "allowed_hosts"),
+        ({"api_keys": "a-key-of-another"}, "api_keys"),
+        ({"allowed_hosts": "localhost"}, "allowed_hosts"),
+        ({"cors_origins": "*"}, "cors_origins"),
+        ({"models": "tiny"}, "models"),
         *(({"cors_origins": (origin,)}, "cors_origins") for origin in NO_ORIGINS),
     ],
     ids=str,

@@ -127,6 +127,16 @@ def test_a_key_that_no_client_could_give_is_refused_and_not_shown(key: str) -> N
     assert "good-key" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "given"), [("keys", "one-key-of-ours"), ("hosts", "localhost"), ("open_paths", "/livez")]
+)
+def test_one_text_in_place_of_several_is_refused(field: str, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be several texts, not one") as caught:
+        Doors(lambda *_: None, **{field: given})  # type: ignore[arg-type, return-value]
+    assert caught.value.field == field
+    assert "one-key" not in str(caught.value)
+
+
 def called(served: Served, host: str | None) -> Answered:
     return served.ask("/", headers={} if host is None else {"Host": host})
 
