@@ -21,7 +21,7 @@ from numbers import Real
 
 import anyio
 
-from gpu_actors.clock import SYSTEM_CLOCK, Clock
+from gpu_actors.clock import SYSTEM_CLOCK, TIMER_SLACK, Clock
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from gpu_actors.serving.pace import Pace
 from gpu_actors.serving.turns import Turns, Waiter
@@ -53,9 +53,6 @@ _LONGEST_DOOR = 10.0
 _LEAST_WORK, _MOST_WORK = 1e-9, 1e15
 _UNITS = f"a number from {_LEAST_WORK:g} to {_MOST_WORK:g}"
 _MOST_PRIORITY = 1 << 20
-
-# Seconds. A loop whose timers count milliseconds may cancel at a deadline so much before it.
-_TIMER_SLACK = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +204,7 @@ class Admission:
             yield place
             place._end(False)
         except BaseException as error:
-            late = deadline is not None and time.monotonic() >= deadline - _TIMER_SLACK
+            late = deadline is not None and time.monotonic() >= deadline - TIMER_SLACK
             if late or isinstance(error, DeadlineExceeded):
                 place._end(True)  # or requests that miss their deadline would never count
             raise
