@@ -172,13 +172,12 @@ def test_what_is_no_text_and_no_tokens_is_named(
     assert (answered.status, answered.json["error"]["param"]) == (status, field), answered.body
 
 
-def test_health_is_readiness_without_a_body(serving: Serving) -> None:
-    assert (serving.ask("/health").status, serving.ask("/health").body) == (200, b"")
-    probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
-    probes.leave()
-    assert serving.ask("/health").status == 503
-    probes._leaving = False
-    assert serving.ask("/version").json == {"version": ga.__version__}
+def test_health_is_readiness_without_a_body() -> None:
+    with Serving() as serving:
+        assert (serving.ask("/health").status, serving.ask("/health").body) == (200, b"")
+        serving.server.config.app.state.gpu_actors.probes.leave()  # type: ignore[union-attr]
+        assert serving.ask("/health").status == 503
+        assert serving.ask("/version").json == {"version": ga.__version__}
 
 
 # The surface is closed
