@@ -6,7 +6,7 @@ import codecs
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ _NO_SENTENCEPIECE = "; to read a tokenizer.model, Transformers needs `pip instal
 
 
 class TextStream(Protocol):
-    """Makes the text that continues a prompt from its tokens, one after another.
+    """Makes a text from its tokens, one after another.
 
     A character of several tokens comes with the last of them, so that at most 3 bytes wait.
     """
@@ -61,11 +61,17 @@ class Tokenizer(Protocol):
     def prompt(self, text: str) -> list[int]:
         """The tokens of a text that a model continues, with those that the tokenizer puts around one."""
 
+    def offsets(self, text: str) -> list[int]:
+        """For each token of `prompt`, the characters of the text before it. A token that is put there has none."""
+
     def bytes_of(self, token: int) -> bytes:
         """What a token adds to a text that it continues, in UTF-8; a part of a character for a part of one."""
 
-    def stream(self) -> TextStream:
-        """A new text. It shows the special tokens that it is fed, too."""
+    def stream(self, begins: bool = False) -> TextStream:
+        """A new text. It shows the special tokens that it is fed, too.
+
+        begins: the text continues none, so it lacks the space that the tokenizer itself puts before a text.
+        """
 
 
 class ByteTokenizer:
@@ -81,10 +87,13 @@ class ByteTokenizer:
     def prompt(self, text: str) -> list[int]:
         return [256, *text.encode()]
 
+    def offsets(self, text: str) -> list[int]:
+        return [0, *(index for index, character in enumerate(text) for _ in character.encode())]
+
     def bytes_of(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
-    def stream(self) -> TextStream:
+    def stream(self, begins: bool = False) -> TextStream:
         return _Stream(lambda before, token: self.bytes_of(token))
 
 
@@ -114,6 +123,26 @@ class FolderTokenizer:
         ids: list[int] = self.transformers.encode(text, verbose=False)
         return ids
 
+    def offsets(self, text: str) -> list[int]:
+        found, end = [], 0
+        for start, stop in self._spans(text):
+            # A span may leave out the space before it, and be that of a character that its token is a part of.
+            found.append(min(start, end) if start < stop else end)
+            end = max(end, stop)
+        return found
+
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        if self.transformers.is_fast:
+            yield from self.transformers(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+            return
+        stream, end = self.stream(begins=True), 0
+        for token in self.prompt(text):
+            name = self.special.get(token)
+            start = end
+            if name is None or text.startswith(name, start):
+                end += len(stream.feed(token))
+            yield start, end
+
     def bytes_of(self, token: int) -> bytes:
         return self._piece(None, token) or b""
 
@@ -135,8 +164,14 @@ class FolderTokenizer:
             context.append(last)
         return self._text([*context, name])[len(self._text(context)) :].encode()
 
-    def stream(self) -> TextStream:
-        return _Stream(self._piece)
+    def stream(self, begins: bool = False) -> TextStream:
+        return _Stream(self._first_or_piece if begins else self._piece)
+
+    def _first_or_piece(self, before: int | None, token: int) -> bytes | None:
+        name = self._name(token)
+        if before is not None or name is None or self._byte_level or self._is_byte(name):
+            return self._piece(before, token)
+        return self._text([name]).encode()
 
     def _name(self, token: int) -> str | None:
         name: str | None = self.transformers.convert_ids_to_tokens(token)

@@ -36,7 +36,7 @@ from gpu_actors.openai_api.responses import (
     TopToken,
 )
 from gpu_actors.openai_api.stream import EventStream, Writer
-from gpu_actors.openai_api.telling import Echo, ScoredToken, Telling, token_text
+from gpu_actors.openai_api.telling import Echo, Said, ScoredToken, Telling, token_text
 from gpu_actors.serving.guard import KEY, Exchange
 from gpu_actors.tracing import host_span
 
@@ -59,7 +59,7 @@ Asked = TypeVar("Asked", bound=GenerationRequest)
 @dataclass(frozen=True, slots=True)
 class _Work:
     """A request that has been read. prompt: its tokens. new: how many may follow. heading: what every body of its
-    answer says first.
+    answer says first. said: the prompt that a completion echoes, where it is a text.
     """
 
     state: State
@@ -70,12 +70,7 @@ class _Work:
     prompt: list[int]
     new: int
     heading: dict[str, Any]
-
-    @property
-    def said(self) -> str | None:
-        """The prompt of a completion, where it is a text."""
-        prompt = getattr(self.asked, "prompt", None)
-        return prompt if isinstance(prompt, str) else None
+    said: Said | None = None
 
     @asynccontextmanager
     async def told(self) -> AsyncIterator[Telling]:
@@ -264,7 +259,10 @@ def _work(state: State, exchange: Exchange, asked: GenerationRequest, prefix: st
     _expect_to_fit(asked, generator.tokenizer, longest)
     prompt = tokenized(generator, asked)
     new = _new_tokens(asked, len(prompt), longest, state.settings.default_max_tokens)
-    return _Work(state, generator, asked, exchange, sampling, prompt, new, heading)
+    said = None
+    if isinstance(asked, CompletionRequest) and asked.echo and isinstance(asked.prompt, str):
+        said = Said(asked.prompt, generator.tokenizer.offsets(asked.prompt))
+    return _Work(state, generator, asked, exchange, sampling, prompt, new, heading, said)
 
 
 def tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:

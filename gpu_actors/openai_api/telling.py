@@ -13,7 +13,7 @@ from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.openai_api.responses import Finish, PromptDetails, Usage
 
-__all__ = ["Echo", "ScoredToken", "Telling", "token_text"]
+__all__ = ["Echo", "Said", "ScoredToken", "Telling", "token_text"]
 
 
 class ScoredToken(NamedTuple):
@@ -22,6 +22,13 @@ class ScoredToken(NamedTuple):
     token: int
     scores: TokenScores | None
     offset: int
+
+
+class Said(NamedTuple):
+    """A prompt as a text, and the characters before each of its tokens."""
+
+    text: str
+    offsets: list[int]
 
 
 class Echo(NamedTuple):
@@ -67,22 +74,27 @@ class Telling:
         self.finish = "stop" if self._stops.found or generation.reason == "stop" else "length"
         return rest
 
-    def echo(self, text: str | None) -> Echo:
+    def echo(self, said: Said | None) -> Echo:
         """The prompt, scored where that was asked for, once the first token or the end has come. Before `take_scored`.
 
-        text: the prompt as it was given; None where it was given as tokens.
+        said: the prompt as it was given; None where it was given as tokens, of which special ones do not show.
         """
-        generation, stream = self._generation, self._tokenizer.stream()
-        shown, scored = "", []
-        for token, scores in zip_longest(generation.prompt, [None, *generation.prompt_scores]):
-            scored.append(ScoredToken(token, scores, len(shown)))
-            if token not in self._special:
-                shown += stream.feed(token)
-        if text is None:
-            text = shown + stream.end()
+        prompt = self._generation.prompt
+        text, offsets = self._shown(prompt) if said is None else said
+        scores = [None, *self._generation.prompt_scores]
+        scored = [ScoredToken(*one) for one in zip_longest(prompt, scores, offsets)]
         self._scored = [one._replace(offset=one.offset + len(text)) for one in self._scored]
         self._offset += len(text)
         return Echo(text, scored)
+
+    def _shown(self, prompt: Sequence[int]) -> Said:
+        stream = self._tokenizer.stream(begins=True)
+        text, offsets = "", []
+        for token in prompt:
+            offsets.append(len(text))
+            if token not in self._special:
+                text += stream.feed(token)
+        return Said(text + stream.end(), offsets)
 
     def take_scored(self) -> list[ScoredToken]:
         """The tokens since the last call, where the sampling asked for scores."""

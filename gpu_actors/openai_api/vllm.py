@@ -51,7 +51,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _text(generator: Generator, tokens: list[int]) -> str:
-    stream = generator.tokenizer.stream()
+    stream = generator.tokenizer.stream(begins=True)
     return "".join(map(stream.feed, tokens)) + stream.end()
 
 

@@ -175,6 +175,36 @@ class TestStreams:
         assert ours.special == {end: "<|end of text|>"}
         assert ours.stream().feed(end) == "<|end of text|>"
 
+    @pytest.mark.parametrize("fast", [True, False])
+    @pytest.mark.parametrize(
+        ("kind", "text", "offsets"),
+        [
+            ("byte pairs", "a<|end of text|> b🙂 d", [0, 1, 16, 17, 18, 18, 19, 20]),
+            ("sentencepiece", "a bé c", [0, 0, 0, 1, 2, 3, 4, 5]),
+            ("sentencepiece", " a é</s>", [0, 0, 0, 1, 2, 3, 4]),
+            ("word pieces", "once upon a", [0, 4, 9]),
+        ],
+    )
+    def test_the_offsets_of_a_text_are_where_its_tokens_begin(self, pairs, monkeypatch, kind, text, offsets, fast):
+        ours, _ = pairs[kind]
+        monkeypatch.setattr(type(ours.transformers), "is_fast", fast)
+        assert ours.offsets(text) == offsets
+        assert len(ours.prompt(text)) == len(offsets)
+
+    def test_the_offsets_hold_where_the_text_is_changed_before_it_is_cut(self, pairs):
+        ours, _ = pairs["word pieces"]
+        assert ours.offsets("  once\tupon  日本語 a") == [0, 6, 11, 16]
+        ours, _ = pairs["sentencepiece"]
+        assert ours.offsets("a</s>a") == [0, 0, 0, 1, 5, 5]
+
+    @pytest.mark.parametrize(("kind", "spaced"), [("sentencepiece", " "), ("word pieces", " "), ("byte pairs", "")])
+    def test_a_text_that_begins_lacks_the_space_that_the_tokenizer_puts_there(self, pairs, kind, spaced):
+        ours, theirs = pairs[kind]
+        tokens = ours.encode("a once")
+        stream = ours.stream(begins=True)
+        assert "".join(stream.feed(token) for token in tokens) + stream.end() == decoded(theirs, tokens)
+        assert streamed(ours, tokens) == spaced + decoded(theirs, tokens)
+
     def test_a_token_costs_the_same_however_long_its_text_is(self, pairs, monkeypatch):
         ours, theirs = pairs["sentencepiece"]
         sizes = []

@@ -299,4 +299,8 @@ def test_without_a_model_named_smollm2_answers_in_english_where_it_is_installed(
         events = serving.stream("/v1/chat/completions", {"model": "smollm2", "messages": asked, "temperature": 0})
         streamed = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
         assert streamed == "The capital of France is Paris."
+        said = "<|im_start|>user\nHi<|im_end|>\nok  🙂 b"
+        scored = serving.complete(model="smollm2", prompt=said, echo=True, logprobs=0, max_tokens=1)["choices"][0]
+        offsets = scored["logprobs"]["text_offset"]
+        assert offsets == [0, 12, 16, 17, 19, 29, 30, 32, 33, 35, len(said)]
         assert serving.ask(f"/v1/models/{MINILM}").status == 200

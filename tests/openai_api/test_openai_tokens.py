@@ -93,6 +93,26 @@ def test_a_character_cut_by_the_last_token_shows_once(serving: Serving) -> None:
         assert serving.complete(**{**ASKED, "max_tokens": most})["choices"][0]["text"] == "BC de\n�"[: most - 1]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown", "offsets"),
+    [
+        ("<s>A<|turn|>é\nA", "<s>A<|turn|>é\nA", [0, 3, 4, 12, 12, 13, 14]),
+        ([START, 65, TURN, *b"\xc3"], "A\ufffd", [0, 0, 1, 1]),
+    ],
+    ids=["text", "tokens"],
+)
+def test_the_offsets_of_a_prompt_are_those_of_the_text_that_shows(
+    serving: Serving, prompt: Any, shown: str, offsets: list[int]
+) -> None:
+    if not isinstance(prompt, str):
+        tokenizer = serving.state.models.generator_of("said").tokenizer
+        prompt = [START, *tokenizer.encode("A"), TURN, *tokenizer.encode("é")[:1]]
+    asked = {**ASKED, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = serving.complete(**asked)["choices"][0]
+    assert choice["text"].startswith(shown)
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(shown)]
+
+
 def test_the_first_space_of_a_continuation_is_kept(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -108,6 +128,9 @@ def test_the_first_space_of_a_continuation_is_kept(tmp_path: Path) -> None:
         assert answer["text"] == " upon a time"
         assert answer["logprobs"]["tokens"] == [" upon", " a", " time"]
         assert answer["logprobs"]["text_offset"] == [0, 5, 7]
+        echoed = serving.complete(**{**asked, "prompt": [2, 3], "max_tokens": 2}, echo=True, logprobs=0)["choices"][0]
+        assert echoed["text"] == "once upon a time"
+        assert echoed["logprobs"]["text_offset"] == [0, 4, 9, 11]
         assert serving.complete(**asked, stop=" upon")["choices"][0]["text"] == ""
         assert serving.complete(**asked, stop=" a ")["choices"][0]["text"] == " upon"
         assert text_of(serving.stream("/v1/completions", asked)) == " upon a time"
