@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.validation.fields import expect, integer
+from gpu_actors.values import show
 
 __all__ = ["LlamaConfig", "frequencies"]
 
 # What this model computes; a config.json that says otherwise is refused.
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _FREQUENCY_SCALINGS = ("default", "linear", "llama3")
+
+_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "positions")
+
+_MOST = 1 << 14
+"""Of layers, and of columns of a head: more than any model has, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +30,8 @@ class LlamaConfig:
 
     stop_tokens: any of them ends a text. begin_token: what begins a text, None for none. The tokenizer says whether a
     prompt gets it.
+
+    Raises `InvalidRequest` that names what no model has.
     """
 
     vocab: int
@@ -38,6 +47,18 @@ class LlamaConfig:
     tied: bool = False
     begin_token: int | None = None
     stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            integer(name, getattr(self, name), 1)
+        expect(self.layers <= _MOST, "layers", self.layers, f"must be at most {_MOST}")
+        expect(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"must divide heads={self.heads}")
+        expect(0 <= self.norm_eps < math.inf, "norm_eps", self.norm_eps, "must be a finite number >= 0")
+        sound = 2 * len(self.inv_freq) == self.head_dim and all(0 < each < math.inf for each in self.inv_freq)
+        reason = f"must be {self.head_dim / 2:g} finite numbers > 0, one for each pair of a head's columns"
+        expect(sound, "inv_freq", show(self.inv_freq), reason)
+        sound = all(type(token) is int and 0 <= token < self.vocab for token in self.stop_tokens)
+        expect(sound, "stop_tokens", self.stop_tokens, f"must be tokens from 0 to {self.vocab - 1}")
 
     @classmethod
     def tiny(
@@ -61,8 +82,8 @@ class LlamaConfig:
             intermediate=2 * hidden,
             positions=4096,
             inv_freq=frequencies(head_dim, {"rope_theta": 10000.0}),
-            begin_token=256,
-            stop_tokens=(257,),
+            begin_token=256 if vocab > 256 else None,
+            stop_tokens=(257,) if vocab > 257 else (),
         )
 
     @classmethod
@@ -82,16 +103,16 @@ class LlamaConfig:
                 raise Unsupported(f"config.json {name}", given[name], "is not what this model computes", value)
         try:
             return _from_json(given)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InvalidRequest):
-                raise
+        except InvalidRequest as error:
+            raise InvalidRequest("model", str(path), f"has {error}") from error
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest("model", str(path), f"lacks a usable entry: {error!r}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
     if not isinstance(given, dict):
         raise InvalidRequest("model", str(path), "must hold a JSON object")
@@ -99,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_json(given: dict[str, Any]) -> LlamaConfig:
-    heads = int(given["num_attention_heads"])
+    heads = integer("num_attention_heads", int(given["num_attention_heads"]), 1)
     hidden = int(given["hidden_size"])
     head_dim = int(given.get("head_dim") or hidden // heads)
     # Newer files hold rope_parameters, older ones rope_theta and, where it is scaled, rope_scaling.
@@ -126,14 +147,20 @@ def _from_json(given: dict[str, Any]) -> LlamaConfig:
 
 
 def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
-    """Radians a position, scaled as ``rope_type`` says. Raises `Unsupported` for a scaling not known here."""
-    base = float(rope["rope_theta"])
+    """Radians a position, scaled as ``rope_type`` says.
+
+    Raises `Unsupported` for a scaling not known here, `InvalidRequest` for numbers that no rotation has.
+    """
+    sound = head_dim % 2 == 0 and 2 <= head_dim <= _MOST
+    expect(sound, "head_dim", head_dim, f"must be an even int from 2 to {_MOST}")
+    base = _positive(rope, "rope_theta")
     plain = [base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _FREQUENCY_SCALINGS:
         raise Unsupported("config.json rope_type", kind, f"known here: {', '.join(_FREQUENCY_SCALINGS)}", "default")
     if kind == "linear":
-        return tuple(frequency / float(rope["factor"]) for frequency in plain)
+        factor = _positive(rope, "factor")
+        return tuple(frequency / factor for frequency in plain)
     if kind == "llama3":
         return tuple(_llama3(frequency, rope) for frequency in plain)
     return tuple(plain)
@@ -141,7 +168,14 @@ def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
 
 def _llama3(frequency: float, rope: dict[str, Any]) -> float:
     """Slow turns are slowed down by ``factor``, fast ones stay, those between are mixed (Llama 3.1's rule)."""
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    turns = float(rope["original_max_position_embeddings"]) * frequency / math.tau
+    low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+    expect(low < high, "high_freq_factor", high, f"must be more than low_freq_factor={low}")
+    turns = _positive(rope, "original_max_position_embeddings") * frequency / math.tau
     share = min(1.0, max(0.0, (turns - low) / (high - low)))
-    return share * frequency + (1.0 - share) * frequency / float(rope["factor"])
+    return share * frequency + (1.0 - share) * frequency / _positive(rope, "factor")
+
+
+def _positive(rope: dict[str, Any], name: str) -> float:
+    value = float(rope[name])
+    expect(0 < value < math.inf, name, value, "must be a finite number > 0")
+    return value

@@ -86,9 +86,10 @@ class GgufFile:
             )
         if reader.byte_order != "I":
             raise self._unsupported("byte order", "of another machine", "is not read here", "little endian")
-        if self.metadata.get("split.count", 0) > 1:
-            raise self._unsupported("split.count", self.metadata["split.count"], "must be joined into one file", 1)
-        self.config: LlamaConfig = self._config()
+        if (parts := self.metadata.get("split.count", 1)) not in (0, 1):
+            raise self._unsupported("split.count", parts, "must be joined into one file", 1)
+        with self._readable("metadata"):
+            self.config: LlamaConfig = self._config()
         self._expect_known_tensors()
 
     def weights(self) -> Weights:
@@ -121,11 +122,14 @@ class GgufFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise self._invalid("lacks the tensor token_embd.weight")
-        stop = [self.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        vocab, layers = int(embedding.shape[-1]), self._integer("block_count")
+        if layers > len(self._tensors):
+            raise self._invalid(f"has {ARCHITECTURE}.block_count={layers}, and only {len(self._tensors)} tensors")
+        stop = [self._token(kind, vocab) for kind in ("eos", "eot", "eom")]
         return LlamaConfig(
-            vocab=int(embedding.shape[-1]),
+            vocab=vocab,
             hidden=hidden,
-            layers=self._integer("block_count"),
+            layers=layers,
             heads=heads,
             kv_heads=self._integer("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -178,6 +182,13 @@ class GgufFile:
             form = tensor.tensor_type.name
             raise self._unsupported(name, form, "is a form that gguf cannot give back as float32") from error
 
+    def _token(self, kind: str, vocab: int) -> int | None:
+        name = f"tokenizer.ggml.{kind}_token_id"
+        token = self.metadata.get(name)
+        if token is not None and (type(token) is not int or not 0 <= token < vocab):
+            raise self._invalid(f"has {name}={token!r}, which must be a token from 0 to {vocab - 1}")
+        return token
+
     def _integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
         if isinstance(value, list):
@@ -202,8 +213,12 @@ class GgufFile:
     def _readable(self, part: str) -> Iterator[None]:
         try:
             yield
-        except (InvalidRequest, NotImplementedError):
+        except (Unsupported, NotImplementedError):
             raise
+        except InvalidRequest as error:
+            if error.field == "model":
+                raise
+            raise self._invalid(f"has {error}") from error
         except Exception as error:  # the package checks little of what it reads
             raise self._invalid(f"is not a readable GGUF file ({part}): {error!r}") from error
 

@@ -64,7 +64,8 @@ def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
     default = False
     if kind == "bos":
         model, split = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
-        default = model == "llama" or (split in _SPLITS and _SPLITS[split].begins)
+        # Lists, which a broken file may have, are not looked up in a dict.
+        default = model == "llama" or (split in list(_SPLITS) and _SPLITS[split].begins)
     if not metadata.get(f"{_PREFIX}add_{kind}_token", default):
         return None
     token: int | None = metadata.get(f"{_PREFIX}{kind}_token_id")
@@ -82,7 +83,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         raise InvalidRequest("model", None, missing(error, "serve")) from error
     kind = metadata.get(f"{_PREFIX}model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
+    if kind not in list(builders):
         raise Unsupported(f"{_PREFIX}model", kind, f"must be one of {', '.join(builders)}", "gpt2")
     try:
         tokens: list[str] = metadata[f"{_PREFIX}tokens"]
@@ -117,12 +118,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = metadata.get(f"{_PREFIX}pre", "default")
-    if name not in _SPLITS:
+    if name not in list(_SPLITS):
         raise Unsupported(f"{_PREFIX}pre", name, f"must be one of {', '.join(_SPLITS)}", "default")
     split = _SPLITS[name]
     # A space separates the two; the first may begin with one.
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{_PREFIX}merges"] for cut in [merge.index(" ", 1)]]
-    tokenizer = Tokenizer(models.BPE(_numbers(tokens), pairs, ignore_merges=split.whole))
+    numbers = _numbers(tokens)
+    for left, right in pairs:
+        # The library panics, which no `except Exception` sees.
+        if not {left, right, left + right} <= numbers.keys():
+            raise InvalidRequest(f"{_PREFIX}merges", f"{left} {right}", "must join two tokens of the file to a third")
+    tokenizer = Tokenizer(models.BPE(numbers, pairs, ignore_merges=split.whole))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns),

@@ -251,6 +251,34 @@ class TestConfig:
         with pytest.raises(InvalidRequest, match=name):
             GgufFile(written(**changes))
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("llama.rope.freq_base", 0.0),
+            ("llama.rope.freq_base", -1.0),
+            ("llama.attention.key_length", 31),
+            ("llama.attention.key_length", 4_000_000_000),
+            ("llama.attention.head_count_kv", 3),
+            ("llama.block_count", 4_000_000_000),
+            ("tokenizer.ggml.eos_token_id", [1, 2]),
+            ("tokenizer.ggml.eos_token_id", "x"),
+            ("tokenizer.ggml.eot_token_id", 40),
+            ("tokenizer.ggml.eot_token_id", [1]),
+            ("tokenizer.ggml.eom_token_id", "z"),
+            ("split.count", "two"),
+            ("split.count", [2, 3]),
+        ],
+    )
+    def test_metadata_that_no_model_has_are_refused_with_the_file(self, written, name, value):
+        more = {"llama.attention.value_length": value} if name == "llama.attention.key_length" else {}
+        with pytest.raises((InvalidRequest, Unsupported), match=r"model\.gguf"):
+            load_model(written(more={name: value, **more}))
+
+    @pytest.mark.parametrize("factor", [0, np.nan, np.inf, -1])
+    def test_factors_that_no_rotation_has_are_refused(self, written, factor):
+        with pytest.raises(InvalidRequest, match=r"model\.gguf"):
+            GgufFile(written(changed={"rope_freqs.weight": np.full(16, factor, np.float32)}))
+
 
 class TestBrokenFiles:
     @pytest.mark.parametrize("content", [b"", b"GGUF", b"no GGUF file at all", bytes(4096)])
@@ -359,7 +387,13 @@ class TestTokenizer:
         assert load_model(written()).template is None
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("tokenizer.ggml.model", "bert"), ("tokenizer.ggml.pre", "deepseek-llm")]
+        ("name", "value"),
+        [
+            ("tokenizer.ggml.model", "bert"),
+            ("tokenizer.ggml.model", ["gpt2"]),
+            ("tokenizer.ggml.pre", "deepseek-llm"),
+            ("tokenizer.ggml.pre", ["default"]),
+        ],
     )
     def test_a_kind_that_is_not_built_is_refused_by_name(self, written, name, value):
         with pytest.raises(Unsupported) as refused:
@@ -368,8 +402,18 @@ class TestTokenizer:
 
     @pytest.mark.parametrize(
         "more",
-        [{"tokenizer.ggml.merges": ["ab"]}, {"tokenizer.ggml.merges": ["z !"]}, {"tokenizer.ggml.bos_token_id": 99}],
+        [
+            {"tokenizer.ggml.merges": ["ab"]},
+            {"tokenizer.ggml.merges": ["z !"]},
+            {"tokenizer.ggml.merges": ["a b", "y z"]},
+            {"tokenizer.ggml.merges": ["a b", "a "]},
+            {"tokenizer.ggml.merges": [1, 2]},
+            {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.eos_token_id": 1},
+            {"tokenizer.ggml.bos_token_id": 99},
+            {"tokenizer.ggml.bos_token_id": [1]},
+        ],
+        ids=str,
     )
     def test_a_broken_one_is_refused(self, tmp_path, written, more):
-        with pytest.raises(InvalidRequest, match=r"tokenizer\.ggml\.model"):
+        with pytest.raises(InvalidRequest, match=r"tokenizer\.ggml\.(model|merges)"):
             write_tokenizer(GgufFile(written(more=more)).metadata, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from gpu_actors.generation import (
 )
 from gpu_actors.generation.model import rms_norm, silu
 
-SMALL = LlamaConfig.tiny(vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=8)
+SMALL = LlamaConfig.tiny(vocab=258, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=8)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def load(folder: Path, **changes: Any) -> LlamaConfig:
@@ -46,14 +54,7 @@ class TestConfig:
     def test_scaled_rotations_follow_the_configuration(self, tmp_path):
         halved = load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
         assert halved.inv_freq == tuple(f / 2 for f in SMALL.inv_freq)
-        llama3 = {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-        scaled = load(tmp_path, rope_scaling=llama3).inv_freq
+        scaled = load(tmp_path, rope_scaling=LLAMA3).inv_freq
         assert scaled[0] == SMALL.inv_freq[0]
         assert SMALL.inv_freq[1] / 8 < scaled[1] < SMALL.inv_freq[1]
         assert scaled[3] == SMALL.inv_freq[3] / 8
@@ -73,7 +74,48 @@ class TestConfig:
         with pytest.raises(error, match=field):
             load(tmp_path, **changes)
 
-    @pytest.mark.parametrize("text", ["[1]", "{", ""])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"num_hidden_layers": -1},
+            {"num_hidden_layers": 10**12},
+            {"num_attention_heads": 0},
+            {"num_attention_heads": 1e400},
+            {"num_key_value_heads": 3},
+            {"intermediate_size": 0},
+            {"head_dim": 7},
+            {"head_dim": 10**12},
+            {"rms_norm_eps": float("nan")},
+            {"rope_theta": 0},
+            {"rope_theta": -2.0},
+            {"rope_theta": float("inf")},
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            {"rope_scaling": {"rope_type": "linear", "factor": float("inf")}},
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": float("nan")}},
+            {"rope_scaling": LLAMA3 | {"factor": 0}},
+            {"rope_scaling": "yarn"},
+            {"eos_token_id": 258},
+            {"eos_token_id": [1, -1]},
+            {"eos_token_id": [[1]]},
+        ],
+        ids=str,
+    )
+    def test_sizes_that_no_model_has_are_refused_with_the_file(self, tmp_path, changes):
+        with pytest.raises(InvalidRequest, match=r"config\.json"):
+            load(tmp_path, **changes)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"layers": 0}, {"vocab": True}, {"kv_heads": 3}, {"inv_freq": (1.0,)}, {"inv_freq": (0.0,) * 4}],
+        ids=str,
+    )
+    def test_a_configuration_names_what_does_not_fit(self, changes):
+        with pytest.raises(InvalidRequest) as caught:
+            replace(SMALL, **changes)
+        assert caught.value.field == next(iter(changes))
+
+    @pytest.mark.parametrize("text", ["[1]", "{", "", "[" * 100_000])
     def test_a_broken_file_is_named(self, tmp_path, text):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InvalidRequest, match=r"config\.json"):

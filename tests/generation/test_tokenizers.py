@@ -258,7 +258,7 @@ class TestFolders:
         (tmp_path / file).write_text(json.dumps({"eos_token": spelled}))
         ours = load_tokenizer(tmp_path)
         assert ours.end_tokens == (257,)
-        config = LlamaConfig.tiny()
+        config = LlamaConfig.tiny(vocab=259)
         assert ended_by(config, ours).stop_tokens == (257,)
         write_tokenizer(tmp_path, special=["<s>", "<x>", "</s>"])
         assert ended_by(config, load_tokenizer(tmp_path)).stop_tokens == (257, 258)
