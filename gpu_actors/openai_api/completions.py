@@ -252,8 +252,6 @@ def _work(state: State, exchange: Exchange, asked: GenerationRequest, prefix: st
         score_prompt=isinstance(asked, CompletionRequest) and bool(asked.echo) and top is not None,
     )
     generator = state.models.generator_of(asked.model)
-    if isinstance(asked, ChatRequest) and generator.template is None:
-        raise Unsupported("model", asked.model, "has no chat template; use /v1/completions")
     heading = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
     longest = generator.engine.longest
     _expect_to_fit(asked, generator.tokenizer, longest)
@@ -290,7 +288,8 @@ def _prompt(generator: Generator, asked: GenerationRequest) -> list[int]:
     """The tokens of the prompt, with those that the tokenizer puts around every text."""
     tokenizer = generator.tokenizer
     if isinstance(asked, ChatRequest):
-        assert generator.template is not None
+        if generator.template is None:
+            raise Unsupported("model", generator.name, "has no chat template; give a prompt, as to /v1/completions")
         said = [
             message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in asked.messages
         ]

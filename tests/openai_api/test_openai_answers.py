@@ -192,6 +192,9 @@ def test_a_folder_is_served_by_its_own_tokenizer_and_template(tmp_path: Path) ->
         refused = serving.post("/v1/chat/completions", {**CHAT, "model": "mine"})
         assert (refused.status, refused.json["error"]["param"]) == (400, "model")
         assert "has no chat template" in refused.json["error"]["message"]
+        refused = serving.post("/tokenize", {"messages": CHAT["messages"]})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "model")
+        assert "has no chat template" in refused.json["error"]["message"]
         serving.complete(model="mine")
 
 
