@@ -43,7 +43,7 @@ from gpu_actors.tracing import host_span
 if TYPE_CHECKING:
     from gpu_actors.openai_api.state import State
 
-__all__ = ["chat_completions", "check_tokens", "completions", "tokenized"]
+__all__ = ["chat_completions", "check_tokens", "completions", "expect_to_fit", "tokenized"]
 
 _NO_USAGE = {"usage"}
 
@@ -253,10 +253,8 @@ def _work(state: State, exchange: Exchange, asked: GenerationRequest, prefix: st
     )
     generator = state.models.generator_of(asked.model)
     heading = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-    longest = generator.engine.longest
-    _expect_to_fit(asked, generator.tokenizer, longest)
     prompt = tokenized(generator, asked)
-    new = _new_tokens(asked, len(prompt), longest, state.settings.default_max_tokens)
+    new = _new_tokens(asked, len(prompt), generator.engine.longest, state.settings.default_max_tokens)
     said = None
     if isinstance(asked, CompletionRequest) and asked.echo and isinstance(asked.prompt, str):
         said = Said(asked.prompt, generator.tokenizer.offsets(asked.prompt))
@@ -264,14 +262,16 @@ def _work(state: State, exchange: Exchange, asked: GenerationRequest, prefix: st
 
 
 def tokenized(generator: Generator, asked: GenerationRequest) -> list[int]:
-    """The tokens of a request's prompt. For a thread."""
+    """The tokens of a request's prompt, after `expect_to_fit`. For a thread."""
+    expect_to_fit(generator, asked)
     with host_span("tokenise", model=generator.name):
         return _prompt(generator, asked)
 
 
-def _expect_to_fit(asked: GenerationRequest, tokenizer: Tokenizer, longest: int) -> None:
+def expect_to_fit(generator: Generator, asked: GenerationRequest) -> None:
     """Refuse a prompt that is too long whatever its tokens are, before the time is spent that counting them takes."""
-    field, what, most = "prompt", "characters", longest * tokenizer.longest_token
+    longest = generator.engine.longest
+    field, what, most = "prompt", "characters", longest * generator.tokenizer.longest_token
     if isinstance(asked, ChatRequest):
         field, size = "messages", sum(len(message.content) for message in asked.messages)
     else:

@@ -6,17 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import anyio.to_thread
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.openai_api.elsewhere import elsewhere
 from gpu_actors.openai_api.requests import UNKNOWN
-from gpu_actors.openai_api.state import State
 from gpu_actors.serving.json_bodies import check_json, expect_json
 
-__all__ = ["asked_of", "body_of", "read"]
+__all__ = ["body_of", "read"]
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,13 +24,6 @@ _LONGEST_NAME = 80
 
 _GRACE = 1.0
 """Seconds that a body may take that comes while the server leaves."""
-
-
-async def asked_of(request: Request, kind: type[Body]) -> Body:
-    """The request that a client sends, read off the loop. Raises as `body_of` and `read` do."""
-    state: State = request.app.state.openai_api
-    body = await body_of(request)
-    return await anyio.to_thread.run_sync(read, kind, body, limiter=state.readers_of(len(body)))
 
 
 async def body_of(request: Request) -> bytes:

@@ -3,56 +3,80 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from gpu_actors import asgi
 from gpu_actors._version import __version__
-from gpu_actors.openai_api.completions import check_tokens, tokenized
+from gpu_actors.openai_api.completions import check_tokens, expect_to_fit, tokenized
 from gpu_actors.openai_api.models import Generator
-from gpu_actors.openai_api.reading import asked_of
-from gpu_actors.openai_api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gpu_actors.openai_api.reading import body_of, read
+from gpu_actors.openai_api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from gpu_actors.serving.guard import KEY, Exchange
+from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
     from gpu_actors.openai_api.state import State
 
 __all__ = ["detokenize", "health", "tokenize", "version"]
 
+Asked = TypeVar("Asked", TokenizeRequest, DetokenizeRequest)
+
 
 async def tokenize(request: Request) -> Response:
-    state: State = request.app.state.openai_api
-    asked = await asked_of(request, TokenizeRequest)
-    generator = state.models.generator_of(asked.model)
-    limiter = state.readers_of(len(await request.body()))
-    tokens = await anyio.to_thread.run_sync(_tokens, generator, asked, limiter=limiter)
-    longest = generator.engine.longest
-    return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
+    return await _answered(request, TokenizeRequest, _tokens)
 
 
-def _tokens(generator: Generator, asked: TokenizeRequest) -> list[int]:
+def _tokens(generator: Generator, asked: TokenizeRequest) -> dict[str, Any]:
+    given: GenerationRequest = CompletionRequest.model_construct(prompt=asked.prompt)
     if asked.messages is not None:
-        return tokenized(generator, ChatRequest.model_construct(messages=asked.messages))
-    assert asked.prompt is not None
-    if not asked.add_special_tokens:
-        return generator.tokenizer.encode(asked.prompt)
-    return tokenized(generator, CompletionRequest.model_construct(prompt=asked.prompt))
+        given = ChatRequest.model_construct(messages=asked.messages)
+    if asked.add_special_tokens or asked.prompt is None:
+        tokens = tokenized(generator, given)
+    else:
+        expect_to_fit(generator, given)
+        tokens = generator.tokenizer.encode(asked.prompt)
+    longest = generator.engine.longest
+    return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
 
 
 async def detokenize(request: Request) -> Response:
-    state: State = request.app.state.openai_api
-    asked = await asked_of(request, DetokenizeRequest)
-    generator = state.models.generator_of(asked.model)
+    return await _answered(request, DetokenizeRequest, _text)
+
+
+def _text(generator: Generator, asked: DetokenizeRequest) -> dict[str, Any]:
+    size, longest = len(asked.tokens), generator.engine.longest
+    expect(size <= longest, "tokens", f"{size} tokens", f"must be at most {longest}, as many as a text may have")
     check_tokens("tokens", asked.tokens, generator)
-    return _json({"prompt": await anyio.to_thread.run_sync(_text, generator, asked.tokens, limiter=state.readers)})
-
-
-def _text(generator: Generator, tokens: list[int]) -> str:
     stream = generator.tokenizer.stream(begins=True)
-    return "".join(map(stream.feed, tokens)) + stream.end()
+    return {"prompt": "".join(map(stream.feed, asked.tokens)) + stream.end()}
+
+
+async def _answered(
+    request: Request, kind: type[Asked], answer: Callable[[Generator, Asked], dict[str, Any]]
+) -> Response:
+    state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
+    body = await body_of(request)
+
+    def spelled() -> str:
+        asked = read(kind, body)
+        return json.dumps(answer(state.models.generator_of(asked.model), asked))
+
+    with state.farewell.waiting():
+        async with state.admission.reading(exchange.deadline, client=exchange.client):
+            content = await anyio.to_thread.run_sync(spelled, limiter=state.readers_of(len(body)))
+    return Response(content, media_type="application/json")
 
 
 async def health(request: Request) -> Response:
@@ -63,8 +87,4 @@ async def health(request: Request) -> Response:
 
 
 async def version(_: Request) -> Response:
-    return _json({"version": __version__})
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(json.dumps(content), media_type="application/json")
+    return JSONResponse({"version": __version__})

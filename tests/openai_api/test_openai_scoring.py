@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.openai_server import CHAT, HELLO, Serving, text_of
+from support.openai_server import CHAT, HELLO, Serving, sent, text_of
+from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.generation import plain_logits
+from gpu_actors.openai_api.state import State
 
 COMPLETIONS = "/v1/completions"
 LONG = [256, *(number * 7 % 250 for number in range(300))]  # more rows than one step has
@@ -162,14 +167,55 @@ def test_a_text_is_cut_into_its_tokens_and_back(serving: Serving) -> None:
         ("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
+        ("/tokenize", {"prompt": "a" * 4097}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a" * 4097, "add_special_tokens": False}, 400, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 4097}]}, 400, "messages"),
+        ("/detokenize", {"tokens": [97] * 4097}, 400, "tokens"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_is_no_text_and_no_tokens_is_named(
     serving: Serving, path: str, content: Any, status: int, field: str
 ) -> None:
     answered = serving.post(path, content)
     assert (answered.status, answered.json["error"]["param"]) == (status, field), answered.body
+
+
+TEXTS = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}
+
+
+async def test_texts_are_not_cut_for_one_who_may_have_no_more() -> None:
+    with Serving(max_per_client=1) as serving:
+        async with sent(serving.port, COMPLETIONS, {**HELLO, "max_tokens": 4000}, "Authorization: Bearer one"):
+            await asyncio.to_thread(eventually, lambda: serving.state.admission.stats().running == 1)
+            for path, content in TEXTS.items():
+                refused = await asyncio.to_thread(serving.post, path, content, Authorization="Bearer one")
+                assert (refused.status, refused.json["error"]["code"]) == (429, "Overloaded")
+                other = await asyncio.to_thread(serving.post, path, content, Authorization="Bearer two")
+                assert other.status == 200
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_texts_are_cut_and_spelled_by_the_readers_of_their_size(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    sizes, threads = [], []
+    readers_of, dumps = State.readers_of, json.dumps
+
+    def of(state: State, size: int) -> Any:
+        sizes.append(size)
+        return readers_of(state, size)
+
+    def noted(content: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return dumps(content)
+
+    monkeypatch.setattr(State, "readers_of", of)
+    monkeypatch.setattr("gpu_actors.openai_api.vllm.json", SimpleNamespace(dumps=noted))
+    body = json.dumps(TEXTS[path]).encode() + b" " * 70_000
+    assert serving.post(path, body).status == 200
+    assert set(sizes) == {len(body)}
+    assert threads == ["AnyIO worker thread"]
 
 
 def test_health_is_readiness_without_a_body() -> None:
