@@ -149,8 +149,8 @@ class Engine:
     def longest(self) -> int:
         """Tokens that a text may have, prompt included: what the model knows positions for and the cache has pages."""
         pages_a_layer = self._settings.blocks // self._model.config.layers
-        # The last token is never computed, so it takes no row.
-        return min(self._model.config.positions, pages_a_layer * self._settings.page_size + 1)
+        # A prompt that is scored computes its last token too, so each has a row.
+        return min(self._model.config.positions, pages_a_layer * self._settings.page_size)
 
     @property
     def running(self) -> int:

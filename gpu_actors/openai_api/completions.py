@@ -318,7 +318,7 @@ def _new_tokens(asked: GenerationRequest, prompt: int, longest: int, default: in
         if asked.max_completion_tokens is not None:
             field, limit = "max_completion_tokens", asked.max_completion_tokens
     room = longest - prompt
-    if room < 1:
+    if room < (0 if limit == 0 else 1):
         reason = f"must leave room for an answer: a text may have {longest} tokens"
         raise InvalidRequest(what, f"{prompt} tokens", reason)
     if limit is not None and limit > room:

@@ -93,6 +93,18 @@ def test_a_stream_begins_with_its_prompt(serving: Serving) -> None:
             assert [one for piece in pieces for one in piece[name]] == column
 
 
+@pytest.mark.parametrize("settings", [{}, {"cache_mib": 1}], ids=["positions", "pages"])
+def test_a_prompt_that_is_scored_may_be_as_long_as_a_text(settings: Any) -> None:
+    with Serving(**settings) as serving:
+        longest = serving.ask("/v1/models/tiny").json["max_model_len"]
+        asked = {**HELLO, "prompt": [97] * longest, "echo": True, "max_tokens": 0}
+        answer = serving.complete(**asked)
+        assert (answer["usage"]["prompt_tokens"], answer["choices"][0]["text"]) == (longest, "a" * longest)
+        for changes in ({"max_tokens": 1}, {"max_tokens": None}, {"prompt": [97] * (longest + 1)}):
+            answered = serving.post(COMPLETIONS, {**asked, **changes})
+            assert (answered.status, answered.json["error"]["param"]) == (400, "prompt")
+
+
 def test_offsets_are_those_of_the_text(serving: Serving) -> None:
     choice = serving.complete(prompt="Text", echo=True, logprobs=0, max_tokens=0)["choices"][0]
     found = choice["logprobs"]
