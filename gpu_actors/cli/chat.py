@@ -63,13 +63,12 @@ def chat(
     if loaded.template is None:
         raise InvalidRequest("--model", loaded.name, "has no chat template, so it knows no conversations")
     settings = with_blocks(Settings(dtype=dtype, cache_dtype=cache_dtype), loaded.model, cache_mib, texts=1)
-    if loaded.model.weights.stored == "random" and not quiet:
-        write_note(RANDOM)
+    note = RANDOM if loaded.model.weights.stored == "random" and not quiet else ""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(_open(device, loaded, settings, quiet)) as (context, engine),
     ):
-        talk = _Talk(loaded, context, engine, portal.call, max_tokens, sampling, quiet)
+        talk = _Talk(loaded, context, engine, portal.call, max_tokens, sampling, quiet, note)
         # Raised in here, an error would leave the engine in a group of errors.
         outcome = _converse(talk) if asked is None else talk.answered(asked.strip("\n"))
     if isinstance(outcome, Exception):
@@ -80,7 +79,9 @@ def chat(
 
 @dataclass(slots=True)
 class _Talk:
-    """call: runs a coroutine function on the engine's event loop. messages: of the conversation so far."""
+    """call: runs a coroutine function on the engine's event loop. note: on the model, before its first answer.
+    messages: of the conversation so far.
+    """
 
     loaded: LoadedModel
     context: GpuContext
@@ -89,7 +90,14 @@ class _Talk:
     max_tokens: int
     sampling: Sampling
     quiet: bool
+    note: str
     messages: list[dict[str, str]] = field(default_factory=list)
+
+    def introduce(self) -> None:
+        """Write the note, once."""
+        if self.note:
+            write_note(self.note)
+            self.note = ""
 
     def answered(self, question: str) -> bool | Exception:
         """`ask`, and the error in place of one that is raised."""
@@ -109,6 +117,7 @@ class _Talk:
         if room < 1:
             longest = self.engine.longest
             raise InvalidRequest("QUESTION", f"{len(prompt)} tokens", f"must leave room: a conversation has {longest}")
+        self.introduce()
         before, began = self._counts(), time.perf_counter()
         generation = self.call(self._submit, prompt, min(self.max_tokens, room))
         answer, finished = self._write(generation)
@@ -170,6 +179,7 @@ def _converse(talk: _Talk) -> bool | Exception:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits its line and remembers those before
 
+    talk.introduce()
     while True:
         try:
             question = input(PROMPT)

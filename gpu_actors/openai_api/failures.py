@@ -43,7 +43,7 @@ def error_object(found: Problem | BaseException, request_id: str) -> dict[str, A
 
 
 def spell(found: Problem, exchange: Exchange) -> tuple[bytes, str] | None:
-    """For `Guard`: errors under /v1 are OpenAI's, all others problem+json."""
+    """For `Guard`: errors under /v1, of /tokenize and of /detokenize are OpenAI's, all others problem+json."""
     if not exchange.path.startswith(("/v1/", "/tokenize", "/detokenize")):
         return None
     return _bytes(error_object(found, exchange.request_id)), "application/json"

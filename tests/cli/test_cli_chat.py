@@ -89,6 +89,20 @@ def test_what_cannot_be_answered_is_one_sentence_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("question", ["hi " * 2000, "a\udcff"], ids=["long", "no UTF-8"])
+def test_nothing_is_said_of_a_model_that_is_asked_nothing(run: Run, question: str) -> None:
+    code, out, err = run("chat", question, *TINY)
+    assert (code, out, "random" in err) == (2, "", False)
+    assert "QUESTION" in err
+
+
+def test_a_model_that_embeds_is_said_to(run: Run) -> None:
+    code, out, err = run("chat", "hi", "--model", "minilm", "--device", "mock")
+    assert (code, out) == (2, "")
+    assert "embeds texts" in err
+    assert err.count("\n") == 1
+
+
 def test_without_its_weights_the_named_model_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)

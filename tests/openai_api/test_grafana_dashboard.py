@@ -118,6 +118,12 @@ def test_every_alert_asks_for_what_exists_and_is_explained(known: dict[str, set[
             assert all(hasattr(ga, name) for name in error.split("|")), error
 
 
+def test_an_alert_on_refusals_counts_those_of_every_route() -> None:
+    """The admission that has metrics is that of texts; embeddings have one of their own."""
+    assert 'gpu_actors_http_outcomes_total{outcome="refused"}' in ALERTS["Refuses"]
+    assert not any("gpu_actors_admission" in alert for alert in ALERTS.values())
+
+
 def test_no_metric_is_left_out(samples: dict[str, set[str]]) -> None:
     shown = {name for expression in EXPRESSIONS for name in re.findall(r"gpu_actors_\w+", expression)}
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown}
