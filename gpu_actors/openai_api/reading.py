@@ -12,6 +12,7 @@ from starlette.requests import Request
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.openai_api.elsewhere import elsewhere
 from gpu_actors.openai_api.requests import UNKNOWN
+from gpu_actors.openai_api.state import State
 from gpu_actors.serving.json_bodies import check_json, expect_json
 
 __all__ = ["body_of", "read"]

@@ -199,17 +199,17 @@ TEXTS = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}
 def test_texts_are_not_cut_for_one_who_may_have_no_more() -> None:
     asked = {**HELLO, **STREAM, "max_tokens": 4000}
 
-    async def ask(serving: Serving) -> list[tuple[Answered, Answered]]:
+    async def ask(serving: Serving) -> list[tuple[Answered, ...]]:
         async with sent(serving.port, COMPLETIONS, asked, "Authorization: Bearer one") as running:
             await running.readuntil(b"data: ")
             return await asyncio.to_thread(
                 lambda: [
-                    (serving.post(path, content, Authorization="Bearer one"), serving.post(path, content))
+                    tuple(serving.post(path, content, Authorization=f"Bearer {key}") for key in ("one", "two"))
                     for path, content in TEXTS.items()
                 ]
             )
 
-    with Serving(max_per_client=1) as serving:
+    with Serving(max_per_client=1, api_keys=("one", "two")) as serving:
         answered = asyncio.run(ask(serving))
     for refused, other in answered:
         assert (refused.status, refused.json["error"]["code"], other.status) == (429, "Overloaded", 200)
