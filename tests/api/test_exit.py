@@ -348,3 +348,16 @@ def test_closing_that_was_interrupted_goes_on_and_can_be_waited_for() -> None:
         )
     )
     assert done.stdout.splitlines() == ["program KeyboardInterrupt ", "0", "1 stopped"]
+
+
+def test_development_mode_has_nothing_to_tell_at_the_exit() -> None:
+    program = """
+        import numpy as np, gpu_actors as ga
+        q = np.ones((1, 4, 1, 64), np.float32)
+        for isolation in (None, "process"):
+            with ga.open_context("mock", isolation=isolation) as ctx:
+                ctx.flash_attn.forward(q, q, q).result(30)
+    """
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
