@@ -200,16 +200,16 @@ def test_texts_are_not_cut_for_one_who_may_have_no_more() -> None:
     asked = {**HELLO, **STREAM, "max_tokens": 4000}
 
     async def ask(serving: Serving) -> list[tuple[Answered, ...]]:
-        async with sent(serving.port, COMPLETIONS, asked, "Authorization: Bearer one") as running:
+        async with sent(serving.port, COMPLETIONS, asked, "Authorization: Bearer client-one") as running:
             await running.readuntil(b"data: ")
             return await asyncio.to_thread(
                 lambda: [
-                    tuple(serving.post(path, content, Authorization=f"Bearer {key}") for key in ("one", "two"))
+                    tuple(serving.post(path, content, Authorization=f"Bearer client-{key}") for key in ("one", "two"))
                     for path, content in TEXTS.items()
                 ]
             )
 
-    with Serving(max_per_client=1, api_keys=("one", "two")) as serving:
+    with Serving(max_per_client=1, api_keys=("client-one", "client-two")) as serving:
         answered = asyncio.run(ask(serving))
     for refused, other in answered:
         assert (refused.status, refused.json["error"]["code"], other.status) == (429, "Overloaded", 200)
