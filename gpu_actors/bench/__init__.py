@@ -33,7 +33,9 @@ __all__ = ["PARTS", "environment"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
 _FLEET = ("fleet_costs", "fleet_model", "fleet_plot")
-PARTS = frozenset((*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "plot", "report", "sass", "serve_unkind"))
+PARTS = frozenset(
+    (*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "order", "plot", "report", "sass", "serve_unkind")
+)
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
