@@ -13,6 +13,7 @@ timing     events in turns, quantiles              checks     slices against the
 clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot
 model      estimates without a GPU                 counts, sass  what machine code does
+order      which block a kernel starts when
 
 Imports from other rooms: arrays, compiling, devices, distributed, kernels, reference, runtime, testing.
 """
