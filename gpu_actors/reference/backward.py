@@ -235,10 +235,18 @@ def _probabilities(
         probabilities = weights / np.where(total == 0, 1, total)
     else:
         lse = given.lse[..., int(rows[0]) : int(rows[-1]) + 1, :]
-        probabilities = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
+        probabilities = np.where(np.isneginf(lse), 0, _exp_of_difference(scores, lse))
     if visible is not None:
         probabilities = np.where(visible, probabilities, 0)
     return step(probabilities), slope, visible, lse
+
+
+def _exp_of_difference(scores: Array, lse: Array) -> Array:
+    """exp(scores - lse), a weight, which is at most 1 but for the LSE's rounding.
+
+    That takes all digits of far scores: a weight of more than e has none left, and is cut off there.
+    """
+    return np.asarray(np.exp(np.minimum(scores - lse, 1)))
 
 
 def _slope_of_tanh(x: Array, tanh: Array, step: Step) -> Array:
@@ -298,7 +306,7 @@ class GradientSums:
             sinks = tile.operands.sinks
             # A sink of -inf is none, and a row whose LSE is -inf gives none, whatever its delta is.
             absent = np.isneginf(sinks) | np.isneginf(tile.lse)
-            shares = np.where(absent, 0, np.exp(sinks - tile.lse) * delta)
+            shares = np.where(absent, 0, _exp_of_difference(sinks, tile.lse) * delta)
             self._dsinks -= shares.sum(axis=(0, 3, 4)).reshape(-1)
 
     def gradients(self, step: Step = identity) -> ReferenceGradients:

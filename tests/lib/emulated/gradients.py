@@ -18,6 +18,7 @@ from gpu_actors.reference import attention_forward
 from gpu_actors.requests import AttentionGradients
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase
+from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = [
     "answered",
@@ -51,16 +52,17 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
     )
     if "bias" not in case.options or seed % 2 == 0:
         return case
-    case = answered(case, {**case.options, "bias": hide_keys(case.options["bias"], seed, finite=True)})
+    case = answered(case, {**case.options, "bias": hide_keys(case.options["bias"], seed, finite=True)}, sweep.compute)
     lost = (-np.inf < case.lse) & (case.lse < -5e3)
     return dataclasses.replace(
         case, dout=np.where(lost.swapaxes(-1, -2)[..., None], case.dout.dtype.type(0), case.dout)
     )
 
 
-def answered(case: BackwardCase, options: dict[str, Any]) -> BackwardCase:
-    """The case with these options, and with what the forward answers to them."""
-    result = attention_forward(*case.forward.inputs, **options)
+def answered(case: BackwardCase, options: dict[str, Any], compute: str | None = None) -> BackwardCase:
+    """The case with these options, and with what the forward answers to them. compute: as for `random_backward`."""
+    inputs = case.forward.inputs if compute is None else round_inputs(*case.forward.inputs, compute)
+    result = attention_forward(*inputs, **options)
     out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
     return dataclasses.replace(case, forward=dataclasses.replace(case.forward, options=options), out=out, lse=lse)
 
