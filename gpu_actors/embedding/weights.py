@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from importlib import metadata
@@ -99,7 +100,7 @@ def load_config(folder: Path) -> ModelConfig:
         if given.get(name, value) != value:
             raise Unsupported(f"config.json {name}", given[name], "is not what this forward computes", value)
     try:
-        return ModelConfig(
+        config = ModelConfig(
             hidden=int(given["hidden_size"]),
             layers=int(given["num_hidden_layers"]),
             heads=int(given["num_attention_heads"]),
@@ -109,8 +110,13 @@ def load_config(folder: Path) -> ModelConfig:
             layer_norm_eps=float(given["layer_norm_eps"]),
             max_tokens=_max_tokens(folder, int(given["max_position_embeddings"])),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest("model", str(folder), f"config.json lacks a usable entry: {error}") from error
+    sizes = (config.hidden, config.layers, config.heads, config.intermediate, config.vocab, config.positions)
+    if min(sizes) < 1 or config.hidden % config.heads or not 0 <= config.layer_norm_eps < math.inf:
+        reason = "config.json must have sizes >= 1, a finite layer_norm_eps >= 0, and heads that divide hidden_size"
+        raise InvalidRequest("model", str(folder), reason)
+    return config
 
 
 def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
@@ -199,7 +205,7 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     """What a file holds. Raises `InvalidRequest` unless it is JSON of this kind."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
     if not isinstance(content, kind):
         raise InvalidRequest("model", str(path), f"must hold a JSON {'object' if kind is dict else 'list'}")

@@ -221,7 +221,7 @@ def _expect_first(name: str, others: object) -> None:
 def _kind(folder: str) -> str:
     try:
         kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""  # the loader of the other kind says what is wrong with it
     return kind if isinstance(kind, str) else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from gpu_actors.embedding import (
     find_weights,
     limit_blas_threads,
 )
-from gpu_actors.embedding.weights import DIGESTS, WEIGHTS_HINT
+from gpu_actors.embedding.weights import DIGESTS, WEIGHTS_HINT, load_config
 from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
 from gpu_actors.extras import install_hint
 
@@ -144,3 +145,30 @@ def test_blas_threads_without_the_extra_say_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)
     with pytest.raises(GpuActorsError, match=re.escape(install_hint("demo"))):
         limit_blas_threads(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 7},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 0},
+        {"vocab_size": 0},
+        {"layer_norm_eps": math.inf},
+        {"hidden_size": math.inf},
+    ],
+    ids=str,
+)
+def test_sizes_that_no_encoder_has_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match=r"config\.json") as caught:
+        load_config(changed_folder(tmp_path, **changes))
+    assert caught.value.field == "model"
+
+
+def test_a_configuration_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    folder = changed_folder(tmp_path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text('{"a":' + "[" * 200_000)
+    with pytest.raises(InvalidRequest, match="is not readable JSON"):
+        load_config(folder)
