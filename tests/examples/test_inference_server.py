@@ -234,7 +234,7 @@ async def test_requests_over_the_bound_get_429_and_the_others_are_answered(monke
 
 
 class Held:
-    """An embedder that answers nobody before it is told to, and knows whom it was asked for."""
+    """An embedder that answers once it is released, and records what it is asked for."""
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()

@@ -88,7 +88,7 @@ def test_bias_and_sinks_have_gradients(context: Any) -> None:
 
 
 def test_work_that_the_callers_stream_has_not_done_yet_is_waited_for(context: Any) -> None:
-    """q is the end of a long chain on a stream of the caller's; nobody synchronises before the request."""
+    """q is the end of a long chain on a stream of the caller's; nothing synchronises before the request."""
     inputs = operands(torch.float16)
     expected = attention(*inputs, context=context, causal=True).detach()
     if PLACE == "cuda":

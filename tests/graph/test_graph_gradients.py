@@ -122,7 +122,7 @@ def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
 
 
 def test_operands_that_lie_transposed_may_do_without_their_gradients(emulated: ga.GpuContext) -> None:
-    """The kernels write those all the same, in rows that nobody sees."""
+    """The kernels write those all the same, in rows that are masked out."""
     arrays = forward(arrays_of())
     given = arrays | {uid: arrays[uid].swapaxes(2, 3) for uid in (Q, K, V)}
     graph = ga.OperationGraph()
