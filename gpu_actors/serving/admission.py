@@ -34,17 +34,17 @@ _SLOW = 0.01
 _FIRST_GUESS = 1.0
 _LONGEST_RETRY = 60.0
 
-_OFF, _LEAST_OFF = 0.25, 0.1
+_OFF, _LEAST_OFF = 0.25, 0.2
 """How far a foretold time is off, as a share, before anything is measured, and at least."""
 
 _SPARE = 4
 """One place for so many others is kept for clients that hold none, and for work that is short beside what runs."""
 
-_REFUSALS = 200.0
+_REFUSALS = 60.0
 """Refusals a second, and one for each turn of the loop where that is less: clients that return at once must not take
 the time of those that are let in."""
 
-_BURST = 2.0
+_BURST = 10.0
 """Seconds of these that may come at once."""
 
 _LONGEST_DOOR = 10.0
@@ -402,7 +402,6 @@ class Admission:
                 following.refusal = self._refused_with("was longer than foretold: the work would miss its deadline")
             assert following.turn is not None
             following.turn.set()
-        self._slot = 0.0
 
     def _has_spare(self, waiter: Waiter) -> bool:
         return self._room(waiter) > 0

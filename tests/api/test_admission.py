@@ -418,15 +418,18 @@ async def test_each_that_is_refused_is_given_a_time_of_its_own_to_return() -> No
     clock = MockClock()
     crowd = Crowd(Admission(1, waiting=0, clock=clock))
     await measured(crowd, clock, 4.0)
-    holder = await crowd.join(0)
     found = []
-    for _ in range(20):
+    for number in range(20):
+        if number % 2 == 0:  # the queue is empty in between, but those that were refused will return
+            holder = await crowd.join(number)
         with pytest.raises(ga.Overloaded) as caught:
-            await crowd._hold(1, None)
+            await crowd._hold(number + 1, None)
         found.append(caught.value.retry_after)
+        if number % 2:
+            clock.advance(4.0)
+            await all_leave(crowd, [holder])
     assert found[:4] == pytest.approx([4, 8, 12, 16], abs=0.1)
     assert found[-1] == 60.0, "and none is sent away for longer"
-    await all_leave(crowd, [holder])
 
 
 async def test_what_was_admitted_is_refused_as_its_turn_comes_where_it_would_be_late() -> None:
