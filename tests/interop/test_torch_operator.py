@@ -205,8 +205,10 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()) and (kind != "padded" or (rows and keys)):  # packed rows have no bias of no rows or no keys
         axes = [draw(st.sampled_from(sorted({1, extent}))) for extent in (batch, 4, rows)]
         made["bias"] = drawn(*axes, keys, seed=5, dtype=draw(st.sampled_from([dtype, torch.float32])))
-        if draw(st.booleans()):
-            made["bias"] = made["bias"] > -0.5
+        hidden = draw(st.sampled_from([None, False, -torch.inf, *LOW]))  # how half of the keys are
+        if hidden is not None:
+            seen = made["bias"] > -0.5
+            made["bias"] = torch.where(seen, made["bias"], hidden).to(made["bias"].dtype) if hidden else seen
     if draw(st.booleans()):
         made["sinks"] = drawn(4, seed=6)
     if draw(st.booleans()):

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from cases.cached_batches import random_batch
 from cases.decode_requests import request_of, result_of
+from cases.finite_masks import hide_keys
 from emulated.decode import DecodeCase, check_results
 
 import gpu_actors as ga
@@ -37,6 +38,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "alibi": {"causal": True, "alibi_slopes": True},
     "softcap": {"causal": True, "softcap": 15.0},
     "sinks": {"causal": True, "sinks": True},
+    "hidden": {"bias": True},
 }
 GROUPS = (1, 2, 4, 6, 8, 16)
 _DTYPES = ("float16", "bfloat16")
@@ -113,7 +115,7 @@ def answer(ctx: ga.GpuContext, cell: Cell, seed: int) -> str:
         "head_dim": cell.dim,
         "features": (),
     }
-    options = _options(cell, seed, heads[0])
+    options = _options(cell, seed, heads[0], *lengths)
     if cell.kind == "forward":
         return _forward(ctx, random_forward(seed, **shape), options)
     return _backward(ctx, seed, shape, options)
@@ -124,9 +126,12 @@ def _heads(group: int) -> tuple[int, int]:
     return group * heads_kv, heads_kv
 
 
-def _options(cell: Cell, seed: int, heads: int) -> dict[str, Any]:
+def _options(cell: Cell, seed: int, heads: int, rows: int, keys: int) -> dict[str, Any]:
+    """rows, keys: of the longest sequence. A bias hides keys by numbers such as frameworks' masks have."""
     rng = np.random.default_rng([seed, 1])
+    bias = rng.standard_normal((1, heads, rows, keys)).astype(np.float32)
     arrays = {
+        "bias": hide_keys(bias, seed),
         "alibi_slopes": rng.uniform(0.01, 0.5, heads).astype(np.float32),
         "sinks": rng.standard_normal(heads).astype(np.float32),
     }
@@ -150,7 +155,8 @@ def _decode(cell: Cell, seed: int) -> DecodeCase:
     if seed % 3 == 0:
         rows = [0, int(rng.integers(1, cell.rows + 1)), cell.rows]
     layout = "paged" if cell.layout else "cache"
-    return DecodeCase(batch, layout, page, rows, options=_options(cell, seed, heads[0]))
+    options = _options(cell, seed, heads[0], cell.rows, max(lengths))
+    return DecodeCase(batch, layout, page, rows, options=options)
 
 
 def _forward(ctx: ga.GpuContext, case: ForwardCase, options: dict[str, Any]) -> str:
