@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cases.finite_masks import LOW
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
