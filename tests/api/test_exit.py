@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from support.service import REPOSITORY, run_python
+from support.service import REPOSITORY, interrupt, run_python
 
 PRELUDE = """
 import asyncio, os, signal, sys, threading, time
@@ -187,14 +187,12 @@ def test_interrupting_an_async_program_closes_its_context() -> None:
 
 
 def interrupted(program: str) -> str:
-    """What a program prints that is sent SIGINT once it prints "waiting"."""
-    import signal
-
+    """What a program prints that is sent SIGINT once it has printed "waiting" and waits."""
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        interrupt(process.pid)
         try:
             output, _ = process.communicate(timeout=200.0)
         finally:

@@ -15,10 +15,9 @@ import time
 from importlib import metadata
 from typing import Self
 
-import psutil
 import pytest
 from support.cli import Run, command_line
-from support.service import REPOSITORY
+from support.service import REPOSITORY, interrupt
 
 from gpu_actors.generation import PlainChat
 
@@ -150,15 +149,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._main, text.encode())
 
+    def interrupt_once_it_waits(self) -> None:
+        interrupt(self.process.pid)
+
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
-
-    def until_it_waits(self) -> None:
-        """Python's input() misses a signal that comes after its prompt and before it waits for keys."""
-        ends = time.monotonic() + 60
-        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
-            assert time.monotonic() < ends
-            time.sleep(0.001)
 
     def end(self) -> int:
         return self.process.wait(60)
@@ -176,8 +171,7 @@ class Terminal:
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
     with Terminal(*TINY, "--max-tokens", "3000") as terminal:
         terminal.until("> ")
-        terminal.until_it_waits()
-        terminal.interrupt()  # nothing to stop: a new prompt
+        terminal.interrupt_once_it_waits()  # nothing to stop: a new prompt
         terminal.until("> ")
         for _ in range(2):
             terminal.type("a\n")

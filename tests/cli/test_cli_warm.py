@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.cli import Run
+from support.service import interrupt
 
 from gpu_actors.cli.warm import _label
 from gpu_actors.compiling.compiler import Compiler
@@ -143,7 +143,7 @@ main()
     with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
+        interrupt(process.pid)
         out, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (130, "")
     in_progress = min(8, os.cpu_count() or 1)

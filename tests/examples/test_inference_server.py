@@ -227,9 +227,12 @@ async def test_requests_over_the_bound_get_429_and_the_others_are_answered(monke
             replies = await asyncio.gather(*asked)
             statuses = sorted(reply.status_code for reply in replies)
             assert statuses == [200, 200, 429, 429, 429, 429]
-            first = next(reply for reply in replies if reply.status_code == 429)
-            assert first.headers["Retry-After"] == "1"
-            assert named(first) == "Overloaded"
+            refusals = [reply for reply in replies if reply.status_code == 429]
+            # Two run, a second each: one client may return after that, and each later one half a second later.
+            told = sorted(int(reply.headers["Retry-After"]) for reply in refusals)
+            assert told[0] == 1
+            assert told[-1] <= 3
+            assert {named(reply) for reply in refusals} == {"Overloaded"}
             assert (await client.post("/embed", json={"texts": ["one"]})).status_code == 200
 
 

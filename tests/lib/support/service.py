@@ -59,6 +59,27 @@ def suspend(pid: int) -> None:
     eventually(lambda: all(map(stopped, Path(f"/proc/{pid}/task").iterdir())))
 
 
+def interrupt(pid: int) -> None:
+    """Send SIGINT once the process's main thread waits.
+
+    Python runs a handler between two steps of its interpreter. A signal that arrives after the last step before a wait
+    is therefore seen only when the wait ends. A thread that waits for the interpreter's lock wakes every 5 ms, so one
+    that does not wake for longer waits for something else.
+    """
+
+    def waits() -> tuple[str, str]:
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines())
+        return lines["State"].split()[0], lines["voluntary_ctxt_switches"]
+
+    def asleep() -> bool:
+        before = waits()
+        time.sleep(0.1)
+        return before[0] == "S" and waits() == before
+
+    eventually(asleep, 60.0)
+    os.kill(pid, signal.SIGINT)
+
+
 def eventually_freed(*references: Callable[[], object]) -> None:
     """Wait until the objects of these weak references are gone, cycles that only the collector ends included.
 
