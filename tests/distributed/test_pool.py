@@ -123,6 +123,7 @@ async def test_what_may_not_be_repeated_is_told() -> None:
             await pool.ask(lambda ctx: remote(ctx).run(beside.dies))
         assert caught.value.happened == "unknown"
         assert pool.stats().repeated == 0
+        await until(lambda: {health.state for health in pool.health().values()} == {"ready"})  # so that two can take it
         asked: list[str] = []
 
         def once(ctx: ga.GpuContext) -> ga.Reply[Any]:
