@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,9 +69,9 @@ def chat(
     note = RANDOM if loaded.model.weights.stored == "random" and not quiet else ""
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(_open(device, loaded, settings, quiet)) as (context, engine),
+        portal.wrap_async_context_manager(_open(device, loaded, settings, quiet)) as (loop, context, engine),
     ):
-        talk = _Talk(loaded, context, engine, portal.call, max_tokens, sampling, quiet, note)
+        talk = _Talk(loaded, context, engine, loop, portal.call, max_tokens, sampling, quiet, note)
         # Raised in here, an error would leave the engine in a group of errors.
         outcome = _converse(talk) if asked is None else talk.answered(asked.strip("\n"))
     if isinstance(outcome, Exception):
@@ -79,13 +82,14 @@ def chat(
 
 @dataclass(slots=True)
 class _Talk:
-    """call: runs a coroutine function on the engine's event loop. note: on the model, before its first answer.
+    """loop: the engine's. call: runs a coroutine function on it. note: on the model, before its first answer.
     messages: of the conversation so far.
     """
 
     loaded: LoadedModel
     context: GpuContext
     engine: Engine
+    loop: asyncio.AbstractEventLoop
     call: Callable[..., Any]
     max_tokens: int
     sampling: Sampling
@@ -150,28 +154,44 @@ class _Talk:
             )
             sys.stdout.flush()
 
-        finished = True
         tokens = aiter(generation)
         hidden = {*self.loaded.model.config.stop_tokens, *self.loaded.tokenizer.special}
-        try:
+        with _interruptible(generation.cancel, self.loop) as interrupted:
             while (token := self.call(next_token)) is not None:
-                if token not in hidden:
+                if token not in hidden and not interrupted.is_set():
                     put(stream.feed(token))
-        except KeyboardInterrupt:
-            finished = False
-            self.call(self._cancel, generation)
         put(stream.end())
         sys.stdout.write("\n")
         sys.stdout.flush()
-        return answer, finished
-
-    async def _cancel(self, generation: Generation) -> None:
-        generation.cancel()
+        return answer, not interrupted.is_set()
 
     def _counts(self) -> tuple[int, int, int]:
         stats = self.engine.stats
         launches = self.context.stats()["kv_cache"].launched
         return stats.tokens, stats.steps * self.loaded.model.config.layers, launches
+
+
+@contextlib.contextmanager
+def _interruptible(cancel: Callable[[], object], loop: asyncio.AbstractEventLoop) -> Iterator[threading.Event]:
+    """Call ``cancel`` on the loop at the first Ctrl-C, which sets the event; the second one acts as it did before.
+
+    A handler of its own, for Python drops a KeyboardInterrupt that it raises while it finalises an object.
+    """
+    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        interrupted.set()
+        loop.call_soon_threadsafe(cancel)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _converse(talk: _Talk) -> bool | Exception:
@@ -217,7 +237,7 @@ def _read() -> str:
 @contextlib.asynccontextmanager
 async def _open(
     device: str, loaded: LoadedModel, settings: Settings, quiet: bool
-) -> AsyncIterator[tuple[GpuContext, Engine]]:
+) -> AsyncIterator[tuple[asyncio.AbstractEventLoop, GpuContext, Engine]]:
     from gpu_actors.context import open_context
     from gpu_actors.devices.select import choose_device
     from gpu_actors.generation import Engine
@@ -226,4 +246,4 @@ async def _open(
     if obstacle is not None and not quiet:
         write_note(f"computes on the CPU: {obstacle}")
     async with open_context(device) as context, Engine.open(context, loaded.model, settings) as engine:
-        yield context, engine
+        yield asyncio.get_running_loop(), context, engine

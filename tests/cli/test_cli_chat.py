@@ -20,6 +20,7 @@ from support.cli import Run, command_line
 from support.service import REPOSITORY, interrupt
 
 from gpu_actors.generation import PlainChat
+from gpu_actors.generation.tokenizer import ByteTokenizer, TextStream
 
 TINY = ("--model", "tiny", "--device", "mock")
 LINE = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, (\d+) attention requests, (\d+) launches, mock sm_90a\n\Z")
@@ -193,6 +194,38 @@ def test_ctrl_c_ends_a_single_answer_with_130() -> None:
         terminal.interrupt()
         terminal.until("attention requests")
         assert terminal.end() == 130
+
+
+def test_ctrl_c_is_seen_while_an_object_is_finalised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised there."""
+
+    class Interrupting:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    stream = ByteTokenizer.stream
+
+    def interrupting(tokenizer: ByteTokenizer, begins: bool = False) -> TextStream:
+        made = stream(tokenizer, begins)
+        feed = made.feed
+
+        def fed(token: int) -> str:
+            Interrupting()
+            return feed(token)
+
+        monkeypatch.setattr(made, "feed", fed)
+        return made
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+    monkeypatch.setattr(ByteTokenizer, "stream", interrupting)
+    try:
+        code, _, err = run("chat", "a", *TINY, "--max-tokens", "500")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = LINE.search(err)
+    assert found is not None, err
+    assert (code, int(found[1]) < 500) == (130, True)
 
 
 def test_a_conversation_remembers_what_was_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
