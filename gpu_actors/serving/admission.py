@@ -382,7 +382,8 @@ class Admission:
         self._look()
         self._running -= 1
         self._spare -= waiter.spare
-        self._cost_running -= waiter.cost
+        # Floats of far sizes leave a rest of their sum.
+        self._cost_running = self._cost_running - waiter.cost if self._running else 0.0
         self._turns.end(waiter)
         self._hand_over()
         if len(self._at_door) > 1 and not len(self._turns):

@@ -131,9 +131,10 @@ class Turns:
             waiter.waits = False
             client = self._clients[waiter.client]
             client.waiting -= 1
-            client.cost -= waiter.cost
-            self.cost -= waiter.cost
             self._waiting -= 1
+            # Floats of far sizes leave a rest of their sum.
+            client.cost = client.cost - waiter.cost if client.waiting else 0.0
+            self.cost = self.cost - waiter.cost if self._waiting else 0.0
             self._forget(waiter.client)
 
     def next(self, may: Callable[[Waiter], bool] | None) -> Waiter | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -139,6 +140,14 @@ async def test_a_wait_ends_by_its_own_bound_and_by_the_deadline() -> None:
     await holder
     assert crowd.admission.stats().running == 0
     assert crowd.entered == [0]
+
+
+async def test_work_of_far_sizes_leaves_nothing_behind() -> None:
+    admission = Admission(2)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(admission.place(cost=0.1))
+        await stack.enter_async_context(admission.place(cost=1e15))
+    assert admission.retry_after == 0.0
 
 
 async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_at_once() -> None:
