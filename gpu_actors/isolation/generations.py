@@ -274,7 +274,9 @@ class Generations:
             self.reason = cause
             return  # it never had a request
         self.state, self.reason = "restarting", cause
-        self.relay.detach(self.children.next_generation(cause))
+        # In this order: what is asked of the generation that follows must not go where the lost one's requests went.
+        had = self.relay.detach()
+        self.relay.lose(had, self.children.next_generation(cause))
         self._outbox.flush()
 
     def _bury(self) -> None:

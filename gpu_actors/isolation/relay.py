@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from gpu_actors.clock import SYSTEM_CLOCK
@@ -268,15 +268,19 @@ class Relay:
         while self._notes:
             link.send(self._notes.popleft())
 
-    def detach(self, reason: Reason) -> None:
-        """The worker is lost: answer what it had. What waits goes to the next one."""
+    def detach(self) -> list[Call[Any]]:
+        """The worker is lost: what is asked from now on waits for the next one. Gives what it had, for `lose`."""
         with self._lock:
             self._link = self._channel = None
             asked, self._asked = self._asked, {}
             self._numbered, self._given_up = {}, {}
+        return [pending.call for pending in asked.values()]
+
+    def lose(self, calls: Iterable[Call[Any]], reason: Reason) -> None:
+        """Answer what a lost worker had."""
         outbox = Outbox()
-        for pending in asked.values():
-            pending.call.fail(reason(True), outbox)
+        for call in calls:
+            call.fail(reason(True), outbox)
         outbox.flush()
 
     def give_up(self, reason: Reason) -> None:
@@ -284,7 +288,7 @@ class Relay:
         with self._lock:
             if self._over is None:
                 self._over = functools.partial(reason, False)
-        self.detach(reason)
+        self.lose(self.detach(), reason)
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         outbox = Outbox()

@@ -127,7 +127,7 @@ def test_a_record_that_is_dropped_is_a_lost_generation(seed: int) -> None:
             link.check()
     assert network.dropped
     assert "is missing" in pair.broken[0]
-    pair.relay.detach(pair.children.next_generation(pair.broken[0]))
+    pair.relay.lose(pair.relay.detach(), pair.children.next_generation(pair.broken[0]))
     assert len(told) == 100
     outcomes = {type(reply.exception()) for reply in replies}
     assert ga.ContextLost in outcomes

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +118,32 @@ def test_everything_unanswered_is_told_at_once_though_the_next_process_takes_lon
         assert waiting.cancel()
         with pytest.raises(ga.DeadlineExceeded):
             ctx.flash_attn.forward(rows(), rows(), rows(), timeout=0.05).result(10.0)
+
+
+def test_what_is_asked_of_the_next_generation_is_answered_by_it() -> None:
+    """Asked at the very moment at which the loss is told, while what the lost one had is not answered yet."""
+    asked: list[ga.Reply[Any]] = []
+
+    class Asking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("context.lost"):
+                assert ctx.generation == 2
+                # On a thread of its own: what the channel's thread asks always waits.
+                asking = threading.Thread(target=lambda: asked.append(ctx.flash_attn.forward(rows(), rows(), rows())))
+                asking.start()
+                asking.join()
+
+    told, handler = logging.getLogger("gpu_actors.trace"), Asking()
+    told.addHandler(handler)
+    try:
+        with ga.open_context("mock", OPTIONS, isolation="process") as ctx:
+            with pytest.raises(ga.ContextLost):
+                submit(ctx, "now", "SIGSTOP").result(30.0)
+            eventually(lambda: asked)
+            assert np.allclose(asked[0].result(30.0).out, 1.0)
+    finally:
+        told.removeHandler(handler)
+    assert len(asked) == 1
 
 
 def test_a_lost_device_context_costs_one_generation() -> None:
