@@ -354,7 +354,7 @@ def _at(values: list[float], share: float) -> float | None:
         return None
     if share == 0.5:
         return round(statistics.median(values), 4)
-    return round(sorted(values)[int(share * (len(values) - 1))], 4)
+    return round(sorted(values)[math.ceil(share * len(values)) - 1], 4)
 
 
 def main() -> None:
