@@ -128,9 +128,12 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._main, side = pty.openpty()
+        # A test run in the background is started with SIGINT ignored, and hands that on.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             command_line("chat", *arguments), stdin=side, stdout=side, stderr=side, start_new_session=True
         )
+        signal.signal(signal.SIGINT, before)
         os.close(side)
         self._ahead = ""
 

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from support.served import Served, until_closed
+from support.served import Served, until, until_closed
 from support.service import eventually
 
 from gpu_actors import asgi
@@ -101,7 +101,7 @@ def test_a_head_that_does_not_end_ends_the_connection(served: Served, before: by
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
         if before:
             client.sendall(before)
-            assert client.recv(1000).endswith(b"early")
+            until(client, b"early")
         began = time.monotonic()
         client.settimeout(0.05)
         answer = b""
@@ -132,10 +132,10 @@ def test_a_head_that_begins_during_an_answer_does_not_cut_it(served: Served) -> 
 
 def test_an_idle_connection_is_kept_for_longer_than_a_head_may_take(served: Served) -> None:
     with served.raw("GET /ignore HTTP/1.1", "Host: x") as client:
-        assert client.recv(1000).endswith(b"early")
+        until(client, b"early")
         time.sleep(0.7)
         client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nagain")
-        assert client.recv(1000).endswith(b"again")
+        until(client, b"again")
 
 
 def test_a_body_that_drips_after_its_answer_does_not_hold_the_connection(served: Served) -> None:
@@ -319,16 +319,14 @@ def test_a_head_that_is_refused_does_not_cut_the_answer_before_it(served: Served
 
 def test_a_head_that_is_too_long_is_400(served: Served) -> None:
     with served.raw("GET /ignore HTTP/1.1", "Host: x", body=WHOLE[:-2] + b"X: ") as client:
-        assert client.recv(1000).endswith(b"early")
+        until(client, b"early")
         client.sendall(b"x" * (66 << 10))
         assert until_closed(client).endswith(b"The headers are too long.")
 
 
 def test_a_body_that_is_wrong_puts_no_400_into_its_answer(served: Served) -> None:
     with served.raw("POST /drip HTTP/1.1", "Host: x", "Transfer-Encoding: chunked") as client:
-        answer = b""
-        while not answer.endswith(b"drop\r\n"):
-            answer += client.recv(1000)
+        answer = until(client, b"drop\r\n")
         client.sendall(b"zz\r\n")
         answer += until_closed(client)
     assert answer.count(b"HTTP/1.1 ") == 1

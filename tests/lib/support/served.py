@@ -82,6 +82,16 @@ class Answered:
         return kind.removeprefix("urn:gpu-actors:error:")
 
 
+def until(client: socket.socket, ending: bytes) -> bytes:
+    """All that a server sends until that is its end. It may come in pieces."""
+    answer = b""
+    while not answer.endswith(ending):
+        piece = client.recv(1 << 16)
+        assert piece, answer
+        answer += piece
+    return answer
+
+
 def until_closed(client: socket.socket) -> bytes:
     """All that a server sends until it closes the connection."""
     pieces = []
