@@ -238,19 +238,18 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
         (("--probe-port", "70000"), "port"),
         (("--port", "70000"), "70000"),
         (("--host", "nowhere.invalid"), "nowhere.invalid"),
-        (("--dtype", "int4"), "dtype"),
+        (("--model", "tiny", "--dtype", "int4"), "dtype"),
         (("--ssl-certfile", "/nowhere"), "ssl_certfile"),
     ],
     ids=lambda value: "=".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_served_ends_with_one_sentence_and_2(options: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
+def test_what_cannot_be_served_ends_with_one_sentence_and_2(run: Run, options: tuple[str, ...], said: str) -> None:
+    code, _, err = run("serve", "--device", "mock", "--port", "0", *options)
+    assert code == 2, err
+    last = err.splitlines()[-1]
     assert last.startswith("gpu-actors: ")
     assert said in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
 def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
