@@ -94,18 +94,8 @@ def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
     # The cache has pages for 500 texts of 100 tokens and their prompts. Longer ones would wait for pages, until their
     # 429. No text ends by itself, and there is no drain in which it could reach its length.
     content = {**CHAT, **STREAM, "max_tokens": 100, "temperature": 0}
-    options = (
-        "--model",
-        "tiny",
-        "--max-running",
-        "500",
-        "--leave-seconds",
-        "0.2",
-        "--drain-seconds",
-        "0",
-        "--timeout",
-        "600",
-    )
+    patient = ("--timeout", "600", "--queue-seconds", "600")
+    options = ("--model", "tiny", "--max-running", "500", "--leave-seconds", "0.2", "--drain-seconds", "0", *patient)
     with Process(*options) as server:
         begun = 0
 
