@@ -128,12 +128,6 @@ def circles(found: list[Import]) -> list[list[str]]:
     return sorted(sorted(ring) for ring in rings if ring)
 
 
-def rooms_of(room: str, found: list[Import]) -> set[str]:
-    """The other packages that a package imports from."""
-    names = {_room(each.imported) for each in found if _room(each.importer) == room} - {room, ""}
-    return {name for name in names if (ROOT / name).is_dir()}
-
-
 def _reached(name: str, ahead: dict[str, set[str]]) -> set[str]:
     found: set[str] = set()
     waiting = list(ahead[name])

@@ -1,5 +1,1 @@
-"""The actors of a context: what each takes, launches and answers.
-
-Imports from other rooms: arrays, compiling, devices, graph, kernels, kv, planning, reference, runtime, tracing,
-validation.
-"""
+"""The actors of a context: what each takes, launches and answers."""

@@ -1,4 +1,1 @@
-"""Arrays of any library, taken in and given back.
-
-Imports from no other room.
-"""
+"""Arrays of any library, taken in and given back."""

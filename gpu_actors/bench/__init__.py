@@ -14,8 +14,6 @@ clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot
 model      estimates without a GPU                 counts, sass  what machine code does
 order      which block a kernel starts when
-
-Imports from other rooms: arrays, compiling, devices, distributed, kernels, reference, runtime, testing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs.
-
-Imports from other rooms: actors, bench, compiling, devices, embedding, generation, kernels,
-openai_api, status, tracing.
-"""
+"""The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs."""
 
 from __future__ import annotations
 

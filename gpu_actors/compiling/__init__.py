@@ -1,4 +1,1 @@
-"""From CUDA sources to cubins, in a cache that processes share.
-
-Imports from other rooms: tracing.
-"""
+"""From CUDA sources to cubins, in a cache that processes share."""

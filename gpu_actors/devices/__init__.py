@@ -1,4 +1,1 @@
-"""Devices behind one small interface: cuda, emulated and mock.
-
-Imports from other rooms: arrays, compiling.
-"""
+"""Devices behind one small interface: cuda, emulated and mock."""

@@ -10,8 +10,6 @@ home. members: one worker's account. routing: who gets what. budget: how much is
 heads: one request over several workers by heads. context_parallel: the same by rows. parts: what both share.
 keys: one sequence over several workers; key_split: which worker has which keys; shard_rows: rows before they are sent.
 moving: a sequence from one cache to another.
-
-Imports from other rooms: arrays, isolation, kernels, kv, planning, reference, remote, runtime, validation.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 async with ga.open_context("auto") as ctx:
     embedder = await Embedder.open(ctx)
     vectors = (await embedder.embed(["a text", "another"])).vectors
-
-Imports from other rooms: tracing.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ loading: a model by its name. config: the sizes of a model. weights: from a seed
 layout. gguf, gguf_tokenizer: both, and the tokenizer, from a file in the GGUF format. model: the layers without their
 attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back. batch:
 the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
-
-Imports from other rooms: kernels, runtime, tracing, validation.
 """
 
 from __future__ import annotations

@@ -4,6 +4,4 @@
 
 Programs write with `graph` and `tensor`. `match` finds attention in a graph. `expression`, `derivative` and `cuda` turn
 its score modification into CUDA. `gpu_actors.reference.graph` computes any graph with NumPy.
-
-Imports from other rooms: arrays, kernels, validation.
 """

@@ -1,4 +1,1 @@
-"""Arrays of other libraries, taken in and given back.
-
-Imports from other rooms: distributed, graph, isolation, planning, remote, validation.
-"""
+"""Arrays of other libraries, taken in and given back."""

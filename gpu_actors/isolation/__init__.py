@@ -8,6 +8,4 @@
 
 `Link`, `Relay` and `Worker` know no processes: a `Channel` carries their records. `docs/isolation.md` says what is lost
 when what dies. Nothing here is imported before a context is opened with isolation.
-
-Imports from other rooms: actors, arrays, devices, graph, kv, planning, runtime, tracing.
 """

@@ -7,8 +7,6 @@ elsewhere: what is refused, and which servers have it. models: what is loaded. e
 telling: a text as it comes. stream: server-sent events. completions, embeddings, vllm: the endpoints. failures: errors
 in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together. server: the process.
 Needs the extra "serve".
-
-Imports from other rooms: distributed, embedding, generation, kv, runtime, serving, tracing, validation.
 """
 
 from __future__ import annotations

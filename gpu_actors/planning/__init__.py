@@ -1,4 +1,1 @@
-"""From a request to a launch.
-
-Imports from other rooms: arrays, compiling, devices, graph, kernels, kv, reference, runtime, validation.
-"""
+"""From a request to a launch."""

@@ -5,8 +5,6 @@ It is what every kernel is tested against and what the mock device answers with.
 `softmax` turns a piece's scores into weights, `forward` puts them together and `backward` takes them apart again.
 `low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
 `paged` gathers what lies in pages and caches.
-
-Imports from other rooms: graph, validation.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ async with open_remote("mock") as ctx:  # in a child process
 context: `RemoteContext`, the program's side. direct: a worker in a thread of this process. faulty: the same over a
 channel that reorders, doubles, delays and drops, for tests. What all of them share is in `gpu_actors.isolation`: the
 records, their order (`Link`), the requests without an answer (`Relay`), and the worker.
-
-Imports from other rooms: isolation, runtime, validation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Actors as such: cells, mailboxes, calls, supervision, replies. Knows no attention.
-
-Imports from other rooms: arrays, devices, tracing, validation.
-"""
+"""Actors as such: cells, mailboxes, calls, supervision, replies. Knows no attention."""

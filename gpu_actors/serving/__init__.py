@@ -3,8 +3,6 @@
 `Guard` is middleware for any ASGI server; docs/serving.md says why. `Doors` asks for keys. ``protocol.Protocol`` is
 uvicorn's HTTP with bounds. ``gpu_actors.asgi`` puts all of it into a Starlette
 or FastAPI application, and ``examples/inference_server.py`` shows that in use.
-
-Imports from other rooms: runtime, tracing, validation.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 `StatusBoard` looks at one context, or at the workers of a pool, for any number of viewers. `gpu_actors.asgi.routes`
 serves the page, and ``gpu-actors report`` writes it into one file. docs/page.md shows it.
-
-Imports from other rooms: runtime, serving, tracing, validation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Public helpers for tests of programs that use gpu_actors: faults, a clock, the oracle, problems and tolerances.
-
-Imports from other rooms: reference.
-"""
+"""Public helpers for tests of programs that use gpu_actors: faults, a clock, the oracle, problems and tolerances."""
 
 from __future__ import annotations
 

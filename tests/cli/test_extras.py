@@ -102,15 +102,3 @@ def test_a_shell_takes_whatever_the_path_holds(monkeypatch: pytest.MonkeyPatch, 
 def test_both_generations_of_cuda_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     assert extras.cuda_hint() == ('pip install -e ".[cuda13]" (for a CUDA 12 driver: pip install -e ".[cuda12]")')
-
-
-def test_no_message_writes_a_command_of_its_own() -> None:
-    own = [
-        f"{path.relative_to(REPOSITORY)}: {line.strip()}"
-        for folder in ("gpu_actors", "examples")
-        for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        if path.name != "extras.py"
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if "gpu-actors[" in line
-    ]
-    assert own == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.service import REPOSITORY
 
-ONE, OTHER = "tests/project/test_test_names.py", "tests/project/test_imports.py"
+ONE, OTHER = "tests/project/test_wheel.py", "tests/project/test_imports.py"
 WORKERS = len(os.sched_getaffinity(0)) + 1
 DEFAULT = "not gpu and not sweep and not perf and not browser"
 

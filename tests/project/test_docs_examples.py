@@ -51,18 +51,6 @@ def test_no_example_is_forgotten() -> None:
         assert len(fences) == len(examples(page)), f"{name(page)} has an example that is not found"
 
 
-COMMAND = re.compile(r"python3? (?:examples|tests|docs|scripts)/|-m pytest")
-WRITTEN_BY_TESTS = re.compile(r"mutation|_gate")
-
-
-def test_pages_say_which_commands_need_a_clone() -> None:
-    pages = [page for page in PAGES if not WRITTEN_BY_TESTS.search(page.name) and page.name != "CHANGELOG.md"]
-    texts = {name(page): page.read_text(encoding="utf-8") for page in pages}
-    found = {page for page, text in texts.items() if COMMAND.search(text)}
-    assert found >= {"README.md", "docs/generation.md", "docs/serving.md", "docs/training.md"}
-    assert [page for page in sorted(found) if "clone" not in texts[page]] == []
-
-
 def test_examples_that_need_torch_are_marked_and_run_elsewhere() -> None:
     marked = {name(page) for page in PAGES if any(map(wants_torch, examples(page)))}
     assert marked == set(INTEROP)

@@ -43,8 +43,7 @@ def test_tests_for_a_gpu_are_collected_without_one_and_without_xdist(tmp_path: P
     if importlib.util.find_spec("torch") is None:  # without which a file about torch alone is left out
         written = {path for path in written if "\ntorch = pytest.importorskip" not in path.read_text()}
     assert {path.name for path in written} <= {Path(name).name for name in files}
-    assert sum(name.startswith("tests/gpu/") for name in files) > 300
-    assert sum("conformance" in name for name in files) > 100
+    assert any("conformance" in name for name in files)
 
 
 @pytest.mark.parametrize("candidate", EVERY_SIXTH)

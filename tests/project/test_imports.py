@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +10,9 @@ from support.modules import ROOT, module_at
 
 imports: Any = module_at(ROOT / "scripts" / "imports.py")
 
-ROOMS = sorted(path.parent.name for path in imports.ROOT.glob("*/__init__.py"))
-
 
 def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
     assert not imports.faults()
-
-
-@pytest.fixture(scope="module")
-def found() -> list[Any]:
-    return list(imports.imports(imports.modules()))
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_package_says_from_which_others_it_imports(room: str, found: list[Any]) -> None:
-    text = ast.get_docstring(ast.parse((imports.ROOT / room / "__init__.py").read_text(encoding="utf-8"))) or ""
-    said = re.search(r"Imports from (?:no other room|other rooms: ([^.]*))\.", " ".join(text.split()))
-    assert said is not None
-    named = set(said[1].split(", ")) if said[1] else set()
-    used = imports.rooms_of(room, found)
-    assert named == used, f"gpu_actors/{room}/__init__.py: Imports from other rooms: {', '.join(sorted(used))}."
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_drawing_is_what_its_script_draws(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_every_label_fits_its_block_and_stands_out_from_it(name: str) -> None:
     found = labels(DOCS / name)
-    assert len(found) >= 20
+    assert found
     for text, block in found:
         letter = BOLD if "font-weight" in text.attrib else LETTER
         width = letter * float(text.attrib["font-size"]) * len(text.text or "")
