@@ -1,6 +1,6 @@
 """What ptxas makes of the backward kernels, which needs no GPU: registers, spills, shared memory, tensor instructions.
 
-scripts/gate backward         every variant below; writes docs/reports/kernels_gate_backward.md
+scripts/gate backward         every variant below; writes build/reports/gate_backward.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from emulated.forward import key_of, ml_dtype
 from support.gate import (
     ARCHS,
     MMA_SHAPES,
-    REPORTS,
     Code,
     MmaVariant,
     code_faults,
@@ -38,8 +37,6 @@ from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
-
-REPORT = REPORTS / "kernels_gate_backward.md"
 
 # FlashAttention-2's kernel for sm_80 has 1,003 and 144 at head dim 128, as in torch 2.14's wheel.
 MOST_INSTRUCTIONS, MOST_LOADS = 1010, 144
@@ -227,26 +224,8 @@ def judge(variant: MmaVariant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    wide = next(v for v in VARIANTS if v.arch == "sm_80" and v.shape[2:] == (128, 128) and v.option == "full")
-    instructions, loads = examine(wide).step
-    template = _REPORT.replace("{instructions}", str(instructions)).replace("{loads}", str(loads))
-    return write_page(VARIANTS, judge, REPORT, template)
+    return write_page(VARIANTS, judge, "backward", ("registers", "shared memory, bytes", "threads", "HMMA"))
 
-
-_REPORT = """# Static gate of backward_mma
-
-`scripts/gate backward` compiles every variant below with NVRTC, which needs no GPU. {summary}.
-
-A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
-instructions (HMMA) as the tile has products in its loop, and with registers and shared memory that a block can
-have. At head dim 128, where a block takes 64 queries and nothing but the scale stands between product and weight, a
-step without a mask has at most 1,010 instructions a warp and 144 loads of operands (LDSM). On sm_80 it has
-{instructions} and {loads}. It says nothing about speed.
-
-| variant | registers | shared memory, bytes | threads | HMMA | verdict |
-|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

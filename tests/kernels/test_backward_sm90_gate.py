@@ -1,6 +1,21 @@
 """What ptxas makes of backward_sm90, which needs no GPU: spills, notes, and what a step of its main loop takes.
 
-scripts/gate backward_sm90         every variant below; writes docs/reports/backward_sm90_gate.md
+scripts/gate backward_sm90         every variant below; writes build/reports/gate_backward_sm90.md
+
+A variant passes with
+
+- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
+- as many products (HGMMA) in a step of the main loop as the tile has;
+- the exponentials of a step between the wait for S and the first product of dV, while the tensor cores multiply dP,
+  where the scale stands alone between product and weight: with options dP is multiplied later, for registers are short;
+- with the scale alone, no more than four moves from vector to uniform registers;
+- with the scale alone at head dim 128, at most 520 instructions a step and warp, which take at most 45% of the issue
+  slots while the tensor cores multiply; and where dQ is not sent, at most 110% of these clocks of shared memory.
+
+Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
+a scheduler, over the clocks of the step's products. Shared memory is a count: the bytes that products read, that arrive
+by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks. Seconds are of processor
+time for a cold compile.
 """
 
 from __future__ import annotations
@@ -16,7 +31,7 @@ import numpy as np
 import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, ml_dtype
-from support.gate import REPORTS, Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, write_page, wrong
+from support.gate import Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
 from gpu_actors.compiling.compiler import Compiler
@@ -27,7 +42,6 @@ from gpu_actors.kernels.tiles import Tile, padded_backward_dims, shares_keys
 from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "backward_sm90"
-REPORT = REPORTS / "backward_sm90_gate.md"
 
 SHARED_LIMIT = 232_448
 PRODUCTS_A_CLOCK = 2048  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
@@ -304,36 +318,13 @@ def judge(variant: WgmmaVariant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    return write_page(VARIANTS, judge, REPORT, _REPORT)
+    return write_page(
+        VARIANTS,
+        judge,
+        "backward_sm90",
+        ("tile", "bytes a block", "instructions a step", "products", "slots", "shared memory", "seconds"),
+    )
 
-
-_REPORT = """# Static gate of backward_sm90
-
-`scripts/gate backward_sm90` compiles every variant below with NVRTC, which needs no GPU, and reads the machine code.
-{summary}.
-
-A variant passes with
-
-- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
-- as many products (HGMMA) in a step of the main loop as the tile has;
-- the exponentials of a step between the wait for S and the first product of dV, while the tensor cores multiply dP,
-  where the scale stands alone between product and weight: with options dP is multiplied later, for registers are short;
-- with the scale alone, no more than four moves from vector to uniform registers;
-- with the scale alone at head dim 128, at most 520 instructions a step and warp,
-  which take at most 45% of the issue slots while the tensor cores multiply; and where dQ is not sent, at most 110% of
-  these clocks of shared memory.
-
-Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
-a scheduler, over the clocks of the step's products. Shared memory is a count, no measurement: the bytes that products
-read, that arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks.
-Statistics that several lanes of a warp read count once here. [The page beside other libraries](peers_sass.md) counts
-them once a lane for every library, so its shares are higher. Seconds are of processor time for a cold compile, on the
-machine that wrote this. None of it is a time on a GPU.
-
-| variant | tile | bytes a block | instructions a step | products | slots | shared memory | seconds | verdict |
-|---|---|---|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

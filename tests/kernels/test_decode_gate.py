@@ -1,6 +1,6 @@
 """What ptxas makes of the decode kernels, which needs no GPU: registers, spills, shared memory, instructions.
 
-scripts/gate decode         every variant below on every architecture; writes docs/reports/kernels_decode_gate.md
+scripts/gate decode         every variant below on every architecture; writes build/reports/gate_decode.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from emulated import decode as emulated_decode
 from mutation.decode_mutants import DECODE_DEFECTS
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 from support.exponents import fused_corrections
-from support.gate import ARCHS, REPORTS, Code, code_faults, code_of, register_limit, with_bug, write_page, wrong
+from support.gate import ARCHS, Code, code_faults, code_of, register_limit, with_bug, write_page, wrong
 
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
@@ -27,7 +27,6 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
-REPORT = REPORTS / "kernels_decode_gate.md"
 HMMA = r"\bHMMA\."
 BASE = dataclasses.replace(problem_of(np.full(4, 100, np.int32)), return_lse=True)
 
@@ -276,23 +275,13 @@ def judge(variant: Variant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    return write_page([variant for arch in ARCHS for variant in variants(arch)], judge, REPORT, _REPORT)
+    return write_page(
+        [variant for arch in ARCHS for variant in variants(arch)],
+        judge,
+        "decode",
+        ("registers", "shared memory, bytes", "blocks x threads", "HMMA"),
+    )
 
-
-_REPORT = """# Static gate of the decode kernels
-
-`scripts/gate decode` compiles every variant below with NVRTC, which needs no GPU. {summary}.
-
-A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
-instructions (HMMA) as the tile has products in its one loop, asynchronous copies of 16 bytes and no smaller ones,
-with registers and shared memory that leave room for the blocks that its tile counts on, and with the softmax's
-corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where a maximum
-stays. It says nothing about speed.
-
-| variant | registers | shared memory, bytes | blocks x threads | HMMA | verdict |
-|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,19 @@
 """What ptxas makes of decode_sm90, which needs no GPU: spills, notes, and what a step of its main loop takes.
 
-scripts/gate decode_sm90         every variant below; writes docs/reports/decode_sm90_gate.md
+scripts/gate decode_sm90         every variant below; writes build/reports/gate_decode_sm90.md
+
+A variant passes with
+
+- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised);
+- as many products (HGMMA) in a step of the main loop as the tile has, and no load beside them;
+- at least 128 KiB on their way to a multiprocessor while a stage is multiplied;
+- over 16-bit caches, with the scale alone between product and score, at most 250 instructions a step and warp;
+- at head dims that fill their boxes, at most 50% of memory's time in shared memory, or 125% over 8-bit caches, which
+  are widened there.
+
+Instructions are of a step without a mask, and what masks add. Shared memory is a count: the bytes that arrive by TMA,
+that are widened, and that each warpgroup's products read, at 128 bytes a clock, over the time in which an H200's memory
+brings the same keys (4.8 TB/s). Seconds are of processor time for a cold compile.
 """
 
 from __future__ import annotations
@@ -15,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from emulated import decode as emulated_decode
-from support.gate import REPORTS, Code, code_faults, failing, with_bug, write_page, wrong
+from support.gate import Code, code_faults, failing, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
 from gpu_actors.bench.model import MACHINES
@@ -27,7 +40,6 @@ from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import padded_head_dim
 from gpu_actors.kernels.variants import kernel_source
 
-REPORT = REPORTS / "decode_sm90_gate.md"
 H200 = MACHINES["sm_90a"]
 SHARED_LIMIT = 232_448
 SHARED_BYTES_A_CLOCK = 128
@@ -224,32 +236,13 @@ def judge(variant: Variant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    return write_page(VARIANTS, judge, REPORT, _REPORT)
+    return write_page(
+        VARIANTS,
+        judge,
+        "decode_sm90",
+        ("registers", "bytes a block", "stages", "KiB in flight", "instructions", "products", "shared", "seconds"),
+    )
 
-
-_REPORT = """# Static gate of decode_sm90
-
-`scripts/gate decode_sm90` compiles every variant below with NVRTC, which needs no GPU, and reads the machine code.
-{summary}.
-
-A variant passes with
-
-- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised);
-- as many products (HGMMA) in a step of the main loop as the tile has, and no load beside them;
-- at least 128 KiB on their way to a multiprocessor while a stage is multiplied;
-- over 16-bit caches, with the scale alone between product and score, at most 250 instructions a step and warp;
-- at head dims that fill their boxes, at most 50% of memory's time in shared memory, or 125% over 8-bit caches, which
-  are widened there.
-
-Instructions are of a step without a mask, and what masks add. Shared memory is a count, no measurement: the bytes that
-arrive by TMA, that are widened, and that each warpgroup's products read, at 128 bytes a clock, over the time in which
-an H200's memory brings the same keys (4.8 TB/s). Seconds are of processor time for a cold compile, on the machine that
-wrote this. None of it is a time on a GPU.
-
-| variant | registers | bytes a block | stages | KiB in flight | instructions | products | shared | seconds | verdict |
-|---|---|---|---|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

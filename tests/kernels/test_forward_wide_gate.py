@@ -1,6 +1,6 @@
 """What ptxas makes of forward_wide, which needs no GPU: registers, spills, shared memory and tensor-core instructions.
 
-scripts/gate forward_wide      every variant below on every architecture; writes docs/reports/kernels_gate_wide.md
+scripts/gate forward_wide      every variant below on every architecture; writes build/reports/gate_forward_wide.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pytest
 from support.exponents import fused_corrections
 from support.gate import (
     ARCHS,
-    REPORTS,
     Code,
     MmaVariant,
     code_faults,
@@ -33,7 +32,6 @@ from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
 KERNEL = "forward_wide"
-REPORT = REPORTS / "kernels_gate_wide.md"
 
 # (dtype, compute, head_dim, head_dim_v): every row of the tile table, unequal dims, halves that are not alike.
 SHAPES: tuple[tuple[str, str | None, int, int], ...] = (
@@ -144,22 +142,8 @@ def judge(variant: MmaVariant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    return write_page(VARIANTS, judge, REPORT, _REPORT)
+    return write_page(VARIANTS, judge, "forward_wide", ("registers", "shared memory, bytes", "threads", "HMMA"))
 
-
-_REPORT = """# Static gate of forward_wide
-
-`scripts/gate forward_wide` compiles every variant below with NVRTC, which needs no GPU. {summary}.
-
-A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
-instructions (HMMA) as its loop has products, registers and shared memory that leave room for a block, and with the
-softmax's corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where a
-maximum stays. It says nothing about speed.
-
-| variant | registers | shared memory, bytes | threads | HMMA | verdict |
-|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,9 @@ from mutation import (
     asm_mutants,
     backward_mutants,
     backward_sm90_mutants,
+    cascade_mutants,
     decode_mutants,
+    decode_simple_mutants,
     decode_sm90_mutants,
     forward_wide_mutants,
     host_mutants,
@@ -28,6 +30,7 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
     "backward": backward_mutants.MUTANTS,
     "backward_sm90": backward_sm90_mutants.MUTANTS,
     "decode": decode_mutants.DECODE_MUTANTS,
+    "decode_simple": decode_simple_mutants.MUTANTS,
     "decode_sm90": decode_sm90_mutants.MUTANTS,
     "append": append_mutants.MUTANTS,
     "asm": asm_mutants.MUTANTS,
@@ -44,7 +47,11 @@ def test_every_bug_changes_the_text_that_it_names(kernels: str) -> None:
     assert len({(bug.kernel, bug.name) for bug in found}) == len(found)
 
 
-@pytest.mark.parametrize("found", [host_mutants.MUTANTS, workers_mutants.MUTANTS], ids=["host", "workers"])
+@pytest.mark.parametrize(
+    "found",
+    [cascade_mutants.MUTANTS, host_mutants.MUTANTS, workers_mutants.MUTANTS],
+    ids=["cascade", "host", "workers"],
+)
 def test_every_fault_changes_the_module_that_it_names(found: Sequence[Mutant]) -> None:
     lost = [bug.name for bug in found if bug.old not in (REPOSITORY / bug.file).read_text() or bug.old == bug.new]
     assert lost == []

@@ -1,6 +1,6 @@
 """What ptxas makes of forward_mma, which needs no GPU: registers, spills, shared memory and tensor-core instructions.
 
-scripts/gate forward         every variant below on every architecture; writes docs/reports/kernels_gate.md
+scripts/gate forward         every variant below on every architecture; writes build/reports/gate_forward.md
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from support.exponents import fused_corrections
 from support.gate import (
     ARCHS,
     MMA_SHAPES,
-    REPORTS,
     Code,
     MmaVariant,
     code_faults,
@@ -40,7 +39,6 @@ from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.problem import DispatchKey
 
 KERNEL = "forward_mma"
-REPORT = REPORTS / "kernels_gate.md"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -185,22 +183,8 @@ def judge(variant: MmaVariant) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    return write_page(VARIANTS, judge, REPORT, _REPORT)
+    return write_page(VARIANTS, judge, "forward", ("registers", "shared memory, bytes", "blocks x threads", "HMMA"))
 
-
-_REPORT = """# Static gate of forward_mma
-
-`scripts/gate forward` compiles every variant below with NVRTC, which needs no GPU. {summary}.
-
-A variant passes with nothing spilled, no stack, no C75xx note, no access to local memory, as many tensor-core
-instructions (HMMA) as the tile has products in its two loops, with registers and shared memory that leave room for
-the blocks that its row of the tile table counts on, and with the softmax's corrections computed from differences
-(FADD), never from fused products (FFMA), so that they are 1 where a maximum stays. It says nothing about speed.
-
-| variant | registers | shared memory, bytes | blocks x threads | HMMA | verdict |
-|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

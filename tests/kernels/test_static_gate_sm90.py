@@ -1,6 +1,30 @@
 """What ptxas makes of forward_sm90, which needs no GPU: spills, notes, products, and what overlaps with them.
 
-scripts/gate hopper         every variant below, by NVRTC and by nvcc; writes docs/reports/hopper_gate.md
+scripts/gate hopper         every variant below, by NVRTC and by nvcc; writes build/reports/gate_hopper.md
+
+A variant passes with
+
+- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
+- as many products (HGMMA, QGMMA of 8 bits) as the tile has, once in the loop and once outside it;
+- every special function of a loop between the waits for S and for O, where the tensor cores still multiply; a score
+  modification may compute what follows from rows and keys alone before them. Or, of 8 bits at head dim 64 with three
+  consumers, with 256 keys a tile and above head dim 128, after all waits, beside other consumers' products only: there
+  registers hold the scores of a tile or its sums and not both, and the instructions of an iteration are no more than
+  the clocks of those products;
+- no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc; four more with a score
+  modification, whose divisions by numbers move their reciprocals;
+- where some tiles need a mask, a branch that passes it by in the others;
+- the softmax's corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where
+  a maximum stays;
+- where nothing but the scale stands between product and score, instructions of an iteration without a mask that take at
+  most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
+  three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
+  8-bit products take half the clocks, and their softmax as many instructions as ever: there at most 110%, which says
+  that the softmax is what they wait for.
+
+Registers are those at launch; setmaxnreg then gives the producer 24 and consumers 240 of them, or 32 and 160 with three
+consumers. Instructions are of an iteration without a mask, and what the mask adds. Seconds are of processor time for a
+cold compile by NVRTC, the less of two.
 """
 
 from __future__ import annotations
@@ -22,8 +46,9 @@ from cases.score_mods import case_of, forward_graph
 from emulated.forward import key_of, ml_dtype, problem_of
 from mutation.forward_mutants import FUSED_CORRECTION
 from support.exponents import fused_corrections
-from support.gate import REPORTS, Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, wrong
+from support.gate import Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, wrong
 from support.hopper_sass import Loop, instructions_of, main_loops, opcodes
+from support.logs import write_log
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelSource, parse_resources
@@ -34,7 +59,6 @@ from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.score_mod import ScoreMod
 
 KERNEL = "forward_sm90"
-REPORT = REPORTS / "hopper_gate.md"
 NVCC = shutil.which("nvcc")
 COMPILERS = ("NVRTC", "nvcc") if NVCC else ("NVRTC",)
 
@@ -342,8 +366,16 @@ def main() -> int:
         late += timed > SECONDS
         lines.append(_row(examine(variant, "NVRTC"), timed, verdicts))
     summary = f"{total - failed} of {total} pass; {late} of {len(VARIANTS)} take more than {SECONDS:g} s to compile"
-    compilers = " and ".join(["NVRTC", *(["nvcc"] if NVCC else [])])
-    REPORT.write_text(_REPORT.format(summary=summary, compilers=compilers, rows="\n".join(lines)), encoding="utf-8")
+    write_log(
+        "gate_hopper",
+        summary,
+        (
+            "variant",
+            *("tile", "shared memory", "registers", "products", "loop instructions", "slots", "overlapped", "seconds"),
+            "verdict",
+        ),
+        lines,
+    )
     sys.stdout.write(summary + "\n")
     return 1 if failed or late else 0
 
@@ -363,42 +395,6 @@ def _row(found: Finding, timed: float, verdicts: list[str]) -> str:
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
-
-_REPORT = """# Static gate of forward_sm90
-
-`scripts/gate hopper` compiles every variant below by {compilers}, which needs no GPU, and reads the
-machine code. {summary}.
-
-A variant passes with
-
-- nothing spilled, no stack, no access to local memory, no C75xx note (wgmma serialised, setmaxnreg ignored);
-- as many products (HGMMA, QGMMA of 8 bits) as the tile has, once in the loop and once outside it;
-- every special function of a loop between the waits for S and for O, where the tensor cores still multiply; a score
-  modification may compute what follows from rows and keys alone before them. Or, of 8 bits at head dim 64 with three
-  consumers, with 256 keys a tile and above head dim 128, after all waits, beside other consumers' products only: there
-  registers hold the scores of a tile or its sums and not both, and the instructions of an iteration are no more than
-  the clocks of those products;
-- no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc; four more with a score
-  modification, whose divisions by numbers move their reciprocals;
-- where some tiles need a mask, a branch that passes it by in the others;
-- the softmax's corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where
-  a maximum stays;
-- where nothing but the scale stands between product and score, instructions of an iteration without a mask that take at
-  most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
-  three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
-  8-bit products take half the clocks, and their softmax as many instructions as ever: there at most 110%, which says
-  that the softmax is what they wait for.
-
-It says nothing about speed, which is not measured yet.
-
-Registers are those at launch; setmaxnreg then gives the producer 24 and consumers 240 of them, or 32 and 160 with three
-consumers. Instructions are of an iteration without a mask, and what the mask adds. Seconds are of processor time for a
-cold compile by NVRTC, the less of two, on the machine that wrote this.
-
-| variant | tile | shared memory | registers | products | loop instructions | slots | overlapped | seconds | verdict |
-|---|---|---|---|---|---|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Seeds bugs into the append and page-copy kernels, one at a time, and shows that the tests' comparison catches each.
 
-scripts/mutants append            every mutant, about two seconds each; writes docs/reports/mutation_append.md
+scripts/mutants append            every mutant, about two seconds each; writes build/reports/mutation_append.md
 scripts/mutants append NAME...    only these, and writes nothing
 """
 
@@ -19,14 +19,13 @@ from emulated.append import FP8, AppendCase, Operands, check, expected, run, run
 from mutation.append_mutants import MUTANTS
 from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
 from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.reference.append import copy_pages
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_append.md"
 LAUNCHES = (("greedy", 0), ("lane", 1), ("random", 2), ("round_robin", 3))
 
 _MIXED = AppendCase(new=(3, 0, 21, 1, 0, 8), before=(5, 2, 7, 0, 0, 8))
@@ -119,18 +118,8 @@ def run_own_probes(mutant: Mutant, cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_own_probes, kernel_and_name, REPORT, _REPORT)
+    return run_mutants("append", MUTANTS, names, check_clean, run_own_probes)
 
-
-_REPORT = """# Mutation run of the append and page-copy kernels
-
-`scripts/mutants append` seeds each of these bugs into a kernel, runs it on the emulated device under several
-schedules and compares whole caches with the oracle. {caught}.
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

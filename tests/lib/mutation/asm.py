@@ -1,6 +1,6 @@
 """Seeds faults into the asm statements of kernels_cu/ptx, one at a time, and says what catches each.
 
-scripts/mutants asm            every mutant, a second to five seconds each; writes docs/reports/mutation_asm.md
+scripts/mutants asm            every mutant, a second to five seconds each; writes build/reports/mutation_asm.md
 scripts/mutants asm NAME...    only these, and writes nothing
 """
 
@@ -24,7 +24,7 @@ from asm_statements import judge_in, wrapper_statements
 from kernel_runs import ORDERS, KernelRun, Results, Runner, launch_emulated, read_source, unoptimised_toolchain
 from mutation.asm_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 from support.service import KERNELS_CU
 
 from gpu_actors.devices.emulation import EmulationFault, build_module
@@ -33,7 +33,6 @@ from gpu_actors.errors import CompileError
 
 __all__ = ["PROBES", "main"]
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_asm.md"
 SECONDS = 5.0  # of a launch that a fault keeps from ending
 
 
@@ -170,20 +169,8 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT, told=str)
+    return run_mutants("asm", MUTANTS, names, check_clean, run_probes, told=str)
 
-
-_REPORT = """# Mutation run of the asm statements
-
-`scripts/mutants asm` seeds each of these faults into an asm statement of `kernels_cu/ptx`. Each statement of the header
-is first read as the emulated device reads it and held to what it tells the compiler ("refused"). Then the conformance
-kernels of the probes run by their asm under every delivery and schedule, against the expectations that hold on a GPU.
-{caught}.
-
-| header | fault | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

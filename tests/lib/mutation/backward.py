@@ -1,6 +1,6 @@
 """Seeds bugs into the backward kernels, one at a time, and shows that the comparison with the oracle catches each.
 
-scripts/mutants backward            every mutant, about ten seconds each; writes docs/reports/mutation_backward.md
+scripts/mutants backward            every mutant, about ten seconds each; writes build/reports/mutation_backward.md
 scripts/mutants backward NAME...    only these, and writes nothing
 
 A mutant is caught when one of its probes differs from the oracle by more than the tolerance, when a probe that asks for
@@ -23,7 +23,7 @@ from emulated.gradients import answered
 from mutation.backward_mutants import MUTANTS
 from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.source import KernelSource
@@ -31,7 +31,6 @@ from gpu_actors.devices.emulation import EmulatedModule, build_module
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_backward.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 LIMIT_SECONDS = 40.0
 
@@ -197,18 +196,8 @@ def run_own_probes(mutant: Mutant, cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_own_probes, kernel_and_name, REPORT, _REPORT, told)
+    return run_mutants("backward", MUTANTS, names, check_clean, run_own_probes, told)
 
-
-_REPORT = """# Mutation run of the backward kernels
-
-`scripts/mutants backward` seeds each of these bugs into a kernel and compares the emulated gradients with the
-oracle under several schedules and deliveries. {caught}.
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

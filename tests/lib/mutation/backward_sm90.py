@@ -1,6 +1,6 @@
 """Seeds bugs into backward_sm90 and the kernels beside it, one at a time, and shows that the oracle catches each.
 
-scripts/mutants backward_sm90            every mutant; writes docs/reports/mutation_backward_sm90.md
+scripts/mutants backward_sm90            every mutant; writes build/reports/mutation_backward_sm90.md
 scripts/mutants backward_sm90 NAME...    only these, and writes nothing
 
 A mutant is caught as `mutation.backward` says.
@@ -21,13 +21,12 @@ from emulated.forward import OPERANDS
 from mutation.backward import answered, beyond_float16, seeded, told
 from mutation.backward_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.testing import check_gradients, random_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
 
 KERNEL = "backward_sm90"
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_backward_sm90.md"
 LAUNCHES = (
     ("late", "greedy", 0),
     ("eager", "lane", 1),
@@ -187,26 +186,14 @@ def run_probes(mutant: Mutant | None, probes: Sequence[str], cache: Path) -> Non
 
 def main(names: list[str]) -> int:
     return run_mutants(
+        "backward_sm90",
         MUTANTS,
         names,
         lambda chosen, cache: run_probes(None, probes_of(chosen), cache),
         lambda mutant, cache: run_probes(mutant, mutant.probes, cache),
-        kernel_and_name,
-        REPORT,
-        _REPORT,
         told,
     )
 
-
-_REPORT = """# Mutation run of the Hopper backward kernels
-
-`scripts/mutants backward_sm90` seeds each of these bugs into backward_sm90, or into the kernels before and after it,
-and compares the emulated gradients with the oracle under several schedules and deliveries. {caught}.
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

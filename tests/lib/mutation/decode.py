@@ -1,6 +1,6 @@
 """Seeds bugs into the decode kernels, one at a time, and shows that the comparison with the oracle catches each.
 
-    scripts/mutants decode                 every mutant, some ten seconds each; writes docs/reports/mutation_decode.md
+    scripts/mutants decode                 every mutant, some ten seconds each; writes build/reports/mutation_decode.md
     scripts/mutants decode NAME...         only these, and writes nothing
 
 As mutation.py does for the forward kernels; a bug in a header is in each of the kernels that includes it.
@@ -32,7 +32,6 @@ from gpu_actors.devices.emulation import build_module
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.kernels.decode.schedule import split_decode
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_decode.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 
 
@@ -252,20 +251,8 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(
-        DECODE_MUTANTS, names, check_clean, run_probes, lambda mutant: (mutant.name, mutant.file), REPORT, _REPORT
-    )
+    return run_mutants("decode", DECODE_MUTANTS, names, check_clean, run_probes)
 
-
-_REPORT = """# Mutation run of the decode kernels
-
-`scripts/mutants decode` seeds each of these bugs into the kernels and compares the emulated result with the
-oracle under several schedules and deliveries. {caught}.
-
-| bug | file | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

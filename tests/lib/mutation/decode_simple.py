@@ -1,6 +1,6 @@
 """Seeds bugs into decode_simple and its merge, one at a time, and shows that the comparison catches each.
 
-scripts/mutants decode_simple                 every mutant; writes docs/reports/mutation_decode_simple.md
+scripts/mutants decode_simple                 every mutant; writes build/reports/mutation_decode_simple.md
 scripts/mutants decode_simple NAME...         only these, and writes nothing
 """
 
@@ -25,7 +25,6 @@ from gpu_actors.testing.tolerance import check_output, round_inputs
 
 __all__ = ["PROBES", "run_probes"]
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_decode_simple.md"
 LAUNCHES = (("late", "greedy", 0), ("late", "lane", 1), ("random", "random", 2))
 PINNED: dict[str, Any] = {**CAUSAL, "num_splits": 3}
 
@@ -129,25 +128,13 @@ def run_probes(mutant: Mutant | None, probes: Sequence[str], cache: Path) -> Non
 
 def main(names: list[str]) -> int:
     return run_mutants(
+        "decode_simple",
         MUTANTS,
         names,
         lambda chosen, cache: run_probes(None, probes_of(chosen), cache),
         lambda mutant, cache: run_probes(mutant, mutant.probes, cache),
-        lambda mutant: (mutant.name, mutant.file),
-        REPORT,
-        _REPORT,
     )
 
-
-_REPORT = """# Mutation run of decode_simple
-
-`scripts/mutants decode_simple` seeds each of these bugs into decode_simple and its merge and compares the emulated
-result with the oracle under several schedules. {caught}.
-
-| bug | file | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

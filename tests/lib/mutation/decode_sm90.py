@@ -1,6 +1,6 @@
 """Seeds bugs into decode_sm90, one at a time, and shows that the comparison with the oracle catches each.
 
-scripts/mutants decode_sm90                 every mutant; writes docs/reports/mutation_decode_sm90.md
+scripts/mutants decode_sm90                 every mutant; writes build/reports/mutation_decode_sm90.md
 scripts/mutants decode_sm90 NAME...         only these, and writes nothing
 """
 
@@ -16,13 +16,12 @@ from emulated.decode import DecodeCase, check_results, run
 from mutation.decode import batch_of, narrow, rising, seeded, tree_case, with_nan, with_scales
 from mutation.decode_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.kernels.hopper_decode.variant import NAME
 
 __all__ = ["PROBES", "run_probes"]
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_decode_sm90.md"
 LAUNCHES = (
     ("late", "greedy", 0),
     ("eager", "greedy", 1),
@@ -92,26 +91,13 @@ def run_probes(mutant: Mutant | None, probes: Sequence[str], cache: Path) -> Non
 
 def main(names: list[str]) -> int:
     return run_mutants(
+        "decode_sm90",
         MUTANTS,
         names,
         lambda chosen, cache: run_probes(None, probes_of(chosen), cache),
         lambda mutant, cache: run_probes(mutant, mutant.probes, cache),
-        kernel_and_name,
-        REPORT,
-        _REPORT,
     )
 
-
-_REPORT = """# Mutation run of decode_sm90
-
-`scripts/mutants decode_sm90` seeds each of these bugs into decode_sm90 and compares the emulated result with the oracle
-under several schedules and deliveries. {caught}. The split and the merge are those of
-[decode_mma](mutation_decode.md).
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

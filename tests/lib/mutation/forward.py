@@ -1,7 +1,7 @@
 """Seeds bugs into the forward kernels, one at a time, and shows that the comparison with the oracle catches each.
 
-    scripts/mutants forward                 every mutant, about five seconds each; writes docs/reports/mutation.md
-    scripts/mutants forward NAME...         only these, and writes nothing
+    scripts/mutants forward           every mutant, about five seconds each; writes build/reports/mutation_forward.md
+    scripts/mutants forward NAME...   only these, and writes nothing
 
 A mutant replaces one piece of a kernel's text. It is caught when one of its probes (a problem, run under several
 schedules and deliveries) differs from the oracle by more than the tolerance, or when the emulation finds fault with it.
@@ -23,14 +23,13 @@ from emulated import contraction
 from emulated import forward as emulated_forward
 from emulated.far_tensors import check_far
 from mutation.forward_mutants import MUTANTS, Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
 from gpu_actors.testing.problems import poison_unseen, random_forward
 
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 
 # Problems by name; "far" is `check_far`, "steady" `check_steady`. Most have more key tiles than the ring has stages,
@@ -154,18 +153,8 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT)
+    return run_mutants("forward", MUTANTS, names, check_clean, run_probes)
 
-
-_REPORT = """# Mutation run of the forward kernels
-
-`scripts/mutants forward` seeds each of these bugs into a kernel and compares the emulated result with the oracle under
-several schedules and deliveries. {caught}.
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

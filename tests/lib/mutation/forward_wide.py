@@ -1,6 +1,6 @@
 """Seeds bugs into forward_wide, one at a time, and shows that the comparison with the oracle catches each.
 
-scripts/mutants forward_wide                 every mutant; writes docs/reports/mutation_forward_wide.md
+scripts/mutants forward_wide                 every mutant; writes build/reports/mutation_forward_wide.md
 scripts/mutants forward_wide NAME...         only these, and writes nothing
 """
 
@@ -23,7 +23,6 @@ from gpu_actors.testing.problems import poison_unseen, random_forward
 __all__ = ["PROBES", "run_probes"]
 
 KERNEL = "forward_wide"
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_forward_wide.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 
 # Problems by name, each of several tiles of keys, and with rows and keys that end inside a tile. On sm_86 there is one
@@ -58,25 +57,13 @@ def run_probes(mutant: Mutant | None, cache: Path, probes: Sequence[str] = ()) -
 
 def main(names: list[str]) -> int:
     return run_mutants(
+        "forward_wide",
         MUTANTS,
         names,
         lambda chosen, cache: run_probes(None, cache, probes_of(chosen)),
         run_probes,
-        lambda mutant: (mutant.name,),
-        REPORT,
-        _REPORT,
     )
 
-
-_REPORT = """# Mutation run of forward_wide
-
-`scripts/mutants forward_wide` seeds each of these bugs into forward_wide and compares the emulated result with the
-oracle under several schedules and deliveries. {caught}.
-
-| bug | probes | caught by |
-|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

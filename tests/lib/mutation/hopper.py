@@ -1,6 +1,6 @@
 """Seeds bugs into forward_sm90, one at a time, and shows that the comparison with the oracle catches each.
 
-scripts/mutants hopper            every mutant, some six seconds each; writes docs/reports/mutation_hopper.md
+scripts/mutants hopper            every mutant, some six seconds each; writes build/reports/mutation_hopper.md
 scripts/mutants hopper NAME...    only these, and writes nothing
 """
 
@@ -30,7 +30,6 @@ from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forwa
 from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_hopper.md"
 LAUNCHES = (
     ("late", "greedy", 0),
     ("eager", "lane", 1),
@@ -178,18 +177,8 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, lambda mutant: (mutant.name,), REPORT, _REPORT, told)
+    return run_mutants("hopper", MUTANTS, names, check_clean, run_probes, told)
 
-
-_REPORT = """# Mutation run of the Hopper forward kernel
-
-`scripts/mutants hopper` seeds each of these bugs into forward_sm90 and compares the emulated result with the
-oracle under several schedules and deliveries, with two blocks for all tiles. {caught}.
-
-| bug | probes | caught by |
-|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Seeds bugs into what forward_sm90 has for 8-bit floats, and shows that the comparison with the oracle catches each.
 
-scripts/mutants hopper_fp8            every mutant, some eight seconds each; writes docs/reports/mutation_hopper_fp8.md
+scripts/mutants hopper_fp8            every mutant, some eight seconds each; writes build/reports/mutation_hopper_fp8.md
 scripts/mutants hopper_fp8 NAME...    only these, and writes nothing
 """
 
@@ -21,7 +21,7 @@ from emulated.forward import gaussian, problem_of, run, run_case
 from mutation.forward import seeded
 from mutation.forward_mutants import Mutant
 from mutation.hopper_fp8_mutants import MUTANTS
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.compiling.source import KernelSource
@@ -31,7 +31,6 @@ from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
 E4M3 = "float8_e4m3fn"
-REPORT = Path(__file__).resolve().parents[3] / "docs" / "reports" / "mutation_hopper_fp8.md"
 LAUNCHES = (("late", "greedy", 0), ("eager", "lane", 1), ("random", "random", 2), ("late", "lane", 1))
 
 # What computes rows again that are not finite would put right what is NaN by mistake.
@@ -156,18 +155,8 @@ def check_clean(chosen: Sequence[Mutant], cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT)
+    return run_mutants("hopper_fp8", MUTANTS, names, check_clean, run_probes)
 
-
-_REPORT = """# Mutation run of the Hopper forward kernel on 8-bit floats
-
-`scripts/mutants hopper_fp8` seeds each of these bugs into forward_sm90 and compares the emulated result with the
-oracle under several schedules and deliveries. {caught}.
-
-| kernel | bug | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

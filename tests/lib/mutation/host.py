@@ -1,6 +1,6 @@
 """Seeds faults into the host code of a launch, one at a time, and says which test on the software driver catches each.
 
-scripts/mutants host             every mutant, five to twenty seconds each; writes docs/reports/mutation_host.md
+scripts/mutants host             every mutant, five to twenty seconds each; writes build/reports/mutation_host.md
 scripts/mutants host NAME...     only these, and writes nothing
 """
 
@@ -17,12 +17,11 @@ from pathlib import Path
 
 from mutation.forward_mutants import Mutant
 from mutation.host_mutants import MUTANTS, PROBES
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[3]
-REPORT = ROOT / "docs" / "reports" / "mutation_host.md"
 SECONDS = 60  # of a test, before it counts as hung
 
 
@@ -89,18 +88,8 @@ def run_probes(mutant: Mutant, cache: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, check_clean, run_probes, kernel_and_name, REPORT, _REPORT, str)
+    return run_mutants("host", MUTANTS, names, check_clean, run_probes, str)
 
-
-_REPORT = """# Mutation run of the host code
-
-`scripts/mutants host` seeds each of these faults into the host code of a launch, and runs the tests of its probes on
-the software driver (`softgpu`): tests of the device layer, and requests of `tests/gpu`. {caught}.
-
-| module | fault | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

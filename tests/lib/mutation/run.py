@@ -1,4 +1,4 @@
-"""What every mutation run does: seeds its bugs one by one, says what caught each, and writes a page of all."""
+"""What every mutation run does: seeds its bugs one by one, says what caught each, and writes a log of all."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mutation.forward_mutants import Mutant
+from support.logs import write_log
 
 from gpu_actors.devices.emulation import EmulationFault
 
-__all__ = ["kernel_and_name", "probes_of", "run_mutants"]
+__all__ = ["probes_of", "run_mutants"]
 
 
 def run_mutants(
+    family: str,
     mutants: Sequence[Mutant],
     names: Sequence[str],
     check_clean: Callable[[Sequence[Mutant], Path], None],
     run_probes: Callable[[Mutant, Path], None],
-    cells: Callable[[Mutant], tuple[str, ...]],
-    page: Path,
-    text: str,
     told: Callable[[str], str] = lambda message: f"{message.split(' ', 1)[0]} differs",
 ) -> int:
-    """The exit code. names: the mutants to run, none for all, which alone writes the page.
+    """The exit code. names: the mutants to run, none for all, which alone writes the log.
 
     check_clean: raises unless their probes pass without a bug. run_probes: runs those of a mutant, and raises
     EmulationFault or AssertionError where they catch it. told: what an assertion's message says of that.
-    cells: the first cells of a row of the page. text: the page, with places for {caught} and {rows}.
     """
     if unknown := set(names) - {mutant.name for mutant in mutants}:
         sys.stderr.write(f"no such mutant: {', '.join(sorted(unknown))}\n")
@@ -42,12 +40,12 @@ def run_mutants(
             found = _verdict(mutant, Path(folder), run_probes, told)
             sys.stdout.write(f"{mutant.kernel}  {mutant.name}: {found}\n")
             sys.stdout.flush()
-            lines.append(f"| {' | '.join((*cells(mutant), ', '.join(mutant.probes), found))} |")
+            lines.append(f"| {mutant.kernel} | {mutant.name} | {', '.join(mutant.probes)} | {found} |")
             survivors += found == "survived"
     caught = f"{len(chosen) - survivors} of {len(chosen)} caught in {time.monotonic() - start:.0f} s"
     sys.stdout.write(caught + "\n")
     if not names:
-        page.write_text(text.format(caught=caught, rows="\n".join(lines)), encoding="utf-8")
+        write_log(f"mutation_{family}", caught, ("kernel or module", "bug", "probes", "caught by"), lines)
     return 1 if survivors else 0
 
 
@@ -67,7 +65,3 @@ def _verdict(
 def probes_of(mutants: Sequence[Mutant]) -> tuple[str, ...]:
     """All probes of some mutants, each once."""
     return tuple(dict.fromkeys(probe for mutant in mutants for probe in mutant.probes))
-
-
-def kernel_and_name(mutant: Mutant) -> tuple[str, ...]:
-    return mutant.kernel, mutant.name

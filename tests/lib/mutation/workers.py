@@ -1,6 +1,6 @@
 """Seeds faults into what several workers share, one at a time, and says which test on mock devices catches each.
 
-scripts/mutants workers             every mutant, two to ten seconds each; writes docs/reports/mutation_workers.md
+scripts/mutants workers             every mutant, two to ten seconds each; writes build/reports/mutation_workers.md
 scripts/mutants workers NAME...     only these, and writes nothing
 """
 
@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mutation.forward_mutants import Mutant
-from mutation.run import kernel_and_name, probes_of, run_mutants
+from mutation.run import probes_of, run_mutants
 from mutation.workers_mutants import MUTANTS, PROBES
 
 __all__ = ["checks_of", "main", "run_tests"]
 
 ROOT = Path(__file__).resolve().parents[3]
-REPORT = ROOT / "docs" / "reports" / "mutation_workers.md"
 SECONDS = 60  # of a test, before it counts as hung
 
 
@@ -72,20 +71,8 @@ def checks_of(
 
 
 def main(names: list[str]) -> int:
-    return run_mutants(MUTANTS, names, *checks_of(PROBES), kernel_and_name, REPORT, _REPORT, str)
+    return run_mutants("workers", MUTANTS, names, *checks_of(PROBES), str)
 
-
-_REPORT = """# Mutation run of several workers
-
-`scripts/mutants workers` seeds each of these faults into the code that moves sequences, splits requests and caches over
-workers, keeps latents in caches, packs rows of dense batches and takes block masks. It runs the tests of its probes, on
-mock devices but for packed rows and dropout beside block masks. The last column names the test that fails.
-{caught}.
-
-| module | fault | probes | caught by |
-|---|---|---|---|
-{rows}
-"""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the static gates share: compile a kernel, read what ptxas made of it, judge it, and write the family's page."""
+"""What the static gates share: compile a kernel, read what ptxas made of it, judge it, and write the family's log."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from support.logs import write_log
 
 from gpu_actors.bench.sass import disassemble, find_disassembler
 from gpu_actors.compiling.compiler import Compiler, supported_archs
@@ -18,7 +19,6 @@ from gpu_actors.kernels.tiles import TILES
 __all__ = [
     "ARCHS",
     "MMA_SHAPES",
-    "REPORTS",
     "Code",
     "MmaVariant",
     "WgmmaVariant",
@@ -37,7 +37,6 @@ __all__ = [
 V = TypeVar("V")
 F = TypeVar("F")
 
-REPORTS = Path(__file__).resolve().parents[3] / "docs" / "reports"
 ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
 _REGISTERS_PER_THREAD, _REGISTERS_PER_SM = 255, 65536
 
@@ -160,11 +159,12 @@ def tiles_missed(kernel: str, sources: Iterable[KernelSource]) -> set[tuple[int,
     return {tuple(row.tile) for row in TILES if row.kernel == kernel} - reached
 
 
-def write_page(variants: Sequence[V], judge: Callable[[V], tuple[str, list[str]]], page: Path, template: str) -> int:
-    """Judge every variant and write its row into a page; 1 if any has a fault, else 0.
+def write_page(
+    variants: Sequence[V], judge: Callable[[V], tuple[str, list[str]]], family: str, columns: Sequence[str]
+) -> int:
+    """Judge every variant and write its row into the family's log; 1 if any has a fault, else 0.
 
-    judge: of a variant, the cells of its row between its name and the verdict, and its faults.
-    template: of the page, with {summary} and {rows}.
+    judge: of a variant, the cells of its row between its name and the verdict, and its faults. columns: of these cells.
     """
     rows, failed = [], 0
     with ThreadPoolExecutor(2) as pool:
@@ -175,6 +175,6 @@ def write_page(variants: Sequence[V], judge: Callable[[V], tuple[str, list[str]]
             sys.stdout.flush()
             rows.append(f"| {variant} | {cells} | {verdict} |")
     summary = f"{len(rows) - failed} of {len(rows)} variants pass"
-    page.write_text(template.format(summary=summary, rows="\n".join(rows)), encoding="utf-8")
+    write_log(f"gate_{family}", summary, ("variant", *columns, "verdict"), rows)
     sys.stdout.write(summary + "\n")
     return 1 if failed else 0
