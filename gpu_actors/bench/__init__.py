@@ -19,16 +19,19 @@ order      which block a kernel starts when
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gpu_actors._version import __version__
 
-__all__ = ["PARTS", "environment"]
+__all__ = ["PARTS", "environment", "in_rows"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
 _FLEET = ("fleet_costs", "fleet_model", "fleet_plot")
@@ -52,6 +55,25 @@ def environment() -> dict[str, object]:
         "load": [round(value, 2) for value in os.getloadavg()] if sys.platform != "win32" else None,
         **{name: _version(name) for name in _LIBRARIES},
     }
+
+
+def in_rows(figures: Mapping[str, Any]) -> str:
+    """Figures as JSON with a line a name, and a line a row of what holds rows."""
+    lines = [f"  {json.dumps(name)}: {_in_rows(value)}" for name, value in figures.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _in_rows(value: Any) -> str:
+    def line(each: Any) -> str:
+        return json.dumps(each, ensure_ascii=False, allow_nan=False)
+
+    if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+        rows, ends = [f"    {line(name)}: {line(each)}" for name, each in value.items()], "{}"
+    elif isinstance(value, (list, tuple)) and any(isinstance(each, dict) for each in value):
+        rows, ends = [f"    {line(each)}" for each in value], "[]"
+    else:
+        return line(value)
+    return "\n".join([ends[0], ",\n".join(rows), f"  {ends[1]}"])
 
 
 def _cpu() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpu_actors.bench import PARTS, environment
+from gpu_actors.bench import PARTS, environment, in_rows
 from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_note, write_table
 from gpu_actors.errors import InvalidRequest
 
@@ -56,7 +55,7 @@ def bench(
         found = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given)
     figures = {"environment": environment()} | found
     if out is not None:
-        out.write_text(json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        out.write_text(in_rows(figures), encoding="utf-8")
     if as_json:
         write_json(figures)
     else:

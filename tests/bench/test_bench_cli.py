@@ -79,6 +79,15 @@ def test_bench_runs_a_suite_and_prints_its_figures(run: Run) -> None:
     assert "20.5" in table
 
 
+def test_figures_are_written_with_a_line_a_row() -> None:
+    figures = {"cpus": 2, "load": [0.1, 0.2], "rows": [{"a": {"b": None}}, {"a": 1}], "by": {"x": {"é": [1, 2]}}}
+    text = gpu_actors.bench.in_rows(figures)
+    assert json.loads(text) == figures
+    assert text.splitlines()[3:6] == ['  "rows": [', '    {"a": {"b": null}},', '    {"a": 1}']
+    with pytest.raises(ValueError, match="JSON"):
+        gpu_actors.bench.in_rows({"a": float("nan")})
+
+
 @pytest.mark.usefixtures("suite")
 def test_bench_names_its_suites(run: Run) -> None:
     assert run("bench", "--list")[:2] == (0, "sample\n")
