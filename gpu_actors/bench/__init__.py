@@ -1,10 +1,8 @@
 """Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, compile, imports,    these need no GPU
-isolation
+bridge, compile, imports     these need no GPU
 serve                        loads `gpu-actors serve`, on any device; serve_unkind has the clients that mean harm
-fleet                        simulates 1 to 1,000 workers: fleet_costs, fleet_model, fleet_plot
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
@@ -12,8 +10,6 @@ recorder   launches as the service makes them      arrays     random and poisone
 timing     events in turns, quantiles              checks     slices against the oracle
 clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot
-model      estimates without a GPU                 counts, sass  what machine code does
-order      which block a kernel starts when
 """
 
 from __future__ import annotations
@@ -34,10 +30,7 @@ from gpu_actors._version import __version__
 __all__ = ["PARTS", "environment", "in_rows"]
 
 _TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-_FLEET = ("fleet_costs", "fleet_model", "fleet_plot")
-PARTS = frozenset(
-    (*_TIMED, *_FLEET, "counts", "gradient_checks", "model", "order", "plot", "report", "sass", "serve_unkind")
-)
+PARTS = frozenset((*_TIMED, "gradient_checks", "plot", "report", "serve_unkind"))
 """The modules here that are not suites."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")

@@ -63,13 +63,13 @@ def cuda_index(suite: str, device: str) -> int:
     """The CUDA device that a suite measures. Raises as `run_suite` does."""
     spec = "cuda" if check_device(device) == "auto" else device
     if not spec.startswith("cuda"):
-        reason = f"must be cuda or cuda:N: the {suite} suite measures a GPU; --model estimates without one"
+        reason = f"must be cuda or cuda:N: the {suite} suite measures a GPU"
         raise InvalidRequest("device", device, reason)
     index = int(spec.partition(":")[2] or 0)
     obstacle = cuda_usable(index)
     if obstacle is not None:
         raise GpuActorsError(
             f"the {suite} suite measures a GPU, and there is none to be used here: {obstacle}; "
-            f"gpu-actors bench {suite} --model estimates without one"
+            f"in a clone, python -m benchmarks.model {suite} estimates without one"
         )
     return index

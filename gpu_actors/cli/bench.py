@@ -18,7 +18,6 @@ from gpu_actors.errors import InvalidRequest
 __all__ = ["bench"]
 
 _BAD = ("wrong", "failed")
-_MODELLED = ("backward", "decode", "forward")
 
 
 def bench(
@@ -28,14 +27,8 @@ def bench(
     device: DeviceOption = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases of a GPU suite.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Begin no case of a GPU suite later.")] = None,
-    model: Annotated[
-        bool, typer.Option("--model", help="Estimate a GPU suite from counts and data sheets; measure nothing.")
-    ] = False,
-    arch: Annotated[str | None, typer.Option("--arch", help="For --model: sm_80, sm_89 or sm_90a.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG) or of fleet (SVG).")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG).")] = None,
 ) -> None:
     """Measure this machine: run a benchmark suite and print its figures."""
     suites = _suites()
@@ -48,11 +41,8 @@ def bench(
         raise InvalidRequest("suite", None, f"name a suite: {names}")
     if suite not in suites:
         raise InvalidRequest("suite", suite, f"must be one of {names}")
-    if model:
-        found = _estimate(suite, arch, quick)
-    else:
-        given = {"device": device, "quick": quick, "minutes": minutes}
-        found = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given)
+    given = {"device": device, "quick": quick, "minutes": minutes}
+    found = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given)
     figures = {"environment": environment()} | found
     if out is not None:
         out.write_text(in_rows(figures), encoding="utf-8")
@@ -81,14 +71,6 @@ def _run(run: Callable[..., Mapping[str, Any]], given: Mapping[str, Any]) -> dic
     return dict(run(**{name: value for name, value in given.items() if name in taken}))
 
 
-def _estimate(suite: str, arch: str | None, quick: bool) -> dict[str, Any]:
-    if suite not in _MODELLED:
-        raise InvalidRequest("suite", suite, f"must be one of {', '.join(_MODELLED)} with --model")
-    from gpu_actors.bench.model import estimate_suite
-
-    return estimate_suite(suite, arch, quick)  # type: ignore[arg-type]
-
-
 def _show(suite: str, figures: Mapping[str, Any]) -> None:
     kind = figures.get("kind")
     if kind == "measurement":
@@ -97,15 +79,6 @@ def _show(suite: str, figures: Mapping[str, Any]) -> None:
         ceilings = figures["ceilings"]
         write_table(report.COLUMNS, report.table(figures), title=f"{suite} on {figures['gpu'].get('name')}")
         write_note(f"ceilings of this run: {ceilings['matmul']} TFLOP/s, {ceilings['copy']} GB/s ({ceilings['how']})")
-    elif kind == "model":
-        from gpu_actors.bench import model
-
-        title = f"MODEL of {suite} on {figures['machine']['name']}: {figures['note']}"
-        write_table(model.COLUMNS, model.table(figures), title=title)
-    elif kind == "simulation":
-        from gpu_actors.bench import fleet
-
-        write_table(fleet.COLUMNS, fleet.table(figures), title=f"SIMULATED {suite}: {figures['note']}")
     elif kind == "load":
         from gpu_actors.bench import serve
 
@@ -116,15 +89,9 @@ def _show(suite: str, figures: Mapping[str, Any]) -> None:
 
 
 def _draw(suite: str, figures: Mapping[str, Any], path: Path) -> None:
-    kind = figures.get("kind")
-    if kind == "simulation":
-        from gpu_actors.bench.fleet_plot import draw
-    elif kind == "measurement":
-        from gpu_actors.bench.plot import draw
-    else:
-        raise InvalidRequest(
-            "plot", str(path), f"must be left out: only measurements of a GPU and fleet are drawn, not {suite}"
-        )
+    if figures.get("kind") != "measurement":
+        raise InvalidRequest("plot", str(path), f"must be left out: only measurements of a GPU are drawn, not {suite}")
+    from gpu_actors.bench.plot import draw
 
     draw(figures, path)
 

@@ -186,7 +186,7 @@ class Dispatch(Local):
         make: Callable[[Member], Awaitable[T]],
         may_repeat: Callable[[GpuActorsError, Member], bool],
     ) -> T:
-        # It awaits nothing but `make`, so the simulation of `gpu_actors.bench.fleet` runs it without an event loop.
+        # It awaits nothing but `make`, so the simulation of `benchmarks.fleet` runs it without an event loop.
         self.budget.request()
         tried: set[str] = set()
         for left in range(self.retries, -1, -1):

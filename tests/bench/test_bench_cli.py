@@ -29,26 +29,20 @@ def test_a_gpu_suite_says_in_a_sentence_that_there_is_no_gpu(
         assert (code, out) == (1, "")
         assert err == (
             f"gpu-actors: the {suite} suite measures a GPU, and there is none to be used here: "
-            f"there is no NVIDIA driver; gpu-actors bench {suite} --model estimates without one\n"
+            f"there is no NVIDIA driver; in a clone, python -m benchmarks.model {suite} estimates without one\n"
         )
     code, _, err = run("bench", suite, "--device", "mock")
     assert code == 2
     assert "must be cuda or cuda:N" in err
 
 
-def test_a_model_is_labelled_as_one_in_json_and_in_the_table(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpu_actors.bench.model.find_disassembler", lambda: None)  # which would have kernels compiled
-    found = run("bench", "backward", "--model", "--quick", "--json", "--out", str(tmp_path / "model.json"))
-    figures = json.loads(found[1])
-    assert (found[0], figures["kind"]) == (0, "model")
-    assert json.loads((tmp_path / "model.json").read_text()) == figures
-    assert "MODEL of backward" in run("bench", "backward", "--model", "--quick")[1]
-    assert run("bench", "bridge", "--model")[0] == 2
-    code, _, err = run("bench", "backward", "--model", "--plot", str(tmp_path / "model.png"))
+def test_only_measurements_of_a_gpu_are_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_actors.bench.imports.run", lambda: {"seconds": 1.0})
+    out = tmp_path / "imports.json"
+    code, _, err = run("bench", "imports", "--out", str(out), "--plot", str(tmp_path / "imports.png"))
     assert code == 2
     assert "only measurements" in err
+    assert json.loads(out.read_text())["seconds"] == 1.0
 
 
 @pytest.mark.parametrize(("status", "code"), [("timed", 0), ("unsupported", 0), ("wrong", 1), ("failed", 1)])

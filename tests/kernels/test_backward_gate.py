@@ -29,7 +29,7 @@ from support.gate import (
     wrong,
 )
 
-from gpu_actors.bench.sass import main_step
+from benchmarks.sass import main_step
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
 from gpu_actors.kernels.occupancy import shared_mem_limit

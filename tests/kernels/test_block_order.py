@@ -11,7 +11,7 @@ import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, module_of, problem_of
 
-from gpu_actors.bench.order import SECTION_BLOCKS, ranked, section_size
+from benchmarks.order import SECTION_BLOCKS, ranked, section_size
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.hopper.params import COUNTER, _schedule_binder

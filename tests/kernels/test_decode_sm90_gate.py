@@ -31,7 +31,7 @@ from emulated import decode as emulated_decode
 from support.gate import Code, code_faults, failing, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
-from gpu_actors.bench.model import MACHINES
+from benchmarks.model import MACHINES
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelSource

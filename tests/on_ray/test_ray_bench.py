@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import channel_costs
 import pytest
+
+from benchmarks import channels
 
 pytest.importorskip("ray")
 
 
 def test_each_channel_and_number_of_workers_has_its_figures(cluster: Any) -> None:
-    found: Any = channel_costs.run(calls=20, rounds=1, crowd=8, workers=(1, 2))
+    found: Any = channels.run(calls=20, rounds=1, crowd=8, workers=(1, 2))
     for figures in (found["empty_us"], found["in_1_mib_us"]):
         assert list(figures) == ["direct", "child_process", "ray"]
         assert all(0 < each["median"] <= each["p99"] for each in figures.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ imports: Any = module_at(ROOT / "scripts" / "imports.py")
 
 def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
     assert not imports.faults()
+
+
+def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"gpu_actors"}
+    for path in imports.modules().values():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not folders & {name.partition(".")[0] for name in names}, path
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ OPTIONAL = (
 )  # fmt: skip
 
 EXAMPLES = {
-    "channel_costs.py": "ray",
     "generate.py": "serve",
     "inference_server.py": "demo",
     "ray_cluster.py": "ray",

@@ -6,7 +6,7 @@ import collections
 import re
 from typing import NamedTuple
 
-from gpu_actors.bench.sass import disassemble
+from benchmarks.sass import disassemble
 
 __all__ = ["Loop", "instructions_of", "main_loops", "opcodes", "step_of"]
 

@@ -1,4 +1,4 @@
-"""The fleet that `gpu_actors.bench.fleet` simulates: routers, cells, workers and their deaths, on SimPy.
+"""The fleet that `benchmarks.fleet` simulates: routers, cells, workers and their deaths, on SimPy.
 
 Who gets a request, what is repeated and within which budget is decided by the code of `gpu_actors.distributed` itself.
 What a worker does is a model:
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import simpy
 
-from gpu_actors.bench.fleet_costs import Costs, load_costs
+from benchmarks.fleet_costs import Costs, load_costs
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.dispatch import Dispatch
 from gpu_actors.distributed.members import Member

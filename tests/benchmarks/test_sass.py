@@ -5,16 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from gpu_actors.bench.counts import block_products, counts_of, loaded_bytes
-from gpu_actors.bench.sass import Step, disassemble, find_disassembler, main_step, steps
+from benchmarks import peer_sass
+from benchmarks.counts import block_products, counts_of, loaded_bytes
+from benchmarks.sass import Step, disassemble, find_disassembler, main_step, steps
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelSource
 
@@ -136,18 +133,8 @@ def test_counts_of_a_block_are_those_of_its_warps() -> None:
     assert found.opcodes == {"HGMMA": 2, "STSM": 1}
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    loader = SourceFileLoader("peer_sass", str(ROOT / "scripts" / "peer_sass"))
-    spec = spec_from_loader("peer_sass", loader)
-    assert spec is not None
-    module: ModuleType = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(find_disassembler() is None, reason="nvdisasm is not installed")
-def test_the_main_loop_is_found_in_a_real_cubin(script: Any) -> None:
+def test_the_main_loop_is_found_in_a_real_cubin() -> None:
     registers = ",".join(f'"+f"(x[{n}])' for n in range(4)), ",".join(['"r"(n)'] * 6)
     product = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
     code = (
@@ -160,34 +147,34 @@ def test_the_main_loop_is_found_in_a_real_cubin(script: Any) -> None:
     found = steps(disassemble(cubin))
     assert found
     assert all(step.products == step.special * MMA for step in found)
-    index = script.symbols(cubin)["f"]
+    index = peer_sass.symbols(cubin)["f"]
     assert disassemble(cubin, "-fun", str(index)).count("HMMA") == disassemble(cubin).count("HMMA")
 
 
-def test_the_page_is_the_one_of_the_counts(script: Any) -> None:
-    data = json.loads(script.DATA.read_text(encoding="utf-8"))
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(data)
-    named = {(kernel.case, kernel.library) for kernel in script.KERNELS}
+def test_the_page_is_the_one_of_the_counts() -> None:
+    data = json.loads(peer_sass.DATA.read_text(encoding="utf-8"))
+    assert peer_sass.PAGE.read_text(encoding="utf-8") == peer_sass.page(data)
+    named = {(kernel.case, kernel.library) for kernel in peer_sass.KERNELS}
     cases = {one["case"] for one in data["rows"]}
     assert named | {(case, "ours") for case in cases} == {(one["case"], one["library"]) for one in data["rows"]}
-    assert set(data["wheels"]) == {library.name for library in script.LIBRARIES}
+    assert set(data["wheels"]) == {library.name for library in peer_sass.LIBRARIES}
 
 
-def test_shares_are_of_the_tensor_cores_clocks(script: Any) -> None:
+def test_shares_are_of_the_tensor_cores_clocks() -> None:
     step = Step(opcodes=collections.Counter(MUFU=64, FADD=936), products=262144, shared=16384, half_rate=0)
     counts = counts_of("k", (128, 128), 8, 131072, step, 168)
-    row = script.row("forward sm_90a bfloat16 d128 full", "FA3", counts)
+    row = peer_sass.row("forward sm_90a bfloat16 d128 full", "FA3", counts)
     assert row | dataclasses.asdict(counts) == row
-    assert script.shares(row) == {"tensor": 1024, "exponent": 1, "issue": 2000 / 1024, "shared": 2}
-    assert script.shares(row | {"case": "forward sm_80 x"})["tensor"] == 2048
-    assert script.shares(row | {"case": "forward sm_90a float8_e4m3fn"})["tensor"] == 512
+    assert peer_sass.shares(row) == {"tensor": 1024, "exponent": 1, "issue": 2000 / 1024, "shared": 2}
+    assert peer_sass.shares(row | {"case": "forward sm_80 x"})["tensor"] == 2048
+    assert peer_sass.shares(row | {"case": "forward sm_90a float8_e4m3fn"})["tensor"] == 512
 
 
 @pytest.mark.sweep
 @pytest.mark.skipif(find_disassembler() is None, reason="nvdisasm is not installed")
-def test_our_counts_are_those_of_todays_kernels(script: Any) -> None:
-    data = json.loads(script.DATA.read_text(encoding="utf-8"))
-    if data["nvrtc"] != script.version_of("nvidia-cuda-nvrtc"):
+def test_our_counts_are_those_of_todays_kernels() -> None:
+    data = json.loads(peer_sass.DATA.read_text(encoding="utf-8"))
+    if data["nvrtc"] != peer_sass.version_of("nvidia-cuda-nvrtc"):
         pytest.skip("counted with another NVRTC")
     kept = [one for one in data["rows"] if one["library"] == "ours"]
-    assert sorted(script.our_rows(), key=lambda one: one["case"]) == sorted(kept, key=lambda one: one["case"])
+    assert sorted(peer_sass.our_rows(), key=lambda one: one["case"]) == sorted(kept, key=lambda one: one["case"])

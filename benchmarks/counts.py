@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from benchmarks.sass import Step, disassemble, main_step
 from gpu_actors.bench.cases import Case
-from gpu_actors.bench.sass import Step, disassemble, main_step
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.context import GpuContext
 from gpu_actors.kernels.decode.variant import DECODE, decode_tile

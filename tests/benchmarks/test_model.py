@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from gpu_actors.bench import model
+from benchmarks import fit, model
+from benchmarks.counts import Counts
+from benchmarks.sass import find_disassembler
 from gpu_actors.bench.cases import Case
-from gpu_actors.bench.counts import Counts
-from gpu_actors.bench.sass import find_disassembler
 from gpu_actors.errors import Unsupported
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(batch=2, rows=8192, keys=8192, heads=16, kv_heads=16, head_dim=128)
 H200 = model.MACHINES["sm_90a"]
 CLOCKS = 132 * 1.83e9
 COUNTS = Counts("forward_sm90", 128, 128, 8, 128 * 128 * 256, 65_536, 500, 64, 64, 100, 20_480, 0, 168, {})
-
-
-@pytest.fixture(scope="module")
-def script() -> Any:
-    loader = SourceFileLoader("fit_model", str(ROOT / "scripts" / "model"))
-    spec = spec_from_loader("fit_model", loader)
-    assert spec is not None
-    module: ModuleType = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def test_a_case_without_counts_takes_as_long_as_its_longest_part() -> None:
@@ -151,6 +136,15 @@ def test_a_suite_is_estimated_without_a_gpu_and_says_that_nothing_was_measured(m
     assert cells[0][-1] == "not fitted"
 
 
+def test_the_command_labels_its_figures_as_a_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "find_disassembler", lambda: None)  # which would have kernels compiled
+    model.main(["backward", "--quick", "--out", str(tmp_path / "model.json")])
+    assert json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))["kind"] == "model"
+    assert "MODEL of backward" in capsys.readouterr().out
+
+
 def test_an_estimate_shows_its_error_in_the_table() -> None:
     rows = [model.estimate(CASE, H200, "forward_sm90", COUNTS)]
     (cells,) = model.table({"rows": rows})
@@ -163,46 +157,46 @@ def test_a_machine_without_a_data_sheet_is_refused() -> None:
         model.estimate_suite("forward", "sm_75")
 
 
-def test_weights_are_those_that_the_figures_were_made_with(script: Any) -> None:
+def test_weights_are_those_that_the_figures_were_made_with() -> None:
     rows = [{"products": 10.0 * n, "issue": 5.0 + n * n, "output": 7.0, "passes": 2.0} for n in range(1, 6)]
     clocks = [1.5 * row["products"] + 0.5 * row["issue"] + 2.0 for row in rows]
-    found = script.weights(rows, clocks, ("products", "issue", "output"))
+    found = fit.weights(rows, clocks, ("products", "issue", "output"))
     assert found == pytest.approx({"products": 1.5, "issue": 0.5, "output": 0}, abs=1e-9)
     slower = [each - 3 * row["output"] for each, row in zip(clocks, rows, strict=True)]
-    assert script.weights(rows, slower, ("products", "issue", "output"))["output"] == 0  # none is below 0
+    assert fit.weights(rows, slower, ("products", "issue", "output"))["output"] == 0  # none is below 0
 
 
-def test_a_points_error_is_that_of_weights_without_it(script: Any) -> None:
+def test_a_points_error_is_that_of_weights_without_it() -> None:
     case = dataclasses.replace(CASE, head_dim=64)
-    points = [script.Point("FA3", "H100", dataclasses.replace(case, rows=n), 1.0, 100.0) for n in (1, 2, 3)]
+    points = [fit.Point("FA3", "H100", dataclasses.replace(case, rows=n), 1.0, 100.0) for n in (1, 2, 3)]
     rows = [{"launch": 1.0, "passes": 0.0}] * 3
     points[2] = points[2]._replace(clocks=200.0)
-    errors = script.left_out(points, rows, ("launch",), lambda point: point)
+    errors = fit.left_out(points, rows, ("launch",), lambda point: point)
     assert errors[2] == pytest.approx(-0.5)  # of 200, by the 100 of the two others
     assert errors[0] == pytest.approx((1 / 100 + 1 / 200) / (1 / 100**2 + 1 / 200**2) / 100 - 1)
-    assert script.left_out(points, rows, ("launch",), lambda point: point.case.rows < 3)[2] == pytest.approx(-0.5)
+    assert fit.left_out(points, rows, ("launch",), lambda point: point.case.rows < 3)[2] == pytest.approx(-0.5)
 
 
-def test_the_packages_weights_are_what_the_published_figures_give(script: Any) -> None:
-    assert script.fits(script.read_points(), script.read_counts()) == model.FITS
+def test_the_packages_weights_are_what_the_published_figures_give() -> None:
+    assert fit.fits(fit.read_points(), fit.read_counts()) == model.FITS
 
 
-def test_the_page_is_the_one_of_the_figures_and_the_counts(script: Any) -> None:
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(script.read_points(), script.read_counts())
-    goals = {script.goal_of(script.usual("forward", *each, True, 8192)) for each in (("float16", 64), ("float16", 128))}
+def test_the_page_is_the_one_of_the_figures_and_the_counts() -> None:
+    assert fit.PAGE.read_text(encoding="utf-8") == fit.page(fit.read_points(), fit.read_counts())
+    goals = {fit.goal_of(fit.usual("forward", *each, True, 8192)) for each in (("float16", 64), ("float16", 128))}
     assert goals == {1.03, 1.0}
-    assert script.goal_of(script.usual("backward", "float16", 64, True, 8192)) == 1
+    assert fit.goal_of(fit.usual("backward", "float16", 64, True, 8192)) == 1
 
 
-def test_every_published_figure_names_a_source(script: Any) -> None:
-    data = json.loads((script.REPORTS / "peers.json").read_text(encoding="utf-8"))
+def test_every_published_figure_names_a_source() -> None:
+    data = json.loads((fit.REPORTS / "peers.json").read_text(encoding="utf-8"))
     assert all(one["url"].startswith("https://") for one in data["sources"].values())
     assert {point["source"] for point in data["points"]} == set(data["sources"])
     assert {("gbs" if point["kind"] == "decode" else "tflops") in point for point in data["points"]} == {True}
-    points = script.read_points()
+    points = fit.read_points()
     assert len({(point.library, point.gpu, point.case) for point in points}) == len(points)
     for point in points:  # no figure is above what the machine can do
-        whole = script.GPUS[point.gpu]
+        whole = fit.GPUS[point.gpu]
         eight = 2 if point.case.dtype.startswith("float8") else 1
         peak = whole.bandwidth / 1e9 if point.case.kind == "decode" else CLOCKS * 4096 * eight / 1e12
         assert 0 < point.published < peak

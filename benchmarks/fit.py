@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Fits the model of `gpu-actors bench --model` on other libraries' published figures, and writes docs/reports/model.md.
+"""Fits the weights of benchmarks.model on other libraries' published figures, and writes docs/reports/model.md.
 
-scripts/model           fits, prints the weights for gpu_actors/bench/model.py, writes the page
+python -m benchmarks.fit           fits, prints the weights for benchmarks/model.py, writes the page
 
 It reads docs/reports/peers.json (published figures and their sources) and docs/reports/peers_sass.json (counts, from
-scripts/peer_sass), and needs nothing else: neither a GPU, nor a compiler, nor the network.
+benchmarks.peer_sass), and needs nothing else: neither a GPU, nor a compiler, nor the network.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ import dataclasses
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.counts import Counts
+from benchmarks.model import EDGE, FITS, MACHINES, Fit, busiest, dealt, estimate, terms
+from gpu_actors.bench.cases import Case
+
+__all__ = ["main"]
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from gpu_actors.bench.cases import Case  # noqa: E402
-from gpu_actors.bench.counts import Counts  # noqa: E402
-from gpu_actors.bench.model import EDGE, FITS, MACHINES, Fit, busiest, dealt, estimate, terms  # noqa: E402
-
 REPORTS = ROOT / "docs" / "reports"
 PAGE = REPORTS / "model.md"
 H200 = MACHINES["sm_90a"]
@@ -166,16 +164,16 @@ BANDWIDTH = 0.6  # of the memory's, in a decode of 8 and 16 rows
 
 TEMPLATE = """# Ours beside other libraries, by a model
 
-Every figure of ours here is a model's. No GPU has run this project's kernels. `scripts/model` writes this page from
-published figures of other libraries (`peers.json`, with their sources) and from [counts of machine
+Every figure of ours here is a model's. No GPU has run this project's kernels. `python -m benchmarks.fit` writes this
+page from published figures of other libraries (`peers.json`, with their sources) and from [counts of machine
 code](peers_sass.md).
 
 ## The model
 
 The time of a launch is a weighted sum of terms, in clocks of the multiprocessor with the most work. Tiles go to
 whichever is free, in the order in which the kernel's blocks start; other libraries' longest tiles go first. The
-weights are none below 0, and fit published figures with the least squares of relative errors. `gpu-actors bench
---model` uses the same weights.
+weights are none below 0, and fit published figures with the least squares of relative errors. `python -m
+benchmarks.model` uses them.
 
 {weights}
 
@@ -457,7 +455,7 @@ def main() -> None:
     for name, each in fits(points, known).items():
         print(f'    "{name}": {each},')
         if each != FITS[name]:
-            print(f"    is not what gpu_actors/bench/model.py has: {FITS[name]}")
+            print(f"    is not what benchmarks/model.py has: {FITS[name]}")
     PAGE.write_text(page(points, known), encoding="utf-8")
 
 

@@ -1,19 +1,17 @@
-"""What many workers would do, SIMULATED: ``gpu-actors bench fleet --plot fleet.svg``. Nothing of it is measured.
+"""What many workers would do, SIMULATED: ``python -m benchmarks.fleet --plot fleet.svg``. Nothing of it is measured.
 
-The suite is a study: rows of figures from 1 to 1,000 workers. Each row holds the settings that differ from the
-defaults, so ``python -m gpu_actors.bench.fleet --workers 125 --policy two`` runs one of them, or any other, alone. The
-same settings and costs give the same figures. fleet_costs.json says which costs are assumed, published or measured.
+That is a study: rows of figures from 1 to 1,000 workers. Each row holds the settings that differ from the defaults, so
+``python -m benchmarks.fleet --workers 125 --policy two`` runs one of them, or any other, alone. The same settings and
+costs give the same figures. fleet_costs.json says which costs are assumed, published or measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,7 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpu_actors.bench.fleet_costs import load_costs
+from benchmarks.fleet_costs import load_costs
+from gpu_actors.bench import environment, in_rows
+from gpu_actors.cli.output import write_table
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.extras import missing
 
@@ -143,33 +143,47 @@ def _cpu_us(call: Callable[[], object]) -> float:
 
 def _model() -> ModuleType:
     try:
-        from gpu_actors.bench import fleet_model
+        from benchmarks import fleet_model
     except ImportError as error:
-        raise GpuActorsError(f"nothing can be simulated: {missing(error, 'bench')}") from error
+        raise GpuActorsError(f"nothing can be simulated: {missing(error, 'test')}") from error
     return fleet_model
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     model = _model()
-    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.fleet", description=__doc__)
-    parser.add_argument("--costs", type=Path, help="a JSON like gpu_actors/bench/fleet_costs.json")
-    parser.add_argument("--measure", action="store_true", help="measure the choices of a router here")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fleet", description=__doc__, argument_default=argparse.SUPPRESS
+    )
+    study = parser.add_argument_group("the study")
+    study.add_argument("--quick", action="store_true", default=False, help="only its rows of at most 8 workers")
+    study.add_argument("--out", type=Path, default=None, help="also write its figures to this file, as JSON")
+    study.add_argument("--plot", type=Path, default=None, help="also draw them to this file")
+    parser.add_argument("--measure", action="store_true", default=False, help="measure the choices of a router here")
+    single = parser.add_argument_group("one run, where any of these is given")
+    single.add_argument("--costs", type=Path, help="a JSON like benchmarks/fleet_costs.json")
     defaults = model.Settings()
     for field in dataclasses.fields(defaults):
         default = getattr(defaults, field.name)
         kind: Callable[[str], Any] = _truth if isinstance(default, bool) else type(default)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default, help=f"{default}")
+        single.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=f"{default}")
     given = vars(parser.parse_args(arguments))
-    costs, measured = given.pop("costs"), given.pop("measure")
+    quick, out, plot, measured = (given.pop(name) for name in ("quick", "out", "plot", "measure"))
     if measured:
-        found: Mapping[str, Any] = measure()
-    else:
+        print(in_rows(measure()), end="")
+    elif given:
+        costs = given.pop("costs", None)
         settings = model.Settings(**given)
         figures = model.simulate(settings, load_costs(costs.read_text(encoding="utf-8") if costs else None))
-        found = {"kind": "simulation", "settings": model.changed(settings), **figures}
-    json.dump(found, sys.stdout, indent=2)
-    sys.stdout.write("\n")
-    return 0
+        print(in_rows({"kind": "simulation", "settings": model.changed(settings), **figures}), end="")
+    else:
+        found = {"environment": environment()} | run(quick)
+        if out is not None:
+            out.write_text(in_rows(found), encoding="utf-8")
+        write_table(COLUMNS, table(found), title=f"SIMULATED: {found['note']}")
+        if plot is not None:
+            from benchmarks.fleet_plot import draw
+
+            draw(found, plot)
 
 
 def _truth(text: str) -> bool:
@@ -177,4 +191,4 @@ def _truth(text: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
-from gpu_actors.bench.isolation import uncomputed
+from benchmarks.isolation import uncomputed
 
 
 async def test_only_what_computes_nothing_is_measured() -> None:

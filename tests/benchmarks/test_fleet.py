@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import Run
 from support.service import REPOSITORY
 
 import gpu_actors as ga
-from gpu_actors.bench import fleet as suite
-from gpu_actors.bench import fleet_plot as suite_plot
-from gpu_actors.bench.fleet_costs import Costs, load_costs
-from gpu_actors.bench.fleet_model import Fleet, Settings, changed, simulate
+from benchmarks import fleet as suite
+from benchmarks import fleet_plot as suite_plot
+from benchmarks.fleet_costs import Costs, load_costs
+from benchmarks.fleet_model import Fleet, Settings, changed, simulate
 from gpu_actors.distributed import RetryBudget, open_pool
 from gpu_actors.remote import InProcess
 
@@ -259,7 +258,7 @@ async def test_a_pool_of_real_workers_does_what_the_simulated_one_does(burst: fl
 
 
 def test_every_cost_says_where_it_is_from() -> None:
-    text = (REPOSITORY / "gpu_actors/bench/fleet_costs.json").read_text(encoding="utf-8")
+    text = (REPOSITORY / "benchmarks/fleet_costs.json").read_text(encoding="utf-8")
     given = json.loads(text)
     assert load_costs(text) == load_costs()
     for missing in ("kind", "source", "value"):
@@ -329,21 +328,19 @@ def test_every_row_of_the_committed_figures_comes_out_again() -> None:
         assert rerun(row) == row
 
 
-def test_the_command_labels_its_figures_as_simulated(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("bench", "fleet", "--quick", "--json", "--out", str(tmp_path / "fleet.json"))
-    figures = json.loads(out)
-    assert (code, figures["kind"]) == (0, "simulation")
-    assert figures["rows"] == committed(1, 8)
-    assert "SIMULATED" in run("bench", "fleet", "--quick")[1]
-    suite_plot.draw(COMMITTED, tmp_path / "fleet.svg")
-    drawn = (tmp_path / "fleet.svg").read_text(encoding="utf-8")
-    assert "SIMULATED" in drawn
+def test_the_command_labels_its_figures_as_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fleet.json"
     with pytest.raises(ga.GpuActorsError, match="quick study"):
-        suite_plot.draw(figures, tmp_path / "none.svg")
+        suite.main(["--quick", "--out", str(out), "--plot", str(tmp_path / "none.svg")])
+    assert "SIMULATED" in capsys.readouterr().out
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert (figures["kind"], figures["rows"]) == ("simulation", committed(1, 8))
+    suite_plot.draw(COMMITTED, tmp_path / "fleet.svg")
+    assert "SIMULATED" in (tmp_path / "fleet.svg").read_text(encoding="utf-8")
 
 
 def test_one_run_is_printed_by_the_module(capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["--workers", "2", "--seconds", "20", "--warm", "5", "--sticky", "no"]) == 0
+    suite.main(["--workers", "2", "--seconds", "20", "--warm", "5", "--sticky", "no"])
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["settings"]["sticky"]) == ("simulation", False)
     assert found["requests"] > 10

@@ -1,5 +1,7 @@
 """Estimates of a GPU suite from counts of machine code. They are a model's: they contain no measurement of ours.
 
+python -m benchmarks.model forward [--arch sm_80] [--quick] [--out FILE]     likewise backward, decode
+
 Each part of a case has a time of its own, as if it had the machine to itself:
 
     products    multiply-adds of the tiles / the dense rate of the tensor cores
@@ -19,16 +21,20 @@ fitted without. Elsewhere it is the longest part, an upper bound of the speed, a
 
 from __future__ import annotations
 
+import argparse
 import functools
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks.counts import Counts, count_case, key_of
+from benchmarks.order import ranked, section_size
+from benchmarks.sass import find_disassembler
+from gpu_actors.bench import environment, in_rows
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
-from gpu_actors.bench.counts import Counts, count_case, key_of
-from gpu_actors.bench.order import ranked, section_size
-from gpu_actors.bench.sass import find_disassembler
+from gpu_actors.cli.output import write_table
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
@@ -47,6 +53,7 @@ __all__ = [
     "dealt",
     "estimate",
     "estimate_suite",
+    "main",
     "table",
     "terms",
 ]
@@ -80,7 +87,7 @@ class Fit:
     points: int
 
 
-# What `scripts/model` finds; a test compares.
+# What `python -m benchmarks.fit` finds; a test compares.
 _FORWARD = {"products": 1.066, "issue": 1.005, "output": 0.1353, "edge": 2965.0}
 FITS = {
     "forward": Fit(_FORWARD, error=0.027, worst=0.083, series=0.034, points=25),
@@ -304,3 +311,22 @@ def _counted(case: Case, context: GpuContext, count: Any) -> tuple[str | None, C
     except GpuActorsError as error:
         return None, None, str(error)
     return key.kernel, None if find_disassembler() is None else count(key), None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite", choices=_CASES)
+    parser.add_argument("--arch", help=f"{', '.join(MACHINES)}; default: {DEFAULT_ARCH}")
+    parser.add_argument("--quick", action="store_true", help="only the most telling cases")
+    parser.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
+    given = parser.parse_args(arguments)
+    found = {"environment": environment()} | estimate_suite(given.suite, given.arch, given.quick)
+    if given.out is not None:
+        given.out.write_text(in_rows(found), encoding="utf-8")
+    write_table(COLUMNS, table(found), title=f"MODEL of {given.suite} on {found['machine']['name']}: {found['note']}")
+
+
+if __name__ == "__main__":
+    main()

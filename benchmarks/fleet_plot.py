@@ -15,7 +15,7 @@ _P50, _P99, _THIRD = "#8fb8de", "#1b6ca8", "#d1495b"
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """A drawing of what `gpu_actors.bench.fleet.run` gave. Raises GpuActorsError where matplotlib is missing, or the
+    """A drawing of what `benchmarks.fleet.run` gave. Raises GpuActorsError where matplotlib is missing, or the
     rows of the whole study are."""
     try:
         import matplotlib

@@ -1,13 +1,13 @@
-#!/usr/bin/env python3
 """Counts the main loops of other attention libraries' kernels, from their published wheels, beside this project's.
 
-scripts/peer_sass                  downloads the wheels (0.7 GB), counts, writes docs/reports/peers_sass.json and .md
-scripts/peer_sass --ours           counts this project's kernels again and keeps the other rows
-scripts/peer_sass --ours KIND      only those of forward, backward or decode
-scripts/peer_sass --page           writes the page from the JSON file alone
+python -m benchmarks.peer_sass                 downloads the wheels (0.7 GB), counts, writes the JSON file and the page
+python -m benchmarks.peer_sass --ours          counts this project's kernels again and keeps the other rows
+python -m benchmarks.peer_sass --ours KIND     only those of forward, backward or decode
+python -m benchmarks.peer_sass --page          writes the page from the JSON file alone
 
---wheels FOLDER keeps the wheels there. It needs pip, c++filt, and the wheels nvidia-cuda-cuobjdump and
-nvidia-cuda-nvdisasm; no GPU. Counts are facts of the kernels; their machine code is not kept.
+They are docs/reports/peers_sass.json and .md. --wheels FOLDER keeps the wheels there. It needs pip, c++filt, and the
+wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; no GPU. Counts are facts of the kernels; their machine code is
+not kept.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.counts import Counts, block_products, count_case, counts_of, key_of, loaded_bytes
+from benchmarks.sass import find_disassembler, main_step
+from gpu_actors.bench.cases import Case
+from gpu_actors.context import open_context
+from gpu_actors.options import ContextOptions
+
+__all__ = ["main"]
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from gpu_actors.bench.cases import Case  # noqa: E402
-from gpu_actors.bench.counts import Counts, block_products, count_case, counts_of, key_of, loaded_bytes  # noqa: E402
-from gpu_actors.bench.sass import find_disassembler, main_step  # noqa: E402
-from gpu_actors.context import open_context  # noqa: E402
-from gpu_actors.options import ContextOptions  # noqa: E402
-
 DATA = ROOT / "docs" / "reports" / "peers_sass.json"
 PAGE = DATA.with_suffix(".md")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
@@ -212,7 +212,7 @@ def registers(cubin: Path, function: str) -> int:
 def counted(kernel: Kernel, cubin: Path, function: str) -> Counts:
     """Raises SystemExit where no loop makes as many products as the tile has: then the tile or the loop is wrong."""
     index = symbols(cubin.read_bytes())[function]
-    command = [tool("nvdisasm"), "-c", "-fun", str(index), cubin]
+    command = [tool("nvdisasm"), "-c", "-fun", str(index), str(cubin)]
     wanted = block_products(kernel.kind, kernel.tile, kernel.dims) / kernel.warps
     step = main_step(subprocess.run(command, capture_output=True, text=True, check=True).stdout, wanted)
     if step is None or step.products != wanted:
@@ -243,7 +243,9 @@ def our_rows(only: str) -> Iterator[dict[str, Any]]:
     """A row for each of this project's kernels. only: of this kind, or "" for all."""
     for kind, arch, dtype, dims, causal in OURS:
         if only in ("", kind):
-            yield from _ours(arch, case_name(kind, arch, dtype, dims, causal), our_case(kind, dtype, dims, causal), dims)
+            yield from _ours(
+                arch, case_name(kind, arch, dtype, dims, causal), our_case(kind, dtype, dims, causal), dims
+            )
     for rows in ROWS if only in ("", "decode") else ():
         case = Case(kind="decode", batch=1, rows=rows, keys=4096, heads=64, kv_heads=8, head_dim=128, causal=True)
         yield from _ours("sm_90a", f"decode sm_90a bfloat16 d128 {rows} x 8 rows", case)
@@ -310,9 +312,9 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, float]], object]],
 
 TEMPLATE = """# Other libraries' machine code beside ours
 
-`scripts/peer_sass` downloads the wheels below, disassembles their kernels and counts what their main loops do. The
-rows in bold are this project's kernels, compiled by NVRTC. Nothing here was timed; [the model](model.md) estimates
-times from it. Counted on {date} with nvdisasm {nvdisasm} and NVRTC {nvrtc}:
+`python -m benchmarks.peer_sass` downloads the wheels below, disassembles their kernels and counts what their main
+loops do. The rows in bold are this project's kernels, compiled by NVRTC. Nothing here was timed; [the
+model](model.md) estimates times from it. Counted on {date} with nvdisasm {nvdisasm} and NVRTC {nvrtc}:
 
 {wheels}
 
@@ -368,7 +370,11 @@ def main() -> None:
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--wheels", type=Path)
     given = parser.parse_args()
-    data = json.loads(DATA.read_text(encoding="utf-8")) if given.ours is not None or given.page else {"rows": [], "wheels": {}}
+    data = (
+        json.loads(DATA.read_text(encoding="utf-8"))
+        if given.ours is not None or given.page
+        else {"rows": [], "wheels": {}}
+    )
     if not given.page:
         only = given.ours or ""
         rows = [one for one in data["rows"] if one["library"] != "ours" or not one["case"].startswith(only)]

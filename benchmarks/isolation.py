@@ -1,4 +1,4 @@
-"""What a context in a child process costs: ``gpu-actors bench isolation``.
+"""What a context in a child process costs, as JSON: ``python -m benchmarks.isolation``.
 
 A request is a forward on a mock device that computes nothing, from the call to the await. It is measured on a context
 of this process, on one in a child process, and beside a `multiprocessing.Pipe` whose other end answers at once, in
@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from gpu_actors.bench import environment, in_rows
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.errors import ContextLost, MockModeError
 from gpu_actors.options import ContextOptions, MockOptions, RestartPolicy
@@ -221,3 +222,7 @@ def _error(reply: Reply[Any]) -> BaseException | None:
     except (ContextLost, MockModeError):
         return reply.exception()
     return None
+
+
+if __name__ == "__main__":
+    print(in_rows({"environment": environment()} | run()), end="")

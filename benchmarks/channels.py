@@ -1,4 +1,4 @@
-"""What a channel costs beside a direct call, as JSON: python examples/channel_costs.py
+"""What a channel costs beside a direct call, as JSON: ``python -m benchmarks.channels``.
 
 A request is a forward on a mock device that computes nothing, from the call to the await: on a context of this process,
 on one in a child process and on one in a Ray actor, in turns in one run, so other work of the machine slows all alike.
@@ -8,10 +8,8 @@ Then 1, 2 and 4 workers answer a crowd through a pool. Needs Ray, which it start
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -19,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gpu_actors.bench import environment
-from gpu_actors.bench.isolation import uncomputed
+from benchmarks.isolation import uncomputed
+from gpu_actors.bench import environment, in_rows
 from gpu_actors.context import GpuContext
 from gpu_actors.distributed import ContextPool, open_pool
 from gpu_actors.errors import GpuActorsError
@@ -125,15 +123,13 @@ async def _rates(kinds: dict[str, Ask], crowd: int, rounds: int) -> dict[str, fl
     return {name: round(statistics.median(rates[1:])) for name, rates in found.items()}
 
 
-def main() -> int:
-    """The command."""
+def main() -> None:
     try:
         found = run()
     except GpuActorsError as error:
         raise SystemExit(str(error)) from None
-    sys.stdout.write(json.dumps({"environment": environment(), **found}, indent=2) + "\n")
-    return 0
+    print(in_rows({"environment": environment(), **found}), end="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
