@@ -77,8 +77,8 @@ class FlashForward:
         the others are padding, whatever lies there. Causal and windows mean the lengths that count. Outputs and
         gradients of padding are 0, as is the output of a row without keys, and its LSE is -inf, or its sink. Sequences
         must follow each other without gaps, and a bias that they do not share lies on the host. Dropout counts
-        sequence b as the packed batch would, as 3b. Gradients of sinks read dout of padding rows where it lies on a
-        device: it must be finite.
+        sequence b as the packed batch would, as 3b. Gradients of sinks read dout, out and lse of padding rows where
+        they lie on a device: they must be finite.
     block_mask: a `BlockMask`: what it does not list is hidden, beside what causal and windows hide, and kernels neither
         load nor multiply it. It goes without softcap, bias, positions and seqused.
     """

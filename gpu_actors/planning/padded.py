@@ -82,10 +82,12 @@ def packed(request: Request) -> Request:
         changes["bias"] = _each(dense.bias, "bias")
     if isinstance(dense, FlashBackward):
         changes["lse"] = _flat_lse(dense.lse)
-        if dense.sinks is not None and isinstance(changes["dout"], np.ndarray):
+        if dense.sinks is not None:
             # A row that sees its sink alone has a term in the sink's gradient: 0 times what is in the padding.
             counts = (np.arange(problem.seqlen_q) < rows[:, None]).reshape(-1)
-            changes["dout"] = np.where(counts[:, None, None], changes["dout"], changes["dout"].dtype.type(0))
+            for name, kept in (("dout", counts[:, None, None]), ("out", counts[:, None, None]), ("lse", counts)):
+                if isinstance(array := changes[name], np.ndarray):
+                    changes[name] = np.where(kept, array, array.dtype.type(0))
     return dataclasses.replace(dense, **changes)
 
 

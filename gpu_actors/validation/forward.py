@@ -335,7 +335,7 @@ def _lse_dtype(request: FlashForward) -> str:
 def _alibi_signed(request: FlashForward) -> bool:
     """Whether the sign of a distance counts: not where all distances have the same."""
     signed = flag("alibi_signed", request.alibi_signed)
-    return signed and request.alibi_slopes is not None and not request.causal
+    return signed and request.alibi_slopes is not None and not flag("causal", request.causal)
 
 
 def bias_fields(bias: Any, shape: Sizes, dtype: str, keys: int | None = None, one_row: bool = False) -> dict[str, Any]:
@@ -374,7 +374,8 @@ def position_words(request: Any, batch: int) -> dict[str, Any]:
 def _places(request: FlashForward, shape: Sizes) -> dict[str, Any]:
     """The fields of a problem that say where its rows, keys and heads stand in a larger one."""
     places: dict[str, Any] = position_words(request, shape.batch)
-    if (places["q_positions"] or places["k_positions"]) and request.alignment == "top_left":
+    positioned = places["q_positions"] or places["k_positions"]
+    if positioned and isinstance(request.alignment, str) and request.alignment == "top_left":
         reason = "must be left out: positions say which key is a row's own"
         raise InvalidRequest("alignment", request.alignment, reason)
     first = integer("dropout_first_head", request.dropout_first_head, 0, _MOST_HEADS)

@@ -1,0 +1,305 @@
+"""Whole requests, drawn at random, through every public door of a context.
+
+Each is answered as the oracle answers its sequences, on the mock device and on the emulated one, or it is refused by an
+error that names what is at fault. Nothing is written but its output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from properties.doors import BACKWARD, CACHED, FORWARD, Asked, answer_of, ask_of, check, check_unharmed, send
+from properties.problems import Spec, problem_of
+from properties.strategies import ANY, Family, budget, specs
+
+import gpu_actors as ga
+from gpu_actors.requests import BatchedDecode, FlashBackward, PagedForward, scalars_of
+
+pytestmark = pytest.mark.timeout(300)  # on a crowded machine: they compile kernels
+
+Opened = Callable[..., ga.GpuContext]
+
+# Of each architecture few variants of kernels answer most examples.
+_FLASH = ("dense", "varlen", "padded")
+FAMILIES: dict[str, tuple[Family, ...]] = {
+    "sm_80": (
+        Family(_FLASH, ("float16",), ((64, 64),), ("causal", "alibi_slopes", "sinks", "bias"), (("return_lse", True),)),
+        Family(tuple(BACKWARD), ("float16",), ((64, 64),), ("causal", "mask", "sinks", "bias")),
+        Family(tuple(CACHED), ("float16",), ((64, 64),), ("window_size", "sinks"), (("return_lse", True),)),
+    ),
+    "sm_90a": (
+        Family(tuple(FORWARD), ("bfloat16",), ((64, 64),), ("window_size", "mask", "sinks"), (("return_lse", True),)),
+        Family(tuple(BACKWARD), ("float32",), ((16, 16),), ("window_size", "alibi_slopes", "mask")),
+        Family(tuple(CACHED), ("float32",), ((16, 8),), ("causal", "softcap", "bias"), (("return_lse", True),)),
+    ),
+}
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+TIMES = pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.sweep)])
+
+
+def answered(ctx: ga.GpuContext, spec: Spec) -> None:
+    asked = ask_of(spec, problem_of(spec, finite=spec.door in BACKWARD))
+    result = send(ctx, asked)
+    check(asked, answer_of(asked, result), kernels=ctx.info.runs_kernels)
+    check_unharmed(asked)
+
+
+def refusal(ask: Callable[[], object]) -> ga.GpuActorsError | None:
+    """The error of a request that cannot be answered as asked, or None."""
+    try:
+        ask()
+    except (ga.RequestError, ga.CacheFull) as error:
+        return error
+    return None
+
+
+@st.composite
+def anywhere(draw: st.DrawFn, family: Family = ANY) -> tuple[str, Spec]:
+    arch = draw(st.sampled_from(ARCHES))
+    return arch, draw(specs(family, arch))
+
+
+@TIMES
+def test_the_mock_device_answers_as_the_oracle_does(opened: Opened, times: int) -> None:
+    @budget(times * 400)
+    @given(where=anywhere())
+    # The gradient of sinks was NaN where the results of padding were.
+    @example(where=("sm_90a", Spec(door="padded backward", rows=(0, 1), keys=(0, 1), options={"sinks": True})))
+    def holds(where: tuple[str, Spec]) -> None:
+        arch, spec = where
+        answered(opened("mock", arch), spec)
+
+    holds()
+
+
+@TIMES
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_kernels_answer_as_the_oracle_does(opened: Opened, arch: str, times: int) -> None:
+    families = st.sampled_from(FAMILIES[arch])
+
+    @budget(times * 60)
+    @given(spec=families.flatmap(lambda family: specs(family, arch)))
+    def holds(spec: Spec) -> None:
+        answered(opened("emulated", arch), spec)
+
+    holds()
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_any_kernel_answers_as_the_oracle_does(opened: Opened, arch: str) -> None:
+    @budget(300)
+    @given(spec=specs(ANY, arch))
+    def holds(spec: Spec) -> None:
+        answered(opened("emulated", arch), spec)
+
+    holds()
+
+
+# Requests with one thing wrong
+
+# What a refusal may name beside the arguments that are given.
+_NAMED = {
+    *("v_cache", "block_table", "max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "dropout_first_head", "seqs", "cache"),
+    *("head_dim", "head_dim_v", "page_size", "seqlen_q", "seqlen_k", "batch"),
+}
+_BACKWARD = tuple(f"{door} backward" for door in _FLASH)
+_PLAIN = (*_FLASH, *_BACKWARD, *CACHED)
+# Arrays that may have other rows and keys where all else of a request is the same.
+_OF_ANY_LENGTH = {
+    *("q", "k", "v", "k_cache", "v_cache", "k_caches", "v_caches", "block_table", "bias", "tree_mask"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
+}
+_OPERANDS = {"q", "k", "v", "k_cache", "v_cache"}
+_ODD = (None, "odd", np.zeros(3), math.nan, math.inf, -1, -2.5, 0, 1, True, 1.5, 1 << 70, (), object(), np.float32(2.0))
+
+
+def longer(array: np.ndarray, axis: int) -> np.ndarray:
+    return np.concatenate([array, np.zeros_like(array, shape=(*array.shape[:axis], 1, *array.shape[axis + 1 :]))], axis)
+
+
+def huge(array: np.ndarray, axis: int) -> np.ndarray:
+    shape = list(array.shape)
+    shape[axis] = 1 << 40
+    return np.broadcast_to(np.zeros((), array.dtype), shape)
+
+
+SPOILS: dict[str, Callable[[np.ndarray, int], Any]] = {
+    "no array": lambda array, axis: object(),
+    "list": lambda array, axis: [1.0],
+    "complex": lambda array, axis: np.zeros(array.shape, np.complex64),
+    "dates": lambda array, axis: np.zeros(array.shape, "M8[s]"),
+    "one axis more": lambda array, axis: array[None],
+    "one axis less": lambda array, axis: array.reshape(-1) if array.ndim > 1 else np.zeros((), array.dtype),
+    "longer": longer,
+    "shorter": lambda array, axis: array.take(range(array.shape[axis] - 1), axis) if array.size else array[None],
+    "empty": lambda array, axis: array.take([], axis) if array.size else array[None],
+    "swapped": lambda array, axis: np.ascontiguousarray(array.swapaxes(0, axis)),
+    "huge": huge,
+    "less": lambda array, axis: array - array.dtype.type(1) if array.dtype != np.bool_ else array,
+    "more": lambda array, axis: array + array.dtype.type(100) if array.dtype != np.bool_ else array,
+}
+# What is refused whatever the array is, by its own name.
+_ALWAYS = ("no array", "list", "complex", "dates", "one axis more")
+
+
+# Of the fields of a message, those that the door's method does not have.
+_ABSENT = {
+    "backward": ("return_lse", "out_dtype", "lse_dtype"),
+    "kv_cache": ("latent_dim", "chunk_index", "num_chunks"),
+    "": ("deterministic",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoilt:
+    """A request, and what is wrong with one of its arguments: of an array a spoil of an axis, of another an odd value.
+
+    odd: an index, for the repr of some says nothing. both: of keys and values the others are spoilt alike.
+    """
+
+    arch: str
+    spec: Spec
+    name: str
+    spoil: str = ""
+    axis: int = 0
+    odd: int = 0
+    both: bool = False
+
+    def asked(self) -> Asked:
+        return ask_of(self.spec, problem_of(self.spec, finite=True))
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> Spoilt:
+    arch, spec = draw(anywhere(Family(doors=_PLAIN)))
+    door, _, backward = spec.door.partition(" ")
+    kind = BatchedDecode if door == "pointers" else PagedForward if door in CACHED else FlashBackward
+    absent = _ABSENT.get(backward or door, _ABSENT[""])
+    numbers = [name for name in scalars_of(kind) if name not in absent]
+    if not backward:
+        spec.how.setdefault("out", "plain")
+    given = Spoilt(arch, spec, "").asked().arguments
+    arrays = [name for name, value in given.items() if isinstance(value, np.ndarray)]
+    beside = [name for name in arrays if name not in _OPERANDS]
+    name = draw(
+        st.one_of(*map(st.sampled_from, (arrays, beside or arrays, ["lse", "dout"] if backward else ["out"], numbers)))
+    )
+    if name in numbers:
+        return Spoilt(arch, spec, name, odd=draw(st.integers(0, len(_ODD) - 1)))
+    spoil = draw(st.sampled_from([*SPOILS, "empty", "empty", "empty"]))
+    return Spoilt(arch, spec, name, spoil, draw(st.integers(0, 3)), both=spoil == "empty" or draw(st.booleans()))
+
+
+def spoil(asked: Asked, wrong: Spoilt) -> tuple[bool, bool]:
+    """Change the argument: whether that must be refused, and whether by its name."""
+    name = wrong.name
+    if not wrong.spoil:
+        value = asked.arguments[name] = _ODD[wrong.odd]
+        return isinstance(value, str | np.ndarray), False
+    array = asked.arguments[name]
+    other = name.translate(str.maketrans("kv", "vk"))
+    if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray):
+        asked.arguments[other] = SPOILS[wrong.spoil](asked.arguments[other], wrong.axis % asked.arguments[other].ndim)
+    found = asked.arguments[name] = SPOILS[wrong.spoil](array, wrong.axis % max(1, array.ndim))
+    if isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype):
+        return False, False
+    exact = wrong.spoil in _ALWAYS and (name, wrong.spoil) != ("alibi_slopes", "one axis more")  # one of sequences
+    return exact or name not in {*_OF_ANY_LENGTH, "alibi_slopes"}, exact
+
+
+@TIMES
+def test_a_wrong_argument_is_refused_by_name(opened: Opened, times: int) -> None:
+    @budget(times * 600)
+    @given(wrong=spoilt())
+    # An array in the place of an option that another one is looked at with was refused as a message that is not read.
+    @example(wrong=Spoilt("sm_90a", Spec(options={"q_positions": 1}), "alignment", odd=2))
+    def holds(wrong: Spoilt) -> None:
+        asked = wrong.asked()
+        known = {*asked.arguments, *_NAMED}
+        must, exact = spoil(asked, wrong)
+        error = refusal(lambda: send(opened("mock", wrong.arch), asked))
+        assert error or not must, "it is taken"
+        said = getattr(error, "field", wrong.name).partition("[")[0]
+        exact = exact and not wrong.both
+        assert said == wrong.name or (said in known and not exact), error
+
+    holds()
+
+
+# Requests beyond what kernels here compute
+
+# The doors that each may be asked at, and what is changed in a request.
+BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "a tiny scale": (_PLAIN, {"options": {"softmax_scale": 1e-40}}),
+    "a huge scale": (_PLAIN, {"options": {"softmax_scale": -1e38}}),
+    "a tiny cap": (_PLAIN, {"options": {"softcap": 1e-39}}),
+    "a wide head": (_PLAIN, {"dims": (520, 8)}),
+    "wide values": (_PLAIN, {"dims": (8, 600)}),
+    "integers": (("varlen",), {"dtype": "int32"}),
+    "long doubles": (_FLASH, {"dtype": "longdouble"}),
+    "fp8": ((*_FLASH, *_BACKWARD), {"dtype": "float8_e4m3fn"}),
+    "fp8 and dropout": (_FLASH, {"dtype": "float8_e5m2", "options": {"dropout_p": 0.5}}),
+    "fp8 keys": (("paged", "cache", "pointers"), {"dtype": "float32", "how": {"kv_dtype": "float8_e4m3fn"}}),
+    "a wide lse": (_FLASH, {"how": {"return_lse": True, "lse_dtype": "float64"}}),
+    "a row's bias": (
+        _BACKWARD,
+        {"options": {"bias": ("float32", True, True, False, False)}, "how": {"deterministic": True}},
+    ),
+}
+# Where a nearest value goes that stands for a field of another name.
+_DTYPES = ("q", "k", "dtype")
+
+
+def nearer(spec: Spec, error: ga.Unsupported) -> Spec:
+    """The spec with what the error says is nearest."""
+    field, nearest = error.field, error.nearest
+    if field in ("head_dim", "head_dim_v"):
+        dims = list(spec.dims)
+        dims[field == "head_dim_v"] = nearest
+        return dataclasses.replace(spec, dims=tuple(dims))
+    if field in _DTYPES:
+        return dataclasses.replace(spec, dtype=nearest)
+    if field in ("k_cache", "k_caches"):
+        return dataclasses.replace(spec, how={**spec.how, "kv_dtype": nearest})
+    place = "options" if field in spec.options else "how"
+    assert field in getattr(spec, place), error
+    return dataclasses.replace(spec, **{place: {**getattr(spec, place), field: nearest}})
+
+
+@st.composite
+def beyond(draw: st.DrawFn) -> tuple[str, Spec]:
+    doors, changes = BEYOND[draw(st.sampled_from(list(BEYOND)))]
+    family = Family(doors=doors, dtypes=("float32", "bfloat16"))
+    arch, spec = draw(anywhere(family))
+    # These depend on what is changed.
+    options = {name: value for name, value in spec.options.items() if name not in ("bias", "dropout_p")}
+    dependent = ("latent", "compute", "kv_dtype", "out", "out_dtype")
+    how = {name: value for name, value in spec.how.items() if name not in dependent}
+    merged = {"options": options | changes.get("options", {}), "how": how | changes.get("how", {})}
+    return arch, dataclasses.replace(spec, **{**changes, **merged})
+
+
+@TIMES
+def test_what_an_error_says_is_nearest_is_answered(opened: Opened, times: int) -> None:
+    @budget(times * 100)
+    @given(where=beyond())
+    def holds(where: tuple[str, Spec]) -> None:
+        arch, spec = where
+        for _ in range(4):
+            error = refusal(lambda spec=spec: answered(opened("mock", arch), spec))
+            if error is None:
+                return
+            assert isinstance(error, ga.Unsupported), error
+            spec = nearer(spec, error)
+        raise AssertionError(f"refused four times, at last {spec}")
+
+    holds()
