@@ -1,37 +1,24 @@
-"""Rows and keys of caches that stand in a larger problem: shards of a cache give what the whole gives."""
+"""Rows and keys of caches that stand in a larger problem: shared launches, rotations, and what is refused."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gpu_actors as ga
 from gpu_actors.partial import Partial, merge
 from gpu_actors.planning.merging import merge as merge_requests
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.padding import pad_request
-from gpu_actors.reference import Gathered, attention_forward, paged_attention_forward
+from gpu_actors.reference import attention_forward
 from gpu_actors.reference.rope import apply_rope, rope_angles
 
 KEYS, ROWS, HEADS, KV_HEADS, DIM, PAGE = 30, 3, 4, 2, 8, 8
 LENGTHS = (30, 17)
 SLOPES = np.array([0.3, 0.1, 0.6, 0.2], np.float32)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {"causal": False},
-    "causal": {},
-    "window": {"causal": False, "window_size": (5, 3)},
-    "causal window": {"window_size": (7, -1)},
-    "sink tokens": {"window_size": (3, 0), "sink_tokens": 10},
-    "alibi": {"alibi_slopes": SLOPES},
-    "chunks": {"attention_chunk": 7, "sink_tokens": 2},
-    "all": {"window_size": (9, 0), "sink_tokens": 3, "alibi_slopes": SLOPES, "softcap": 3.0},
-}
 
 
 @pytest.fixture(scope="module")
@@ -90,124 +77,6 @@ def ask(
 def whole(q: Any, k: list[np.ndarray], v: list[np.ndarray], index: int, **options: Any) -> Any:
     options = {"causal": True, **options}
     return attention_forward(q[index : index + 1], k[index][None], v[index][None], **options)
-
-
-def shards_of(length: int, shards: int, interleaved: bool) -> list[tuple[slice, tuple[int, int]]]:
-    if interleaved:
-        return [(slice(shard, None, shards), (shard, shards)) for shard in range(shards)]
-    edges = [length * shard // shards for shard in range(shards + 1)]
-    return [(slice(first, end), (first, 1)) for first, end in itertools.pairwise(edges)]
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("layout", ["paged", "cache", "pointers"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_shards_of_a_cache_give_the_whole(ctx: ga.GpuContext, name: str, layout: str, interleaved: bool) -> None:
-    q, k, v = operands()
-    if layout == "pointers":
-        q = q[:, :1]
-        if not OPTIONS[name].get("causal", True):
-            return  # one new row: nothing comes after it
-    rows = q.shape[1]
-    own = places(*((length - rows, 1) for length in LENGTHS))
-    partials = []
-    for shard in range(4):
-        cuts = [shards_of(length, 4, interleaved)[shard] for length in LENGTHS]
-        mine = [[array[cut] for array, (cut, _) in zip(arrays, cuts, strict=True)] for arrays in (k, v)]
-        at = {"q_positions": own, "k_positions": places(*(steps for _, steps in cuts))}
-        answer = ask(ctx, layout, q, *mine, **at, **OPTIONS[name])
-        partials.append(Partial(answer.out, answer.lse))
-    merged = merge(partials)
-    for index in range(len(LENGTHS)):
-        wanted = whole(q, k, v, index, **OPTIONS[name])
-        np.testing.assert_allclose(merged.out[index], wanted.out[0], atol=1e-6)
-        np.testing.assert_allclose(merged.lse[index], wanted.lse[0], atol=1e-6)
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_any_cut_of_a_cache_gives_the_whole_in_float64(data: st.DataObject) -> None:
-    """Contiguous shards of any length, empty ones too, and keys dealt out by any step, merged in any grouping."""
-    name = data.draw(st.sampled_from(list(OPTIONS)))
-    options = {"causal": True, **OPTIONS[name]}
-    q, k, v = operands(data.draw(st.integers(0, 99)))
-    length, rows = LENGTHS[0], data.draw(st.integers(1, ROWS))
-    if data.draw(st.booleans()):
-        edges = sorted(data.draw(st.lists(st.integers(0, length), max_size=4)))
-        edges = [0, *edges, length]
-        cuts = [(slice(first, end), (first, 1)) for first, end in itertools.pairwise(edges)]
-    else:
-        cuts = shards_of(length, data.draw(st.integers(1, 5)), True)
-    own = places((length - rows, 1))
-    partials = []
-    for cut, steps in cuts:
-        keys, values = k[0][cut], v[0][cut]
-        cache = Gathered(keys, values, np.array([0, len(keys)], np.int32))
-        part = paged_attention_forward(
-            q[:1, :rows], cache, q_positions=own, k_positions=places(steps), **options
-        )  # fmt: skip
-        partials.append(Partial(part.out, part.lse))
-    split = data.draw(st.integers(0, len(partials) - 1))
-    grouped = merge([merge(partials[: split + 1]), *partials[split + 1 :]])
-    wanted = whole(q[:, :rows], k, v, 0, **OPTIONS[name])
-    for merged in (merge(partials), grouped):
-        np.testing.assert_allclose(merged.out, wanted.out, atol=1e-12)
-        np.testing.assert_allclose(merged.lse, wanted.lse, atol=1e-12)
-
-
-@pytest.mark.parametrize("layout", ["paged", "cache", "pointers"])
-def test_rows_without_positions_stand_where_the_last_keys_do(ctx: ga.GpuContext, layout: str) -> None:
-    """A cache whose first keys were dropped: chunks and sink tokens still begin where the whole sequence did."""
-    q, k, v = operands()
-    if layout == "pointers":
-        q = q[:, :1]
-    at = places((100, 2), (5, 3))
-    options: dict[str, Any] = {"attention_chunk": 12, "sink_tokens": 20, "alibi_slopes": SLOPES}
-    answer = ask(ctx, layout, q, k, v, k_positions=at, **options)
-    rows = q.shape[1]
-    last = places(*((first + (n - rows) * step, step) for (first, step), n in zip(at.tolist(), LENGTHS, strict=True)))
-    both = ask(ctx, layout, q, k, v, k_positions=at, q_positions=last, **options)
-    np.testing.assert_array_equal(answer.out, both.out)
-    for index in range(2):
-        wanted = whole(
-            q, k, v, index, q_positions=last[index : index + 1], k_positions=at[index : index + 1], **options
-        )
-        np.testing.assert_allclose(answer.out[index], wanted.out[0], atol=1e-12)
-    plain = ask(ctx, layout, q, k, v, **options)
-    assert np.abs(plain.out - answer.out).max() > 1e-3
-
-
-def test_more_rows_than_keys_stand_before_the_first_key(ctx: ga.GpuContext) -> None:
-    q, k, v = operands()
-    k, v = ([keys[:1] for keys in arrays] for arrays in (k, v))
-    answer = ask(ctx, "paged", q, k, v, k_positions=places((0, 1), (4, 6)))
-    assert np.isneginf(answer.lse[:, :, :2]).all()
-    assert np.isfinite(answer.lse[:, :, 2]).all()
-    assert not answer.out[:, :2].any()
-
-
-def test_keys_without_positions_are_at_the_beginning(ctx: ga.GpuContext) -> None:
-    q, k, v = operands()
-    at = places((9, 2), (3, 1))
-    one = ask(ctx, "paged", q, k, v, q_positions=at)
-    both = ask(ctx, "paged", q, k, v, q_positions=at, k_positions=np.zeros(2, np.int32))
-    np.testing.assert_array_equal(one.out, both.out)
-
-
-def test_packed_rows_have_positions_of_their_sequence(ctx: ga.GpuContext) -> None:
-    q, k, v = operands()
-    (k_pool, table), (v_pool, _) = pages(k), pages(v)
-    at = {"q_positions": places((40, 2), (7, 1)), "k_positions": places((20, 1), (1, 2))}
-    options: dict[str, Any] = {"window_size": (9, 0), "alibi_slopes": SLOPES}
-    packed = np.concatenate([q[0, :1], q[1]])
-    answer = ctx.flash_attn.paged_forward(
-        packed, k_pool, v_pool, block_table=table, cache_seqlens=np.array(LENGTHS, np.int32),
-        cu_seqlens_q=np.array([0, 1, 4], np.int32), **at, **options,
-    ).result(60)  # fmt: skip
-    for index, rows in enumerate([slice(0, 1), slice(1, 4)]):
-        own = {name: array[index : index + 1] for name, array in at.items()}
-        wanted = whole(packed[None, rows], [k[index]], [v[index]], 0, **own, **options)
-        np.testing.assert_allclose(answer.out[rows], wanted.out[0], atol=1e-12)
 
 
 def test_requests_that_share_a_launch_keep_their_positions() -> None:

@@ -1,4 +1,4 @@
-"""Partials over cuts of the keys merge into attention over all of them, whatever the cut."""
+"""Partials: what merges at the edges, the rules for a shard of keys, the gradient of a merge, and refusals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda
 from fakes.tensor import DeviceTensor, HostTensor
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gpu_actors as ga
 from gpu_actors.partial import MergeGradients, Partial, empty, merge, merge_gradients
-from gpu_actors.reference.backward import attention_backward
 from gpu_actors.reference.forward import attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -40,41 +37,6 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Parti
 def assert_equal(left: Partial, right: Partial, tolerance: float = 1e-12) -> None:
     np.testing.assert_allclose(left.out, right.out, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(left.lse, right.lse, rtol=tolerance, atol=tolerance)
-
-
-@st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
-    """The number of keys and who has which: any interleaving, empty shards included."""
-    keys, shards = draw(st.integers(1, 24)), draw(st.integers(1, 5))
-    owners = draw(st.lists(st.integers(0, shards - 1), min_size=keys, max_size=keys))
-    return keys, [[key for key in range(keys) if owners[key] == shard] for shard in range(shards)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(cuts(), st.floats(0.01, 300.0), st.booleans())
-def test_every_cut_of_the_keys_merges_into_the_whole(
-    cut: tuple[int, list[list[int]]], scale: float, with_sinks: bool
-) -> None:
-    keys, shards = cut
-    q, k, v = whole(3, keys, scale)
-    sinks = random(HEADS, seed=9) * scale if with_sinks else None
-    partials = [
-        attend(q, k[:, own], v[:, own]) if own else empty((1, 3, HEADS, DIM), dtype="float64") for own in shards
-    ]
-    assert_equal(merge(partials, sinks=sinks), attend(q, k, v, sinks=sinks))
-
-
-@settings(max_examples=50, deadline=None)
-@given(cuts(), st.data())
-def test_merging_in_groups_equals_merging_at_once(cut: tuple[int, list[list[int]]], data: st.DataObject) -> None:
-    keys, shards = cut
-    q, k, v = whole(2, keys)
-    partials = [attend(q, k[:, own], v[:, own]) for own in shards if own]
-    split = data.draw(st.integers(1, len(partials)))
-    left, right = partials[:split], partials[split:]
-    grouped = [merge(left), merge(right)] if right else [merge(left)]
-    sinks = random(HEADS, seed=9)
-    assert_equal(merge(grouped, sinks=sinks), merge(partials, sinks=sinks))
 
 
 @pytest.mark.parametrize("shift", [-800.0, 800.0])
@@ -192,28 +154,6 @@ def test_alibi_of_one_row_moves_the_lse_of_shards_behind_it() -> None:
     assert_equal(merge(partials), attend(q, k, v, causal=True, alibi_slopes=slopes))
 
 
-def test_softcap_and_bias_are_cut_by_columns() -> None:
-    q, k, v = whole(3, 10)
-    bias = random(1, HEADS, 3, 10, seed=5)
-    partials = [
-        attend(q, k[:, own], v[:, own], bias=bias[..., own], softcap=5.0) for own in (slice(0, 3), slice(3, 10))
-    ]
-    assert_equal(merge(partials), attend(q, k, v, bias=bias, softcap=5.0))
-
-
-def test_gradients_of_blocks_take_the_merged_out_and_lse() -> None:
-    q, k, v = whole(3, 10)
-    dout, sinks = random(1, 3, HEADS, DIM, seed=7), random(HEADS, seed=9)
-    shards = [slice(0, 4), slice(4, 10)]
-    merged = merge([attend(q, k[:, own], v[:, own]) for own in shards], sinks=sinks)
-    expected = attention_backward(dout, q, k, v, sinks=sinks)
-    parts = [attention_backward(dout, q, k[:, own], v[:, own], out=merged.out, lse=merged.lse) for own in shards]
-    np.testing.assert_allclose(sum(part.dq for part in parts), expected.dq, atol=1e-13)
-    for name in ("dk", "dv"):
-        joined = np.concatenate([getattr(part, name) for part in parts], 1)
-        np.testing.assert_allclose(joined, getattr(expected, name), atol=1e-13)
-
-
 # The gradient of the merge itself
 
 
@@ -277,17 +217,6 @@ def test_out_is_rounded_once_to_the_dtype_of_the_outs(dtype: str, unit: float) -
     assert exact.lse.dtype == np.float64
     np.testing.assert_array_equal(merged.out, exact.out.astype(kind))
     assert np.abs(merged.out.astype(np.float64) - exact.out).max() <= unit * np.abs(exact.out).max()
-
-
-async def test_the_answers_of_a_service_are_merged() -> None:
-    q, k, v = (array.astype(np.float32) for array in whole(3, 10))
-    async with ga.open_context("mock") as ctx:
-        halves = [
-            await ctx.flash_attn.forward(q, k[:, own], v[:, own], return_lse=True)
-            for own in (slice(0, 4), slice(4, 10))
-        ]
-        everything = await ctx.flash_attn.forward(q, k, v, return_lse=True)
-    assert_equal(merge(halves), Partial(*everything), 1e-6)
 
 
 def part(**changes: Any) -> Partial:

@@ -23,12 +23,11 @@ from gpu_actors.reference import (
     attention_forward,
     backward,
 )
-from gpu_actors.testing.problems import FEATURES, ForwardCase, poison_tail, poison_unseen, random_forward
+from gpu_actors.testing.problems import ForwardCase, poison_tail, poison_unseen, random_forward
 
 Array = npt.NDArray[Any]
 SMALL = [(1, 1), (3, 5), (5, 3), (4, 4), (3, 1), (1, 6), (3, 0), (0, 4)]
 HEADS = [(2, 2), (4, 2), (3, 1)]
-OPTIONS = [feature for feature in FEATURES if feature != "descales"]
 TOLERANCE = 1e-10
 
 
@@ -271,22 +270,6 @@ def test_given_results_are_used_in_place_of_computing_them() -> None:
     assert disagreement(by_name(given), alone) < 1e-13
     shifted = attention_backward(dout, *case.inputs, out=forward.out, lse=forward.lse + np.log(2), **case.options)
     np.testing.assert_allclose(shifted.dv, given.dv / 2, rtol=1e-12)
-
-
-def test_parts_of_the_keys_with_the_whole_results_add_up() -> None:
-    """What ring attention relies on: each part of the keys, given the whole's out and LSE, gives its share."""
-    rng = np.random.default_rng(3)
-    dout, q = rng.normal(size=(2, 2, 5, 4, 3))
-    k, v = rng.normal(size=(2, 2, 8, 2, 3))
-    forward, whole = attention_forward(q, k, v), attention_backward(dout, q, k, v)
-    parts = [
-        attention_backward(dout, q, k[:, part], v[:, part], out=forward.out, lse=forward.lse)
-        for part in (slice(0, 3), slice(3, 8))
-    ]
-    np.testing.assert_allclose(sum(part.dq for part in parts), whole.dq, rtol=0, atol=1e-14)
-    for name in ("dk", "dv"):
-        joined = np.concatenate([getattr(part, name) for part in parts], axis=1)
-        np.testing.assert_allclose(joined, getattr(whole, name), rtol=0, atol=1e-14)
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
