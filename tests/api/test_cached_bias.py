@@ -25,7 +25,6 @@ from gpu_actors.testing.tolerance import check_output
 ROWS, KEYS = (5, 3, 1, 5), (77, 30, 0, 96)
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 64, 16
 WIDTH = 101
-LAYOUTS = ("paged", "packed", "cache", "pointers", "attend")
 # batch, heads, whether rows have one for all
 KINDS = {
     "own": (4, HEADS, False),
@@ -128,17 +127,6 @@ def check(ctx: ga.GpuContext, layout: str, kind: str, dtype: str = "float16", bi
         own = {name: value for name, value in options.items() if name in ("softcap", "causal")}
         check_output(out, lse, q[b][None], k[b][None], v[b][None], bias=corner, **own)
         at, row = at + 1, row + count
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_has_a_corner_for_each_sequence(mock: ga.GpuContext, layout: str, kind: str) -> None:
-    check(mock, layout, kind)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_mask_hides_keys_of_a_cache(mock: ga.GpuContext, layout: str) -> None:
-    check(mock, layout, "own", bias_dtype="bool")
 
 
 def _paged(**changes: Any) -> ga.PagedForward:

@@ -54,15 +54,6 @@ def test_new_rows_over_pages_and_caches(emulated, layout, num_splits):
     check_results(case, answer.out, answer.lse)
 
 
-def test_packed_rows_and_the_callers_output(emulated):
-    case = case_of(3, causal=True)
-    case.rows = [3, 1, 2, 0]
-    out = np.full((6, 6, 64), np.nan, np.float16)
-    answer = ask(emulated, case, out=out).result(120)
-    assert answer.out is out
-    check_results(case, out, answer.lse)
-
-
 def test_a_draft_sees_its_ancestors_in_the_tree_alone(emulated):
     case = case_of(5)
     case.tree = np.stack([tree_bits(random_tree(np.random.default_rng(n), 5)) for n in range(len(LENGTHS))])

@@ -1,4 +1,4 @@
-"""Requests over pages, dense caches and arrays of pointers, on mock: the oracle, and what must never be read."""
+"""Requests over pages, dense caches and arrays of pointers, on mock: trees, padding, bits and keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.cached_batches import OPTIONS, Batch, random_batch, random_tree, tree_bits, with_arrays
+from cases.cached_batches import Batch, random_batch, random_tree, tree_bits
 from emulated.decode import DecodeCase
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
-
-LENGTHS = (0, 1, 7, 16, 33)
-PLACED = np.array([[3, 2], [0, 1], [9, 1], [4, 3]], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -23,92 +20,10 @@ def ctx() -> Iterator[ga.GpuContext]:
         yield ctx
 
 
-def expected(batch: Batch, index: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence straight through the dense oracle, without any cache around it."""
-    own = {name: value[index : index + 1] if np.ndim(value) == 2 else value for name, value in options.items()}
-    if not len(batch.k[index]):
-        # A dense request has keys; a row that sees none of them is what a sequence without keys comes to.
-        heads, dim = batch.q.shape[2], batch.v[index].shape[-1]
-        sinks = options.get("sinks", np.full(heads, -np.inf))
-        return np.zeros((batch.q.shape[1], heads, dim)), np.repeat(sinks[:, None], batch.q.shape[1], axis=1)
-    result = attention_forward(batch.q[index : index + 1], batch.k[index][None], batch.v[index][None], **own)
-    return result.out[0], result.lse[0]
-
-
-def check(batch: Batch, options: dict[str, Any], result: ga.AttentionOutput) -> None:
-    for index in range(len(batch.k)):
-        out, lse = expected(batch, index, options)
-        np.testing.assert_allclose(result.out[index], out, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(result.lse[index], lse, rtol=1e-5, atol=1e-6)
-
-
 def ask_paged(ctx: ga.GpuContext, batch: Batch, page_size: int = 8, **options: Any) -> ga.AttentionOutput:
     pages = batch.pages(page_size)
     tables = {"block_table": pages.block_table, "cache_seqlens": pages.cache_seqlens}
     return ctx.flash_attn.paged_forward(batch.q, pages.k, pages.v, **tables, **options, return_lse=True).result(10.0)
-
-
-def ask_dense(ctx: ga.GpuContext, batch: Batch, **options: Any) -> ga.AttentionOutput:
-    k, v = batch.dense()
-    reply = ctx.flash_attn.paged_forward(batch.q, k, v, cache_seqlens=batch.lengths, **options, return_lse=True)
-    return reply.result(10.0)
-
-
-@pytest.mark.parametrize("ask", [ask_paged, ask_dense])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_sequence_sees_its_own_keys_and_nothing_else(
-    ctx: ga.GpuContext, ask: Any, rows: int, options: dict[str, Any]
-) -> None:
-    batch = random_batch(1, LENGTHS, rows=rows, dim_v=24)
-    options = with_arrays(options, batch)
-    result = ask(ctx, batch, **options)
-    check(batch, {"causal": True} | options, result)
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 8, 12, 16, 64, 128, 256])
-def test_pages_of_any_size_give_the_same_answer(ctx: ga.GpuContext, page_size: int) -> None:
-    batch = random_batch(2, (300, 0, 64, 257), rows=2, heads=(8, 1))
-    check(batch, {"causal": True}, ask_paged(ctx, batch, page_size))
-
-
-@pytest.mark.parametrize("options", [one for one in OPTIONS if "causal" not in one], ids=str)
-@pytest.mark.parametrize("lens_dtype", [np.int32, np.uint32])
-def test_decode_reads_one_array_a_sequence(ctx: ga.GpuContext, options: dict[str, Any], lens_dtype: Any) -> None:
-    batch = random_batch(3, LENGTHS)
-    options = with_arrays(options, batch)
-    k, v = batch.arrays()
-    lens = batch.lengths.astype(lens_dtype)
-    result = ctx.flash_attn.decode(batch.q[:, 0], k, v, lens, **options, return_lse=True).result(10.0)
-    assert (result.out.shape, result.lse.shape) == ((5, 4, 16), (5, 4))
-    check(batch, options, ga.AttentionOutput(result.out[:, None], result.lse[..., None]))
-
-
-def test_decode_takes_all_caches_in_one_array(ctx: ga.GpuContext) -> None:
-    batch = random_batch(4, (3, 9))
-    k, v = batch.arrays()
-    apart = ctx.flash_attn.decode(batch.q[:, 0], k, v, batch.lengths).result(10.0)
-    together = ctx.flash_attn.decode(batch.q[:, 0], np.stack(k), np.stack(v), batch.lengths).result(10.0)
-    assert np.array_equal(apart.out, together.out)
-
-
-def test_rows_of_different_numbers_are_packed(ctx: ga.GpuContext) -> None:
-    batch = random_batch(5, (4, 20, 9), rows=4)
-    counts = (1, 4, 2)
-    pages = batch.pages(8)
-    q = np.concatenate([batch.q[index, :count] for index, count in enumerate(counts)])
-    ends = np.array([0, 1, 5, 7], np.int32)
-    result = ctx.flash_attn.paged_forward(
-        q, pages.k, pages.v, block_table=pages.block_table, cache_seqlens=pages.cache_seqlens, cu_seqlens_q=ends,
-        return_lse=True,
-    ).result(10.0)  # fmt: skip
-    assert result.lse.shape == (4, 7)
-    for index, count in enumerate(counts):
-        alone = Batch(batch.q[index : index + 1, :count], [batch.k[index]], [batch.v[index]])
-        out, lse = expected(alone, 0, {"causal": True})
-        rows = slice(ends[index], ends[index + 1])
-        np.testing.assert_allclose(result.out[rows], out, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(result.lse[:, rows], lse, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["bits", "signed bits", "bool", "packed"])
@@ -143,21 +58,6 @@ def test_sixty_four_tree_rows_use_every_bit(ctx: ga.GpuContext) -> None:
     causal = ask_paged(ctx, batch)
     tree = ask_paged(ctx, batch, tree_mask=np.tril(np.ones((1, 64, 64), bool)))
     assert np.array_equal(causal.out, tree.out)
-
-
-def test_fp8_pages_under_a_16_bit_query_are_descaled(ctx: ga.GpuContext) -> None:
-    batch = random_batch(8, (5, 40), dtype="bfloat16", kv_dtype="float8_e4m3fn")
-    rng = np.random.default_rng(8)
-    k_descale, v_descale = rng.uniform(0.5, 2.0, (2, 2, 2)).astype(np.float32)
-    result = ask_paged(ctx, batch, k_descale=k_descale, v_descale=v_descale)
-    assert result.out.dtype.name == "bfloat16"
-    for index in range(2):
-        factors = (k_descale[index][:, None], v_descale[index][:, None])
-        k, v = (
-            side[index].astype(np.float64) * factor for side, factor in zip((batch.k, batch.v), factors, strict=True)
-        )
-        out = attention_forward(batch.q[index : index + 1], k[None], v[None], causal=True).out[0]
-        np.testing.assert_allclose(result.out[index].astype(np.float64), out, rtol=2**-8, atol=2**-9)
 
 
 def test_a_sequence_is_answered_bitwise_alike_alone_and_in_a_batch(ctx: ga.GpuContext) -> None:
@@ -211,20 +111,6 @@ def test_the_key_says_where_keys_and_values_lie(ctx: ga.GpuContext) -> None:
     arrays = dict(zip(("k_caches", "v_caches"), batch.arrays(), strict=True))
     key = ctx.flash_attn.inspect_key(ga.BatchedDecode(q=batch.q[:, 0], **arrays, seq_lens=batch.lengths))
     assert (key.layout, key.mask, key.gqa_ratio) == ("pointers", "full", 2)
-
-
-@pytest.mark.parametrize("page_size", [None, 1, 5, 16])
-@pytest.mark.parametrize("options", [{}, {"window_size": (7, -1), "sink_tokens": 2}, {"k_positions": PLACED}], ids=str)
-def test_keys_begin_behind_their_padding(ctx: ga.GpuContext, page_size: int | None, options: dict[str, Any]) -> None:
-    """Padding and the pages that hold nothing else are not read."""
-    batch = random_batch(5, (30, 0, 7, 64), rows=2)
-    case = DecodeCase(batch, "cache" if page_size is None else "paged", page_size or 0, leftpad=[3, 5, 0, 40])
-    operands = case.operands()
-    result = ctx.flash_attn.paged_forward(**operands, **options, return_lse=True).result(10.0)
-    wanted = ask_paged(ctx, batch, **options)
-    for found, right in zip(result, wanted, strict=True):
-        np.testing.assert_array_equal(found, right)
-    assert ctx.flash_attn.inspect_key(ga.PagedForward(**operands)).cache_leftpad
 
 
 def test_a_cache_has_sequences_for_other_requests(ctx: ga.GpuContext) -> None:

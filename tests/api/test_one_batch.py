@@ -39,11 +39,6 @@ def check(ctx: ga.GpuContext, shared: tuple[str, ...]) -> None:
         np.testing.assert_allclose(found.lse, wanted.lse, atol=1e-4)
 
 
-@pytest.mark.parametrize("shared", SHARED, ids="".join)
-def test_one_stands_for_all(mock: ga.GpuContext, shared: tuple[str, ...]) -> None:
-    check(mock, shared)
-
-
 def test_nothing_is_copied() -> None:
     given = operands(("k",))
     k = broadcast_batch(ga.FlashForward(**given)).k

@@ -78,16 +78,6 @@ def check(ctx: ga.GpuContext, kind: str, dtype: str = "float32", bias_dtype: str
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_packed_sequences_have_a_corner_each(mock: ga.GpuContext, kind: str) -> None:
-    check(mock, kind)
-
-
-@pytest.mark.parametrize("bias_dtype", ["float16", "bool"])
-def test_narrow_biases_and_masks(mock: ga.GpuContext, bias_dtype: str) -> None:
-    check(mock, "own", "float16", bias_dtype)
-
-
-@pytest.mark.parametrize("kind", SHAPES)
 def test_the_oracle_is_that_of_each_sequence_alone(kind: str) -> None:
     rng = np.random.default_rng(3)
     q, dout = (rng.standard_normal((sum(ROWS), HEADS, 8)) for _ in range(2))

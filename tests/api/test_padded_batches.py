@@ -17,26 +17,10 @@ from gpu_actors.planning.padded import packed
 SLOPES = np.array([0.1, 0.4, 0.02, 0.3], np.float32)
 EACH = np.random.default_rng(1).uniform(0.01, 0.5, (4, 4)).astype(np.float32)
 BIAS = np.random.default_rng(2).standard_normal((4, 4, 70, 90)).astype(np.float32)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "causal": {"causal": True},
-    "top left": {"causal": True, "alignment": "top_left"},
-    "window": {"window_size": (7, 3), "sink_tokens": 2},
-    "alibi of heads": {"alibi_slopes": SLOPES, "causal": True},
-    "alibi of sequences": {"alibi_slopes": EACH},
-    "sinks": {"sinks": SLOPES, "causal": True},
-    "bias of sequences": {"bias": BIAS, "causal": True},
-    "bias of heads": {"bias": BIAS[:1]},
-    "bias of one row": {"bias": BIAS[:, :1, :1], "softcap": 3.0},
-    "bias and sinks": {"bias": BIAS[:1, :1], "sinks": SLOPES},
-    "mask": {"bias": BIAS < 0.5},
-    "chunks": {"attention_chunk": 16, "causal": True},
-    "softcap": {"softcap": 3.0, "softmax_scale": 0.2},
-    "positions": {
-        "causal": True,
-        "q_positions": np.array([[50, 2], [7, 1], [9, 3], [(1 << 30) - 2, 1]], np.int32),
-        "k_positions": np.array([3, 0, 8, 1], np.int32),
-    },
+PLACES: dict[str, Any] = {
+    "causal": True,
+    "q_positions": np.array([[50, 2], [7, 1], [9, 3], [(1 << 30) - 2, 1]], np.int32),
+    "k_positions": np.array([3, 0, 8, 1], np.int32),
 }
 
 
@@ -46,28 +30,9 @@ def mock() -> Iterator[ga.GpuContext]:
         yield ctx
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_each_sequence_is_as_it_is_alone(mock: ga.GpuContext, options: str) -> None:
-    check_padded(mock, PaddedCase(options=OPTIONS[options]))
-
-
-@pytest.mark.parametrize("changes", [{"keys": None}, {"rows": None}, {"rows": (0, 0), "keys": (0, 5)}], ids=str)
-def test_rows_or_keys_alone_may_be_padded(mock: ga.GpuContext, changes: dict[str, Any]) -> None:
-    check_padded(mock, PaddedCase(**changes, options={"causal": True}))
-
-
-def test_descales_are_those_of_the_sequence(mock: ga.GpuContext) -> None:
-    scales = np.random.default_rng(0).uniform(0.5, 2.0, (3, 4, 2)).astype(np.float32)
-    options = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-    check_padded(mock, PaddedCase(dtype="float8_e4m3fn", options=options, backward=False))
-
-
-def test_an_array_of_the_callers_is_filled(mock: ga.GpuContext) -> None:
-    q = np.random.default_rng(0).standard_normal((2, 5, 2, 16)).astype(np.float32)
-    out, used = np.full_like(q, np.nan), np.array([3, 5], np.int32)
-    answer = mock.flash_attn.forward(q, q, q, seqused_q=used, out=out).result(10)
-    assert answer.out is out
-    np.testing.assert_array_equal(out, mock.flash_attn.forward(q, q, q, seqused_q=used).result(10).out)
+def test_padding_stands_nowhere(mock: ga.GpuContext) -> None:
+    """And so not beyond what a position can be."""
+    check_padded(mock, PaddedCase(options=PLACES))
 
 
 def test_arrays_that_are_no_views_of_packed_ones(mock: ga.GpuContext) -> None:
@@ -148,10 +113,10 @@ EMULATED = {
     "uneven": PaddedCase(dtype="float16", dims=(64, 96), rows=None, options={"alibi_slopes": EACH, "causal": True}),
     "long": PaddedCase((300, 5, 0), (0, 700, 129), (300, 700), dtype="bfloat16", options={"softcap": 5.0}),
     "fp32": PaddedCase(dims=(16, 16), options={"causal": True, "sinks": SLOPES}),
-    "placed": PaddedCase(dtype="float16", options=OPTIONS["positions"]),
-    "biased": PaddedCase(dtype="float16", options=OPTIONS["bias of sequences"]),
+    "placed": PaddedCase(dtype="float16", options=PLACES),
+    "biased": PaddedCase(dtype="float16", options={"bias": BIAS, "causal": True}),
     "biased by one": PaddedCase(dtype="bfloat16", options={"bias": BIAS[:1, :1]}),
-    "masked": PaddedCase(dtype="float16", options=OPTIONS["mask"]),
+    "masked": PaddedCase(dtype="float16", options={"bias": BIAS < 0.5}),
 }
 
 

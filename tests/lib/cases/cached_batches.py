@@ -86,17 +86,6 @@ def random_tree(rng: np.random.Generator, rows: int) -> np.ndarray:
     return mask
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": False},
-    {"window_size": (7, -1)},
-    {"window_size": (3, 2), "causal": False, "sink_tokens": 4},
-    {"softcap": 5.0, "softmax_scale": 0.3},
-    {"alibi_slopes": True},
-    {"sinks": True, "window_size": (5, 0), "sink_tokens": 2},
-)
-
-
 def with_arrays(options: dict[str, Any], batch: Batch, seed: int = 0) -> dict[str, Any]:
     """Options in which True stands for an array that fits the batch."""
     rng = np.random.default_rng(seed)
