@@ -285,6 +285,8 @@ def beyond(draw: st.DrawFn) -> tuple[str, Spec]:
     dependent = ("latent", "compute", "kv_dtype", "out", "out_dtype")
     how = {name: value for name, value in spec.how.items() if name not in dependent}
     merged = {"options": options | changes.get("options", {}), "how": how | changes.get("how", {})}
+    if "bias" in merged["options"]:  # it has a row and a key at least
+        merged |= {name: tuple(max(1, count) for count in getattr(spec, name)) for name in ("rows", "keys")}
     return arch, dataclasses.replace(spec, **{**changes, **merged})
 
 
