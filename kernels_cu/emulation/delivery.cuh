@@ -77,6 +77,10 @@ inline void check_block_end(Block& block) {
       return report(block, kind::divergence, "warps %d and %d of a warpgroup issued %llu and %llu wgmma", i - i % 4, i,
                     static_cast<unsigned long long>(block.warp[i - i % 4].wgmma.issued),
                     static_cast<unsigned long long>(state.issued));
+    const int first = block.warp[i - i % 4].registers;
+    if (block.warp[i].registers != first)
+      return report(block, kind::divergence, "warps %d and %d of a warpgroup have %d and %d registers a thread",
+                    i - i % 4, i, first, block.warp[i].registers);
   }
 }
 

@@ -52,6 +52,13 @@ inline char* shared_pointer(uint32_t address, uint32_t bytes, const char* what, 
   return block.shared + (address - SHARED_BASE);
 }
 
+inline bool is_shared(const void* pointer) {
+  const Block& block = *self().block;
+  const char* p = static_cast<const char*>(pointer);
+  return (p >= block.shared && p <= block.shared + block.shared_bytes) ||
+         (p >= block.worker->static_begin && p < block.worker->static_end);
+}
+
 // The 32-bit address of a pointer into shared memory (cvta.to.shared).
 inline uint32_t shared_address_of(const void* pointer) {
   Block& block = *self().block;

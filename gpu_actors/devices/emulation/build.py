@@ -122,8 +122,9 @@ class _Build:
     def key(self) -> str:
         """SHA-256 over every part, each with its length. No path is in it."""
         compiler = (self.toolchain.name, self.toolchain.version, cpu_identity())
+        flags = (*self.toolchain.flags, *self.toolchain.checks)
         texts = (self.entries, _flat(self.macros), (self.source,), _flat(self.headers))
-        return digest_of((_rewriting(), compiler, self.toolchain.flags, (self.executor.key,), *texts))
+        return digest_of((_rewriting(), compiler, flags, (self.executor.key,), *texts))
 
     def compile(self, kept: Path) -> tuple[bytes, float]:
         """The shared object, and the seconds that it took. kept: a folder for what the compiler itself keeps."""
@@ -159,7 +160,8 @@ class _Build:
             text = scattered(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
         leaner = self.toolchain.leaner_flags if _LITTLE_ARITHMETIC.search(text) else ()
-        options = [*leaner, "-g1", f"-fdebug-prefix-map={work}=."]  # line tables, for what a fault names
+        # With line tables, for what a fault names.
+        options = [*leaner, *self.toolchain.checks, "-g1", f"-fdebug-prefix-map={work}=."]
         run_compiler(self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
 
     def _bad_line(self, log: str) -> str | None:

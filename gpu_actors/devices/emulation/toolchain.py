@@ -87,6 +87,14 @@ class Toolchain:
             return ()
         return ("-O1", "-fexpensive-optimizations", "-fno-tree-vectorize") if self.contraction else ("-Og",)
 
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Options to add for a kernel, whose plain accesses then report addresses that their types do not allow.
+
+        The executor has what they call, so the library that compilers add for it is not needed.
+        """
+        return ("-fsanitize=alignment", "-Wl,--as-needed")
+
     def _contraction_flags(self) -> tuple[str, ...]:
         if self.fused_places is None or not self.contraction:
             return _CONTRACTION_FLAGS[self.contraction]

@@ -6,8 +6,9 @@
 
 namespace emulation {
 
-// ---- bar.sync a {, threads}; bar.arrive a, threads
+// ---- bar.sync a {, threads}; bar.arrive a, threads: aligned forms, which all lanes of a warp execute together (9.7.13.1)
 inline void meet_at_barrier(const Instruction& i, Frame& f) {
+  gather_warp(i.number == 0 ? "bar.sync" : "bar.arrive");
   arrive_at_barrier(value_of<int>(f, i.slots[0]), i.slots.size > 1 ? value_of<int>(f, i.slots[1]) : -1, i.number == 0);
 }
 inline void read_bar(Parser& p) {

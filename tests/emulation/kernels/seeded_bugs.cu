@@ -25,6 +25,8 @@ extern "C" __global__ void accesses(const float* in, float* out, int bug) {
     if (bug == 12) __trap();
     if (bug == 13) mine[t] = static_cast<float>(7 / static_cast<int>(in[0]));
     if (bug == 14) ptx::shared_address(out);
+    if (bug == 15) *reinterpret_cast<float4*>(out + 5) = float4{};
+    if (bug == 16) mine[t] = reinterpret_cast<const float2*>(mine + 9)->y;
   }
   ptx::cp_async_wait_all();
   __syncthreads();
@@ -75,6 +77,8 @@ extern "C" __global__ void exchanges(const float* in, float* out, int bug) {
   if (bug == 11) ptx::barrier_sync(1, 100);
   if (bug == 12 && lane == 0) return;
   if (bug == 12) __syncwarp();
+  if (bug == 13 && warp == 0 && lane < 16) ptx::barrier_arrive(5, 32);
+  if (bug == 13 && warp == 0 && lane >= 16) ptx::barrier_sync(5, 32);
   out[t] = sum;
 }
 
@@ -180,6 +184,7 @@ extern "C" __global__ void products(const float* in, float* out, int bug) {
   const uint64_t a = ptx::matrix_descriptor<ptx::Swizzle::none, 128, 256>(base);
   const uint64_t b =
       ptx::matrix_descriptor<ptx::Swizzle::none, 128, 256>(base + 2048 + (bug == 2 && t >= 64 ? 128 : 0));
+  if (bug == 16 && t / 32 == 2) ptx::setmaxnreg_dec<64>();
   float d[32];
   uint32_t registers[4] = {ones[0], ones[0], ones[0], ones[0]};
   for (int i = 0; i < 32; i++) d[i] = 0.0f;
