@@ -54,7 +54,7 @@ PADDED: tuple[Mutant, ...] = (
         ("padding has positions of its sequence", "[part::_PARTS] = (0, 1)", "[part::_PARTS] += (0, 0)"),
         ("a sequence has positions of padding", "for part in range(1, _PARTS)", "for part in range(_PARTS)"),
         ("one position has a step of 0", "np.ones_like(changes[name])", "np.zeros_like(changes[name])"),
-        ("sinks read dout of padding", 'changes["dout"] = np.where(counts', "np.where(counts"),
+        ("sinks read dout of padding", 'for name, kept in (("dout", counts[:, None, None]), (', "for name, kept in (("),
         ("sinks lose dout of the last row", "< rows[:, None])", "< rows[:, None] - 1)"),
         ("the lse is of another head", "lse.transpose(1, 0, 2).reshape(heads", "lse.reshape(heads"),
         (
