@@ -166,6 +166,22 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
         Toolchain.find()
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_clang_that_cannot_be_told_where_to_fuse_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    """As clang++ 14 is, which refuses the option."""
+    clang = tmp_path / "clang++"
+    clang.write_text(f"#!/bin/sh\ncase $1 in --version) echo a clang;; *) exit {int(not knows)};; esac\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Toolchain.fusing_at_random(0).name == ("clang++" if knows else "zig")
+    monkeypatch.setitem(toolchain._FINDERS, "zig", lambda: None)
+    if not knows:
+        with pytest.raises(GpuActorsError, match="a clang does not know -ffp-contract=fast-honor-pragmas"):
+            Toolchain.fusing_at_random(0)
+
+
 def test_switching_by_ucontext_gives_the_same_results(cache: Path) -> None:
     """What processors other than x86-64 use."""
     source = """

@@ -48,6 +48,7 @@ _CONTRACTION_FLAGS = {
     False: ("-ffp-contract=off",),
     True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
 }
+_HONOR_PRAGMAS = "-ffp-contract=fast-honor-pragmas"
 _EXTRA_FLAGS = {
     "g++": ("-fno-gnu-unique", "-fno-tree-slp-vectorize"),  # vectors of straight code cost more than they save
     "clang++": (),
@@ -103,20 +104,25 @@ class Toolchain:
                 "contraction", "random", "g++ fuses all products of a unit or none: clang++ or zig can"
             )
         places = f"-DGPU_ACTORS_FUSED_PLACES={self.fused_places}"
-        return ("-ffp-contract=fast-honor-pragmas", *_CONTRACTION_FLAGS[True][1:], places)
+        return (_HONOR_PRAGMAS, *_CONTRACTION_FLAGS[True][1:], places)
 
     @classmethod
     def fusing_at_random(cls, seed: int) -> Toolchain:
-        """The first of clang++ and zig that is installed, told to fuse products in blocks of code that the seed picks.
+        """The first of clang++ and zig that can do it, told to fuse products in blocks of code that the seed picks.
 
-        Raises GpuActorsError where neither is.
+        Raises GpuActorsError where neither can.
         """
+        too_old = ""
         for name in ("clang++", "zig"):
             found = _FINDERS[name]()
-            if found is not None:
+            if found is None:
+                continue
+            if name == "zig" or _honors_pragmas(found.command):
                 return replace(found, contraction=True, fused_places=seed)
+            too_old = f" ({found.version} does not know {_HONOR_PRAGMAS})"
         raise GpuActorsError(
-            f'contraction="random" needs clang++ or zig, and neither is installed: run {install_hint("emulation")}'
+            f'contraction="random" needs zig or a newer clang++ than is installed{too_old}: '
+            f"run {install_hint('emulation')}"
         )
 
     @classmethod
@@ -171,6 +177,16 @@ def _probe(name: str, command: tuple[str, ...], option: str) -> Toolchain | None
         return None
     lines = result.stdout.strip().splitlines()
     return Toolchain(name, command, lines[0]) if lines else None
+
+
+@functools.cache
+def _honors_pragmas(command: tuple[str, ...]) -> bool:
+    """Whether the compiler can be told by pragmas where to fuse products: old versions of clang++ cannot."""
+    try:
+        empty = [*command, _HONOR_PRAGMAS, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(empty, capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 _FINDERS: dict[str, Callable[[], Toolchain | None]] = {
