@@ -176,11 +176,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         began = time.monotonic()
         self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._sockets = sockets or []
         theirs = logging.getLogger("uvicorn.error")
         theirs.disabled = True  # it would log the traceback of what is raised
-        self._sockets = sockets or []
-        await super().startup(sockets)
-        theirs.disabled = False
+        try:
+            await super().startup(sockets)
+        finally:
+            theirs.disabled = False
         address = "{}:{}".format(*sockets[0].getsockname()[:2]) if sockets else ""
         scheme, took = "https" if self.config.is_ssl else "http", time.monotonic() - began
         logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, took)

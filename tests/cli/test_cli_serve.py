@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import resource
@@ -240,6 +241,7 @@ def test_what_cannot_be_served_ends_with_one_sentence_and_2(run: Run, options: t
     assert last.startswith("gpu-actors: ")
     assert said in last
     assert "Traceback" not in err
+    assert not logging.getLogger("uvicorn.error").disabled  # other servers of the process go on to log
 
 
 def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
