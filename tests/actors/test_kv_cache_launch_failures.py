@@ -27,9 +27,9 @@ from support.kv_cache import (
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors import ServiceActor
 from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_store import OpenedCache
-from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan, MockClock
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors import DispatchKey
 from gpu_actors.actors.nvrtc import Warm
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.variants import Prepare
-from gpu_actors.problem import DispatchKey
 
 FASTEST, *_ = variants.standard_variants("sm_90a")
 SIMPLE = dataclasses.replace(FASTEST, kernel="forward_simple", persistent=False)

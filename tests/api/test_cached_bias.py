@@ -14,13 +14,13 @@ from mutation.bias_mutants import CACHE_MUTANTS, BiasMutant
 from support.gate import with_bug
 
 import gpu_actors as ga
+from gpu_actors import KernelSource
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import cast
-from gpu_actors.testing.tolerance import check_output
 
 ROWS, KEYS = (5, 3, 1, 5), (77, 30, 0, 96)
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 64, 16

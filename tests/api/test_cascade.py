@@ -12,11 +12,10 @@ from support.kv_cache import contents, outcome, wait
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors import ServiceActor
 from gpu_actors.planning import cascade as cascading
 from gpu_actors.reference import attention_forward
-from gpu_actors.runtime.actor import ServiceActor
-from gpu_actors.testing import FaultPlan
-from gpu_actors.testing.tolerance import forward_bounds
+from gpu_actors.testing import FaultPlan, forward_bounds
 
 EMULATED = {
     "sm_80": ("sinks, softcap and rows", "sinks in q's dtype", "rows in shared pages"),

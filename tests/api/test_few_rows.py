@@ -12,9 +12,7 @@ import pytest
 import gpu_actors as ga
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.planning.forward import broadcast_batch, pose_forward, weigh_forward
-from gpu_actors.testing import check_output
-from gpu_actors.testing.backward_problems import random_backward
-from gpu_actors.testing.gradients import check_gradients
+from gpu_actors.testing import check_gradients, check_output, random_backward
 
 OPTIONS: dict[str, Any] = {"causal": True, "window_size": (900, -1), "sink_tokens": 2}
 

@@ -16,8 +16,8 @@ from support.forward import normal
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward
 from gpu_actors.reference.low_precision import rounder
-from gpu_actors.testing import check_gradients, random_backward
-from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+from gpu_actors.testing import BackwardCase, check_gradients, random_backward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 SMALL = (13, 17)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")

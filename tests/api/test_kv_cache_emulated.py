@@ -11,7 +11,7 @@ from support.kv_cache import contents, wait
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.testing.tolerance import forward_bounds
+from gpu_actors.testing import forward_bounds
 
 HEADS, DIM = 2, 64
 DESCALES = {"k_descale": np.array([0.05, 0.02], np.float32), "v_descale": np.array([0.03, 0.1], np.float32)}

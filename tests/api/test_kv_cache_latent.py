@@ -19,8 +19,8 @@ from gpu_actors.distributed import ShardedKvCache, move_sequence, open_pool
 from gpu_actors.reference.append import cast_saturating
 from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles
 from gpu_actors.remote import InProcess
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import cast
-from gpu_actors.testing.tolerance import check_output
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 LATENT, ROTARY, SCALE = 24, 8, 0.19

@@ -14,7 +14,7 @@ import pytest
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.kv.transfer import SequencePages
+from gpu_actors import SequencePages
 from gpu_actors.testing import FaultPlan
 
 SPEC: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "kv_heads": 2, "head_dim": 16, "head_dim_v": 12}

@@ -22,13 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors import ServiceActor
 from gpu_actors.actors.coalescing import Coalescer
 from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.actors.kv_store import OpenedCache
 from gpu_actors.kv.sequences import CacheTables
 from gpu_actors.reference import attention_forward
-from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.testing import FaultPlan
 
 HEADS, DIM = 2, 4

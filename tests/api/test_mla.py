@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import cast
-from gpu_actors.testing.tolerance import check_output
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = (128 + 64) ** -0.5

@@ -16,7 +16,7 @@ from cases.own_kernels import SAXPY
 from fakes.tensor import HostTensor
 
 import gpu_actors as ga
-from gpu_actors.actors.kernels import KernelActor
+from gpu_actors import KernelActor
 from gpu_actors.compiled_kernel import LaunchKernel
 from gpu_actors.testing import FaultPlan
 

@@ -13,13 +13,12 @@ from mutation.bias_mutants import MUTANTS, BiasMutant
 from support.gate import with_bug
 
 import gpu_actors as ga
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_backward
-from gpu_actors.testing.gradients import check_gradients
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_gradients, check_output
 
 ROWS, KEYS = (40, 0, 70, 1), (33, 90, 9, 64)
 HEADS, HEADS_KV, DIM = 4, 2, 64

@@ -14,7 +14,7 @@ import gpu_actors as ga
 from gpu_actors.kernels.append.variant import AppendProblem
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.reference.rope import apply_rope, rope_angles
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 HEADS, DIM = 2, 64
 HALVES = ga.Rope(dim=32)

@@ -13,10 +13,10 @@ from support.kv_cache import Rows, attention, holds, in_flight, opened, outcome,
 from support.service import eventually, eventually_freed
 
 import gpu_actors as ga
+from gpu_actors import Call
 from gpu_actors.devices.host import HostEvent
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.merging import merge, merge_key
-from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.completion import Completion
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.progress import Progress

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from support.service import Scripted, answer, eventually, eventually_freed, launches, no_threads_left, raises
 
 import gpu_actors as ga
-from gpu_actors.runtime.call import Call
+from gpu_actors import Call
 from gpu_actors.testing import FaultPlan, MockClock
 
 CAPACITY, IN_FLIGHT = 32, 4

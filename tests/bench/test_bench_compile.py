@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from gpu_actors import KernelSource
 from gpu_actors.bench import compile as suite
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels import variants
 
 OWN = """

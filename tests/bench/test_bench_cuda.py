@@ -12,10 +12,10 @@ import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 
+from gpu_actors import ContextOptions
 from gpu_actors.bench.clock import CudaClock
 from gpu_actors.devices.cuda import CudaDevice
 from gpu_actors.devices.cuda.stream import CudaStream
-from gpu_actors.options import ContextOptions
 
 RUNTIME = {  # by the arguments that the benchmark gives
     "eventCreate": 0,

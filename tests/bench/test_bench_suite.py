@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.bench import PLAN, FakeClock, peer, stage
 
+from gpu_actors import MockOptions
 from gpu_actors.bench.cases import Case, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.peers import PEERS, Peer, Prepared, Refuses
@@ -23,7 +24,6 @@ from gpu_actors.devices.faulty import FaultyDevice
 from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import OutOfDeviceMemory
-from gpu_actors.options import MockOptions
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan
 

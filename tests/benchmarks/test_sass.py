@@ -12,8 +12,8 @@ import pytest
 from benchmarks import peer_sass
 from benchmarks.counts import block_products, counts_of, loaded_bytes
 from benchmarks.sass import Step, disassemble, find_disassembler, main_step, steps
+from gpu_actors import KernelSource
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLED = """\

@@ -12,7 +12,7 @@ import pytest
 from fakes.bench import IMAGE, KERNELS, RNG, Bench, floats, in_thread, pack
 from fakes.cuda import FakeCuda
 
-from gpu_actors.compiling.source import Cubin
+from gpu_actors import Cubin
 from gpu_actors.devices.interface import Buffer, Event
 from gpu_actors.errors import (
     InvalidRequest,

@@ -12,13 +12,12 @@ from fakes.bench import IMAGE, KERNELS, Bench, pack, views
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 
-from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors import ContextOptions, Cubin, EmulationOptions, KernelSource, MockOptions
 from gpu_actors.devices.emulation.device import EmulatedDevice
 from gpu_actors.devices.host import host_array
 from gpu_actors.devices.interface import Buffer, Device, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
 from gpu_actors.devices.mock import MockDevice
 from gpu_actors.errors import InvalidRequest, LaunchError
-from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions
 from gpu_actors.testing import MockClock
 
 # The first kernel doubles x into scratch; the second adds the scratch to the output and to the pool, both through a

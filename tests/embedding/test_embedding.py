@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.service import eventually
 
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors import ContextOptions, GpuContext, MockOptions, TraceEvent, open_context
 from gpu_actors.embedding import (
     Embedder,
     MiniLM,
@@ -28,10 +28,8 @@ from gpu_actors.embedding import embedder as embedder_module
 from gpu_actors.embedding.gelu import gelu_inplace
 from gpu_actors.embedding.tokens import token_batches
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
-from gpu_actors.fault_plan import FaultPlan
 from gpu_actors.kernels.variants import kernel_source, standard_variants
-from gpu_actors.options import ContextOptions, MockOptions
-from gpu_actors.tracing import TraceEvent
+from gpu_actors.testing import FaultPlan
 
 DATA = Path(__file__).parents[1] / "data"
 TEXTS: list[str] = json.loads((DATA / "minilm_texts.json").read_text(encoding="utf-8"))

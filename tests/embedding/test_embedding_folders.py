@@ -14,10 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gpu_actors.context import open_context
+from gpu_actors import ContextOptions, MockOptions, open_context
 from gpu_actors.embedding import Embedder, MiniLM, Tokenizer, find_weights, rank
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.options import ContextOptions, MockOptions
 
 tokenizers = pytest.importorskip("tokenizers")
 save_file = pytest.importorskip("safetensors.numpy").save_file

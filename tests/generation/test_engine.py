@@ -14,8 +14,8 @@ import pytest
 from support.generation import drift, generate_all, prompts, tiny
 
 import gpu_actors as ga
-from gpu_actors.fault_plan import FaultPlan
 from gpu_actors.generation import Engine, Sampling, Settings
+from gpu_actors.testing import FaultPlan
 
 # Of the logits' spread, some three times what was seen. The plain model rounds what lies in the cache at the same
 # places, and what is left are sums in another order that fall to the other side of a rounding; against the plain model

@@ -16,13 +16,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_actors import ContextOptions, Cubin, KernelSource
 from gpu_actors.arrays.adopt import adopt, caller_streams, restore
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
 from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.errors import OutOfDeviceMemory
-from gpu_actors.options import ContextOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
-from gpu_actors.testing.problems import DTYPES, HEADS, SEQLENS, ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output, random_forward
+from gpu_actors.testing.problems import DTYPES, HEADS, SEQLENS, poison_unseen
 
 pytestmark = pytest.mark.gpu
 

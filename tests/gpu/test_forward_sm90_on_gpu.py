@@ -14,7 +14,7 @@ from cases.prefill import CASES, Case, check_on
 from emulated.forward import gaussian
 
 import gpu_actors as ga
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 pytestmark = pytest.mark.gpu
 

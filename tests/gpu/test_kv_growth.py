@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import cast
-from gpu_actors.testing.tolerance import check_output
 
 pytestmark = pytest.mark.gpu
 

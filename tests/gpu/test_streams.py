@@ -12,7 +12,7 @@ import pytest
 import gpu_actors as ga
 from gpu_actors.errors import OutOfDeviceMemory
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from emulated.score_probe import run_probe
 from mutation.score_mod_mutants import MUTANTS, ScoreMutant
 
 import gpu_actors as ga
+from gpu_actors import KernelSource
 from gpu_actors.compiling import assets
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.graph.modification import ScoreInputs
 from gpu_actors.kernels import variants

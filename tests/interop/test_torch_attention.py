@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
-from gpu_actors.actors.flash_attn import FlashAttnHandle
+from gpu_actors import FlashAttnHandle
 from gpu_actors.testing import check_gradients, check_output
 
 torch = pytest.importorskip("torch")

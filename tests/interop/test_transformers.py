@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gpu_actors as ga
-from gpu_actors.actors.flash_attn import FlashAttnHandle
+from gpu_actors import FlashAttnHandle
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,14 +11,13 @@ import pytest
 from fakes.channel import BadChannel, BadNetwork
 
 import gpu_actors as ga
-from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors import KvCache, KvCacheActor
 from gpu_actors.gpu_context import BUILT_IN
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
 from gpu_actors.isolation.records import Answer, Opened, Ping, Report, Stop
 from gpu_actors.isolation.relay import Relay
 from gpu_actors.isolation.worker import Worker
-from gpu_actors.kv_cache import KvCache
 
 SPEC = ga.KvCacheSpec(num_blocks=64, page_size=8, kv_heads=1, head_dim=8, dtype="float32")
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors import AttentionProblem
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import INLINE, Argument, pack, unpack
 from gpu_actors.isolation.pipe import PipeChannel, Unreadable
 from gpu_actors.isolation.records import Answer, Ask, Counts, Ping
-from gpu_actors.problem import AttentionProblem
 
 FORMS: dict[str, Any] = {
     "plain": lambda x: x,

@@ -12,15 +12,14 @@ from emulated.mask_probe import built_with_bug, module_of
 from support.gate import code_faults, code_of, register_limit, with_bug
 
 import gpu_actors as ga
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import block_threads, kernel_source
-from gpu_actors.testing.gradients import check_gradients
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_gradients, check_output
 
 RNG = np.random.default_rng(0)
 ROWS, KEYS = 70, 90

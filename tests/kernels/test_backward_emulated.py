@@ -10,8 +10,7 @@ from emulated.gradients import case_of
 from test_backward_mma import SWEEPS
 
 import gpu_actors as ga
-from gpu_actors.testing import check_gradients
-from gpu_actors.testing.backward_problems import BackwardCase
+from gpu_actors.testing import BackwardCase, check_gradients
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from emulated.backward import KERNEL, backward_problem_of, filled
 from emulated.far_tensors import AXES, far_buffer, far_halves
 from emulated.forward import describe, gaussian, key_of, module_of
 
+from gpu_actors import AttentionGradients
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.program import NO_VALUES
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
-from gpu_actors.requests import AttentionGradients
 from gpu_actors.testing import check_gradients
 
 SHAPE = (2, 2, 2, 64)

@@ -30,13 +30,13 @@ from support.gate import (
 )
 
 from benchmarks.sass import main_step
+from gpu_actors import DispatchKey
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
 
 # FlashAttention-2's kernel for sm_80 has 1,003 and 144 at head dim 128, as in torch 2.14's wheel.
 MOST_INSTRUCTIONS, MOST_LOADS = 1010, 144

@@ -34,8 +34,8 @@ from emulated.forward import key_of, ml_dtype
 from support.gate import Code, WgmmaVariant, code_faults, failing, tiles_missed, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
 from gpu_actors.kernels.hopper_backward.variant import sm90_backward_refuses
 from gpu_actors.kernels.tiles import Tile, padded_backward_dims, shares_keys

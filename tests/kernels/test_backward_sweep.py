@@ -14,8 +14,8 @@ from emulated.gradients import case_of
 from emulated.sweeps import LAUNCHES, Sweep
 from test_backward_mma import SWEEPS
 
-from gpu_actors.testing import check_gradients
-from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+from gpu_actors.testing import BackwardCase, check_gradients
+from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 PROBLEMS = 50  # of each variant
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))

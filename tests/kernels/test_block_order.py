@@ -12,7 +12,7 @@ from emulated.backward import backward_problem_of
 from emulated.forward import key_of, module_of, problem_of
 
 from benchmarks.order import SECTION_BLOCKS, ranked, section_size
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.hopper.params import COUNTER, _schedule_binder
 from gpu_actors.kernels.hopper.variant import Sections, section_heads

@@ -13,7 +13,7 @@ from mutation.decode_mutants import DECODE_DEFECTS
 from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 
 import gpu_actors as ga
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 E4M3 = "float8_e4m3fn"
 fused = pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])

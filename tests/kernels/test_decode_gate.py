@@ -18,6 +18,7 @@ from mutation.forward_mutants import FUSED_CORRECTION, Mutant
 from support.exponents import fused_corrections
 from support.gate import ARCHS, Code, code_faults, code_of, register_limit, with_bug, write_page, wrong
 
+from gpu_actors import DispatchKey
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.decode.simple import SIMPLE, SIMPLE_COMBINE
@@ -25,7 +26,6 @@ from gpu_actors.kernels.decode.variant import COMBINE, DECODE, PLAN, decode_tile
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
 
 HMMA = r"\bHMMA\."
 BASE = dataclasses.replace(problem_of(np.full(4, 100, np.int32)), return_lse=True)

@@ -24,8 +24,9 @@ from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability, example_problem
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import POISON_PAGE
-from gpu_actors.testing.tolerance import check_output, round_inputs
+from gpu_actors.testing.tolerance import round_inputs
 
 LAUNCHES = tuple(itertools.product(("late", "eager", "random"), ("greedy", "lane", "random", "round_robin")))
 PROBLEMS = 20  # of each variant

@@ -32,9 +32,9 @@ from support.gate import Code, code_faults, failing, with_bug, write_page, wrong
 from support.hopper_sass import instructions_of, opcodes, step_of
 
 from benchmarks.model import MACHINES
+from gpu_actors import KernelSource
 from gpu_actors.bench.plan import problem_of
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels.hopper_decode.variant import NAME
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import padded_head_dim

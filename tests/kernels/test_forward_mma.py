@@ -19,8 +19,8 @@ from mutation.forward_mutants import DEFECTS
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output, random_forward
+from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_mma"
 

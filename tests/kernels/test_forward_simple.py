@@ -18,8 +18,8 @@ from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.params import pack_forward
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.problems import poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output, random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 # Every option appears alone or in company, in both layouts and both alignments; shapes vary below.
 SWEEPS = (

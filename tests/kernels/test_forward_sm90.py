@@ -16,8 +16,8 @@ from mutation.hopper_mutants import DEFECTS
 
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import SEQLENS, poison_unseen
-from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_sm90"
 

@@ -23,8 +23,8 @@ import gpu_actors as ga
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.tiles import TILES, tile_of
-from gpu_actors.testing.problems import SEQLENS, ForwardCase, poison_unseen
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output
+from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_sm90"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

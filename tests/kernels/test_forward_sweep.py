@@ -17,8 +17,8 @@ from emulated.forward import run_case
 from emulated.sweeps import LAUNCHES
 
 import gpu_actors as ga
-from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output, random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 PROBLEMS = 100  # of each variant
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))

@@ -21,8 +21,8 @@ from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.score_mod import ScoreMod
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import SEQLENS, poison_unseen
-from gpu_actors.testing.tolerance import check_output
 
 KERNEL = "forward_wide"
 

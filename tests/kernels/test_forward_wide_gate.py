@@ -25,11 +25,11 @@ from support.gate import (
 )
 from test_static_gate import FEW, OPTIONS
 
+from gpu_actors import DispatchKey
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability, example_problem
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
 
 KERNEL = "forward_wide"
 

@@ -14,15 +14,15 @@ from emulated.sweeps import Sweep, case_of, launch_of
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
+from gpu_actors import DispatchKey
 from gpu_actors.kernels.decode.variant import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
+from gpu_actors.testing import check_output
 from gpu_actors.testing.backward_problems import poison_unseen_backward
 from gpu_actors.testing.problems import poison_unseen
-from gpu_actors.testing.tolerance import check_output
 
 SMALL = (
     ("mma", Sweep("bfloat16", 8, None, "causal", arch="sm_80")),

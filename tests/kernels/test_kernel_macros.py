@@ -15,8 +15,8 @@ import test_static_gate
 import test_static_gate_sm90
 from support.service import KERNELS_CU
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.assets import asset_text
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation.toolchain import Toolchain
 from gpu_actors.kernels.merge.gradients import MergeGradientKey
 from gpu_actors.kernels.merge.merge import merge_variants

@@ -12,7 +12,7 @@ from emulated.merge import merge_problem, run_merge
 from support.gate import ARCHS, code_faults, code_of, with_bug
 
 import gpu_actors as ga
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge.merge import MergeKey, merge_key, merge_variants

@@ -14,7 +14,7 @@ from support.gate import ARCHS, code_faults, code_of, with_bug
 from test_merge import CASES, SINKS, partials_of, strided, with_empty_rows
 
 import gpu_actors as ga
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge.gradients import MergeGradientKey, merge_gradient_keys

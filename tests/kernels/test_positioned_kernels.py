@@ -17,8 +17,7 @@ from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import block_threads, kernel_source
-from gpu_actors.testing.gradients import check_gradients
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_gradients, check_output
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if "chunk" not in mask])

@@ -17,8 +17,8 @@ from cases.score_mods import MODIFICATIONS, case_of, forward_graph
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
+from gpu_actors import KernelSource
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import forward_layout

@@ -23,8 +23,8 @@ from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.reference import attention_backward, attention_forward
 from gpu_actors.reference.low_precision import rounder
-from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
-from gpu_actors.testing.gradients import gradient_bounds
+from gpu_actors.testing import gradient_bounds, random_backward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
 from gpu_actors.testing.tolerance import COMPUTE, UNIT_ROUNDOFF, compare
 
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM, DIM_V = 3, 70, 150, 4, 2, 32, 40

@@ -30,7 +30,7 @@ from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.score_mod import ScoreMod
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 KERNEL = "forward_sm90"
 Q = np.zeros((2, 200, 4, 64), np.float16)

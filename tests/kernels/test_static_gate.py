@@ -31,12 +31,12 @@ from support.gate import (
     wrong,
 )
 
+from gpu_actors import DispatchKey
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import TILES
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
 
 KERNEL = "forward_mma"
 

@@ -50,8 +50,9 @@ from support.gate import Code, WgmmaVariant, code_faults, failing, tiles_missed,
 from support.hopper_sass import Loop, instructions_of, main_loops, opcodes
 from support.logs import write_log
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import KernelSource, parse_resources
+from gpu_actors.compiling.source import parse_resources
 from gpu_actors.graph.match import match_attention
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import padded_head_dim

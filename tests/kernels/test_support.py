@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from gpu_actors import AttentionProblem
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels import support
 from gpu_actors.kernels.support import ELEMENTS, check_support, example_problem, find_unsupported, refusals
-from gpu_actors.problem import AttentionProblem
 from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 
 

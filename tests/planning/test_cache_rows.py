@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
+from gpu_actors import DeviceInfo
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.kernels.option_table import explain_problem
 from gpu_actors.planning.cached import pose_cached, signature
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,16 @@ import pytest
 from support.modules import ROOT, module_at
 
 imports: Any = module_at(ROOT / "scripts" / "imports.py")
+# What a user imports from, in the order in which a test looks for a name.
+DOORS = (
+    "gpu_actors",
+    "gpu_actors.errors",
+    "gpu_actors.testing",
+    "gpu_actors.remote",
+    "gpu_actors.distributed",
+    "gpu_actors.serving",
+    "gpu_actors.partial",
+)
 
 
 def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
@@ -23,6 +35,31 @@ def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert not folders & {name.partition(".")[0] for name in names}, path
+
+
+def inner_imports(folder: Path) -> Iterator[tuple[Path, int, str, str]]:
+    """Each name that a test takes from an inner module of another room: the file, the line, the module and the name."""
+    for path in sorted(folder.rglob("*.py")):
+        # What is beside another library is a door of its own.
+        rooms = {path.relative_to(folder).parts[0], "interop"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not node.module or node.module in DOORS:
+                continue
+            package, _, rest = node.module.partition(".")
+            if package == "gpu_actors" and rest.partition(".")[0] not in rooms:
+                yield from ((path, node.lineno, node.module, alias.name) for alias in node.names)
+
+
+def test_tests_take_public_names_from_public_doors() -> None:
+    """So that what lies inside can move."""
+    wrong = []
+    for path, line, module, name in inner_imports(ROOT / "tests"):
+        value = getattr(importlib.import_module(module), name, None)
+        for door in map(importlib.import_module, DOORS):
+            if name in door.__all__ and getattr(door, name) is value:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {name} is in {door.__name__}")
+                break
+    assert not wrong
 
 
 @pytest.mark.parametrize(

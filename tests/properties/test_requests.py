@@ -20,7 +20,8 @@ from properties.problems import Spec, problem_of
 from properties.strategies import ANY, Family, budget, specs
 
 import gpu_actors as ga
-from gpu_actors.requests import BatchedDecode, FlashBackward, PagedForward, scalars_of
+from gpu_actors import BatchedDecode, FlashBackward, PagedForward
+from gpu_actors.requests import scalars_of
 
 pytestmark = pytest.mark.timeout(300)  # on a crowded machine: they compile kernels
 

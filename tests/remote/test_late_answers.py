@@ -11,8 +11,8 @@ import pytest
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.isolation.workplace import Order, Received
-from gpu_actors.remote import InProcess, RemoteContext, open_remote
+from gpu_actors.isolation.workplace import Received
+from gpu_actors.remote import InProcess, Order, RemoteContext, open_remote
 from gpu_actors.remote.direct import DirectChannel, Inbox, ThreadConnection
 
 SPEC: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}

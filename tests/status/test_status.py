@@ -22,13 +22,12 @@ from support.served import Served
 from support.service import NO_COMPUTE, REPOSITORY, Scripted, ask, eventually, no_threads_left, raises, rows
 
 import gpu_actors as ga
-from gpu_actors import asgi
+from gpu_actors import TraceEvent, asgi
 from gpu_actors.kv.page_map import page_map
 from gpu_actors.status import StatusBoard, endpoints, report
 from gpu_actors.status.files import page_file
 from gpu_actors.status.happenings import Happenings
 from gpu_actors.testing import FaultPlan
-from gpu_actors.tracing import TraceEvent
 
 EVIL = "</script><img src=x onerror=\"document.title='caught'\"><!--"
 

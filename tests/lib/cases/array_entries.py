@@ -9,9 +9,7 @@ import numpy as np
 from cases import graphs as graph_shapes
 
 import gpu_actors as ga
-from gpu_actors.actors.cudnn_like import ExecuteGraph
-from gpu_actors.kv.requests import AppendRows, AttendCache
-from gpu_actors.mha import MhaBackward, MhaForward
+from gpu_actors import AppendRows, AttendCache, ExecuteGraph, MhaBackward, MhaForward
 
 __all__ = ["ENTRIES", "PAGES", "Entry", "graph_reply", "kv_reply"]
 

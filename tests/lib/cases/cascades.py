@@ -12,7 +12,7 @@ from support.kv_cache import contents, wait
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.tolerance import forward_bounds
+from gpu_actors.testing import forward_bounds
 
 __all__ = ["CASES", "Batch", "Case", "Seen", "run"]
 

@@ -15,10 +15,9 @@ import numpy as np
 import gpu_actors as ga
 from gpu_actors.kernels.support import FIRST_FP8_CAPABILITY, capability
 from gpu_actors.reference import attention_backward, attention_forward
-from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
-from gpu_actors.testing.gradients import check_gradients
-from gpu_actors.testing.problems import cast, paginate, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_gradients, check_output, random_backward, random_forward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
+from gpu_actors.testing.problems import cast, paginate, poison_unseen
 
 __all__ = ["CANDIDATES", "REPEATABLE", "Asked", "Candidate"]
 

@@ -8,7 +8,7 @@ import numpy as np
 from emulated.forward import gaussian, ml_dtype
 
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 __all__ = ["E4M3", "check_many_keys", "loss", "many_keys"]
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 import gpu_actors as ga
-from gpu_actors.testing.gradients import check_gradients
+from gpu_actors.testing import check_gradients, check_output
 from gpu_actors.testing.problems import cast
-from gpu_actors.testing.tolerance import check_output
 
 __all__ = ["PaddedCase", "check_padded"]
 

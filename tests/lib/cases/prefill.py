@@ -8,7 +8,7 @@ import numpy as np
 from cases.cached_batches import Batch, random_batch, with_arrays
 
 import gpu_actors as ga
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 KERNEL = "forward_sm90"
 

@@ -15,10 +15,9 @@ from emulated.decode import DecodeCase, check_results
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.backward_problems import poison_unseen_backward, random_backward
-from gpu_actors.testing.gradients import check_gradients
-from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_gradients, check_output, random_backward, random_forward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
+from gpu_actors.testing.problems import poison_unseen
 
 __all__ = ["ARCHES", "DIMS", "GRIDS", "Cell", "answer", "cells", "sample"]
 

@@ -18,7 +18,7 @@ from emulated.decode import DecodeCase
 from emulated.decode import check as check_decode
 from emulated.forward import problem_of, run
 
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 __all__ = ["check_steady", "check_steady_decode", "steady"]
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from emulated import contraction
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource, Rope
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.append.copy_pages import (
@@ -19,7 +19,7 @@ from gpu_actors.kernels.append.copy_pages import (
     page_copy_geometry,
 )
 from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key
+from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference.append import append_rows, appended_rows
 from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles

@@ -12,7 +12,7 @@ from cases.cached_batches import Batch
 from emulated import contraction
 from emulated.forward import module_of
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import AttentionProblem, ContextOptions, DispatchKey, EmulationOptions, KernelSource
 from gpu_actors.devices.emulation.device import EmulatedDevice
 from gpu_actors.devices.interface import Kernel, Launch, OutputSpec, Step
 from gpu_actors.kernels.decode.params import pack_decode
@@ -21,10 +21,8 @@ from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
 from gpu_actors.kernels.program import NO_VALUES, Target
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.options import ContextOptions, EmulationOptions
-from gpu_actors.problem import AttentionProblem, DispatchKey
+from gpu_actors.testing import check_output
 from gpu_actors.testing.problems import POISON_PAGE, nan_filled
-from gpu_actors.testing.tolerance import check_output
 from gpu_actors.validation.paged import own_positions
 
 DESCALES = ("q_descale", "k_descale", "v_descale")

@@ -15,7 +15,7 @@ from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.hopper.params import COUNTER
 from gpu_actors.kernels.program import NO_VALUES
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import check_output
 
 __all__ = ["APART", "AXES", "check_far", "far_buffer", "far_halves"]
 

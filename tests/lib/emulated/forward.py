@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from emulated import contraction
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import AttentionProblem, DispatchKey, KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module
 from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import Buffer
@@ -18,9 +18,7 @@ from gpu_actors.kernels.hopper.params import COUNTER
 from gpu_actors.kernels.program import Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.testing.problems import ForwardCase
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output
 
 OPERANDS = (
     "bias",

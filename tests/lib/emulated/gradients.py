@@ -14,10 +14,9 @@ from emulated.backward import backward_problem_of, run
 from emulated.forward import Strided, gaussian
 from emulated.sweeps import Sweep
 
+from gpu_actors import AttentionGradients
 from gpu_actors.reference import attention_forward
-from gpu_actors.requests import AttentionGradients
-from gpu_actors.testing import check_gradients, random_backward
-from gpu_actors.testing.backward_problems import BackwardCase
+from gpu_actors.testing import BackwardCase, check_gradients, random_backward
 from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 from emulated.forward import key_of, problem_of
 from support.gate import with_bug
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
 from gpu_actors.kernels.variants import kernel_source
 

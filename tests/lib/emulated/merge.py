@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from emulated.append import buffer_of, dtype_of
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
 from gpu_actors.kernels.merge.gradients import (
     GRADIENT_TERM_FIELDS,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from cases.finite_masks import hide_keys
 
-from gpu_actors.testing.problems import ForwardCase, random_forward
+from gpu_actors.testing import ForwardCase, random_forward
 
 __all__ = ["DELIVERIES", "LAUNCHES", "SCHEDULES", "Sweep", "assert_same_bits", "case_of", "launch_of"]
 

@@ -12,12 +12,11 @@ from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.tensor import DeviceTensor
 
+from gpu_actors import ContextOptions, Cubin
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.cuda import CudaDevice
 from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.errors import ContextLost
-from gpu_actors.options import ContextOptions
 
 RNG = np.random.default_rng(5)
 

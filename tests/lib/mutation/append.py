@@ -21,9 +21,8 @@ from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource, Rope
 from gpu_actors.devices.emulation import EmulatedModule, build_module
-from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.reference.append import copy_pages
 
 LAUNCHES = (("greedy", 0), ("lane", 1), ("random", 2), ("round_robin", 3))

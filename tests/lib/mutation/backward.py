@@ -25,11 +25,11 @@ from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
-from gpu_actors.testing import check_gradients, random_backward
-from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+from gpu_actors.testing import BackwardCase, check_gradients, random_backward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 LIMIT_SECONDS = 40.0

@@ -23,8 +23,8 @@ from mutation.backward_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.testing import check_gradients, random_backward
-from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward
+from gpu_actors.testing import BackwardCase, check_gradients, random_backward
+from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 KERNEL = "backward_sm90"
 LAUNCHES = (

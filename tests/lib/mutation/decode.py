@@ -27,7 +27,7 @@ from mutation.decode_mutants import DECODE_MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.compiling.source import KernelSource
+from gpu_actors import KernelSource
 from gpu_actors.devices.emulation import build_module
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.kernels.decode.schedule import split_decode

@@ -21,7 +21,8 @@ from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors.kernels.decode.simple import SIMPLE
-from gpu_actors.testing.tolerance import check_output, round_inputs
+from gpu_actors.testing import check_output
+from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = ["PROBES", "run_probes"]
 

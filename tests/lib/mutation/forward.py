@@ -25,10 +25,11 @@ from emulated.far_tensors import check_far
 from mutation.forward_mutants import MUTANTS, Mutant
 from mutation.run import probes_of, run_mutants
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule, build_module
-from gpu_actors.testing.problems import poison_unseen, random_forward
+from gpu_actors.testing import random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 

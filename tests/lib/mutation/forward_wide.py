@@ -18,7 +18,8 @@ from mutation.forward_mutants import Mutant
 from mutation.forward_wide_mutants import MUTANTS
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.testing.problems import poison_unseen, random_forward
+from gpu_actors.testing import random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 __all__ = ["PROBES", "run_probes"]
 

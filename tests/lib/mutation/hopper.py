@@ -26,8 +26,8 @@ from mutation.run import probes_of, run_mutants
 
 from gpu_actors.compiling.assets import kernel_file
 from gpu_actors.kernels.hopper import variant as sm90_variants
-from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output, random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 KERNEL = "forward_sm90"
 LAUNCHES = (

@@ -23,11 +23,11 @@ from mutation.forward_mutants import Mutant
 from mutation.hopper_fp8_mutants import MUTANTS
 from mutation.run import probes_of, run_mutants
 
+from gpu_actors import KernelSource
 from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulatedModule
-from gpu_actors.testing.problems import ForwardCase, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.testing import ForwardCase, check_output, random_forward
+from gpu_actors.testing.problems import poison_unseen
 
 KERNEL = "forward_sm90"
 E4M3 = "float8_e4m3fn"

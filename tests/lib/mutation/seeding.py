@@ -11,8 +11,8 @@ import emulated.forward as emulated_forward
 import pytest
 
 import gpu_actors as ga
+from gpu_actors import KernelSource
 from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels import variants
 

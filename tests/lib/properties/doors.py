@@ -16,9 +16,8 @@ from properties.problems import ENDS, FP8, Array, Problem, Spec, has_sequences
 
 import gpu_actors as ga
 from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
-from gpu_actors.testing.gradients import check_gradients
+from gpu_actors.testing import check_gradients, check_output
 from gpu_actors.testing.problems import nan_filled
-from gpu_actors.testing.tolerance import check_output
 
 __all__ = ["BACKWARD", "CACHED", "DOORS", "FORWARD", "Answer", "Asked", "ask", "check", "check_unharmed"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from support.service import Scripted, answer, eventually, launches
 
 import gpu_actors as ga
-from gpu_actors.tracing.chrome import ChromeTrace
+from gpu_actors import ChromeTrace
 
 
 class Forgotten:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpu_actors import KernelSource
 from gpu_actors.actors import nvrtc
-from gpu_actors.compiling.source import KernelSource
 
 __all__ = ["counting"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu_actors.compiling.cubin_cache as cubin_cache
-from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
+from gpu_actors import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.toolchain import Toolchain
 
 REPOSITORY = Path(cubin_cache.__file__).parents[2]

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 from support.logs import write_log
 
 from benchmarks.sass import disassemble, find_disassembler
+from gpu_actors import KernelResources, KernelSource
 from gpu_actors.compiling.compiler import Compiler, supported_archs
-from gpu_actors.compiling.source import KernelResources, KernelSource
 from gpu_actors.kernels.tiles import TILES
 
 __all__ = [

@@ -26,8 +26,8 @@ OWN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
 def pretend_cuda() -> None:
     from fakes.cuda import FakeCuda
 
+    from gpu_actors import Cubin, KernelResources, KernelSource
     from gpu_actors.compiling.compiler import Compiler
-    from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
     from gpu_actors.compiling.toolchain import load_nvrtc
     from gpu_actors.devices.cuda import CudaDevice, device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_actors.runtime.call import Call
+from gpu_actors import Call
 from gpu_actors.runtime.mailbox import Mailbox
 
 
