@@ -1,4 +1,4 @@
-"""Bugs to seed into biases of packed sequences and caches; tests/api/test_packed_bias.py runs them."""
+"""Bugs to seed into biases of packed sequences and caches; tests/planning/test_packed_bias.py runs them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from mutation.forward_mutants import Mutant
 
 __all__ = ["MUTANTS", "PROBES"]
 
-_FILE = "tests/api/test_cascade.py::test_"
+_FILE = "tests/kv/test_cascade.py::test_"
 
 PROBES: Mapping[str, tuple[str, ...]] = {
     "oracle": (f"{_FILE}the_oracle_answers_a_cascade_as_it_answers_without",),

@@ -11,22 +11,22 @@ from mutation.packing_mutants import PACKING
 __all__ = ["MUTANTS", "PROBES"]
 
 PROBES: Mapping[str, tuple[str, ...]] = {
-    "moves": ("tests/distributed/test_moving.py", "tests/api/test_kv_cache_moving.py"),
+    "moves": ("tests/distributed/test_moving.py", "tests/kv/test_kv_cache_moving.py"),
     "rows": ("tests/distributed/test_context_split.py",),
     "heads": ("tests/distributed/test_head_split.py",),
     "keys": ("tests/distributed/test_key_split.py", "tests/distributed/test_sharded_cache.py"),
     "shard rows": ("tests/distributed/test_shard_rows.py",),
-    "padded": ("tests/api/test_padded_batches.py",),
-    "bias": ("tests/api/test_packed_bias.py",),
-    "one batch": ("tests/api/test_one_batch.py",),
+    "padded": ("tests/planning/test_padded_batches.py",),
+    "bias": ("tests/planning/test_packed_bias.py",),
+    "one batch": ("tests/planning/test_one_batch.py",),
     "shared gradients": ("tests/kernels/test_shared_gradients.py",),
-    "cached bias": ("tests/api/test_cached_bias.py", "tests/planning/test_signatures.py"),
-    "latent": ("tests/api/test_kv_cache_latent.py",),
-    "few rows": ("tests/kernels/test_packing.py", "tests/api/test_few_rows.py"),
+    "cached bias": ("tests/kv/test_cached_bias.py", "tests/planning/test_signatures.py"),
+    "latent": ("tests/kv/test_kv_cache_latent.py",),
+    "few rows": ("tests/kernels/test_packing.py", "tests/planning/test_few_rows.py"),
     "masks": ("tests/planning/test_block_mask_requests.py", "tests/planning/test_signatures.py"),
     "masked pages": ("tests/kernels/test_paged_block_masks.py", "tests/planning/test_signatures.py"),
     "masked kernels": ("tests/kernels/test_packed_block_masks.py::test_dropout_keeps_its_seed",),
-    "apart": ("tests/api/test_rows_apart.py", "tests/planning/test_signatures.py"),
+    "apart": ("tests/kv/test_rows_apart.py", "tests/planning/test_signatures.py"),
 }
 
 

@@ -1,6 +1,6 @@
 """The grid of problems that attention libraries are tested on: every cell on the mock device, a sample on kernels.
 
-`python -m pytest -n 2 -m sweep tests/api/test_problem_grid.py` runs it; the default run takes a few cells.
+`python -m pytest -n 2 -m sweep tests/planning/test_problem_grid.py` runs it; the default run takes a few cells.
 """
 
 from __future__ import annotations
