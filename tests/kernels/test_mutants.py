@@ -21,6 +21,7 @@ from mutation import (
 from mutation import forward_mutants as mutants
 from mutation import hopper_fp8_mutants as sm90_fp8_mutants
 from mutation import hopper_mutants as sm90_mutants
+from mutation.drawn import OPERATORS, changes, draw
 from mutation.forward_mutants import Mutant
 from support.service import KERNELS_CU, REPOSITORY
 
@@ -56,3 +57,52 @@ def test_every_fault_changes_the_module_that_it_names(found: Sequence[Mutant]) -
     lost = [bug.name for bug in found if bug.old not in (REPOSITORY / bug.file).read_text() or bug.old == bug.new]
     assert lost == []
     assert len({(bug.kernel, bug.name) for bug in found}) == len(found)
+
+
+CODE = """\
+// a < b
+#if WIDE < 3
+  if (row < p.rows && lane == 0) {
+    sum += at[row * 4 + c] - bias;  // a + b
+    ptx::cp_async_wait(0);
+    offset = static_cast<int64_t>(row) * stride;
+    keys.load(stage, wide ? parity : 1);
+"""
+CHANGED = (
+    "if (row <= p.rows && lane == 0) {",
+    "if (row < p.rows || lane == 0) {",
+    "if (row < p.rows && lane != 0) {",
+    "if (row < p.rows && lane == 1) {",
+    "if (true) {",
+    "if (false) {",
+    "sum = at[row * 4 + c] - bias;",
+    "sum += at[(row * 4 + c) + 1] - bias;",
+    "sum += at[row + 4 + c] - bias;",
+    "sum += at[row * 5 + c] - bias;",
+    "sum += at[row * 4] - bias;",
+    "sum += at[row * 4 + c];",
+    "offset = static_cast<int32_t>(row) * stride;",
+    "offset = static_cast<int64_t>(row);",
+    "keys.load((stage ^ 1), wide ? parity : 1);",
+    "keys.load(stage, !(wide) ? parity : 1);",
+    ";",
+)
+
+RARE = {"a stage or parity is the other", "a number is cut to 32 bits"}
+
+
+def test_bugs_are_drawn_from_code_and_from_nothing_else() -> None:
+    drawn = {(line, new.strip()) for _, line, new in changes(CODE)}
+    assert {new for _, new in drawn} >= set(CHANGED)
+    assert {line for line, _ in drawn} == {2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("kernels", ["forward", "backward_sm90", "decode"])
+def test_a_drawn_bug_changes_one_place_of_its_kernel(kernels: str) -> None:
+    found = draw(LISTS[kernels], 300, seed=1)
+    assert found == draw(LISTS[kernels], 300, seed=1) != draw(LISTS[kernels], 300, seed=2)
+    assert {bug.name.partition(":")[0] for bug in found} >= set(OPERATORS) - RARE
+    for bug in found:
+        assert (KERNELS_CU / bug.file).read_text().count(bug.old) == 1
+        assert bug.old != bug.new
+        assert bug.probes
