@@ -336,7 +336,7 @@ def test_a_restart_that_was_due_does_not_bring_an_actor_back_into_a_failed_conte
         crash(worker)
         eventually(lambda: worker.state == "restarting")
         crash(sibling)
-        eventually(lambda: ctx.health().state == "failed")
+        eventually(lambda: (ctx.health().state, worker.state) == ("failed", "failed"))
         clock.advance_in_vain(5.0)
         assert worker.state == "failed"
         assert Worker.incarnations == 1
