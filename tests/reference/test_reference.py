@@ -14,13 +14,8 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.philox import philox4x32
 from gpu_actors.reference import attention_forward, attention_forward_low
 from gpu_actors.reference.low_precision import rounder
-from gpu_actors.testing.problems import (
-    INPUT_KINDS,
-    ForwardCase,
-    poison_tail,
-    poison_unseen,
-    random_forward,
-)
+from gpu_actors.testing import ForwardCase, random_forward
+from gpu_actors.testing.problems import INPUT_KINDS, poison_tail, poison_unseen
 
 Array = npt.NDArray[Any]
 SMALL = [(1, 1), (5, 9), (9, 5), (7, 7), (6, 1), (8, 13), (1, 17), (3, 0), (0, 4)]

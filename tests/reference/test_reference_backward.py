@@ -23,7 +23,8 @@ from gpu_actors.reference import (
     attention_forward,
     backward,
 )
-from gpu_actors.testing.problems import ForwardCase, poison_tail, poison_unseen, random_forward
+from gpu_actors.testing import ForwardCase, random_forward
+from gpu_actors.testing.problems import poison_tail, poison_unseen
 
 Array = npt.NDArray[Any]
 SMALL = [(1, 1), (3, 5), (5, 3), (4, 4), (3, 1), (1, 6), (3, 0), (0, 4)]

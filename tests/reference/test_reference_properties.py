@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_actors.reference import attention_forward, forward
-from gpu_actors.testing.problems import SEQLENS, ForwardCase, random_forward
+from gpu_actors.testing import ForwardCase, random_forward
+from gpu_actors.testing.problems import SEQLENS
 
 Array = npt.NDArray[Any]
 
