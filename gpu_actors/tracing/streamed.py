@@ -12,9 +12,10 @@ import logging
 import os
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -61,7 +62,7 @@ class StreamedTrace(Recorder):
         self._max_waiting = max_waiting
         self._waiting: list[Record] = []
         self._written = 0
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = 0
@@ -120,10 +121,9 @@ class StreamedTrace(Recorder):
         self._ending.clear()
         self._written = 0
         self._process = os.getpid()
-        self._file = self.path.open("w", encoding="utf-8")
+        self._file = self.path.open("wb", buffering=0)
         try:
-            self._file.write("[\n")
-            self._file.flush()
+            _put_all(self._file, "[\n")
         except OSError:
             with contextlib.suppress(OSError):  # what it could not write is tried again
                 self._file.close()
@@ -150,18 +150,23 @@ class StreamedTrace(Recorder):
                 self._write(file)
                 last: dict[str, Any] = {"name": "end of the trace", "ph": "i", "s": "g", "pid": ACTORS, "tid": 0}
                 last |= {"ts": time.monotonic_ns() / 1000, "args": {"dropped": str(self.dropped)}}
-                file.write(f"{json.dumps(last)}\n]\n")
+                _put_all(file, f"{json.dumps(last)}\n]\n")
             except OSError as error:
                 logger.error("the trace %s ends here: %s", self.path, error)
                 self._written = self._max_bytes
                 self._ending.wait()
 
-    def _write(self, file: IO[str]) -> None:
+    def _write(self, file: FileIO) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         if waiting:
-            # Whole lines, and out of this process's memory at once.
             text = "".join(f"{json.dumps(record)},\n" for record in waiting)
-            file.write(text)
-            file.flush()
+            _put_all(file, text)
             self._written += len(text)
+
+
+def _put_all(file: FileIO, text: str) -> None:
+    """Write it past this process's memory, in one call where the system takes it whole: a kill cuts few lines."""
+    rest = memoryview(text.encode())
+    while rest:
+        rest = rest[file.write(rest) :]
