@@ -1,7 +1,7 @@
 """StreamedTrace: a trace file that is written while the program runs.
 
 The format is the Trace Event Format's JSON array form, one record a line. Its closing bracket is optional there, so a
-file of a process that was killed opens in Perfetto and chrome://tracing as it is.
+file of a process that was killed opens in Perfetto as it is.
 """
 
 from __future__ import annotations

@@ -415,6 +415,7 @@ def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Coalescer, "flush", flushed)
 
 
+@pytest.mark.timeout(120)  # a thousand operations, each beside a dictionary
 def test_1000_random_operations_do_what_a_dictionary_does() -> None:
     run(100, True)  # on a busy machine fewer operations of an example are possible
     assert sum(operations.values()) >= 1000, operations
