@@ -111,6 +111,7 @@ def opened_cache(context: ga.GpuContext, pages: int) -> Iterator[ga.KvCache]:
 def picture(page: Any, name: str) -> None:
     folder = os.environ.get("GPU_ACTORS_SCREENSHOTS")
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         image = Image.open(io.BytesIO(page.screenshot(full_page=True, scale="css")))
         # Few colours are enough for a page, and make a third of the bytes.
         image.convert("RGB").quantize(64).save(Path(folder) / f"{name}.png", optimize=True)
