@@ -153,21 +153,29 @@ class TestEdges:
             table[index, :hidden] = POISON_PAGE
         check_results(case, *run(case, operands=operands))
 
-    def test_a_length_outside_the_capacity_is_answered_with_nan(self) -> None:
-        case = plain((300, 50, 200))
+    @pytest.mark.parametrize("beyond", [1, 16, 1 << 29])
+    def test_a_length_outside_the_capacity_is_answered_with_nan(self, beyond: int) -> None:
+        """Behind a full row of the table lies the next sequence's, whose pages would be read."""
+        case = plain((304, 304, 200))
         operands, good = case.operands(), run(case, planned=False)
-        operands["cache_seqlens"] = np.array([300, 1 << 30, 200], np.int32)
+        capacity = operands["block_table"].shape[1] * case.page_size
+        operands["cache_seqlens"] = np.array([304, capacity + beyond, 200], np.int32)
         out, lse = run(case, operands=operands, planned=False)
         assert np.isnan(out[1]).all()
         assert np.isnan(lse[1]).all()
         np.testing.assert_allclose(out[[0, 2]], good[0][[0, 2]], atol=2e-2)
 
-    @pytest.mark.sweep
-    @pytest.mark.timeout(600)
-    def test_a_tree_of_drafts(self) -> None:
-        batch = random_batch(3, (300, 9, 130), rows=9, heads=(4, 2), dim=128, dtype="bfloat16")
+    @pytest.mark.parametrize("rows", [pytest.param(9, marks=pytest.mark.sweep), 40])
+    def test_a_tree_of_drafts(self, rows: int) -> None:
+        """Of more than 32 rows: the words of their bits have 64."""
+        batch = random_batch(3, (300, rows, 130), rows=rows, heads=(4, 2), dim=128, dtype="bfloat16")
         rng = np.random.default_rng(0)
-        check(DecodeCase(batch, tree=np.stack([tree_bits(random_tree(rng, 9)) for _ in batch.k])))
+        check(DecodeCase(batch, tree=np.stack([tree_bits(random_tree(rng, rows)) for _ in batch.k])))
+
+    def test_values_narrower_than_keys(self) -> None:
+        """A stage waits for the bytes of both."""
+        batch = random_batch(3, (300, 70), rows=8, heads=(4, 2), dim=128, dim_v=64, dtype="bfloat16")
+        check(DecodeCase(batch, options={"causal": True}))
 
     @pytest.mark.sweep
     @pytest.mark.timeout(600)
