@@ -23,6 +23,8 @@ void poll();
 // others get null when that has happened. argument: where the caller's argument lies.
 Rendezvous* join(const char* operation, uint32_t mask, void* argument);
 void leave(Rendezvous& rendezvous);
+void sync_warp(uint32_t mask);
+void fence_memory();  // __threadfence and its kin
 
 // bar.sync / bar.arrive. threads: how many arrivals complete the barrier, -1: all live threads (__syncthreads).
 void arrive_at_barrier(int number, int threads, bool wait);

@@ -38,6 +38,21 @@ void leave(Rendezvous& rendezvous) {
   rendezvous.generation++;
 }
 
+void sync_warp(uint32_t mask) {
+  int nothing = 0;
+  collective("__syncwarp", mask, nothing, [mask](int**) {
+    const Fiber& fiber = self();
+    bring_together(fiber.block->warp[fiber.warp], fiber.block->order[fiber.warp], mask);
+  });
+}
+
+void fence_memory() {
+  const Fiber& fiber = self();
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  release_lane(*fiber.block, fiber.linear);
+  acquire_lane(*fiber.block, fiber.linear);
+}
+
 // A collective that only brings the whole warp together (".sync.aligned").
 inline void gather_warp(const char* operation) {
   int nothing = 0;
@@ -56,9 +71,12 @@ inline void release_if_complete(Block& block, int number) {
   int expected = b.expected < 0 ? block.live : b.expected;
   if (b.arrived > expected)
     fail(kind::barrier, "barrier %d: %d threads arrived, %d are expected", number, b.arrived, expected);
-  if (b.arrived == expected) {
-    b.arrived = 0;
-    b.generation++;
+  if (b.arrived != expected) return;
+  b.arrived = 0;
+  b.generation++;
+  for (int i = 0; b.expected < 0 && i < block.warp_count; i++) {
+    release_warp(block.order[i]);
+    bring_together(block.order[i]);
   }
 }
 

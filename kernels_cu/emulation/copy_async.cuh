@@ -63,6 +63,7 @@ inline void wait_for_all_copies() {
 // The delivery of a cp.async.mbarrier.arrive.
 inline void land_and_arrive(const InFlight& arrival) {
   land_up_to(*arrival.fiber, arrival.copies);
+  release_lane(*arrival.fiber->block, arrival.fiber->linear);
   update_mbarrier(find_mbarrier(arrival.mbarrier, "cp.async.mbarrier.arrive"), 1, 0, "cp.async.mbarrier.arrive");
 }
 

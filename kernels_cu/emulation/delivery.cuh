@@ -86,6 +86,7 @@ inline void check_block_end(Block& block) {
 
 // Frees what a block that ended early may have left behind, and empties the lists for the next one.
 inline void release_asynchronous_state(Block& block) {
+  end_orders(block);
   block.in_flight.clear();
   for (int i = 0; i < block.threads; i++) {
     Fiber& fiber = *block.fiber[i];

@@ -69,13 +69,10 @@ constexpr int warpSize = 32;
 
 // ---- barriers and fences
 inline void __syncthreads() { emulation::arrive_at_barrier(0, -1, true); }
-inline void __syncwarp(unsigned mask = ~0u) {
-  int nothing = 0;
-  emulation::collective("__syncwarp", mask, nothing, [](int**) {});
-}
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __syncwarp(unsigned mask = ~0u) { emulation::sync_warp(mask); }
+inline void __threadfence_block() { emulation::fence_memory(); }
+inline void __threadfence() { emulation::fence_memory(); }
+inline void __threadfence_system() { emulation::fence_memory(); }
 [[noreturn]] inline void __trap() { emulation::fail(emulation::kind::trap, "__trap()"); }
 inline void __nanosleep(unsigned) { emulation::poll(); }
 

@@ -31,6 +31,14 @@ inline void blame_lane(int lane) {
   blame(*fiber.block, other.linear, other.statement);
 }
 
+// Eight elements, which go to several lanes.
+inline void load_row(uint16_t (&row)[8], uint32_t address, const char* operation) {
+  const Fiber& fiber = self();
+  Block& block = *fiber.block;
+  memcpy(row, shared_pointer(address, 16, operation, 16), 16);
+  if (address < STATIC_SHARED_BASE) note_read(block, fiber.warp, block.warp[fiber.warp].lanes, true, address, 16, operation);
+}
+
 __attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row,
                                                     bool transposed) {
   MatrixAccess mine{row, r, nullptr};
@@ -39,7 +47,7 @@ __attribute__((noinline)) inline void load_matrices(const char* operation, uint3
       uint16_t m[8][8];
       for (int k = 0; k < 8; k++) {
         blame_lane(8 * i + k);
-        memcpy(m[k], shared_pointer(lane[8 * i + k]->row, 16, operation, 16), 16);
+        load_row(m[k], lane[8 * i + k]->row, operation);
       }
       for (int l = 0; l < 32; l++) lane[l]->load[i] = held_by(m, l, transposed);
     }
@@ -58,7 +66,7 @@ __attribute__((noinline)) inline void store_matrices(const char* operation, cons
       for (int l = 0; l < 32; l++) hold(m, l, transposed, lane[l]->store[i]);
       for (int k = 0; k < 8; k++) {
         blame_lane(8 * i + k);
-        generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k);
+        generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k, true);
       }
     }
     blame_running(*self().block);

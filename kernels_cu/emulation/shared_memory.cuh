@@ -3,7 +3,7 @@
 // threads' (generic proxy) and the one that TMA and wgmma see (async proxy); fence.proxy.async carries writes across.
 #pragma once
 
-#include "emulation/scheduler.cuh"
+#include "emulation/order.cuh"
 
 namespace emulation {
 
@@ -16,6 +16,8 @@ inline void start_shared(Block& block) {
   block.shared_bytes = block.request->shared_bytes;
   block.shared = arena.shared_end - (block.shared_bytes + canary_after(block));
   block.async_view = arena.async_view;
+  block.touched = arena.touched;
+  start_orders(block);
   memset(block.shared - CANARY_BEFORE, CANARY, CANARY_BEFORE);
   memset(block.shared, POISON, block.shared_bytes);
   memset(block.shared + block.shared_bytes, CANARY, canary_after(block));
@@ -93,9 +95,11 @@ inline void async_claim(uint32_t address, uint32_t bytes, const char* what) {
   if (memcmp(async, generic, bytes))
     fail(kind::unfenced, "%s over shared address 0x%x, which the threads wrote without fence.proxy.async", what,
          address);
-  if (address < STATIC_SHARED_BASE)
+  if (address < STATIC_SHARED_BASE) {
     for (uint32_t g = (address - SHARED_BASE) / 16; g <= (address - SHARED_BASE + bytes - 1) / 16; g++)
       block.writer[g] = -1;
+    claim_order(block, address, bytes, what);
+  }
   memset(generic, POISON, bytes);
   memset(async, POISON, bytes);
 }
@@ -106,10 +110,23 @@ inline void async_write(uint32_t address, const void* data, uint32_t bytes, cons
   memcpy(async_pointer(address, bytes, what), data, bytes);
 }
 
-// A store of at most 16 naturally aligned bytes by a known thread, which alone can publish it with a fence.
-inline void generic_store(uint32_t address, const void* data, uint32_t bytes, const char* what, int thread) {
+// A load of at most 16 naturally aligned bytes by the running thread.
+inline void generic_load(uint32_t address, void* data, uint32_t bytes, const char* what) {
+  const Fiber& fiber = self();
+  memcpy(data, shared_pointer(address, bytes, what, bytes), bytes);
+  if (address < STATIC_SHARED_BASE) note_read(*fiber.block, fiber.warp, 1u << fiber.lane, false, address, bytes, what);
+}
+
+// A store of at most 16 naturally aligned bytes by a known thread, which alone can publish it with a fence. collective: its
+// whole warp writes.
+inline void generic_store(uint32_t address, const void* data, uint32_t bytes, const char* what, int thread,
+                          bool collective = false) {
   Block& block = *self().block;
   char* p = shared_pointer(address, bytes, what, bytes);
+  if (address < STATIC_SHARED_BASE) {
+    const uint32_t lanes = collective ? block.warp[thread / 32].lanes : 1u << thread % 32;
+    note_write(block, thread / 32, lanes, collective, address, bytes, data, p, what);
+  }
   if (address < STATIC_SHARED_BASE && memcmp(p, data, bytes)) {  // writing the same value again changes nothing
     uint32_t granule = (address - SHARED_BASE) / 16;
     if (block.writer[granule] != thread) block.written[thread].push(granule);

@@ -158,6 +158,22 @@ struct WgmmaIssue {
   int n;
 };
 
+// When lanes of a warp know what other lanes of it did (order.cuh)
+struct LaneOrder {
+  uint32_t time, together;  // all lanes know what any did until then
+  uint32_t released[32];    // what each did until then is known to those who have waited for it
+  uint32_t known[32][32];   // known[b][a]: lane b knows what lane a did until then
+};
+// Who wrote and read each four of 16 bytes of shared memory last
+struct alignas(64) SharedUnit {
+  uint64_t wrote[4], read[4];
+};
+// time: what was noted until then is of earlier blocks
+struct TouchedMemory {
+  uint32_t time;
+  SharedUnit unit[MAX_SHARED_BYTES / 16];
+};
+
 struct Warp {
   Rendezvous rendezvous[RENDEZVOUS];
   uint32_t lanes;  // lanes that exist
@@ -189,6 +205,7 @@ struct Arena {
   char* shared_end;    // first inaccessible byte after the window of dynamic shared memory
   char* shared_begin;  // first accessible byte of that window
   char* async_view;    // MAX_SHARED_BYTES rounded up to 1024
+  TouchedMemory* touched;
 };
 
 // Mirrored by runtime.py
@@ -240,6 +257,8 @@ struct Block {
   uint32_t shared_bytes;
   int16_t* writer;  // -1: unknown
   List<uint32_t> written[MAX_THREADS];
+  TouchedMemory* touched;
+  LaneOrder order[MAX_WARPS];
   bool proxies_used;
 };
 

@@ -18,6 +18,7 @@ GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of 
     "deep": (32, 0, 64, 32),
     "spins": (32, 0, 32, 32),
     "exchanges": (128, 512, 128, 128),
+    "lanes": (32, 1040, 32, 32),
     "copies": (32, 256, 256, 32),
     "loads": (64, 288, 192, 32),
     "stores": (64, 512, 64, 64),
@@ -102,6 +103,13 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
         "this lane is at bar.arrive while other lanes of mask 0xffffffff wait at bar.sync",
         None,
     ),
+    ("lanes", 1, "race", "ldmatrix.x4 at shared address 0x400, which lane 0 of the warp wrote", None),
+    ("lanes", 2, "race", "ld.shared at shared address 0x620, which all lanes of the warp wrote", None),
+    ("lanes", 3, "race", "ld.shared at shared address 0x7f0, which lane 31 of the warp wrote", None),
+    ("lanes", 4, "race", "ld.shared at shared address 0x650, which lane 5 of the warp wrote", None),
+    ("lanes", 5, "race", "stmatrix.x4 at shared address 0x610, which lane 30 of the warp read", None),
+    ("lanes", 6, "race", "bulk load over shared address 0x400, which thread 31 reads", None),
+    ("lanes", 7, "race", "st.shared at shared address 0x680, which all lanes of the warp wrote", None),
     ("copies", 3, "leftover", "cp.async that it has not waited for, to shared address 0x4c0", None),
     ("copies", 5, "leftover", "cp.async that it has not waited for", None),
     ("loads", 1, "mbarrier", "holds no live mbarrier", None),
@@ -212,7 +220,7 @@ def test_a_fault_that_another_thread_finds_names_the_thread_that_caused_it(modul
     with pytest.raises(EmulationFault) as caught:
         launch(module, "rows", thread)
     assert caught.value.thread == thread, caught.value
-    assert caught.value.lines[0] == line_of("ptx::ldmatrix_x4"), caught.value
+    assert caught.value.lines[0] == line_of("ptx::ldmatrix_x4(r"), caught.value
     assert caught.value.lines[1].startswith("ptx/matrix.cuh:"), caught.value
 
 

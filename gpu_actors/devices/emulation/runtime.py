@@ -102,7 +102,7 @@ class _BufferRange(ctypes.Structure):
 
 
 class _Arena(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("stacks", "shared_end", "shared_begin", "async_view")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("stacks", "shared_end", "shared_begin", "async_view", "touched")]
 
 
 class _Request(ctypes.Structure):
@@ -130,6 +130,7 @@ class _WorkerMemory:
         self._stacks = PageMapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
         self._shared = PageMapping(_SHARED_WINDOW)
         self._view = PageMapping(_SHARED_WINDOW, guard=PAGE)
+        self._touched = PageMapping(4 * _MAX_SHARED_BYTES + PAGE, guard=PAGE)
         self._first = round_up(self._stacks.begin, _STACK_BYTES)
         self._guarded = 0
 
@@ -138,7 +139,7 @@ class _WorkerMemory:
         for i in range(self._guarded, threads):
             self._stacks.protect(self._first + i * _STACK_BYTES, _STACK_GUARD, 0)
         self._guarded = max(self._guarded, threads)
-        return _Arena(self._first, self._shared.end, self._shared.begin, self._view.begin)
+        return _Arena(self._first, self._shared.end, self._shared.begin, self._view.begin, self._touched.begin)
 
 
 class _SignalActions:

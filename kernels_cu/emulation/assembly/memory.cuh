@@ -7,9 +7,7 @@
 namespace emulation {
 
 // An access of `number` bytes at an address that is a multiple of them, by slots after or before the address.
-inline void load_words(const Instruction& i, Frame& f, const char* from, uint32_t first) {
-  char data[16];
-  memcpy(data, from, i.number);
+inline void load_words(const Instruction& i, Frame& f, const char* data, uint32_t first) {
   const uint32_t count = i.slots.size - 1, bytes = i.number / count;
   for (uint32_t s = 0; s < count; s++) {
     uint32_t word;
@@ -26,7 +24,9 @@ inline void store_words(const Instruction& i, const Frame& f, char* to) {
 }
 
 inline void load_from_shared(const Instruction& i, Frame& f) {
-  load_words(i, f, shared_pointer(value_of<uint32_t>(f, i.slots[i.slots.size - 1]), i.number, i.name, i.number), 0);
+  char data[16];
+  generic_load(value_of<uint32_t>(f, i.slots[i.slots.size - 1]), data, i.number, i.name);
+  load_words(i, f, data, 0);
 }
 inline void store_to_shared(const Instruction& i, Frame& f) {
   char data[16];
@@ -48,10 +48,12 @@ inline void load_with_acquire(const Instruction& i, Frame& f) {
   check_global(from, 4, i.name, 4);
   poll();  // the thread that writes it gets a turn
   set_value(f, i.slots[0], __atomic_load_n(from, __ATOMIC_SEQ_CST));
+  acquire_lane(*self().block, self().linear);
 }
 inline void store_with_release(const Instruction& i, Frame& f) {
   int* to = value_of<int*>(f, i.slots[0]);
   check_global(to, 4, i.name, 4);
+  release_lane(*self().block, self().linear);
   __atomic_store_n(to, value_of<int>(f, i.slots[1]), __ATOMIC_SEQ_CST);
 }
 
@@ -106,7 +108,9 @@ inline void read_st(Parser& p) {
 inline void add_and_return(const Instruction& i, Frame& f) {
   int* at = value_of<int*>(f, i.slots[1]);
   check_global(at, 4, i.name, 4);
+  release_lane(*self().block, self().linear);
   set_value(f, i.slots[0], __atomic_fetch_add(at, value_of<int>(f, i.slots[2]), __ATOMIC_SEQ_CST));
+  acquire_lane(*self().block, self().linear);
 }
 inline void read_atom(Parser& p) {
   p.need("acq_rel");
@@ -123,6 +127,7 @@ inline void read_atom(Parser& p) {
 inline void reduce_integer(const Instruction& i, Frame& f) {
   int* at = value_of<int*>(f, i.slots[0]);
   check_global(at, 4, i.name, 4);
+  release_lane(*self().block, self().linear);
   __atomic_fetch_add(at, value_of<int>(f, i.slots[1]), __ATOMIC_SEQ_CST);
 }
 inline void reduce_floats(const Instruction& i, Frame& f) {

@@ -8,8 +8,11 @@ namespace emulation {
 
 // ---- bar.sync a {, threads}; bar.arrive a, threads: aligned forms, which all lanes of a warp execute together (9.7.13.1)
 inline void meet_at_barrier(const Instruction& i, Frame& f) {
-  gather_warp(i.number == 0 ? "bar.sync" : "bar.arrive");
+  LaneOrder& order = self().block->order[self().warp];
+  once_a_warp(i.number == 0 ? "bar.sync" : "bar.arrive", [&order] { release_warp(order); });
+  const uint32_t arrived = order.released[self().lane];
   arrive_at_barrier(value_of<int>(f, i.slots[0]), i.slots.size > 1 ? value_of<int>(f, i.slots[1]) : -1, i.number == 0);
+  if (i.number == 0) order.together = upper(order.together, arrived);
 }
 inline void read_bar(Parser& p) {
   const char* const kinds[] = {"sync", "arrive"};
@@ -33,6 +36,7 @@ inline void end_mbarrier(const Instruction& i, Frame& f) { invalidate_mbarrier(m
 inline void arrive_at_mbarrier(const Instruction& i, Frame& f) {
   set_value(f, i.slots[0], uint64_t(0));
   const int64_t bytes = i.slots.size > 2 ? value_of<uint32_t>(f, i.slots[2]) : 0;
+  release_lane(*self().block, self().linear);
   update_mbarrier(find_mbarrier(mbarrier_of(i, f, 1), i.name), 1, bytes, i.name);
 }
 inline void expect_bytes(const Instruction& i, Frame& f) {
@@ -47,6 +51,7 @@ inline void wait_for_parity(const Instruction& i, Frame& f) {
   if (block.request->delivery == Delivery::random && block.random.one_in(4))
     passed = phase_ended(find_mbarrier(address, i.name), parity);
   else wait_for_phase(address, parity);
+  if (passed) acquire_lane(block, self().linear);
   set_value(f, i.slots[0], passed);
 }
 inline void read_mbarrier(Parser& p) {

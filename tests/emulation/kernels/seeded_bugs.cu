@@ -82,6 +82,39 @@ extern "C" __global__ void exchanges(const float* in, float* out, int bug) {
   out[t] = sum;
 }
 
+// ---- lanes of a warp that hand each other rows of 16 bytes; 32 threads
+extern "C" __global__ void lanes(const float* in, float* out, int bug) {
+  DYNAMIC_SHARED(shared);
+  const int t = threadIdx.x, other = 31 - t;
+  const uint32_t first = ptx::shared_address(shared), second = first + 512, full = second + 512;
+  if (t == 0) ptx::mbarrier_init(full, 1);
+  if (t == 0) ptx::fence_mbarrier_init();
+  const uint32_t row[4] = {__float_as_uint(in[t]), 1, 2, 3};
+  uint32_t matrices[4];
+  ptx::store_shared_v4(first + 16 * t, row);
+  ptx::fence_proxy_async();
+  if (bug != 1) __syncwarp();
+  ptx::ldmatrix_x4(matrices, first + 16 * t);
+  ptx::stmatrix_x4(second + 16 * t, matrices);
+  if (bug != 2) __syncwarp();
+  float sum = ptx::load_shared_f32(second + 16 * other);
+  if (bug != 3) __syncwarp();
+  ptx::store_shared_f32(second + 16 * t, 2.0f * in[t]);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if (bug != 4) __syncwarp();
+  sum += ptx::load_shared_f32(second + 16 * other) + ptx::load_shared_f32(first + 16 * other);
+  if (bug != 5 && bug != 6) __syncwarp();
+  if (bug != 6) ptx::stmatrix_x4(second + 16 * t, matrices);
+  if (t == 0) {
+    ptx::mbarrier_arrive_expect_tx(full, 128);
+    ptx::bulk_load(first, in, 128, full);
+  }
+  if (bug != 7) __syncwarp();
+  ptx::store_shared_f32(second + 16 * other, 3.0f * in[t]);
+  ptx::mbarrier_wait(full, 0);
+  out[t] = sum + ptx::load_shared_f32(first + 4 * other) + ptx::load_shared_f32(second + 16 * other);
+}
+
 // ---- cp.async through a ring of two stages; 32 threads, 8 rounds of 32 floats
 extern "C" __global__ void copies(const float* in, float* out, int bug) {
   DYNAMIC_SHARED(shared);

@@ -1,0 +1,176 @@
+// What orders the accesses of a warp's lanes to shared memory: __syncwarp, barriers, and the release and acquire of
+// mbarriers and of global memory (PTX ISA 8.10, 9.7.13). ldmatrix, stmatrix, shuffles, votes and products bring lanes
+// together and order nothing. An access that another lane's conflicts with, and that nothing orders, is a race, whatever
+// the schedule has made of it.
+//
+// Time is the warp's own and moves on where lanes release what they did. What a lane has released to anyone counts as
+// released to all of its warp, so that orders which go through other warps need not be followed.
+#pragma once
+
+#include "emulation/scheduler.cuh"
+
+namespace emulation {
+
+// ---- who touched a word last: lanes of one warp, at a time of that warp. collective: stmatrix or ldmatrix, in which each
+// lane may have touched it.
+constexpr uint32_t TIME_BITS = 26, LATEST = (1u << TIME_BITS) - 1;
+
+inline uint64_t touch_of(uint32_t lanes, int warp, uint32_t time, bool collective) {
+  return uint64_t(lanes) << 32 | uint32_t(collective) << 31 | uint32_t(warp) << TIME_BITS | time;
+}
+inline uint32_t lanes_of(uint64_t touch) { return uint32_t(touch >> 32); }
+inline bool is_collective(uint64_t touch) { return touch >> 31 & 1; }
+inline int warp_of(uint64_t touch) { return int(touch >> TIME_BITS & 31); }
+inline uint32_t time_of(uint64_t touch) { return uint32_t(touch) & LATEST; }
+
+inline SharedUnit& touched_unit(Block& block, uint32_t address) { return block.touched->unit[(address - SHARED_BASE) / 16]; }
+
+// ---- time
+inline void pass_time(LaneOrder& order) { order.time += order.time < LATEST; }
+
+// Blocks of a worker follow each other: what was before is known to all lanes, so that nothing has to be cleared.
+inline void start_orders(Block& block) {
+  TouchedMemory& memory = *block.touched;
+  if (memory.time > LATEST / 2) memset(&memory, 0, sizeof memory);
+  memory.time++;
+  for (int i = 0; i < block.warp_count; i++) {
+    block.order[i].together = memory.time;
+    block.order[i].time = memory.time + 1;
+  }
+}
+inline void end_orders(Block& block) {
+  for (int i = 0; i < block.warp_count; i++) block.touched->time = upper(block.touched->time, block.order[i].time);
+}
+
+inline void release_lane(Block& block, int thread) {
+  LaneOrder& order = block.order[thread / 32];
+  const uint32_t* known = order.known[thread % 32];
+  for (int lane = 0; lane < 32; lane++)
+    order.released[lane] = upper(upper(order.released[lane], known[lane]), order.together);
+  order.released[thread % 32] = order.time;
+  pass_time(order);
+}
+inline void acquire_lane(Block& block, int thread) {
+  LaneOrder& order = block.order[thread / 32];
+  uint32_t* known = order.known[thread % 32];
+  for (int lane = 0; lane < 32; lane++) known[lane] = upper(known[lane], order.released[lane]);
+}
+
+// Of all lanes, which are at one instruction.
+inline void release_warp(LaneOrder& order) {
+  for (uint32_t& released : order.released) released = order.time;
+  pass_time(order);
+}
+inline void bring_together(LaneOrder& order) {
+  order.together = order.time;
+  pass_time(order);
+}
+inline void bring_together(Warp& warp, LaneOrder& order, uint32_t mask) {
+  if ((mask & warp.lanes) == warp.lanes) return bring_together(order);
+  uint32_t known[32];
+  for (int lane = 0; lane < 32; lane++) known[lane] = mask >> lane & 1 ? order.time : order.together;
+  for (int of = 0; of < 32; of++)
+    for (int lane = 0; mask >> of & 1 && lane < 32; lane++) known[lane] = upper(known[lane], order.known[of][lane]);
+  for (int of = 0; of < 32; of++)
+    if (mask >> of & 1) memcpy(order.known[of], known, sizeof known);
+  pass_time(order);
+}
+
+// ---- checks
+// A lane of `lanes` whose touch `lane` does not know of, or -1.
+inline int unknown_to(const LaneOrder& order, int lane, uint32_t lanes, uint32_t time) {
+  for (uint32_t rest = lanes & ~(1u << lane); rest; rest &= rest - 1) {
+    const int other = __builtin_ctz(rest);
+    if (order.known[lane][other] < time) return other;
+  }
+  return -1;
+}
+
+[[noreturn]] __attribute__((noinline)) inline void fail_unordered(const char* what, uint32_t address, uint64_t before,
+                                                                  int lane, bool wrote) {
+  char who[16] = "all lanes";
+  if (!is_collective(before)) snprintf(who, sizeof who, "lane %d", lane);
+  fail(kind::race, "%s at shared address 0x%x, which %s of the warp %s: no __syncwarp or barrier orders the two", what,
+       address, who, wrote ? "wrote" : "read");
+}
+
+// lanes: that touch the word now.
+inline void check_ordered(const LaneOrder& order, int warp, uint64_t before, uint32_t lanes, bool collective, bool wrote,
+                          uint32_t address, const char* what) {
+  const uint32_t time = time_of(before);
+  if (time <= order.together || warp_of(before) != warp) return;
+  if (is_collective(before) ? collective : lanes_of(before) == lanes) return;
+  for (uint32_t rest = lanes; rest; rest &= rest - 1) {
+    const int other = unknown_to(order, __builtin_ctz(rest), lanes_of(before), time);
+    if (other >= 0) fail_unordered(what, address, before, other, wrote);
+  }
+}
+
+// Lanes that still may read a word: those whose reading is not released.
+inline uint32_t readers(const LaneOrder& order, int warp, uint64_t before) {
+  if (time_of(before) <= order.together || warp_of(before) != warp) return 0;
+  uint32_t lanes = 0;
+  for (uint32_t rest = lanes_of(before); rest; rest &= rest - 1)
+    if (order.released[__builtin_ctz(rest)] < time_of(before)) lanes |= rest & -rest;
+  return lanes;
+}
+
+// A read of whole words. lanes: one, or those of a warp that execute ldmatrix.
+inline void note_read(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, uint32_t bytes,
+                      const char* what) {
+  const LaneOrder& order = block.order[warp];
+  const uint64_t mine = touch_of(lanes, warp, order.time, collective);
+  SharedUnit& unit = touched_unit(block, address);
+  for (uint32_t word = address / 4 % 4; word < address / 4 % 4 + bytes / 4; word++) {
+    const uint64_t wrote = unit.wrote[word];
+    // What a lane wrote itself, if others wrote the same beside it, is as it knows it.
+    if (is_collective(wrote) || !(lanes_of(wrote) & lanes) || collective)
+      check_ordered(order, warp, wrote, lanes, false, true, address, what);
+    unit.read[word] = collective ? mine : mine | uint64_t(readers(order, warp, unit.read[word])) << 32;
+  }
+}
+
+// A write of whole words, before it happens. data: what is written; the same value again changes nothing.
+inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, uint32_t bytes,
+                       const void* data, const void* there, const char* what) {
+  const LaneOrder& order = block.order[warp];
+  const uint64_t mine = touch_of(lanes, warp, order.time, collective);
+  SharedUnit& unit = touched_unit(block, address);
+  for (uint32_t i = 0, word = address / 4 % 4; i < bytes / 4; i++, word++) {
+    uint64_t& wrote = unit.wrote[word];
+    if (!memcmp(static_cast<const char*>(data) + 4 * i, static_cast<const char*>(there) + 4 * i, 4)) {
+      if (time_of(wrote) <= order.together || warp_of(wrote) != warp) wrote = mine;
+      else if (!is_collective(wrote)) wrote |= uint64_t(lanes) << 32;
+      continue;
+    }
+    check_ordered(order, warp, wrote, lanes, collective, true, address, what);
+    check_ordered(order, warp, unit.read[word], lanes, collective, false, address, what);
+    wrote = mine;
+    unit.read[word] = 0;
+  }
+}
+
+// Threads that have read what the async proxy is about to overwrite, of any warp, must have released that.
+inline void check_released(const Block& block, uint64_t read, uint32_t address, const char* what) {
+  const Fiber& fiber = self();
+  const LaneOrder& order = block.order[warp_of(read)];
+  const bool own = warp_of(read) == fiber.warp;
+  if (own && time_of(read) <= order.together) return;
+  const uint32_t* known = own ? order.known[fiber.lane] : order.released;
+  for (uint32_t rest = own ? lanes_of(read) & ~(1u << fiber.lane) : lanes_of(read); rest; rest &= rest - 1)
+    if (known[__builtin_ctz(rest)] < time_of(read))
+      fail(kind::race, "%s over shared address 0x%x, which thread %d reads: it has told nobody that it is done", what, address,
+           warp_of(read) * 32 + __builtin_ctz(rest));
+}
+inline void claim_order(Block& block, uint32_t address, uint32_t bytes, const char* what) {
+  for (uint32_t at = address; at < address + bytes; at += 16) {
+    SharedUnit& unit = touched_unit(block, at);
+    for (uint64_t& read : unit.read) {
+      if (time_of(read) > block.touched->time) check_released(block, read, at, what);
+      read = 0;
+    }
+    memset(unit.wrote, 0, sizeof unit.wrote);
+  }
+}
+
+}  // namespace emulation
