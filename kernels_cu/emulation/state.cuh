@@ -150,6 +150,7 @@ struct WgmmaState {
   List<Accumulator> accumulators;
   List<FencedRegisters> registers;
   bool fenced;
+  const void* fence;  // the last wgmma.fence: Fiber::statement
   uint64_t issued;
 };
 // What the first warp of a warpgroup issued: its other warps must issue the same

@@ -92,12 +92,51 @@ inline uint64_t hash_registers(const uint32_t* const* lane, int words) {
   return hash;
 }
 
-// Registers that wgmma reads must not change between the last wgmma.fence and the instruction. Known from their second
-// use on.
+// Where products behind a wgmma.fence found registers, from the record of the thread down, which is the same for all
+// threads of a kernel: of the module, for as long as it is loaded.
+struct RegisterPlace {
+  const void* fence;
+  ptrdiff_t below;
+  int words;
+};
+inline List<RegisterPlace> register_places;
+inline pthread_mutex_t register_places_lock = PTHREAD_MUTEX_INITIALIZER;
+
+inline FencedRegisters* find_registers(WgmmaState& state, const uint32_t* const* lane, int words) {
+  for (FencedRegisters& r : state.registers)
+    if (r.words == words && !memcmp(r.lane, lane, sizeof r.lane)) return &r;
+  return nullptr;
+}
+
+inline void learn_place(const RegisterPlace& place) {
+  pthread_mutex_lock(&register_places_lock);
+  bool known = false;
+  for (const RegisterPlace& p : register_places)
+    known |= p.fence == place.fence && p.below == place.below && p.words == place.words;
+  if (!known) register_places.push(place);
+  pthread_mutex_unlock(&register_places_lock);
+}
+
+// Registers that products behind this fence read in another warp, block or launch: these will be read, too.
+inline void expect_registers(WgmmaState& state) {
+  const Fiber& fiber = self();
+  pthread_mutex_lock(&register_places_lock);
+  for (const RegisterPlace& place : register_places) {
+    if (place.fence != state.fence) continue;
+    FencedRegisters r{};
+    for (int l = 0; l < 32; l++)
+      r.lane[l] = reinterpret_cast<const uint32_t*>(
+          reinterpret_cast<const char*>(fiber.block->fiber[fiber.warp * 32 + l]) - place.below);
+    r.words = place.words;
+    if (!find_registers(state, r.lane, r.words)) state.registers.push(r);
+  }
+  pthread_mutex_unlock(&register_places_lock);
+}
+
+// Registers that wgmma reads must not change between the last wgmma.fence and the instruction.
 inline void check_fenced(WgmmaState& state, const uint32_t* const* lane, int words, const char* what) {
-  for (FencedRegisters& r : state.registers) {
-    if (r.lane[0] != lane[0] || r.words != words) continue;
-    if (hash_registers(lane, words) != r.hash)
+  if (const FencedRegisters* r = find_registers(state, lane, words)) {
+    if (hash_registers(lane, words) != r->hash)
       fail(kind::race, "wgmma: %s registers were written after the last wgmma.fence", what);
     return;
   }
@@ -106,6 +145,9 @@ inline void check_fenced(WgmmaState& state, const uint32_t* const* lane, int wor
   r.words = words;
   r.hash = hash_registers(lane, words);
   state.registers.push(r);
+  const Fiber& fiber = self();
+  const char* const record = reinterpret_cast<const char*>(fiber.block->fiber[fiber.warp * 32]);
+  learn_place({state.fence, record - reinterpret_cast<const char*>(lane[0]), words});
 }
 
 inline Accumulator* find_accumulator(WgmmaState& state, const float* home) {
@@ -265,6 +307,8 @@ inline void fence_wgmma() {
   once_a_warp("wgmma.fence", [] {
     WgmmaState& state = this_wgmma();
     state.fenced = true;
+    state.fence = self().statement;
+    expect_registers(state);
     for (FencedRegisters& r : state.registers)
       if (!find_accumulator(state, reinterpret_cast<const float*>(r.lane[0]))) r.hash = hash_registers(r.lane, r.words);
   });

@@ -148,6 +148,8 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
     ("products", 11, "leftover", "wgmma of warp 0 not waited for", None),
     ("products", 12, "race", "without wgmma_fence", None),
     ("products", 13, "race", "accumulator registers were written after the last wgmma.fence", None),
+    ("products", 17, "race", "accumulator registers were written after the last wgmma.fence", None),
+    ("products", 18, "race", "A operand registers were written after the last wgmma.fence", None),
     ("products", 14, "leftover", "wgmma of warp 0 not waited for", None),
     ("products", 15, "divergence", "warps 0 and 3 of a warpgroup issued 3 and 0 wgmma", None),
 ]

@@ -222,6 +222,8 @@ extern "C" __global__ void products(const float* in, float* out, int bug) {
   uint32_t registers[4] = {ones[0], ones[0], ones[0], ones[0]};
   for (int i = 0; i < 32; i++) d[i] = 0.0f;
   if (bug != 3) ptx::wgmma_fence();
+  if (bug == 17) d[5] += 1.0f;
+  if (bug == 18) registers[1] = 0;
   if (bug == 15 && t >= 96) return;
   ptx::wgmma_rs<64, Element::f16>(d, registers, b, true);
   ptx::wgmma_ss<64, Element::f16>(d, bug == 4 ? a + (1ull << 50) : a, bug == 5 && t % 32 == 9 ? b + 1 : b, true);
