@@ -18,13 +18,16 @@ inline unsigned char* dynamic_shared() { return reinterpret_cast<unsigned char*>
 // One round of a loop that polls memory: everything else, other blocks included, gets a turn (scheduler.cuh).
 void poll();
 
+// ---- passed_words.cuh
+void fence_memory(bool for_other_blocks);  // __threadfence and its kin
+void note_atomic(const void* at, bool is_over);  // before and after it changes a word
+
 // ---- collective.cuh
 // Brings the running thread to a collective. The last lane to arrive gets it, computes for all and calls leave(); the
 // others get null when that has happened. argument: where the caller's argument lies.
 Rendezvous* join(const char* operation, uint32_t mask, void* argument);
 void leave(Rendezvous& rendezvous);
 void sync_warp(uint32_t mask);
-void fence_memory();  // __threadfence and its kin
 
 // bar.sync / bar.arrive. threads: how many arrivals complete the barrier, -1: all live threads (__syncthreads).
 void arrive_at_barrier(int number, int threads, bool wait);

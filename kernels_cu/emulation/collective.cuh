@@ -46,13 +46,6 @@ void sync_warp(uint32_t mask) {
   });
 }
 
-void fence_memory() {
-  const Fiber& fiber = self();
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  release_lane(*fiber.block, fiber.linear);
-  acquire_lane(*fiber.block, fiber.linear);
-}
-
 // A collective that only brings the whole warp together (".sync.aligned").
 inline void gather_warp(const char* operation) {
   int nothing = 0;

@@ -16,6 +16,7 @@
 namespace emulation {
 
 struct Launch;
+struct PassedWords;  // passed_words.cuh
 
 // Whom a fault is blamed on: another than the running thread, where that thread acts for it. thread -1: the running one.
 struct Blamed {
@@ -26,6 +27,7 @@ struct Blamed {
 struct Worker {
   Launch* launch;
   const Arena* arena;
+  PassedWords* passed;
   Block* block;
   void* stack_pointer;  // of the worker itself while a fiber runs
   sigjmp_buf escape;    // out of the signal handler
@@ -42,6 +44,21 @@ struct Worker {
   char* static_begin;  // this thread's copy of the static __shared__ variables
   char* static_end;
   Fault fault;
+};
+
+// Holds a lock that workers share. A signal that would end the block meanwhile comes to nothing, and is sent again.
+struct Locked {
+  Worker& worker;
+  pthread_mutex_t& lock;
+
+  Locked(Block& block, pthread_mutex_t& lock_) : worker(*block.worker), lock(lock_) {
+    worker.running = 0;
+    pthread_mutex_lock(&lock);
+  }
+  ~Locked() {
+    pthread_mutex_unlock(&lock);
+    worker.running = 1;
+  }
 };
 
 #ifdef GPU_ACTORS_UCONTEXT

@@ -63,6 +63,7 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
   launch->failed_place = ~0ull;
   launch->worker_count = uint32_t(lower(uint64_t(lower(request.workers, MAX_WORKERS)), launch->blocks));
   pthread_mutex_init(&launch->lock, nullptr);
+  pthread_mutex_init(&launch->passed.lock, nullptr);
   pthread_condattr_t attributes;
   pthread_condattr_init(&attributes);
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -76,6 +77,7 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
     Worker& worker = launch->worker[i];
     worker.launch = launch;
     worker.arena = &request.arenas[i];
+    worker.passed = &launch->passed;
     worker.number = i;
     if (pthread_create(&worker.thread, nullptr, worker_main, &worker)) abort();
   }
@@ -114,6 +116,8 @@ int launch(Request& request, uint64_t count, const uint64_t* bytes, void (*call)
     refuse(request, kind::time_limit, "the launch ran longer than its %g s, blocks are missing", request.limit_seconds);
   pthread_cond_destroy(&launch->done);
   pthread_mutex_destroy(&launch->lock);
+  pthread_mutex_destroy(&launch->passed.lock);
+  for (List<PassedWord>& words : launch->passed.words) words.release();
   free(launch);
   return failed || !in_time;
 }

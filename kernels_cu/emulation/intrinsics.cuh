@@ -221,8 +221,13 @@ struct BitsOf<8> {
   typedef uint64_t type;
 };
 
+inline void note_change(bool is_over, const int* at) { note_atomic(at, is_over); }
+inline void note_change(bool is_over, const unsigned* at) { note_atomic(at, is_over); }
+inline void note_change(bool, ...) {}
+
 template <class T, class Update>
 inline T update_atomically(T* at, Update&& update) {
+  note_change(false, at);
   typedef typename BitsOf<sizeof(T)>::type Bits;
   Bits* bits = reinterpret_cast<Bits*>(at);
   Bits seen = __atomic_load_n(bits, __ATOMIC_SEQ_CST);
@@ -232,7 +237,9 @@ inline T update_atomically(T* at, Update&& update) {
     next = update(old);
     Bits wanted;
     memcpy(&wanted, &next, sizeof wanted);
-    if (__atomic_compare_exchange_n(bits, &seen, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return old;
+    if (!__atomic_compare_exchange_n(bits, &seen, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    note_change(true, at);
+    return old;
   }
 }
 

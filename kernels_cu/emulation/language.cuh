@@ -70,9 +70,9 @@ constexpr int warpSize = 32;
 // ---- barriers and fences
 inline void __syncthreads() { emulation::arrive_at_barrier(0, -1, true); }
 inline void __syncwarp(unsigned mask = ~0u) { emulation::sync_warp(mask); }
-inline void __threadfence_block() { emulation::fence_memory(); }
-inline void __threadfence() { emulation::fence_memory(); }
-inline void __threadfence_system() { emulation::fence_memory(); }
+inline void __threadfence_block() { emulation::fence_memory(false); }
+inline void __threadfence() { emulation::fence_memory(true); }
+inline void __threadfence_system() { emulation::fence_memory(true); }
 [[noreturn]] inline void __trap() { emulation::fail(emulation::kind::trap, "__trap()"); }
 inline void __nanosleep(unsigned) { emulation::poll(); }
 

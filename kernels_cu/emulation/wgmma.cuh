@@ -109,18 +109,17 @@ inline FencedRegisters* find_registers(WgmmaState& state, const uint32_t* const*
 }
 
 inline void learn_place(const RegisterPlace& place) {
-  pthread_mutex_lock(&register_places_lock);
+  const Locked locked(*self().block, register_places_lock);
   bool known = false;
   for (const RegisterPlace& p : register_places)
     known |= p.fence == place.fence && p.below == place.below && p.words == place.words;
   if (!known) register_places.push(place);
-  pthread_mutex_unlock(&register_places_lock);
 }
 
 // Registers that products behind this fence read in another warp, block or launch: these will be read, too.
 inline void expect_registers(WgmmaState& state) {
   const Fiber& fiber = self();
-  pthread_mutex_lock(&register_places_lock);
+  const Locked locked(*fiber.block, register_places_lock);
   for (const RegisterPlace& place : register_places) {
     if (place.fence != state.fence) continue;
     FencedRegisters r{};
@@ -130,7 +129,6 @@ inline void expect_registers(WgmmaState& state) {
     r.words = place.words;
     if (!find_registers(state, r.lane, r.words)) state.registers.push(r);
   }
-  pthread_mutex_unlock(&register_places_lock);
 }
 
 // Registers that wgmma reads must not change between the last wgmma.fence and the instruction.

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 
 #include "emulation/delivery.cuh"
+#include "emulation/passed_words.cuh"
 
 namespace emulation {
 
@@ -46,6 +47,7 @@ struct Launch {
   pthread_mutex_t lock;
   pthread_cond_t done;
   uint32_t worker_count;
+  PassedWords passed;
   Worker worker[MAX_WORKERS];
 };
 

@@ -18,6 +18,7 @@ GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of 
     "deep": (32, 0, 64, 32),
     "spins": (32, 0, 32, 32),
     "exchanges": (128, 512, 128, 128),
+    "passes": (64, 0, 64, 65),
     "lanes": (32, 1040, 32, 32),
     "copies": (32, 256, 256, 32),
     "loads": (64, 288, 192, 32),
@@ -103,6 +104,7 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
         "this lane is at bar.arrive while other lanes of mask 0xffffffff wait at bar.sync",
         None,
     ),
+    ("passes", 1, "race", "ld.acquire reads 1, which was stored in this launch by no release", None),
     ("lanes", 1, "race", "ldmatrix.x4 at shared address 0x400, which lane 0 of the warp wrote", None),
     ("lanes", 2, "race", "ld.shared at shared address 0x620, which all lanes of the warp wrote", None),
     ("lanes", 3, "race", "ld.shared at shared address 0x7f0, which lane 31 of the warp wrote", None),
@@ -232,6 +234,12 @@ def test_a_stack_that_the_kernel_has_overwritten_is_no_harm(module: EmulatedModu
     assert "at byte 4194304 of buffer 'out'" in caught.value.text
     assert caught.value.lines[0] == line_of("out[count > 4")
     launch(module, "smashed", 0)
+
+
+@pytest.mark.parametrize("way", [2, 3])
+def test_a_flag_may_be_passed_on_by_an_atomic_or_behind_a_fence(module: EmulatedModule, way: int) -> None:
+    for order in ORDERS:
+        np.testing.assert_array_equal(launch(module, "passes", way, order), launch(module, "passes", 0))
 
 
 WRONG = [  # entry, bug: these show as wrong numbers (or as a fault) in some orders only

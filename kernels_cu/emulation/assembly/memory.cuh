@@ -3,6 +3,7 @@
 
 #include "emulation/assembly/parser.cuh"
 #include "emulation/bulk.cuh"
+#include "emulation/passed_words.cuh"
 
 namespace emulation {
 
@@ -47,14 +48,17 @@ inline void load_with_acquire(const Instruction& i, Frame& f) {
   const int* from = value_of<const int*>(f, i.slots[1]);
   check_global(from, 4, i.name, 4);
   poll();  // the thread that writes it gets a turn
-  set_value(f, i.slots[0], __atomic_load_n(from, __ATOMIC_SEQ_CST));
-  acquire_lane(*self().block, self().linear);
+  set_value(f, i.slots[0], pass_word(from, true, false, i.name, [from](int& after) {
+              return after = __atomic_load_n(from, __ATOMIC_SEQ_CST);
+            }));
 }
 inline void store_with_release(const Instruction& i, Frame& f) {
   int* to = value_of<int*>(f, i.slots[0]);
   check_global(to, 4, i.name, 4);
-  release_lane(*self().block, self().linear);
-  __atomic_store_n(to, value_of<int>(f, i.slots[1]), __ATOMIC_SEQ_CST);
+  pass_word(to, false, true, i.name, [to, value = value_of<int>(f, i.slots[1])](int& after) {
+    after = value;
+    return __atomic_exchange_n(to, value, __ATOMIC_SEQ_CST);
+  });
 }
 
 inline int vector_length(Parser& p) { return p.is("v2") ? 2 : p.is("v4") ? 4 : 1; }
@@ -105,12 +109,17 @@ inline void read_st(Parser& p) {
 }
 
 // ---- atom.acq_rel.gpu.global.add.s32; red.release.gpu.global.add.s32, red.relaxed.gpu.global.add{.v4}.f32
+inline int add_to_word(int* at, int summand, bool acquires, const char* what) {
+  return pass_word(at, acquires, true, what, [at, summand](int& after) {
+    const int before = __atomic_fetch_add(at, summand, __ATOMIC_SEQ_CST);
+    after = before + summand;
+    return before;
+  });
+}
 inline void add_and_return(const Instruction& i, Frame& f) {
   int* at = value_of<int*>(f, i.slots[1]);
   check_global(at, 4, i.name, 4);
-  release_lane(*self().block, self().linear);
-  set_value(f, i.slots[0], __atomic_fetch_add(at, value_of<int>(f, i.slots[2]), __ATOMIC_SEQ_CST));
-  acquire_lane(*self().block, self().linear);
+  set_value(f, i.slots[0], add_to_word(at, value_of<int>(f, i.slots[2]), true, i.name));
 }
 inline void read_atom(Parser& p) {
   p.need("acq_rel");
@@ -127,8 +136,7 @@ inline void read_atom(Parser& p) {
 inline void reduce_integer(const Instruction& i, Frame& f) {
   int* at = value_of<int*>(f, i.slots[0]);
   check_global(at, 4, i.name, 4);
-  release_lane(*self().block, self().linear);
-  __atomic_fetch_add(at, value_of<int>(f, i.slots[1]), __ATOMIC_SEQ_CST);
+  add_to_word(at, value_of<int>(f, i.slots[1]), false, i.name);
 }
 inline void reduce_floats(const Instruction& i, Frame& f) {
   float* at = value_of<float*>(f, i.slots[0]);

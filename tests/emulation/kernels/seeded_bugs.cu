@@ -82,6 +82,26 @@ extern "C" __global__ void exchanges(const float* in, float* out, int bug) {
   out[t] = sum;
 }
 
+// ---- one warp waits for what the other has stored; 64 threads
+extern "C" __global__ void passes(const float* in, float* out, int bug) {
+  int* const turn = reinterpret_cast<int*>(out + 64);
+  const int t = threadIdx.x;
+  if (t >= 32) {
+    out[t] = in[t];
+    __syncwarp();
+    if (t != 32) return;
+    if (bug == 0) ptx::store_release(turn, 1);
+    if (bug == 1) *turn = 1;
+    if (bug == 2) atomicExch(turn, 1);  // no bug: it may go on with what a release began
+    if (bug == 3) __threadfence();      // nor this: it makes a release of the store
+    if (bug == 3) *turn = 1;
+    return;
+  }
+  while (t == 0 && ptx::load_acquire(turn) != 1) {}
+  __syncwarp();
+  out[t] = out[32 + t];
+}
+
 // ---- lanes of a warp that hand each other rows of 16 bytes; 32 threads
 extern "C" __global__ void lanes(const float* in, float* out, int bug) {
   DYNAMIC_SHARED(shared);
