@@ -35,7 +35,7 @@ inline void check_load_barrier(uint32_t barrier, const char* operation) {
 inline void check_bulk(uint32_t shared, const void* global, uint32_t bytes, const char* operation) {
   if (bytes == 0 || bytes % 16) fail(kind::misaligned, "%s: %u bytes is no positive multiple of 16", operation, bytes);
   shared_pointer(shared, bytes, operation, 16);
-  check_global(global, bytes, operation, 16);
+  check_global_view(static_cast<const char*>(global), bytes, check_global(global, bytes, operation, 16), operation);
 }
 
 inline void issue_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,

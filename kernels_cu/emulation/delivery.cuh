@@ -87,6 +87,8 @@ inline void check_block_end(Block& block) {
 // Frees what a block that ended early may have left behind, and empties the lists for the next one.
 inline void release_asynchronous_state(Block& block) {
   end_orders(block);
+  for (uint32_t i = 0; i < block.request->buffer_count; i++) block.unfenced[i].clear();
+  block.stores_unfenced = false;
   block.in_flight.clear();
   for (int i = 0; i < block.threads; i++) {
     Fiber& fiber = *block.fiber[i];

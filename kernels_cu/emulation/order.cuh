@@ -76,6 +76,13 @@ inline void bring_together(Warp& warp, LaneOrder& order, uint32_t mask) {
   pass_time(order);
 }
 
+// Whether a thread knows what another did at a time of its warp.
+inline bool knows(const Block& block, const Fiber& fiber, int thread, uint32_t time) {
+  const LaneOrder& order = block.order[thread / 32];
+  if (fiber.warp != thread / 32) return time <= order.released[thread % 32];
+  return thread == fiber.linear || time <= order.together || time <= order.known[fiber.lane][thread % 32];
+}
+
 // ---- checks
 // A lane of `lanes` whose touch `lane` does not know of, or -1.
 inline int unknown_to(const LaneOrder& order, int lane, uint32_t lanes, uint32_t time) {
@@ -152,15 +159,12 @@ inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, 
 
 // Threads that have read what the async proxy is about to overwrite, of any warp, must have released that.
 inline void check_released(const Block& block, uint64_t read, uint32_t address, const char* what) {
-  const Fiber& fiber = self();
-  const LaneOrder& order = block.order[warp_of(read)];
-  const bool own = warp_of(read) == fiber.warp;
-  if (own && time_of(read) <= order.together) return;
-  const uint32_t* known = own ? order.known[fiber.lane] : order.released;
-  for (uint32_t rest = own ? lanes_of(read) & ~(1u << fiber.lane) : lanes_of(read); rest; rest &= rest - 1)
-    if (known[__builtin_ctz(rest)] < time_of(read))
-      fail(kind::race, "%s over shared address 0x%x, which thread %d reads: it has told nobody that it is done", what, address,
-           warp_of(read) * 32 + __builtin_ctz(rest));
+  for (uint32_t rest = lanes_of(read); rest; rest &= rest - 1) {
+    const int thread = warp_of(read) * 32 + __builtin_ctz(rest);
+    if (knows(block, self(), thread, time_of(read))) continue;
+    fail(kind::race, "%s over shared address 0x%x, which thread %d reads: it has told nobody that it is done", what, address,
+         thread);
+  }
 }
 inline void claim_order(Block& block, uint32_t address, uint32_t bytes, const char* what) {
   for (uint32_t at = address; at < address + bytes; at += 16) {

@@ -164,14 +164,47 @@ inline uint32_t swizzled(uint32_t address, int swizzle) {
   return address ^ (address >> 7 & swizzle_lines(swizzle)) << 4;
 }
 
-// Global memory that a wrapper touches must lie inside one buffer of the launch.
-inline void check_global(const void* pointer, size_t bytes, const char* what, size_t alignment) {
+// Global memory that a wrapper touches must lie inside one buffer of the launch, whose number this is.
+inline uint32_t check_global(const void* pointer, size_t bytes, const char* what, size_t alignment) {
   const Request& request = *self().block->request;
   uint64_t at = reinterpret_cast<uintptr_t>(pointer);
   if (at % alignment) fail_at(kind::misaligned, pointer, what, bytes);
   for (uint32_t i = 0; i < request.buffer_count; i++)
-    if (at >= request.buffers[i].begin && at + bytes <= request.buffers[i].end) return;
+    if (at >= request.buffers[i].begin && at + bytes <= request.buffers[i].end) return i;
   fail_at(kind::out_of_bounds, pointer, what, bytes);
+}
+
+// ---- global memory has one view. What the block's threads have stored and the async proxy meets must have been carried
+// across: by a fence of the writer, or of a thread that has waited for it.
+inline void note_global_store(const void* pointer, uint32_t bytes, uint32_t buffer) {
+  const Fiber& fiber = self();
+  Block& block = *fiber.block;
+  List<UnfencedStore>& stores = block.unfenced[buffer];
+  if (stores.size == MAX_UNFENCED) return;
+  stores.push({static_cast<const char*>(pointer), bytes, block.order[fiber.warp].time, fiber.linear});
+  block.stores_unfenced = true;
+}
+inline void publish_global_stores(const Fiber& fiber) {
+  Block& block = *fiber.block;
+  block.stores_unfenced = false;
+  for (uint32_t i = 0; i < block.request->buffer_count; i++) {
+    List<UnfencedStore>& stores = block.unfenced[i];
+    uint32_t left = 0;
+    for (const UnfencedStore& store : stores)
+      if (!knows(block, fiber, store.thread, store.time)) stores[left++] = store;
+    stores.size = left;
+    block.stores_unfenced |= left > 0;
+  }
+}
+inline void check_global_view(const char* at, uint32_t bytes, uint32_t buffer, const char* what) {
+  const Block& block = *self().block;
+  if (!block.stores_unfenced) return;
+  for (const UnfencedStore& store : block.unfenced[buffer])
+    if (at < store.at + store.bytes && store.at < at + bytes) {
+      char text[96];
+      snprintf(text, sizeof text, "%s of what thread %d stored without fence.proxy.async", what, store.thread);
+      fail_at(kind::unfenced, store.at, text, store.bytes);
+    }
 }
 
 }  // namespace emulation

@@ -165,6 +165,14 @@ struct LaneOrder {
   uint32_t released[32];    // what each did until then is known to those who have waited for it
   uint32_t known[32][32];   // known[b][a]: lane b knows what lane a did until then
 };
+// Bytes of global memory that a thread stored, at a time of its warp, with no fence to the async proxy since
+struct UnfencedStore {
+  const char* at;
+  uint32_t bytes, time;
+  int thread;
+};
+constexpr uint32_t MAX_UNFENCED = 4096;  // that are remembered, of a buffer
+
 // Who wrote and read each four of 16 bytes of shared memory last
 struct alignas(64) SharedUnit {
   uint64_t wrote[4], read[4];
@@ -260,7 +268,8 @@ struct Block {
   List<uint32_t> written[MAX_THREADS];
   TouchedMemory* touched;
   LaneOrder order[MAX_WARPS];
-  bool proxies_used;
+  List<UnfencedStore>* unfenced;  // of each buffer
+  bool stores_unfenced;           // whether there are any
 };
 
 }  // namespace emulation

@@ -91,6 +91,16 @@ inline const TensorMapFields& read_map(const ptx::TensorMap* map, int rank, uint
   return fields;
 }
 
+inline void check_tensor_view(const TensorMapFields& map, const int32_t* coordinate, uint32_t shared, const char* what) {
+  if (!self().block->stores_unfenced) return;
+  const RowPart part = part_inside(map, coordinate[0]);
+  const int64_t offset = int64_t(coordinate[0]) * map.element_bytes + part.first;
+  for_each_row(map, coordinate, shared, [&](uint32_t, uint32_t, const char* global) {
+    const uint32_t bytes = uint32_t(part.last - part.first);
+    if (global && bytes) check_global_view(global + offset, bytes, check_global(global + offset, bytes, what, 1), what);
+  });
+}
+
 inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, uint32_t barrier, int rank,
                               const int* coordinate, ptx::CachePolicy policy) {
   constexpr const char* operation = "TMA load";
@@ -102,6 +112,7 @@ inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, u
   load.bytes = box_bytes(load.map);
   async_claim(destination, load.bytes, operation);
   for (int d = 0; d < rank; d++) load.coordinate[d] = coordinate[d];
+  check_tensor_view(load.map, load.coordinate, destination, operation);
   load.shared = destination;
   load.mbarrier = barrier;
   send(load);
@@ -115,6 +126,7 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
   if (reduce && !store.map.number) fail(kind::descriptor, "TMA reduction: the tensor map's type cannot be added");
   store.bytes = box_bytes(store.map);
   for (int d = 0; d < rank; d++) store.coordinate[d] = coordinate[d];
+  check_tensor_view(store.map, store.coordinate, source, operation);
   store.shared = source;
   store.reduce = reduce;
   start_store(store, operation);

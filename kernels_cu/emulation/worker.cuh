@@ -237,6 +237,8 @@ inline void release_block(Block& block) {
   block.in_flight.release();
   for (List<WgmmaIssue>& list : block.issues) list.release();
   for (List<uint32_t>& list : block.written) list.release();
+  for (uint32_t i = 0; i < block.request->buffer_count; i++) block.unfenced[i].release();
+  free(block.unfenced);
   free(block.writer);
   free(&block);
 }
@@ -247,6 +249,7 @@ inline Block* make_block(Worker& worker) {
   block->worker = &worker;
   block->request = worker.launch->request;
   block->writer = static_cast<int16_t*>(malloc((block->request->shared_bytes / 16 + 1) * sizeof(int16_t)));
+  block->unfenced = static_cast<List<UnfencedStore>*>(calloc(block->request->buffer_count + 1, sizeof(List<UnfencedStore>)));
   return block;
 }
 

@@ -23,6 +23,7 @@ GEOMETRY = {  # entry: threads, bytes of shared memory, floats of in, floats of 
     "copies": (32, 256, 256, 32),
     "loads": (64, 288, 192, 32),
     "stores": (64, 512, 64, 64),
+    "proxies": (64, 1040, 64, 320),
     "products": (128, 4352, 1, 4096),
     "late_blocks": (64, 1024, 64, 640),
     "rows": (32, 512, 32, 32),
@@ -137,6 +138,9 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
     ("stores", 6, "leftover", "not committed", None),
     ("stores", 7, "race", "changed while a bulk or tensor store was reading it", None),
     ("stores", 8, "leftover", "may still read shared address 0x400", None),
+    ("proxies", 1, "unfenced", "thread 0 stored without fence.proxy.async: 16 bytes at byte 0 of buffer", "out"),
+    ("proxies", 2, "unfenced", "bulk load of what thread 1 stored without fence.proxy.async: 16 bytes", "out"),
+    ("proxies", 4, "unfenced", "bulk reduction of what thread 0 stored without fence.proxy.async: 4 bytes", "out"),
     ("products", 1, "unfenced", "wgmma", None),
     ("products", 2, "divergence", "different operands", None),
     ("products", 3, "race", "without wgmma_fence", None),
@@ -255,6 +259,7 @@ WRONG = [  # entry, bug: these show as wrong numbers (or as a fault) in some ord
     ("loads", 13),
     ("stores", 3),
     ("stores", 9),
+    ("proxies", 3),
     ("products", 10),
 ]
 

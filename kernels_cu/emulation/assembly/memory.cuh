@@ -41,7 +41,7 @@ inline void load_from_global(const Instruction& i, Frame& f) {
 }
 inline void store_to_global(const Instruction& i, Frame& f) {
   char* to = value_of<char*>(f, i.slots[0]);
-  check_global(to, i.number, i.name, i.number);
+  note_global_store(to, i.number, check_global(to, i.number, i.name, i.number));
   store_words(i, f, to);
 }
 inline void load_with_acquire(const Instruction& i, Frame& f) {
@@ -140,7 +140,7 @@ inline void reduce_integer(const Instruction& i, Frame& f) {
 }
 inline void reduce_floats(const Instruction& i, Frame& f) {
   float* at = value_of<float*>(f, i.slots[0]);
-  check_global(at, 4 * i.number, i.name, 4 * i.number);
+  note_global_store(at, 4 * i.number, check_global(at, 4 * i.number, i.name, 4 * i.number));
   for (int s = 0; s < i.number; s++) add_float(at + s, value_of<float>(f, i.slots[1 + s]));
 }
 inline void read_red(Parser& p) {

@@ -80,7 +80,11 @@ inline void fence_shared(const Instruction&, Frame&) {
   self().block->mbarrier_init_unfenced = false;
   publish_writes(self());
 }
-inline void fence_nothing(const Instruction&, Frame&) {}  // global memory has one view here
+inline void fence_global(const Instruction&, Frame&) { publish_global_stores(self()); }
+inline void fence_both(const Instruction& i, Frame& f) {
+  fence_shared(i, f);
+  fence_global(i, f);
+}
 inline void fence_initialisation(const Instruction&, Frame&) { self().block->mbarrier_init_unfenced = false; }
 inline void read_fence(Parser& p) {
   p.touches_memory();
@@ -91,9 +95,8 @@ inline void read_fence(Parser& p) {
   }
   p.need("proxy");
   p.need("async");
-  const bool global = p.is("global");
-  if (!global) p.is("shared::cta");
-  p.means(global ? fence_nothing : fence_shared, "fence.proxy.async");
+  const bool global = p.is("global"), shared = !global && p.is("shared::cta");
+  p.means(global ? fence_global : shared ? fence_shared : fence_both, "fence.proxy.async");
 }
 
 // ---- elect.sync d|p, mask: the lowest lane of the mask
@@ -160,7 +163,7 @@ inline void read_griddepcontrol(Parser& p) {
   const char* const kinds[] = {"wait", "launch_dependents"};
   p.choose(kinds);
   p.touches_memory();
-  p.means(fence_nothing, "griddepcontrol");
+  p.means([](const Instruction&, Frame&) {}, "griddepcontrol");
 }
 
 }  // namespace emulation

@@ -225,6 +225,33 @@ extern "C" __global__ void stores(const float* in, float* out, int bug) {
   if (bug == 9) out[0] = out[0] + 1.0f;  // before wait_group the store may not have happened
 }
 
+// ---- bulk copies of global memory that 64 threads wrote, and a bulk reduction over what they added
+extern "C" __global__ void proxies(const float* in, float* out, int bug) {
+  DYNAMIC_SHARED(shared);
+  const int t = threadIdx.x;
+  const uint32_t base = ptx::shared_address(shared), full = base + 1024, bits = __float_as_uint(in[t]);
+  const uint32_t row[4] = {bits, bits, bits, bits}, zeros[4] = {0, 0, 0, 0};
+  float* const sums = out + 256;
+  if (t == 0) ptx::mbarrier_init(full, 1);
+  if (t == 0) ptx::fence_mbarrier_init();
+  ptx::store_global_v4(out + 4 * t, row);
+  if (t < 16) ptx::store_global_v4(sums + 4 * t, zeros);
+  if (bug != 1 && (bug != 2 || t == 0)) ptx::fence_proxy_async_global();
+  __syncthreads();
+  if (t == 0) {
+    ptx::mbarrier_arrive_expect_tx(full, 1024);
+    ptx::bulk_load(base, out, 1024, full);
+  }
+  ptx::mbarrier_wait(full, 0);
+  ptx::reduce_add(sums + t, ptx::load_shared_f32(base + 16 * t));
+  if (bug != 3) __syncthreads();
+  if (t) return;
+  if (bug != 4) ptx::fence_proxy_async_global();
+  ptx::bulk_reduce_add_f32(sums, base, 256);
+  ptx::bulk_commit();
+  ptx::bulk_wait<0>();
+}
+
 // ---- wgmma: out (64 x 64) = a b with a 64 x 16 of f16 ones and b 16 x 64 of f16 ones, two products; 128 threads
 extern "C" __global__ void products(const float* in, float* out, int bug) {
   DYNAMIC_SHARED(shared);
