@@ -10,7 +10,7 @@ inline void land(Fiber& fiber, CopyAsync& copy) {
   if (copy.landed) return;
   char data[16] = {};
   memcpy(data, copy.source, copy.source_bytes);
-  generic_store(copy.destination, data, copy.bytes, "cp.async", fiber.linear);
+  generic_store(copy.destination, data, copy.bytes, "cp.async", fiber.linear, Stores::landing);
   copy.landed = true;
 }
 

@@ -36,7 +36,7 @@ inline void load_row(uint16_t (&row)[8], uint32_t address, const char* operation
   const Fiber& fiber = self();
   Block& block = *fiber.block;
   memcpy(row, shared_pointer(address, 16, operation, 16), 16);
-  if (address < STATIC_SHARED_BASE) note_read(block, fiber.warp, block.warp[fiber.warp].lanes, true, address, 16, operation);
+  if (address < STATIC_SHARED_BASE) note_read<4>(block, fiber.warp, block.warp[fiber.warp].lanes, true, address, operation);
 }
 
 __attribute__((noinline)) inline void load_matrices(const char* operation, uint32_t* r, int count, uint32_t row,
@@ -66,7 +66,8 @@ __attribute__((noinline)) inline void store_matrices(const char* operation, cons
       for (int l = 0; l < 32; l++) hold(m, l, transposed, lane[l]->store[i]);
       for (int k = 0; k < 8; k++) {
         blame_lane(8 * i + k);
-        generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k, true);
+        generic_store(lane[8 * i + k]->row, m[k], 16, operation, first + 8 * i + k,
+                      Stores::collective);
       }
     }
     blame_running(*self().block);

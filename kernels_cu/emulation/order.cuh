@@ -1,5 +1,5 @@
 // What orders the accesses of a warp's lanes to shared memory: __syncwarp, barriers, and the release and acquire of
-// mbarriers and of global memory (PTX ISA 8.10, 9.7.13). ldmatrix, stmatrix, shuffles, votes and products bring lanes
+// mbarriers and of global memory (PTX ISA 8.9, 9.7.13). ldmatrix, stmatrix, shuffles, votes and products bring lanes
 // together and order nothing. An access that another lane's conflicts with, and that nothing orders, is a race, whatever
 // the schedule has made of it.
 //
@@ -23,15 +23,17 @@ inline bool is_collective(uint64_t touch) { return touch >> 31 & 1; }
 inline int warp_of(uint64_t touch) { return int(touch >> TIME_BITS & 31); }
 inline uint32_t time_of(uint64_t touch) { return uint32_t(touch) & LATEST; }
 
-inline SharedUnit& touched_unit(Block& block, uint32_t address) { return block.touched->unit[(address - SHARED_BASE) / 16]; }
-
 // ---- time
 inline void pass_time(LaneOrder& order) { order.time += order.time < LATEST; }
 
 // Blocks of a worker follow each other: what was before is known to all lanes, so that nothing has to be cleared.
 inline void start_orders(Block& block) {
   TouchedMemory& memory = *block.touched;
-  if (memory.time > LATEST / 2) memset(&memory, 0, sizeof memory);
+  if (memory.time > LATEST / 2) {
+    memset(&memory, 0, sizeof memory);
+    memset(block.order, 0, sizeof block.order);
+  }
+  memset(memory.any, 0, sizeof memory.any);
   memory.time++;
   for (int i = 0; i < block.warp_count; i++) {
     block.order[i].together = memory.time;
@@ -113,48 +115,94 @@ inline void check_ordered(const LaneOrder& order, int warp, uint64_t before, uin
   }
 }
 
-// Lanes that still may read a word: those whose reading is not released.
-inline uint32_t readers(const LaneOrder& order, int warp, uint64_t before) {
+// Lanes that read a word before `lane` does, and have neither released that nor made it known to `lane`.
+inline uint32_t other_readers(const LaneOrder& order, int warp, int lane, uint64_t before) {
   if (time_of(before) <= order.together || warp_of(before) != warp) return 0;
   uint32_t lanes = 0;
-  for (uint32_t rest = lanes_of(before); rest; rest &= rest - 1)
-    if (order.released[__builtin_ctz(rest)] < time_of(before)) lanes |= rest & -rest;
+  for (uint32_t rest = lanes_of(before); rest; rest &= rest - 1) {
+    const int other = __builtin_ctz(rest);
+    if (upper(order.released[other], order.known[lane][other]) < time_of(before)) lanes |= rest & -rest;
+  }
   return lanes;
 }
 
-// A read of whole words. lanes: one, or those of a warp that execute ldmatrix.
-inline void note_read(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, uint32_t bytes,
-                      const char* what) {
-  const LaneOrder& order = block.order[warp];
-  const uint64_t mine = touch_of(lanes, warp, order.time, collective);
-  SharedUnit& unit = touched_unit(block, address);
-  for (uint32_t word = address / 4 % 4; word < address / 4 % 4 + bytes / 4; word++) {
-    const uint64_t wrote = unit.wrote[word];
-    // What a lane wrote itself, if others wrote the same beside it, is as it knows it.
-    if (is_collective(wrote) || !(lanes_of(wrote) & lanes) || collective)
-      check_ordered(order, warp, wrote, lanes, false, true, address, what);
-    unit.read[word] = collective ? mine : mine | uint64_t(readers(order, warp, unit.read[word])) << 32;
+// The words of an access.
+template <uint32_t WORDS>
+struct Touching {
+  const LaneOrder& order;
+  uint64_t mine;
+  uint64_t* wrote;
+  uint64_t* read;
+
+  // Whether the warp has touched one of them since all its lanes knew.
+  bool any_recent(const uint64_t* touches) const {
+    const uint32_t known = uint32_t(warp_of(mine)) << TIME_BITS | order.together, most = LATEST - order.together;
+    bool recent = false;
+    for (uint32_t i = 0; i < WORDS; i++) recent |= (uint32_t(touches[i]) & ~(1u << 31)) - known - 1 < most;
+    return recent;
   }
+};
+template <uint32_t WORDS>
+inline Touching<WORDS> touching(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address) {
+  const LaneOrder& order = block.order[warp];
+  block.touched->any[(address - SHARED_BASE) / TOUCHED_LINE] = true;
+  SharedUnit& unit = block.touched->unit[(address - SHARED_BASE) / 16];
+  const uint32_t first = WORDS == 4 ? 0 : address / 4 % 4;
+  return {order, touch_of(lanes, warp, order.time, collective), unit.wrote + first, unit.read + first};
 }
 
-// A write of whole words, before it happens. data: what is written; the same value again changes nothing.
-inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, uint32_t bytes,
-                       const void* data, const void* there, const char* what) {
-  const LaneOrder& order = block.order[warp];
-  const uint64_t mine = touch_of(lanes, warp, order.time, collective);
-  SharedUnit& unit = touched_unit(block, address);
-  for (uint32_t i = 0, word = address / 4 % 4; i < bytes / 4; i++, word++) {
-    uint64_t& wrote = unit.wrote[word];
-    if (!memcmp(static_cast<const char*>(data) + 4 * i, static_cast<const char*>(there) + 4 * i, 4)) {
-      if (time_of(wrote) <= order.together || warp_of(wrote) != warp) wrote = mine;
-      else if (!is_collective(wrote)) wrote |= uint64_t(lanes) << 32;
+// A read. lanes: one, or those of a warp that execute ldmatrix.
+template <uint32_t WORDS>
+inline void note_read(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, const char* what) {
+  const Touching<WORDS> t = touching<WORDS>(block, warp, lanes, collective, address);
+  if (t.any_recent(t.wrote))
+    for (uint32_t i = 0; i < WORDS; i++) {
+      // What a lane wrote itself, if others wrote the same beside it, is as it knows it.
+      if (is_collective(t.wrote[i]) || !(lanes_of(t.wrote[i]) & lanes) || collective)
+        check_ordered(t.order, warp, t.wrote[i], lanes, false, true, address, what);
+    }
+  const bool merges = !collective && t.any_recent(t.read);
+  for (uint32_t i = 0; i < WORDS; i++)
+    t.read[i] = merges ? t.mine | uint64_t(other_readers(t.order, warp, __builtin_ctz(lanes), t.read[i])) << 32 : t.mine;
+}
+inline void note_read(Block& block, int warp, uint32_t lanes, uint32_t address, uint32_t bytes, const char* what) {
+  if (bytes == 16) note_read<4>(block, warp, lanes, false, address, what);
+  else if (bytes == 8) note_read<2>(block, warp, lanes, false, address, what);
+  else if (bytes == 4) note_read<1>(block, warp, lanes, false, address, what);
+}
+
+// A write, before it happens. data: what is written; the same value again changes nothing.
+template <uint32_t WORDS>
+inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, const char* data,
+                       const char* there, const char* what) {
+  const Touching<WORDS> t = touching<WORDS>(block, warp, lanes, collective, address);
+  const bool recent = t.any_recent(t.wrote) || t.any_recent(t.read);
+  for (uint32_t i = 0; i < WORDS; i++) {
+    if (recent && !memcmp(data + 4 * i, there + 4 * i, 4)) {
+      if (time_of(t.wrote[i]) <= t.order.together || warp_of(t.wrote[i]) != warp) t.wrote[i] = t.mine;
+      else if (!is_collective(t.wrote[i])) t.wrote[i] |= uint64_t(lanes) << 32;
       continue;
     }
-    check_ordered(order, warp, wrote, lanes, collective, true, address, what);
-    check_ordered(order, warp, unit.read[word], lanes, collective, false, address, what);
-    wrote = mine;
-    unit.read[word] = 0;
+    if (recent) {
+      check_ordered(t.order, warp, t.wrote[i], lanes, collective, true, address, what);
+      check_ordered(t.order, warp, t.read[i], lanes, collective, false, address, what);
+    }
+    t.wrote[i] = t.mine;
+    t.read[i] = 0;
   }
+}
+inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, uint32_t address, uint32_t bytes,
+                       const void* data, const void* there, const char* what) {
+  const char *from = static_cast<const char*>(data), *to = static_cast<const char*>(there);
+  if (bytes == 16) note_write<4>(block, warp, lanes, collective, address, from, to, what);
+  else if (bytes == 8) note_write<2>(block, warp, lanes, collective, address, from, to, what);
+  else if (bytes == 4) note_write<1>(block, warp, lanes, collective, address, from, to, what);
+}
+
+// What a lane began to write earlier is there.
+inline void note_landing(Block& block, int thread, uint32_t address, uint32_t bytes) {
+  const Touching<1> t = touching<1>(block, thread / 32, 1u << thread % 32, false, address);
+  for (uint32_t i = 0; i < bytes / 4; i++) t.wrote[i] = t.mine;
 }
 
 // Threads that have read what the async proxy is about to overwrite, of any warp, must have released that.
@@ -168,7 +216,12 @@ inline void check_released(const Block& block, uint64_t read, uint32_t address, 
 }
 inline void claim_order(Block& block, uint32_t address, uint32_t bytes, const char* what) {
   for (uint32_t at = address; at < address + bytes; at += 16) {
-    SharedUnit& unit = touched_unit(block, at);
+    const uint32_t line = (at - SHARED_BASE) / TOUCHED_LINE;
+    if (!block.touched->any[line]) {
+      at += TOUCHED_LINE - 16 - (at - SHARED_BASE) % TOUCHED_LINE;
+      continue;
+    }
+    SharedUnit& unit = block.touched->unit[(at - SHARED_BASE) / 16];
     for (uint64_t& read : unit.read) {
       if (time_of(read) > block.touched->time) check_released(block, read, at, what);
       read = 0;

@@ -114,18 +114,21 @@ inline void async_write(uint32_t address, const void* data, uint32_t bytes, cons
 inline void generic_load(uint32_t address, void* data, uint32_t bytes, const char* what) {
   const Fiber& fiber = self();
   memcpy(data, shared_pointer(address, bytes, what, bytes), bytes);
-  if (address < STATIC_SHARED_BASE) note_read(*fiber.block, fiber.warp, 1u << fiber.lane, false, address, bytes, what);
+  if (address < STATIC_SHARED_BASE) note_read(*fiber.block, fiber.warp, 1u << fiber.lane, address, bytes, what);
 }
 
-// A store of at most 16 naturally aligned bytes by a known thread, which alone can publish it with a fence. collective: its
-// whole warp writes.
+// A store of at most 16 naturally aligned bytes by a known thread, which alone can publish it with a fence. landing: of
+// bytes that it has stored to before.
+enum class Stores { lane, collective, landing };
 inline void generic_store(uint32_t address, const void* data, uint32_t bytes, const char* what, int thread,
-                          bool collective = false) {
+                          Stores stores = Stores::lane) {
   Block& block = *self().block;
   char* p = shared_pointer(address, bytes, what, bytes);
   if (address < STATIC_SHARED_BASE) {
+    const bool collective = stores == Stores::collective;
     const uint32_t lanes = collective ? block.warp[thread / 32].lanes : 1u << thread % 32;
-    note_write(block, thread / 32, lanes, collective, address, bytes, data, p, what);
+    if (stores == Stores::landing) note_landing(block, thread, address, bytes);
+    else note_write(block, thread / 32, lanes, collective, address, bytes, data, p, what);
   }
   if (address < STATIC_SHARED_BASE && memcmp(p, data, bytes)) {  // writing the same value again changes nothing
     uint32_t granule = (address - SHARED_BASE) / 16;

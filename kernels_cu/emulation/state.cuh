@@ -177,9 +177,11 @@ constexpr uint32_t MAX_UNFENCED = 4096;  // that are remembered, of a buffer
 struct alignas(64) SharedUnit {
   uint64_t wrote[4], read[4];
 };
-// time: what was noted until then is of earlier blocks
+// time: what was noted until then is of earlier blocks. any: of each line, whether threads of this block have touched it.
+constexpr uint32_t TOUCHED_LINE = 512;
 struct TouchedMemory {
   uint32_t time;
+  bool any[MAX_SHARED_BYTES / TOUCHED_LINE];
   SharedUnit unit[MAX_SHARED_BYTES / 16];
 };
 

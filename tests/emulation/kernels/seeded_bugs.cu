@@ -108,6 +108,7 @@ extern "C" __global__ void lanes(const float* in, float* out, int bug) {
   const int t = threadIdx.x, other = 31 - t;
   const uint32_t first = ptx::shared_address(shared), second = first + 512, full = second + 512;
   if (t == 0) ptx::mbarrier_init(full, 1);
+  if (t == 0) ptx::mbarrier_init(full + 8, 32);
   if (t == 0) ptx::fence_mbarrier_init();
   const uint32_t row[4] = {__float_as_uint(in[t]), 1, 2, 3};
   uint32_t matrices[4];
@@ -132,7 +133,19 @@ extern "C" __global__ void lanes(const float* in, float* out, int bug) {
   if (bug != 7) __syncwarp();
   ptx::store_shared_f32(second + 16 * other, 3.0f * in[t]);
   ptx::mbarrier_wait(full, 0);
-  out[t] = sum + ptx::load_shared_f32(first + 4 * other) + ptx::load_shared_f32(second + 16 * other);
+  sum += ptx::load_shared_f32(first + 4 * other) + ptx::load_shared_f32(second + 16 * other);
+  for (int i = 0; i < 4; i++) {  // what orders lanes besides: a half-warp, an mbarrier of them all, a named barrier
+    ptx::barrier_sync(1, 32);
+    ptx::store_shared_f32(second + 16 * t, sum + i);
+    if (bug != 8 && i < 2) __syncwarp(t < 16 ? 0xFFFFu : 0xFFFF0000u);
+    if (i == 2) ptx::mbarrier_arrive(full + 8);
+    if (i == 2) ptx::mbarrier_wait(full + 8, 0);
+    if (i == 3) ptx::barrier_sync(1, 32);
+    sum += ptx::load_shared_f32(second + 16 * (i < 2 ? t ^ 1 : other));
+    if (bug != 9 && i == 1) __syncwarp(t < 16 ? 0xFFFFu : 0xFFFF0000u);
+    if (i == 1) ptx::store_shared_f32(second + 16 * t, sum);
+  }
+  out[t] = sum;
 }
 
 // ---- cp.async through a ring of two stages; 32 threads, 8 rounds of 32 floats
