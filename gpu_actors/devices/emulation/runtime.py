@@ -39,7 +39,8 @@ class EmulationFault(LaunchError):
         deadlock, time_limit       no thread can run; the launch ran too long (a loop that waits for nothing known)
         divergence                 lanes of a warp, or warps of a warpgroup, at different collective instructions
         barrier, mbarrier          wrong thread counts; too many arrivals or bytes, an mbarrier that is not initialised
-        race                       operands or accumulators touched while an asynchronous instruction uses them
+        race                       operands or accumulators touched while an asynchronous instruction uses them; shared
+                                   memory touched by two lanes of a warp that nothing orders; a flag without a release
         unfenced                   TMA or wgmma meets writes of the threads without fence.proxy.async
         leftover                   a thread or block ended with copies, stores, wgmma or barrier arrivals pending
         descriptor                 a matrix descriptor or tensor map that means nothing

@@ -98,6 +98,7 @@ PROBES: Mapping[str, Callable[[Runner], None]] = {
     "bulk pipeline": _all(pipelines.test_bulk_loads_feed_consumers_through_mbarriers),
     "copy arrivals": _all(pipelines.test_mbarriers_track_async_copies),
     "bulk stores": _all(pipelines.test_bulk_stores_copy_and_add),
+    "bulk loads of stores": _all(pipelines.test_a_bulk_load_reads_what_threads_wrote_before_the_fence),
     "stmatrix": _all(pipelines.test_matrix_stores_gather_rows_from_lanes),
     "specialised": _all(pipelines.test_specialised_warps_elect_one_lane_each),
     **{f"tensors {rank}": functools.partial(_tensors, rank) for rank in range(1, 6)},

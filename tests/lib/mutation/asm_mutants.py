@@ -296,6 +296,13 @@ def _copies() -> list[Mutant]:
         ),
         *faults_in(
             "fence.cuh",
+            "fence_proxy_async_global",
+            NO_CLOBBER,
+            ("of shared memory", "async.global", "async.shared::cta"),
+            probes=("bulk loads of stores",),
+        ),
+        *faults_in(
+            "fence.cuh",
             "fence_mbarrier_init",
             NOT_VOLATILE,
             ("scope of a block", ".cluster", ".cta"),

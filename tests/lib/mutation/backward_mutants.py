@@ -364,6 +364,13 @@ ORDER_MUTANTS = (
         "turns",
     ),
     _mma(
+        "a turn is passed on by a plain store",
+        _SCORES,
+        "ptx::store_release(turns, turn + 1)",
+        "*turns = turn + 1",
+        "turns",
+    ),
+    _mma(
         "turns count tiles that see nothing",
         _MASK,
         "tile < sinks ? tile : tile - begin + sinks",

@@ -390,6 +390,34 @@ TURNS = (
         "turns",
     ),
     _bug("consumers share a turn", "producer", "slot * CONSUMERS + consumer", "slot * CONSUMERS", "turns"),
+    # Of what lanes and blocks pass on, by memory that nothing orders.
+    _bug(
+        "a turn is passed on by a plain store",
+        "producer",
+        "ptx::store_release(turns(slot), mine + 1);",
+        "*turns(slot) = mine + 1;",
+        "turns",
+    ),
+    _bug(
+        "a turn at dQ is passed on by a plain store",
+        "consumer",
+        "ptx::store_release(turns, turn + 1);\n      }\n    }\n  }\n\n  // Hands",
+        "*turns = turn + 1;\n      }\n    }\n  }\n\n  // Hands",
+        "shared turns",
+    ),
+    _bug(
+        "a turn at dbias is passed on by a plain store",
+        "consumer",
+        "if (threadIdx.x == WARPGROUP) ptx::store_release(turns, turn + 1);",
+        "if (threadIdx.x == WARPGROUP) *turns = turn + 1;",
+        "turns bias",
+    ),
+    _bug(
+        "gradients of keys leave before other lanes have put them there",
+        "consumer",
+        "    __syncwarp();\n#pragma unroll 4\n",
+        "#pragma unroll 4\n",
+    ),
     _bug(
         "blocks are numbered by their place",
         "keys",

@@ -50,6 +50,7 @@ def rise_of_lower_rows() -> DecodeCase:
 PROBES: dict[str, Callable[[], DecodeCase]] = {
     "plain": lambda: DecodeCase(rising(wide(300, 0, 5, 170)), options=CAUSAL),
     "long": lambda: DecodeCase(rising(wide(1500)), page_size=8, options=CAUSAL),
+    "short": lambda: DecodeCase(wide(60, heads=(2, 1))),  # one tile of keys in all
     "two": lambda: DecodeCase(rising(wide(700, 90, rows=40)), options=CAUSAL),
     "odd pages": lambda: DecodeCase(wide(300, 70), page_size=24, options=CAUSAL),
     "cache": lambda: DecodeCase(wide(300, 70, 9), "cache", options=CAUSAL),

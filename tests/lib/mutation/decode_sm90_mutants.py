@@ -44,6 +44,13 @@ DEFECTS = (
         "    ptx::fence_proxy_async();",
         "nonfinite two",
     ),
+    _bug(
+        "weights are packed behind the fence",
+        "main",
+        "  pack(p, s);\n  ptx::pin_registers(o);\n  ptx::pin_registers(p);\n  ptx::wgmma_fence();\n",
+        "  ptx::wgmma_fence();\n  pack(p, s);\n",
+        "short",
+    ),
     _bug("barriers start unfenced", "main", "  ptx::fence_mbarrier_init();\n", ""),
 )
 

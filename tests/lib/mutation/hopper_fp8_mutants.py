@@ -277,6 +277,13 @@ _TRANSPOSITION = (
         "neighbours",
     ),
     _bug(
+        "what lies behind the last key is transposed before other lanes have cleared it",
+        "transposer",
+        "      }\n    }\n    __syncwarp();\n",
+        "      }\n    }\n",
+        "neighbours",
+    ),
+    _bug(
         "the last key is cleared",
         "transposer",
         "int key = own_keys + lane_id()",

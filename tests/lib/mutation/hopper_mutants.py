@@ -324,6 +324,13 @@ OUTPUT = (
         "(row - work.row_begin + 8) % ROWS",
         "nonfinite",
     ),
+    _bug(
+        "rows are mended before other lanes have put them there",
+        "nonfinite",
+        "  __syncwarp();  // other lanes wrote these rows, and what is written later stays\n",
+        "",
+        "nonfinite",
+    ),
     _bug("mended rows are not divided", "nonfinite", "ptx::rcp(nonfinite.result.sum) * ", "", "nonfinite"),
     _bug("mended rows stop at the first columns", "nonfinite", "- lane_id() % 4 < UNITS", "< 4", "nonfinite"),
 )

@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) specialised(int* elected, f
   ptx::griddepcontrol_launch_dependents();
 }
 
-// 128 threads write a block of global memory, which one of them then has copied back by the async proxy.
+// Threads of one warp write a block of global memory, which one of them then has copied back by the async proxy.
 extern "C" __global__ void written_then_loaded(const uint32_t* in, uint32_t* middle, uint32_t* out) {
   DYNAMIC_SHARED(shared);
   const int t = threadIdx.x;
@@ -153,7 +153,10 @@ extern "C" __global__ void written_then_loaded(const uint32_t* in, uint32_t* mid
     ptx::mbarrier_init(barrier, 1);
     ptx::fence_mbarrier_init();
   }
-  middle[t] = in[t] + 1;
+  if (t < 32) {
+    const uint32_t words[4] = {in[4 * t] + 1, in[4 * t + 1] + 1, in[4 * t + 2] + 1, in[4 * t + 3] + 1};
+    ptx::store_global_v4(middle + 4 * t, words);
+  }
   ptx::fence_proxy_async_global();
   __syncthreads();
   if (t == 0) {
