@@ -54,7 +54,7 @@ SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (200, 600))
 def check_sweep(sweep: Sweep, shapes: tuple[tuple[int, int], ...], launches: int = 1) -> None:
     for index, seqlens in enumerate(shapes):
         # Keys and values that no row of their sequence sees hold NaN.
-        number = SWEEPS.index(sweep)
+        number = SWEEPS.index(sweep) if sweep in SWEEPS else len(SWEEPS)
         case = poison_unseen(case_of(sweep, number, index, seqlens))
         for n in range(launches):
             # From one block that does everything to a block a tile.
@@ -113,6 +113,12 @@ def check_modes(sweep: Sweep, seqlens: tuple[int, int]) -> None:
     check_output(*results[0], *case.inputs, repro=case.repro, **case.options)
 
 
+@pytest.mark.parametrize("dims", [(96, 64), (64, 96)], ids=str)
+def test_keys_and_values_have_boxes_of_their_own(dims: tuple[int, int]) -> None:
+    """Rows of 96 columns come in boxes of 64 bytes, those of 64 and 128 in boxes of 128."""
+    check_sweep(Sweep("float16", *dims, "causal"), SHAPES[3:4])
+
+
 def answer(q: Any, k: Any, v: Any, *, blocks: int | None = None, **options: Any):
     arrays = {name: options[name] for name in OPERANDS if name in options}
     problem = problem_of(q, k, v, **options)
@@ -155,6 +161,12 @@ class TestSchedule:
                 np.testing.assert_array_equal(one, other)
         finally:
             sections_of.cache_clear()
+
+    def test_tiles_of_rows_that_see_no_key_follow_each_other(self):
+        """The producer does not wait for any load then: it hands tiles on as fast as their places are given back."""
+        case = case_of(SWEEPS[1], 1, 0, (1500, 20))
+        for number in (1, 6):  # schedules that run a warp far ahead of others
+            check_case(case, kernel=KERNEL, multiprocessors=1, seed=number, **launch_of(number))
 
     def test_a_sequence_longer_than_its_maximum_is_still_computed_whole(self):
         q, k = gaussian(7, (700, 2, 64), "float16"), gaussian(8, (700, 2, 64), "float16")
