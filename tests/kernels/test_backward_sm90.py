@@ -91,6 +91,12 @@ def test_consumers_that_share_keys_agree_with_the_oracle():
 
 
 @pytest.mark.timeout(180)
+def test_keys_and_values_of_two_widths_agree_with_the_oracle():
+    """A tile of keys waits for the bytes of both."""
+    check_sweep(next(sweep for sweep in SWEEPS if (sweep.head_dim, sweep.head_dim_v) == (192, 128)), SHAPES[2:4])
+
+
+@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fused")
 def test_it_agrees_with_the_oracle_with_fused_products():
     check_sweep(SWEEPS[0], SHAPES[3:])
