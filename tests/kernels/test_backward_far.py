@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from emulated.backward import KERNEL, backward_problem_of, filled
 from emulated.far_tensors import AXES, far_buffer, far_halves
-from emulated.forward import describe, gaussian, key_of, module_of
+from emulated.forward import describe, gaussian, key_of, module_of, program_on
 
 from gpu_actors import AttentionGradients
 from gpu_actors.devices.emulation import EmulatedBuffer
+from gpu_actors.kernels.backward.launch import query_slots
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.program import NO_VALUES
+from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import check_gradients
@@ -57,3 +60,49 @@ def test_offsets_past_32_bits_are_followed(axis: int) -> None:
     found = {name: np.concatenate([half[name].view(np.float16, shape) for half in halves], axis) for name in outputs}
     given = {"out": arrays["out"], "lse": arrays["lse"]}
     check_gradients(AttentionGradients(**found), arrays["dout"], *inputs, causal=True, **given)
+
+
+FAR = 3 << 28
+"""Rows before the packed sequence: dq_sums has 2^36 floats before its own, and the statistics have 2^31."""
+
+
+@pytest.mark.parametrize(("kernel", "arch"), [(KERNEL, "sm_80"), ("backward_sm90", "sm_90a")])
+def test_scratch_past_32_bits_is_followed(kernel: str, arch: str) -> None:
+    """Everything that rows of queries have lies behind that of rows that are not there."""
+    rows, keys, heads, dim = 70, 90, 2, 64
+    arrays: dict[str, Any] = {
+        name: gaussian(n, (rows if name in ("dout", "q") else keys, heads, dim), "float16")
+        for n, name in enumerate(("dout", "q", "k", "v"))
+    }
+    near = {name: np.array([0, end], np.int32) for name, end in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys))}
+    inputs = [arrays[name] for name in "qkv"]
+    result = attention_forward(*inputs, **near)
+    arrays |= {"out": result.out.astype(np.float16), "lse": result.lse.astype(np.float32)}
+    arrays |= {f"d{name}": np.full_like(arrays[name], np.nan) for name in "qkv"}
+    arrays |= near | {"cu_seqlens_q": near["cu_seqlens_q"] + np.int32(FAR)}
+    problem = dataclasses.replace(backward_problem_of(*inputs, **near), total_q=FAR + rows)
+    key = key_of(problem, arch, kernel)
+    program = program_on(problem, key)
+    there = {}
+    for name, spec in program.scratch.items():
+        slots = spec.shape[0]
+        if name in ("statistics", "dq_sums"):  # of slots: the last ones, as many as the rows alone would have
+            slots = query_slots(dataclasses.replace(problem, total_q=rows), tile_of(key).block_m)
+        there[name] = filled((slots, *spec.shape[1:]), spec.dtype, spec.zero)
+    memory = {name: EmulatedBuffer.of(array, name) for name, array in {**arrays, **there}.items()}
+    buffers = {}
+    for name, array in {**arrays, **there}.items():
+        shape, axis = list(array.shape), 1 if name == "lse" else 0
+        before = program.scratch[name].shape[0] - len(array) if name in there else 0
+        if name in ("dout", "q", "out", "lse", "dq"):
+            before = FAR
+        shape[axis] += before
+        place = describe(array, array, memory[name].address)
+        address = place.address - before * place.strides[axis] * array.itemsize
+        buffers[name] = dataclasses.replace(place, address=address, shape=tuple(shape))
+    for part in program.parts:
+        params = part.pack(buffers, NO_VALUES)
+        module_of(kernel_source(part.key)).launch(part.key.kernel, *part.geometry, params, list(memory.values()))
+    found = {name: memory[name].view(np.float16, arrays[name].shape) for name in ("dq", "dk", "dv")}
+    given = {"out": arrays["out"], "lse": arrays["lse"], **near}
+    check_gradients(AttentionGradients(**found), arrays["dout"], *inputs, **given)

@@ -10,6 +10,7 @@ import pytest
 from emulated.backward import backward_problem_of, check_case, run, run_case
 from emulated.forward import gaussian, key_of, problem_of
 from emulated.gradients import (
+    answered,
     case_of,
     check,
     check_empty_sequences,
@@ -138,9 +139,10 @@ def test_every_mode_gives_right_gradients(sweep):
 
 
 class TestDeterministic:
-    def test_twenty_repeats_have_the_same_bits(self):
-        """Four key tiles add to dQ, from blocks that run at the same time."""
-        self.check_repeats(SWEEPS[4], 20)
+    @pytest.mark.parametrize(("sweep", "count"), [(SWEEPS[4], 20), (WIDE, 6), (SWEEPS[9], 6)], ids=str)
+    def test_repeats_have_the_same_bits(self, sweep, count):
+        """Several key tiles add to dQ, or heads to the one dbias, from blocks that run at the same time."""
+        self.check_repeats(sweep, count)
 
     @pytest.mark.sweep
     @pytest.mark.timeout(600)
@@ -150,10 +152,19 @@ class TestDeterministic:
 
     @staticmethod
     def check_repeats(sweep: Sweep, count: int) -> None:
-        case = case_of(sweep, 3, (90, 500), batch=1, heads=(1, 1))
+        biased = "bias" in sweep.options
+        shape = {"seqlens": (40, 150), "heads": (4, 2)} if biased else {"seqlens": (90, 500), "heads": (1, 1)}
+        case = case_of(sweep, 4, batch=1, **shape)
+        if biased:  # of all heads, and of floats, which show the last bits
+            bias = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
+            case.options["bias"] = bias
+        # What a row gives to all keys adds up to 0: parts of dQ grow and still cancel, and 16 bits show their order.
+        case.forward.k[...] += 64
+        case = answered(case, case.options)
         same = {"kernel": KERNEL, "deterministic": True, "threads": 3, "arithmetic": "nearest"}
         results = [run_case(case, seed=seed, **same, **launch_of(seed)) for seed in range(count)]
-        assert_same_bits([(result.dq, result.dk, result.dv) for result in results])
+        names = ("dq", "dk", "dv", *(["dbias"] if biased else []))
+        assert_same_bits([[getattr(result, name) for name in names] for result in results])
 
     @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
     def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(self, seed):
@@ -230,9 +241,9 @@ def test_all_kernels_of_a_request_scale_float16_scores_alike_where_dropout_raise
 
 
 class TestAddressing:
-    @pytest.mark.parametrize("padding", [8, 3])
+    @pytest.mark.parametrize("padding", [8, 4, 3])
     def test_transposed_padded_views_are_read_and_written_in_place(self, padding):
-        """Operands lie where TMA can follow them; gradients may lie anywhere."""
+        """Operands lie where TMA can follow them; gradients may lie anywhere: on 16, 8 or 2 bytes."""
         check_padded_views(LAUNCH, 8, padding)
 
 

@@ -347,6 +347,18 @@ PRODUCT_MUTANTS = (
     ),
 )
 
+_PASSES_OF_A_TURN = """  }
+  const int first_query = work.warp.first_query;
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES; pass++) {
+    work.warp.first_query = first_query + pass * PASS;
+    inner_pass(dk, dv, work, score, now, masked);
+  }
+  work.warp.first_query = first_query;
+  __syncthreads();  // all scores are in shared memory, and all of dbias is added
+"""
+_END_OF_A_TURN = "  if constexpr (BIAS_GRADIENT && DETERMINISTIC) end_turn(dbias_turns, turn);\n"
+
 ORDER_MUTANTS = (
     _mma("no block waits its turn", _SCORES, "    while (ptx::load_acquire(turns) != turn) {\n    }\n", "", "turns"),
     _mma(
@@ -418,6 +430,13 @@ ORDER_MUTANTS = (
         "within / size}",
         "within / size / 2 * 2}",
         "causal",
+    ),
+    _mma(
+        "a turn at dbias ends as it begins",
+        _MMA,
+        f"    begin_turn(dbias_turns, turn);\n{_PASSES_OF_A_TURN}{_END_OF_A_TURN}",
+        f"    begin_turn(dbias_turns, turn);\n    end_turn(dbias_turns, turn);\n{_PASSES_OF_A_TURN}",
+        "turns bias",
     ),
     _mma(
         "turns of dbias forget the batch",

@@ -104,6 +104,9 @@ def case_of(name: str) -> BackwardCase:
         case.forward.q[...] += 4
         case.forward.k[...] -= 4
         case = answered(case, case.options)
+    if name in ("turns", "shared turns"):  # parts that cancel, as 16 bits show their order
+        case.forward.k[...] += 64
+        case = answered(case, case.options)
     if name in _OPTIONS:
         case = answered(case, {**case.options, **_OPTIONS[name]})
     if name in ("nonfinite bias", "nonfinite cap bias"):

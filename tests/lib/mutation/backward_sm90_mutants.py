@@ -138,6 +138,13 @@ DEFECTS = (
         "    ptx::mbarrier_wait(empty, parity);\n",
     ),
     _bug("bytes of the statistics are not announced", "producer", "Tile::BYTES + ROW_BYTES)", "Tile::BYTES)"),
+    _bug(
+        "bytes of values are announced as keys'",
+        "producer",
+        "KBoxes::BYTES + VBoxes::BYTES)",
+        "2 * KBoxes::BYTES)",
+        "shared mixed",
+    ),
     _bug("barriers start unfenced", "main", "  ptx::fence_mbarrier_init();\n", ""),
     _bug("keys are overwritten by dK under a product", "main", "  sync_consumers();  // both are done with K\n", ""),
     _bug(
@@ -152,6 +159,13 @@ DEFECTS = (
         "main",
         "    ptx::fence_proxy_async();  // TMA may bring the next keys there\n",
         "",
+        "long",
+    ),
+    _bug(
+        "keys are given back before other lanes have stored dK",
+        "main",
+        "    __syncwarp();\n    release(shared.keys_empty",
+        "    release(shared.keys_empty",
         "long",
     ),
     _bug("keys are never given back", "main", "    release(shared.keys_empty());\n", "", "long"),
@@ -383,6 +397,13 @@ TURNS = (
         "turns",
     ),
     _bug(
+        "a turn ends when dQ is read",
+        "producer",
+        "      ptx::bulk_wait<0>();\n      ptx::fence_proxy_async_global();\n",
+        "      ptx::bulk_wait_read<0>();\n      ptx::fence_proxy_async_global();\n",
+        "turns",
+    ),
+    _bug(
         "a turn never ends",
         "producer",
         "ptx::store_release(turns(slot), mine + 1);",
@@ -468,6 +489,23 @@ OPTIONS = (
         "  if (HIDES_ROWS && hidden.masked) apply_mask(dp",
         "  if (false) apply_mask(dp",
         "nonfinite bias",
+    ),
+    _bug(
+        "a turn at dbias begins for one thread alone",
+        "consumer",
+        "turns) != turn) {\n      }\n    }\n    sync_consumers();\n",
+        "turns) != turn) {\n      }\n    }\n",
+        "turns bias",
+    ),
+    _bug(
+        "a turn at dbias ends as it begins",
+        "consumer",
+        "    sync_consumers();\n  }\n  __device__ __forceinline__ void end_turn(int32_t* turns, int turn) const {\n"
+        "    if (threadIdx.x == WARPGROUP) ptx::store_release(turns, turn + 1);\n",
+        "    sync_consumers();\n"
+        "    if (threadIdx.x == WARPGROUP) ptx::store_release(const_cast<int32_t*>(turns), turn + 1);\n"
+        "  }\n  __device__ __forceinline__ void end_turn(int32_t* turns, int turn) const {\n",
+        "turns bias",
     ),
     _bug("dbias takes no turns", "main", "      begin_turn(turns, turn);\n", "", "turns bias"),
     _bug(
@@ -639,6 +677,20 @@ SHARED = (
         "consumer",
         "      if (piece == 0) {\n        if (thread",
         "      if (piece == DQ_PIECES - 1) {\n        if (thread",
+        "shared turns",
+    ),
+    _bug(
+        "a turn at dQ begins for one thread alone",
+        "consumer",
+        "          }\n        }\n        sync_consumer(number);\n",
+        "          }\n        }\n",
+        "shared turns",
+    ),
+    _bug(
+        "a turn at dQ ends before all threads have added",
+        "consumer",
+        "        sync_consumer(number);\n        if (thread() == 0) ptx::store_release",
+        "        if (thread() == 0) ptx::store_release",
         "shared turns",
     ),
     _bug(
