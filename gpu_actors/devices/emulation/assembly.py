@@ -7,7 +7,7 @@ is how host code spells asm of its own.
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 _PIECE = re.compile(r'"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\'|[()\[\]{}:,]')
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _HEAD = re.compile(r"\s*(volatile\b|__volatile__\b)?\s*\(")
 _OPERAND = re.compile(r'\s*("(?:[^"\\\n])*")\s*\((.*)\)\s*', re.DOTALL)
 _OUTPUT = re.compile(r"[=+]&?[hrlfd]")
@@ -205,11 +206,13 @@ def _address(operand: AsmOperand) -> str:
 
 
 def _text(literals: str) -> str:
-    """What adjacent C++ string literals stand for. Their escapes here are those of Python, too."""
-    value = ast.literal_eval(f"({literals})") if literals else ""
-    if not isinstance(value, str):
+    """What adjacent C++ string literals stand for. Their escapes here are those of JSON, too.
+
+    Python 3.11 cannot parse its own literals in two threads at a time: one of them gets a SystemError.
+    """
+    if _LITERAL.sub("", literals).strip():
         raise ValueError(literals)
-    return value
+    return "".join(json.loads(literal) for literal in _LITERAL.findall(literals))
 
 
 def _unknown(file: str, line: int, what: str) -> UnknownAsm:
