@@ -63,7 +63,7 @@ def test_offsets_past_32_bits_are_followed(axis: int) -> None:
 
 
 FAR = 3 << 28
-"""Rows before the packed sequence: dq_sums has 2^36 floats before its own, and the statistics have 2^31."""
+"""Rows before the packed sequence, whose lse and delta alone are more than 2^31 floats."""
 
 
 @pytest.mark.parametrize(("kernel", "arch"), [(KERNEL, "sm_80"), ("backward_sm90", "sm_90a")])
