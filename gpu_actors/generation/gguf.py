@@ -6,6 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,11 @@ _FACTORS = "rope_freqs.weight"
 """A tensor of Llama 3.1 and later: by what each frequency is divided."""
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_CUT_OFF = "the file ends before what its header says is there"
+
+_BLOCK = 65536
+"""About so many elements are made of their few bits at once."""
 
 # Metadata of the architecture that this module reads, or that changes nothing of what is computed.
 _READ = (
@@ -174,10 +180,16 @@ class GgufFile:
             raise self._invalid(f"has the tensor {name} of shape {found} where its metadata ask for {shape}")
         from gguf import dequantize
 
+        # A block of rows at a time, into memory whose transpose, which is kept, is contiguous: the first touch of fresh
+        # memory costs more than the arithmetic. As one row, for the package would go through it by 16 rows.
+        matrix: Matrix = np.empty(shape[::-1], np.float32).T
+        rows = max(64, _BLOCK // shape[-1]) if len(shape) == 2 else shape[0]
         try:
             with self._readable(name):
-                matrix: NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
-                return np.asarray(matrix, np.float32).reshape(shape)
+                for row in range(0, shape[0], rows):
+                    block = tensor.data[row : row + rows].reshape(1, -1)
+                    matrix[row : row + rows] = dequantize(block, tensor.tensor_type).reshape(-1, *shape[1:])
+                return matrix
         except NotImplementedError as error:
             form = tensor.tensor_type.name
             raise self._unsupported(name, form, "is a form that gguf cannot give back as float32") from error
@@ -231,7 +243,7 @@ class GgufFile:
 
 def _open(path: Path) -> Any:
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, GGUFValueType
     except ImportError as error:
         raise InvalidRequest("model", str(path), missing(error, "serve")) from error
 
@@ -250,8 +262,33 @@ def _open(path: Path) -> Any:
         def _get(self, offset: int, *given: Any, **options: Any) -> Any:
             # A slice past the end is empty, and a header that promises more would be read for ever.
             if offset > len(self._data):
-                raise ValueError("the file ends before what its header says is there")
+                raise ValueError(_CUT_OFF)
             return super()._get(offset, *given, **options)
+
+        def _get_field_parts(self, offset: int, kind: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            # A vocabulary and its merges are most of a header: 150,000 calls, if each item takes one.
+            of = GGUFValueType(self._get(offset, np.uint32)[0]) if kind == GGUFValueType.ARRAY else None
+            if of in (None, GGUFValueType.ARRAY) or self.byte_order != "I":
+                return super()._get_field_parts(offset, kind)  # type: ignore[no-any-return]
+            count, begin = int(self._get(offset + 4, np.uint64)[0]), offset + 12
+            if of == GGUFValueType.STRING:
+                items, end = self._texts(begin, count)
+            else:
+                numbers = self._get(begin, self.gguf_scalar_to_np[of], count)
+                items, end = [numbers], begin + count * numbers.itemsize
+            if end > len(self._data):
+                raise ValueError(_CUT_OFF)
+            return end - offset, items, list(range(len(items))), [GGUFValueType.ARRAY, of]
+
+        def _texts(self, end: int, count: int) -> tuple[list[NDArray[np.uint8]], int]:
+            texts = []
+            for _ in range(count):
+                begin = end + 8
+                end = begin + int.from_bytes(self._data[end:begin].tobytes(), sys.byteorder)
+                if end > len(self._data):
+                    raise ValueError(_CUT_OFF)
+                texts.append(self._data[begin:end])
+            return texts, end
 
     return Reader(path)
 

@@ -1,16 +1,14 @@
-"""The tokenizer that lies in a GGUF file, as tokenizer.json and tokenizer_config.json of Hugging Face's layout."""
+"""The tokenizer that lies in a GGUF file, as one of Transformers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.extras import missing
+from gpu_actors.generation.tokenizer import transformers_module
 
-__all__ = ["adds", "write_tokenizer"]
+__all__ = ["adds", "build_tokenizer"]
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # of token_type: whole in every text; the others are merged from characters
@@ -72,15 +70,15 @@ def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
     return token
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Write both files. metadata: of a GGUF file, every value by its name.
+def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
+    """The tokenizer as an object of Transformers, with its chat template. metadata: of a GGUF file, by their names.
 
-    Raises `Unsupported` for a kind of tokenizer that is not built here, `InvalidRequest` for one that is broken.
+    Raises `Unsupported` for a kind of tokenizer that is not built here, `InvalidRequest` for one that is broken and
+    where Transformers (extra "serve") is missing.
     """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise InvalidRequest("model", None, missing(error, "serve")) from error
+    transformers = transformers_module("model", None)
+    from tokenizers import AddedToken
+
     kind = metadata.get(f"{_PREFIX}model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in list(builders):
@@ -91,23 +89,23 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         types = metadata.get(f"{_PREFIX}token_type", ())
         marked = list(zip(tokens, types, strict=False))
         special = [token for token, of in marked if of in (_CONTROL, _UNKNOWN)]
-        tokenizer.add_special_tokens(
-            [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
-        )
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
         plain = [token for token, of in marked if of == _USER_DEFINED]
-        tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in plain])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
         _surround(tokenizer, metadata, tokens)
         named = {f"{kind}_token": metadata.get(f"{_PREFIX}{name}_token_id") for kind, name in _NAMED.items()}
-        config: dict[str, Any] = {name: tokens[token] for name, token in named.items() if token is not None}
-        tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+        texts = {name: tokens[token] for name, token in named.items() if token is not None}
+        # By its name: AutoTokenizer would look through the folders of all models that Transformers knows.
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            clean_up_tokenization_spaces=False,
+            chat_template=metadata.get("tokenizer.chat_template"),
+            **texts,
+        )
     except (Unsupported, InvalidRequest):
         raise
     except Exception as error:  # tokenizers raises bare Exception
         raise InvalidRequest(f"{_PREFIX}model", kind, f"is broken: {error!r}") from error
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -8,7 +8,6 @@ distribution are under the Apache-2.0 licence (https://huggingface.co/HuggingFac
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,9 +21,9 @@ from gpu_actors.generation.chat import Chat, PlainChat, chat_template_of
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Settings
 from gpu_actors.generation.gguf import GgufFile
-from gpu_actors.generation.gguf_tokenizer import write_tokenizer
+from gpu_actors.generation.gguf_tokenizer import build_tokenizer
 from gpu_actors.generation.model import Llama
-from gpu_actors.generation.tokenizer import ByteTokenizer, Tokenizer, ended_by, load_tokenizer
+from gpu_actors.generation.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer, ended_by, load_tokenizer
 from gpu_actors.generation.weights import load_weights, random_weights
 
 __all__ = [
@@ -100,9 +99,7 @@ def load_model(source: str | Path | None = None, *, seed: int = 0, threads: int 
     path = installed() if source == SMOLLM2 else Path(source)
     if _is_gguf(path):
         file = GgufFile(path)
-        with tempfile.TemporaryDirectory() as scratch:
-            write_tokenizer(file.metadata, Path(scratch))
-            tokenizer = load_tokenizer(Path(scratch))
+        tokenizer: Tokenizer = FolderTokenizer(build_tokenizer(file.metadata))
         config, weights = file.config, file.weights()
     else:
         config = LlamaConfig.load(path)

@@ -15,7 +15,7 @@ from support.generation import draw_tensors
 from gpu_actors import InvalidRequest, Unsupported
 from gpu_actors.generation import GgufFile, LlamaConfig, load_model
 from gpu_actors.generation.config import frequencies
-from gpu_actors.generation.gguf_tokenizer import write_tokenizer
+from gpu_actors.generation.gguf_tokenizer import build_tokenizer
 
 CONFIG = LlamaConfig.tiny(vocab=40, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32)
 NAMES = {
@@ -414,6 +414,6 @@ class TestTokenizer:
         ],
         ids=str,
     )
-    def test_a_broken_one_is_refused(self, tmp_path, written, more):
+    def test_a_broken_one_is_refused(self, written, more):
         with pytest.raises(InvalidRequest, match=r"tokenizer\.ggml\.(model|merges)"):
-            write_tokenizer(GgufFile(written(more=more)).metadata, tmp_path)
+            build_tokenizer(GgufFile(written(more=more)).metadata)
