@@ -190,8 +190,11 @@ class Own:
     """The command's own server, in a thread, on the port that it takes itself."""
 
     def __init__(self, tls: Tls | None = None, **settings: Any) -> None:
-        given = {"device": "mock", "models": ("tiny",), "options": MOCK, "leave_seconds": 0.0, **settings}
-        app = create_app(ServeSettings(**given))
+        # No text is refused because this machine would take too long for it.
+        patient = {"leave_seconds": 0.0, "default_timeout": 3600.0}
+        app = create_app(
+            ServeSettings(**{"device": "mock", "models": ("tiny",), "options": MOCK, **patient, **settings})
+        )
         self.state = app.state.openai_api
         self.server = Server(self.state, app, tls)
         self.listener = server._bind("127.0.0.1", 0)
