@@ -245,7 +245,14 @@ def _differentiate(
     terms: Sequence[_Term], into_out: _Host, into_lse: _Host | None, sink: _Host | None
 ) -> MergeGradients:
     """The gradients in float64. into_out, into_lse: of the merged out and lse, in float64."""
-    merged = _weigh(terms, sink)
+    # Infinite outs have gradients that are no numbers, of which a GPU does not warn either.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _gradients(_weigh(terms, sink), terms, into_out, into_lse, sink)
+
+
+def _gradients(
+    merged: _Merged, terms: Sequence[_Term], into_out: _Host, into_lse: _Host | None, sink: _Host | None
+) -> MergeGradients:
     # What every score loses for each unit of weight: dout . out, less what the lse gains.
     taken = np.sum(into_out * merged.out, axis=-1)
     if into_lse is not None:

@@ -184,6 +184,20 @@ def test_its_gradient_is_that_of_five_point_differences() -> None:
             assert gradient.reshape(-1)[at] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_the_gradient_beside_an_infinite_out_is_no_number_and_warns_of_nothing(wrong: float) -> None:
+    """In its own row. As on a GPU, which does not warn: a test that takes warnings for errors trains there, too."""
+    q, k, v = whole(3, 8)
+    parts = [attend(q, k[:, a : a + 4], v[:, a : a + 4]) for a in (0, 4)]
+    parts[1].out[0, 1, 2] = wrong
+    dout = random(1, 3, HEADS, DIM, seed=7)
+    dout[0, 1, 2, 0] = 0
+    found = merge_gradients(parts, dout)
+    for into in found.partials:
+        lost = ~np.isfinite(into.lse)
+        assert np.argwhere(lost).tolist() == [[0, 2, 1]]
+
+
 def test_the_gradient_of_what_a_row_did_not_see_is_zero_and_reads_nothing() -> None:
     part = Partial(random(1, 2, HEADS, DIM), random(1, HEADS, 2, seed=1))
     hollow = Partial(np.full_like(part.out, np.nan), np.full_like(part.lse, -np.inf))
