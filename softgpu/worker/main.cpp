@@ -67,7 +67,9 @@ emulation::Arena make_arena() {
   for (std::uint32_t i = 0; i < emulation::MAX_THREADS; i++)
     mprotect(first + i * emulation::STACK_BYTES, emulation::STACK_GUARD, PROT_NONE);
   char* shared = map_between_guards(window);
-  return {first, shared + window, shared, map_between_guards(window)};
+  constexpr std::size_t touched = (sizeof(emulation::TouchedMemory) + PAGE - 1) / PAGE * PAGE;
+  return {first, shared + window, shared, map_between_guards(window),
+          reinterpret_cast<emulation::TouchedMemory*>(map_between_guards(touched))};
 }
 
 // ---- launches
