@@ -277,7 +277,7 @@ def _varlen_shape(request: FlashForward) -> Sizes:
     check_total("q", total_q, batch, seqlen_q, request.max_seqlen_q)
     check_total("k", total_k, batch, seqlen_k, request.max_seqlen_k)
     # No sequence is longer than all of them together, and the grid follows from the longest.
-    seqlen_q, seqlen_k = (max(1, min(most, total)) for most, total in ((seqlen_q, total_q), (seqlen_k, total_k)))
+    seqlen_q, seqlen_k = min(seqlen_q, total_q), min(seqlen_k, total_k)
     bias = tuple(getattr(request.bias, "shape", ()))
     if len(bias) == 4:
         # A bias has rows and keys for the longest sequence, or more: the problem is as large as its matrix.

@@ -272,7 +272,7 @@ def _query_shape(request: PagedForward) -> tuple[int, int, int, int, int]:
         given = request.max_seqlen_q
         rows = integer("max_seqlen_q", longest("cu_seqlens_q", request.cu_seqlens_q) if given is None else given, 0)
         check_total("q", total, batch, rows, given)
-        rows = max(1, min(rows, total))
+        rows = min(rows, total)
     return batch, rows, total, heads, head_dim
 
 

@@ -140,6 +140,28 @@ def test_a_varlen_batch_may_be_without_keys(asker: Asker) -> None:
         np.testing.assert_array_equal(result.lse, np.broadcast_to(SINKS[:, None], (HEADS, 4)))
 
 
+@pytest.mark.parametrize("asker", ["mock", "simple"], indirect=True)
+def test_a_varlen_batch_without_keys_may_have_a_bias_without_any(asker: Asker) -> None:
+    ends = {"cu_seqlens_q": ints(0, 1, 4), "cu_seqlens_k": ints(0, 0, 0)}
+    for bias in (asker.ones(1, HEADS, 3, 0), np.ones((2, 1, 3, 0), np.bool_)):
+        result = asker.forward((4,), (0,), **ends, bias=bias)
+        np.testing.assert_array_equal(result.out, np.zeros((4, HEADS, DIM)))
+        np.testing.assert_array_equal(result.lse, np.full((HEADS, 4), -np.inf))
+        gradients = asker.backward((4,), (0,), **ends, bias=bias)
+        np.testing.assert_array_equal(gradients.dq, np.zeros((4, HEADS, DIM)))
+        assert (gradients.dbias is None) == (bias.dtype == np.bool_)
+    with pytest.raises(ga.InvalidRequest, match="must be an array") as refused:
+        asker.forward((4,), (2,), **{**ends, "cu_seqlens_k": ints(0, 0, 2)}, bias=bias)
+    assert refused.value.field == "bias"
+
+
+def test_a_varlen_batch_without_rows_may_have_a_bias_without_any(asker: Asker, grids: list[Any]) -> None:
+    ends = {"cu_seqlens_q": ints(0, 0, 0), "cu_seqlens_k": ints(0, 1, 4)}
+    result = asker.forward((0,), (4,), **ends, bias=asker.ones(1, HEADS, 0, 3))
+    assert (result.out.shape, result.lse.shape) == ((0, HEADS, DIM), (HEADS, 0))
+    assert not grids
+
+
 @pytest.mark.parametrize(("rows", "keys"), [((0, 4), (0, 4)), ((2, 0), (2, 4)), ((2, 3), (2, 0))])
 def test_gradients_of_nothing_are_zero(asker: Asker, grids: list[Any], rows: Any, keys: Any) -> None:
     if asker.dtype == np.float32 and asker.ctx.info.kind != "mock":
@@ -191,6 +213,17 @@ PAGED: dict[str, Callable[[Asker], tuple[dict[str, Any], tuple[int, ...], tuple[
             "block_table": ints(0, 1).reshape(2, 1),
             "cache_seqlens": ints(3, 4),
             "cu_seqlens_q": ints(0, 0, 0),
+        },
+        (0, HEADS, DIM),
+        (HEADS, 0),
+    ),
+    "no packed rows of a bias": lambda a: (
+        {
+            "q": a.ones(0, HEADS, DIM),
+            "block_table": ints(0, 1).reshape(2, 1),
+            "cache_seqlens": ints(3, 4),
+            "cu_seqlens_q": ints(0, 0, 0),
+            "bias": a.ones(1, 1, 0, 4),
         },
         (0, HEADS, DIM),
         (HEADS, 0),

@@ -81,10 +81,10 @@ def specs(draw: st.DrawFn, family: Family = ANY, arch: str = "sm_90a") -> Spec:
     heads_kv, ratio = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 3), (3, 2)]))
     dims = draw(st.sampled_from(family.dims))
     how = _draw_how(draw, family, door, dtype, batch, options)
-    if "bias" in options and not alike:  # it has a row and a key at least
+    if "bias" in options and door in CACHED:  # it has a key, and unless rows are packed as many as there are
         rows_more, keys_more = how.get("spare", (0, 0))
-        exact = door in CACHED and len(set(rows)) == 1 and "packed_rows" not in how
-        how["spare"] = 0 if exact else max(rows_more, int(not max(rows))), max(keys_more, int(not max(keys)))
+        exact = len(set(rows)) == 1 and "packed_rows" not in how
+        how["spare"] = 0 if exact else rows_more, max(keys_more, int(not max(keys)))
     if how.get("latent"):
         heads_kv, dims = 1, (dims[0] + 8, dims[0])
         options = {**options, "softmax_scale": 0.2}
