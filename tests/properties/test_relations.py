@@ -110,10 +110,7 @@ def keys_in_parts(case: Case) -> Pairs:
     whole = case.ask(door, problem)
     if "dropout_p" not in problem.options:  # which means positions, where there are any
         yield from both(whole, case.ask(door))
-    partials = [
-        Partial(*case.ask(door if len(part) else "dense", shard(problem, range(rows), part))[:2])
-        for part in cuts  # a packed bias has a key
-    ]
+    partials = [Partial(*case.ask(door, shard(problem, range(rows), part))[:2]) for part in cuts]
     yield from both(Answer(*merge_on_host(partials, sinks=sinks)), whole)
     yield from both(Answer(*case.ctx.flash_attn.merge(partials, sinks=sinks).result(60)), whole)
     middle = len(cuts) // 2
@@ -260,6 +257,10 @@ def masks_as_biases(case: Case) -> Pairs:
             {"window_size": (int(left), int(right)), "sink_tokens": first},
             window | (np.arange(keys) < first),
         ),
+        "causal sink tokens": (
+            {"causal": True, "window_size": (int(left), -1), "sink_tokens": first},
+            ((reach <= left) | (np.arange(keys) < first)) & (reach >= 0),
+        ),
     }
     name = str(case.rng.choice(list(said)))
     options, visible = said[name]
@@ -273,14 +274,17 @@ def masks_as_biases(case: Case) -> Pairs:
 
 
 def chunks_as_biases(case: Case) -> Pairs:
-    size = int(case.rng.integers(1, 6))
+    """With sink tokens, which a chunk hides as little as a window does, and which causal hides all the same."""
+    size, first, causal = int(case.rng.integers(1, 6)), int(case.rng.integers(0, 6)), bool(case.rng.integers(2))
     ((rows, keys), *_) = case.problem.lengths
     if rows > keys:
         return
-    own = (np.arange(rows) + keys - rows)[:, None]
-    same = own // size == np.arange(keys) // size
-    chunked = case.problem.changed(attention_chunk=size)
-    yield from both(case.ask("varlen", chunked), case.ask("varlen", case.problem.changed(bias=as_bias(same))))
+    own, key = (np.arange(rows) + keys - rows)[:, None], np.arange(keys)
+    visible = (own // size == key // size) | (key < first)
+    if causal:
+        visible &= key <= own
+    chunked = case.problem.changed(attention_chunk=size, sink_tokens=first, causal=causal)
+    yield from both(case.ask("varlen", chunked), case.ask("varlen", case.problem.changed(bias=as_bias(visible))))
 
 
 def slopes_as_biases(case: Case) -> Pairs:

@@ -7,15 +7,18 @@ error that names what is at fault. Nothing is written but its output.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from properties.doors import BACKWARD, CACHED, FORWARD, Asked, answer_of, ask_of, check, check_unharmed, send
+from properties.doors import BACKWARD, CACHED, FORWARD, Asked, answer_of, ask_of, check, check_unharmed, send, sender
 from properties.problems import Spec, problem_of
 from properties.strategies import ANY, Family, budget, specs
 
@@ -32,12 +35,12 @@ _FLASH = ("dense", "varlen", "padded")
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "sm_80": (
         Family(_FLASH, ("float16",), ((64, 64),), ("causal", "alibi_slopes", "sinks", "bias"), (("return_lse", True),)),
-        Family(tuple(BACKWARD), ("float16",), ((64, 64),), ("causal", "mask", "sinks", "bias")),
+        Family(tuple(BACKWARD), ("float16",), ((64, 64),), ("causal", "mask", "softcap", "sinks", "bias")),
         Family(tuple(CACHED), ("float16",), ((64, 64),), ("window_size", "sinks"), (("return_lse", True),)),
     ),
     "sm_90a": (
         Family(tuple(FORWARD), ("bfloat16",), ((64, 64),), ("window_size", "mask", "sinks"), (("return_lse", True),)),
-        Family(tuple(BACKWARD), ("float32",), ((16, 16),), ("window_size", "alibi_slopes", "mask")),
+        Family(tuple(BACKWARD), ("float32",), ((16, 16),), ("window_size", "softcap", "alibi_slopes", "mask")),
         Family(tuple(CACHED), ("float32",), ((16, 8),), ("causal", "softcap", "bias"), (("return_lse", True),)),
     ),
 }
@@ -119,8 +122,11 @@ _OF_ANY_LENGTH = {
     *("q", "k", "v", "k_cache", "v_cache", "k_caches", "v_caches", "block_table", "bias", "tree_mask"),
     *("cu_seqlens_q", "cu_seqlens_k"),
 }
-_OPERANDS = {"q", "k", "v", "k_cache", "v_cache"}
-_ODD = (None, "odd", np.zeros(3), math.nan, math.inf, -1, -2.5, 0, 1, True, 1.5, 1 << 70, (), object(), np.float32(2.0))
+_OPERANDS = {"q", "k", "v", "k_cache", "v_cache", "k_caches", "v_caches"}
+_ODD: tuple[Any, ...] = (
+    *(None, "odd", np.zeros(3), math.nan, math.inf, -1, -2.5, 0, 1, True, 1.5, 1 << 70, (), object(), np.float32(2.0)),
+    *(np.bool_(True), np.array(1), (1.0, 2), (2, 1.0), (True, 2), (2, False), (np.float32(1.0), 2), (1, 2, 3), (-2, 0)),
+)
 
 
 def longer(array: np.ndarray, axis: int) -> np.ndarray:
@@ -150,6 +156,21 @@ SPOILS: dict[str, Callable[[np.ndarray, int], Any]] = {
 }
 # What is refused whatever the array is, by its own name.
 _ALWAYS = ("no array", "list", "complex", "dates", "one axis more")
+_OF_AN_AXIS = ("longer", "shorter", "empty", "swapped", "huge")
+
+# What each annotation of an option takes. A bool is no number, and a number of NumPy is one of its kind.
+_KINDS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real, "str": str, "None": NoneType}
+
+
+def fits(annotation: str, value: Any) -> bool:
+    """Whether a value is of the type that the annotation of an option names."""
+    if annotation == "tuple[int, int]":
+        return isinstance(value, tuple) and len(value) == 2 and all(fits("int", bound) for bound in value)
+    if isinstance(value, bool):
+        return annotation == "bool"
+    if isinstance(value, numbers.Real) and not math.isfinite(value):
+        return False
+    return isinstance(value, tuple(_KINDS[name] for name in annotation.split(" | ") if name in _KINDS))
 
 
 # Of the fields of a message, those that the door's method does not have.
@@ -179,22 +200,38 @@ class Spoilt:
         return ask_of(self.spec, problem_of(self.spec, finite=True))
 
 
+def message_of(door: str) -> type:
+    name = door.partition(" ")[0]
+    return BatchedDecode if name == "pointers" else PagedForward if name in CACHED else FlashBackward
+
+
+def options_of(door: str) -> dict[str, str]:
+    """The options of a door that are no arrays, and the annotation of each."""
+    name, _, backward = door.partition(" ")
+    kind, absent = message_of(door), _ABSENT.get(backward or name, _ABSENT[""])
+    annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return {name: annotations[name] for name in scalars_of(kind) if name not in absent}
+
+
+def arrays_of(asked: Asked) -> list[str]:
+    """The arguments that are arrays, or lists of them."""
+    first = {name: value[0] if isinstance(value, list) and value else value for name, value in asked.arguments.items()}
+    return [name for name, value in first.items() if isinstance(value, np.ndarray)]
+
+
 @st.composite
 def spoilt(draw: st.DrawFn) -> Spoilt:
     arch, spec = draw(anywhere(Family(doors=_PLAIN)))
-    door, _, backward = spec.door.partition(" ")
-    kind = BatchedDecode if door == "pointers" else PagedForward if door in CACHED else FlashBackward
-    absent = _ABSENT.get(backward or door, _ABSENT[""])
-    numbers = [name for name in scalars_of(kind) if name not in absent]
+    backward = spec.door in BACKWARD
+    others = list(options_of(spec.door))
     if not backward:
         spec.how.setdefault("out", "plain")
-    given = Spoilt(arch, spec, "").asked().arguments
-    arrays = [name for name, value in given.items() if isinstance(value, np.ndarray)]
+    arrays = arrays_of(Spoilt(arch, spec, "").asked())
     beside = [name for name in arrays if name not in _OPERANDS]
     name = draw(
-        st.one_of(*map(st.sampled_from, (arrays, beside or arrays, ["lse", "dout"] if backward else ["out"], numbers)))
+        st.one_of(*map(st.sampled_from, (arrays, beside or arrays, ["lse", "dout"] if backward else ["out"], others)))
     )
-    if name in numbers:
+    if name in others:
         return Spoilt(arch, spec, name, odd=draw(st.integers(0, len(_ODD) - 1)))
     spoil = draw(st.sampled_from([*SPOILS, "empty", "empty", "empty"]))
     return Spoilt(arch, spec, name, spoil, draw(st.integers(0, 3)), both=spoil == "empty" or draw(st.booleans()))
@@ -205,16 +242,34 @@ def spoil(asked: Asked, wrong: Spoilt) -> tuple[bool, bool]:
     name = wrong.name
     if not wrong.spoil:
         value = asked.arguments[name] = _ODD[wrong.odd]
-        return isinstance(value, str | np.ndarray), False
+        return isinstance(value, str) or not fits(options_of(asked.spec.door)[name], value), False
     array = asked.arguments[name]
     other = name.translate(str.maketrans("kv", "vk"))
-    if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray):
-        asked.arguments[other] = SPOILS[wrong.spoil](asked.arguments[other], wrong.axis % asked.arguments[other].ndim)
-    found = asked.arguments[name] = SPOILS[wrong.spoil](array, wrong.axis % max(1, array.ndim))
+    if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray | list):
+        asked.arguments[other] = spoilt_array(asked.arguments[other], wrong)
+    found = asked.arguments[name] = spoilt_array(array, wrong)
     if isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype):
         return False, False
     exact = wrong.spoil in _ALWAYS and (name, wrong.spoil) != ("alibi_slopes", "one axis more")  # one of sequences
     return exact or name not in {*_OF_ANY_LENGTH, "alibi_slopes"}, exact
+
+
+def spoilt_array(array: Any, wrong: Spoilt) -> Any:
+    """Of a list, each of its arrays."""
+    if isinstance(array, list):
+        return [spoilt_array(one, wrong) for one in array]
+    return SPOILS[wrong.spoil](array, wrong.axis % max(1, array.ndim))
+
+
+def check_refused(method: Callable[..., Any], asked: Asked, wrong: Spoilt) -> None:
+    """Spoil the request and ask it: what cannot be answered is refused by a name that the caller knows."""
+    known = {*asked.arguments, *_NAMED}
+    must, exact = spoil(asked, wrong)
+    error = refusal(lambda: method(**asked.arguments).result(60))
+    assert error or not must, f"{wrong} is taken"
+    said = getattr(error, "field", wrong.name).partition("[")[0]
+    exact = exact and not wrong.both
+    assert said == wrong.name or (said in known and not exact), (wrong, error)
 
 
 @TIMES
@@ -225,19 +280,84 @@ def test_a_wrong_argument_is_refused_by_name(opened: Opened, times: int) -> None
     @example(wrong=Spoilt("sm_90a", Spec(options={"q_positions": 1}), "alignment", odd=2))
     def holds(wrong: Spoilt) -> None:
         asked = wrong.asked()
-        known = {*asked.arguments, *_NAMED}
-        must, exact = spoil(asked, wrong)
-        error = refusal(lambda: send(opened("mock", wrong.arch), asked))
-        assert error or not must, "it is taken"
-        said = getattr(error, "field", wrong.name).partition("[")[0]
-        exact = exact and not wrong.both
-        assert said == wrong.name or (said in known and not exact), error
+        with sender(opened("mock", wrong.arch), asked) as method:
+            check_refused(method, asked, wrong)
+
+    holds()
+
+
+def many_arrays(door: str) -> Spec:
+    """A request with most of the arrays that a door takes."""
+    options: dict[str, Any] = {"alibi_slopes": "batch", "sinks": True, "bias": ("float32", *[True] * 3, False)}
+    options |= {"q_positions": 2, "k_positions": 2}
+    how: dict[str, Any] = {} if door in BACKWARD else {"out": "plain", "return_lse": True}
+    rows = (1, 1) if door == "pointers" else (3, 3)
+    if door in CACHED and door != "pointers":
+        options["tree_mask"] = True
+    if door in ("paged", "cache"):
+        how |= {"leftpad": [1, 2], "places": [1, 0]}
+    return Spec(door=door, rows=rows, seed=1, options=options, how=how)
+
+
+def every_spoil(asked: Asked) -> Iterator[Spoilt]:
+    """Each spoil of each axis of each array, and each odd value of each other option."""
+    for name in arrays_of(asked):
+        array = asked.arguments[name]
+        axes = (array[0] if isinstance(array, list) else array).ndim
+        for spoil in SPOILS:
+            for axis in range(axes if spoil in _OF_AN_AXIS else 1):
+                for both in (False, True) if name in _OPERANDS and spoil in _OF_AN_AXIS else (False,):
+                    yield Spoilt("sm_90a", asked.spec, name, spoil, axis, both=both)
+    for name in options_of(asked.spec.door):
+        for odd in range(len(_ODD)):
+            yield Spoilt("sm_90a", asked.spec, name, odd=odd)
+
+
+@pytest.mark.parametrize("door", _PLAIN)
+def test_every_argument_of_a_door_is_looked_at(opened: Opened, door: str) -> None:
+    """What `spoilt` draws from, all of it over one request: each fault of it is rare."""
+    asked = ask_of(many_arrays(door), problem_of(many_arrays(door), finite=True))
+    with sender(opened("mock", "sm_90a"), asked) as method:
+        method(**asked.arguments).result(60)
+        for wrong in every_spoil(asked):
+            check_refused(method, dataclasses.replace(asked, arguments=dict(asked.arguments)), wrong)
+
+
+_ROOM = Family(doors=("padded", "padded backward", "paged", "cache", "pointers", "pointers"))  # of which some differ
+
+
+def room_of(arguments: dict[str, Any], name: str, sequence: int) -> int:
+    """How many rows or keys a sequence may have, whose number the argument says."""
+    if name.startswith("seqused"):
+        return int(arguments[name[-1]].shape[1])
+    if name == "seq_lens":
+        return int(arguments["k_caches"][sequence].shape[1])
+    rows, table = arguments["k_cache"].shape[1], arguments.get("block_table")
+    return int(rows if table is None else rows * table.shape[1])
+
+
+@TIMES
+def test_sequences_fill_their_room_and_no_more(opened: Opened, times: int) -> None:
+    @budget(times * 40)
+    @given(where=anywhere(_ROOM))
+    def holds(where: tuple[str, Spec]) -> None:
+        arch, spec = where
+        asked = ask_of(spec, problem_of(spec, finite=True))
+        lengths_of = asked.arguments.keys() & {"seqused_q", "seqused_k", "cache_seqlens", "seq_lens"}
+        for name, sequence, more in itertools.product(sorted(lengths_of), range(len(spec.rows)), (0, 1)):
+            lengths = asked.arguments[name].copy()
+            lengths[sequence] = room_of(asked.arguments, name, sequence) + more
+            longer = dataclasses.replace(asked, arguments={**asked.arguments, name: lengths})
+            error = refusal(lambda longer=longer: send(opened("mock", arch), longer))
+            # What the longer sequence lacks besides, pages or columns of a bias, may be missed then.
+            assert (getattr(error, "field", None) == name) == (more > 0), error
 
     holds()
 
 
 # Requests beyond what kernels here compute
 
+_LATENT: dict[str, Any] = {"how": {"latent": True}, "options": {"softmax_scale": 0.2}}
 # The doors that each may be asked at, and what is changed in a request.
 BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "a tiny scale": (_PLAIN, {"options": {"softmax_scale": 1e-40}}),
@@ -245,6 +365,8 @@ BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "a tiny cap": (_PLAIN, {"options": {"softcap": 1e-39}}),
     "a wide head": (_PLAIN, {"dims": (520, 8)}),
     "wide values": (_PLAIN, {"dims": (8, 600)}),
+    "wide latents": (("paged", "cache"), {"heads": (2, 1), "dims": (600, 512), **_LATENT}),
+    "wide values of latents": (("paged", "cache"), {"heads": (2, 1), "dims": (560, 552), **_LATENT}),
     "integers": (("varlen",), {"dtype": "int32"}),
     "long doubles": (_FLASH, {"dtype": "longdouble"}),
     "fp8": ((*_FLASH, *_BACKWARD), {"dtype": "float8_e4m3fn"}),
@@ -286,8 +408,6 @@ def beyond(draw: st.DrawFn) -> tuple[str, Spec]:
     dependent = ("latent", "compute", "kv_dtype", "out", "out_dtype")
     how = {name: value for name, value in spec.how.items() if name not in dependent}
     merged = {"options": options | changes.get("options", {}), "how": how | changes.get("how", {})}
-    if "bias" in merged["options"]:  # it has a row and a key at least
-        merged |= {name: tuple(max(1, count) for count in getattr(spec, name)) for name in ("rows", "keys")}
     return arch, dataclasses.replace(spec, **{**changes, **merged})
 
 

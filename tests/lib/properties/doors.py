@@ -19,7 +19,7 @@ from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_backward_graph, mha_f
 from gpu_actors.testing import check_gradients, check_output
 from gpu_actors.testing.problems import nan_filled
 
-__all__ = ["BACKWARD", "CACHED", "DOORS", "FORWARD", "Answer", "Asked", "ask", "check", "check_unharmed"]
+__all__ = ["BACKWARD", "CACHED", "DOORS", "FORWARD", "Answer", "Asked", "ask", "check", "check_unharmed", "sender"]
 
 _WAIT = 120.0
 _MASK = ("causal", "window_size", "sink_tokens", "attention_chunk")
@@ -361,7 +361,7 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 @contextlib.contextmanager
-def _sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
+def sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
     """The method of the door; of a KvCache, with the keys in it that the request does not bring."""
     if asked.spec.door != "kv_cache":
         handle, method = asked.door.method.split(".")
@@ -395,7 +395,7 @@ def _sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
 
 
 def send(ctx: Any, asked: Asked) -> Any:
-    with _sender(ctx, asked) as method:
+    with sender(ctx, asked) as method:
         return method(**asked.arguments).result(_WAIT)
 
 
