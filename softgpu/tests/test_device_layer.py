@@ -209,6 +209,23 @@ def test_work_of_the_callers_stream_is_waited_for(made: Device, stream: int, lat
     assert control.take_findings() == []
 
 
+def test_each_of_several_streams_is_waited_for(made: Device, stream: int, other: int) -> None:
+    """Two values are on their way, each on a stream of its own."""
+    host = {name: floats(n) for n, name in enumerate(("x", "y", "kept"))}
+    arrays = {name: cupy.asarray(array) for name, array in host.items()}
+    sources = {"x": cupy.asarray(floats(8)), "y": cupy.asarray(floats(9))}
+    runtime.deviceSynchronize()
+    adopted: Any = {"kept": adopt(arrays["kept"], "kept").array}
+    for (name, source), own in zip(sources.items(), (stream, other), strict=True):
+        control.slow_copy(0.15)
+        with cupy.cuda.Stream.from_external(_Foreign(own)):
+            runtime.memcpyAsync(arrays[name].data.ptr, source.data.ptr, 4 * N, runtime.memcpyDeviceToDevice, own)
+            adopted[name] = adopt(arrays[name], name, caller_streams(0)).array
+    event = made.work(**adopted)
+    check(event, sources["x"].get(), sources["y"].get(), arrays["kept"], host["kept"])
+    assert control.take_findings() == []
+
+
 class _Foreign:
     def __init__(self, stream: int) -> None:
         self._stream = stream

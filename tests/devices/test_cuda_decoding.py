@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from cases.cached_batches import random_batch
-from fakes.bench import Bench
+from fakes.bench import Bench, on_device
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.service import service
@@ -91,6 +92,28 @@ def test_joined_arrays_arrive_one_behind_the_other() -> None:
     event.wait()
     out = event.outputs["out"]
     assert np.array_equal(bench.cuda.memory.array(out.address, out.shape, np.float32), 2 * whole)
+
+
+@pytest.mark.parametrize("last", range(2))
+def test_the_producers_of_joined_arrays_are_waited_for(last: int) -> None:
+    bench = Bench()
+    streams = [bench.cuda.new_stream() for _ in range(2)]
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3) + 100 * n for n in range(2)]
+    parts = [on_device(bench, np.zeros_like(array), stream) for array, stream in zip(arrays, streams, strict=True)]
+
+    def write(n: int) -> None:
+        bench.cuda.memory.array(parts[n].address, (2, 3), np.float32)[...] = arrays[n]
+
+    for n, stream in enumerate(streams):
+        bench.cuda.enqueue(stream, functools.partial(write, n))
+    bench.cuda.hang(streams[last])
+    event = bench.launch(join(parts))
+    bench.cuda.run_all()
+    assert not event.done(), "the launch overtook a producer"
+    bench.cuda.resume(streams[last])
+    event.wait()
+    out = event.outputs["out"]
+    np.testing.assert_array_equal(bench.cuda.memory.array(out.address, (4, 3), np.float32), 2 * np.concatenate(arrays))
 
 
 def test_only_whole_arrays_of_one_stream_are_put_together() -> None:

@@ -66,6 +66,28 @@ def test_a_stream_that_several_arrays_come_from_is_waited_for_once(bench: Bench)
     assert bench.cuda.calls.count("wait_event") == 1
 
 
+@pytest.mark.parametrize("last", range(3))
+def test_each_of_several_producers_is_waited_for(bench: Bench, last: int) -> None:
+    """Arrays come from streams of their own, of which one is behind the others."""
+    streams = [bench.cuda.new_stream() for _ in range(3)]
+    arrays = [on_device(bench, floats(4), stream) for stream in streams]
+    launch, x = bench.of(arrays[last]), floats(4)
+    launch.inputs = dict(zip("xyz", arrays[last:] + arrays[:last], strict=True))
+
+    def write() -> None:
+        bench.cuda.memory.array(arrays[last].address, (4,), np.float32)[:] = x
+
+    bench.cuda.enqueue(streams[last], write)
+    bench.cuda.hang(streams[last])
+    event = bench.stream.launch(launch)
+    bench.cuda.run_all()
+    assert not event.done(), "the launch overtook a producer"
+    bench.cuda.resume(streams[last])
+    event.wait()
+    out = event.outputs["out"]
+    np.testing.assert_array_equal(bench.cuda.memory.array(out.address, (4,), np.float32), 2 * x)
+
+
 def test_an_array_with_any_strides_is_read_where_it_lies(bench: Bench) -> None:
     x = floats(6, 4)
     array = on_device(bench, x).transpose()

@@ -295,6 +295,22 @@ class TestDriver:
         driver_maps.encode_tensor_map(self.MAP)
         assert len(calls) == 1, "remembered"
 
+    def test_maps_that_differ_in_one_field_are_different_maps(self, calls):
+        """An allocator gives the same address out again, for an array of other strides, say."""
+        others = {
+            "address": 8192,
+            "dtype": "float32",
+            "shape": (64, 200, 4, 3),
+            "strides": (512, 128, 204800),
+            "box": (64, 64, 1, 1),
+            "swizzle": "64B",
+        }
+        assert others.keys() == set(TensorMap._fields)
+        maps = [self.MAP, *(self.MAP._replace(**{name: value}) for name, value in others.items())]
+        for one in maps * 2:
+            driver_maps.encode_tensor_map(one)
+        assert len(calls) == len(maps)
+
     def test_a_refusal_is_an_error(self, calls):
         with pytest.raises(CudaFailure, match="refuses"):
             driver_maps.encode_tensor_map(self.MAP._replace(dtype="float16"))

@@ -24,6 +24,7 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "host operands": _layer("operands_of_the_host", "results_lie_where_the_caller_says"),
     "device operands": _layer("operands_on_the_device"),
     "late producers": _layer("work_of_the_callers_stream_is_waited_for"),
+    "several producers": _layer("each_of_several_streams_is_waited_for"),
     "joined": _layer("arrays_of_several_requests_are_joined"),
     "recorded": _layer(
         "a_recorded_launch_is_replayed_over_new_operands", "recorded_launches_at_once_have_records_of_their_own"
@@ -150,6 +151,12 @@ _STREAM = _faults(
     ),
     ("producers are not waited for", "for producer in operands.producers:", "for producer in ():", "late producers"),
     (
+        "one of several producers is waited for",
+        "for producer in operands.producers:",
+        "for producer in sorted(operands.producers)[:1]:",
+        "several producers",
+    ),
+    (
         "the producer waits instead",
         "api.record_event(event, producer)\n        api.wait_event(stream, event)",
         "api.record_event(event, stream)\n        api.wait_event(producer, event)",
@@ -229,6 +236,12 @@ _OPERANDS = _faults(
     ),
     ("the table's address is the first", "_buffer(base + late.offset", "_buffer(base", "host operands"),
     ("producers of arrays are forgotten", "self.producers.add(array.stream)", "pass", "late producers"),
+    (
+        "producers of joined parts are forgotten",
+        "self.producers.update(part.stream for part in array.parts if part.stream is not None)",
+        "pass",
+        "joined",
+    ),
     (
         "staged over each other",
         "_staged(self._staging_in, self._up.size + offset, array.shape",
