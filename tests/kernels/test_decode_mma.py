@@ -11,7 +11,7 @@ import pytest
 from cases.cached_batches import random_batch
 from cases.decode import VARIANTS, Variant, draw
 from emulated.decode import DecodeCase, check, check_results, key_of, problem_of, run
-from emulated.far_pages import check_far_pages
+from emulated.far_pages import check_far_pages, check_far_rows
 from mutation import decode as decode_mutation
 from mutation.decode_mutants import DECODE_DEFECTS
 
@@ -303,6 +303,10 @@ def run_in_place(case: DecodeCase, operands: dict[str, Any], name: str, view: An
 
 def test_pages_further_apart_than_32_bits_count():
     check_far_pages()
+
+
+def test_rows_further_apart_than_32_bits_count():
+    check_far_rows()
 
 
 def test_an_item_may_have_more_pieces_than_a_warp_has_lanes():

@@ -1,12 +1,13 @@
-"""Runs decode_mma over a pool whose pages lie more than 2^32 chunks of 16 bytes apart; nothing between is there."""
+"""Runs decode_mma over caches whose rows or pages lie further apart than 32 bits count; nothing between is there."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from cases.cached_batches import Batch, random_batch
+from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, kernel_of, key_of, problem_of
 
 from gpu_actors.devices.emulation import EmulatedBuffer
@@ -16,34 +17,44 @@ from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.program import NO_VALUES, Target
 from gpu_actors.kernels.variants import kernel_source
 
-__all__ = ["check_far_pages"]
+__all__ = ["check_far_pages", "check_far_rows"]
 
-APART = 80 << 30  # bytes between the two pages
+# Kernels count chunks of 16 bytes, of which 32 bits reach 64 GiB. Further on lie the far page, and the last row.
+PAGES_APART, ROWS_APART = 20 << 30, 24 << 30  # bytes from one to the next
 LAST = 4  # the far page's number; those between are not there
 ROWS, DIM = 16, 32
 
 
 class FarPool(EmulatedBuffer):
-    """A pool (LAST + 1, ROWS, 1, DIM) of float16 with two pages: the first, and the last APART bytes further on."""
+    """A pool of float16 of which some parts are there: those along ``axis`` lie ``apart`` bytes one behind the other.
 
-    def __init__(self, name: str, first: Any, last: Any) -> None:
+    parts: by their place along the axis, at most a page of memory each. shape: of the whole pool, whose other axes have
+    no gaps.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], axis: int, apart: int, parts: dict[int, Any]) -> None:
         self.name = name
-        self.nbytes = APART + first.nbytes
-        self._mapping = Mapping(PAGE, guard=APART // 2 + PAGE)
+        last = max(parts)
+        self.nbytes = last * apart + parts[last].nbytes
+        self._shape, self._axis, self._apart = shape, axis, apart
+        self._mapping = Mapping(PAGE, guard=last * apart // 2 + PAGE)
         self.address = self._mapping.map_begin + PAGE
-        everything = FarBytes(self._mapping)
-        for begin, page in ((self.address, first), (self.address + APART, last)):
+        everything = np.asarray(FarBytes(self._mapping))
+        for place, part in parts.items():
+            begin = self.address + place * apart
             self._mapping.protect(begin, PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
-            window = np.asarray(everything)[begin - self._mapping.map_begin :][:PAGE]
+            window = everything[begin - self._mapping.map_begin :][:PAGE]
             window[:] = POISON
-            window[: page.nbytes] = page.reshape(-1).view(np.uint8)
+            window[: part.nbytes] = part.reshape(-1).view(np.uint8)
 
     def stray_write(self) -> str | None:
         return None
 
     @property
     def described(self) -> Buffer:
-        return Buffer(self.address, (LAST + 1, ROWS, 1, DIM), (APART // LAST // 2, DIM, DIM, 1), "float16")
+        strides = [int(np.prod(self._shape[axis + 1 :])) for axis in range(len(self._shape))]
+        strides[self._axis] = self._apart // 2
+        return Buffer(self.address, self._shape, tuple(strides), "float16")
 
 
 class FarBytes:
@@ -59,13 +70,36 @@ class FarBytes:
 
 
 def check_far_pages(**launch: Any) -> None:
-    """Compare with the oracle. launch: as EmulatedModule.launch takes it."""
+    """Two pages of a pool. Compare with the oracle. launch: as EmulatedModule.launch takes it."""
     batch = random_batch(0, (2 * ROWS,), heads=(2, 1), dim=DIM, dtype="float16")
+    shape = (LAST + 1, ROWS, 1, DIM)
+    pools = {
+        f"{side}_cache": FarPool(f"{side}_cache", shape, 0, PAGES_APART, {0: keys[:ROWS], LAST: keys[ROWS:]})
+        for side, (keys,) in (("k", batch.k), ("v", batch.v))
+    }
     case = DecodeCase(batch, page_size=ROWS, options={"causal": True, "num_splits": 1})
-    pools = {f"{side}_cache": far_pool(batch, side) for side in "kv"}
-    table = np.array([[0, LAST, 0]], np.int32)
-    near = np.zeros((LAST + 1, ROWS, 1, DIM), np.float16)
-    operands = {"q": batch.q, "k_cache": near, "v_cache": near, "block_table": table, "cache_seqlens": batch.lengths}
+    check_over(case, pools, {"block_table": np.array([[0, LAST, 0]], np.int32)}, shape, **launch)
+
+
+def check_far_rows(**launch: Any) -> None:
+    """Four rows of a dense cache. As `check_far_pages`."""
+    batch = random_batch(0, (4,), heads=(2, 1), dim=DIM, dtype="float16")
+    shape = (1, 4, 1, DIM)
+    pools = {
+        f"{side}_cache": FarPool(f"{side}_cache", shape, 1, ROWS_APART, dict(enumerate(keys)))
+        for side, (keys,) in (("k", batch.k), ("v", batch.v))
+    }
+    case = DecodeCase(batch, "cache", options={"causal": True, "num_splits": 1})
+    check_over(case, pools, {}, shape, **launch)
+
+
+def check_over(
+    case: DecodeCase, pools: dict[str, FarPool], others: dict[str, Any], shape: Sequence[int], **launch: Any
+) -> None:
+    """Launch a case over pools of a shape. others: operands that go with them."""
+    batch = case.batch
+    near = np.zeros(shape, np.float16)
+    operands = {"q": batch.q, **dict.fromkeys(pools, near), "cache_seqlens": batch.lengths, **others}
     problem = problem_of(case, operands)
     program = program_of(problem, key_of(problem, "sm_80"), Target(1))
     assert program.split is not None
@@ -89,8 +123,3 @@ def check_far_pages(**launch: Any) -> None:
         **launch,
     )
     check_results(case, *(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))
-
-
-def far_pool(batch: Batch, side: str) -> FarPool:
-    keys = getattr(batch, side)[0]
-    return FarPool(f"{side}_cache", keys[:ROWS], keys[ROWS:])

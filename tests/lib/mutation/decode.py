@@ -22,7 +22,7 @@ from cases.steady_scores import check_steady_decode
 from emulated import contraction
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check_results, key_of, positions_on_the_device, problem_of, run
-from emulated.far_pages import check_far_pages
+from emulated.far_pages import check_far_pages, check_far_rows
 from mutation.decode_mutants import DECODE_MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
@@ -152,6 +152,7 @@ PROBES |= {
     "latent key": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=30),
     "latent NaN": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=3),
 }
+FAR = {"far": check_far_pages, "far rows": check_far_rows}
 MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes
 
 
@@ -168,8 +169,8 @@ def check_plan(case: DecodeCase) -> None:
 
 
 def check_probe(name: str, **launch: Any) -> None:
-    if name == "far":
-        check_far_pages(**launch)
+    if name in FAR:
+        FAR[name](**launch)
     elif name == "steady":
         check_steady_decode(**launch)
     elif name == "device":

@@ -337,6 +337,13 @@ DECODE_MUTANTS = (
         "far",
     ),
     _decode(
+        "offsets of rows are 32 bits wide",
+        _SOURCE,
+        "uint64_t(uint32_t(row)) * row_stride",
+        "uint64_t(uint32_t(row) * row_stride)",
+        "far rows",
+    ),
+    _decode(
         "every sequence has the first one's table",
         _SOURCE,
         "params.block_table + sequence * params.table_stride",
