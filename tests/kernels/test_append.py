@@ -33,13 +33,14 @@ CASES = {
         new=NEW, before=BEFORE, dtype="float32", cache_dtype=FP8[1], descales=True, head_dim=13, layout="pointers"
     ),
     "e4m3 without descales": AppendCase(new=NEW, before=BEFORE, dtype="bfloat16", cache_dtype=FP8[0], layout="dense"),
-    "halves": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=32), heads_q=4),
+    # More than 64 columns of either pair's elements, and some behind them.
+    "halves": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=192), head_dim=200, heads_q=4),
     "halves, dim 6 of 24": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=6, base=500.0), head_dim=24, heads_q=2),
     "halves, odd columns": AppendCase(
         new=NEW, before=BEFORE, dtype="bfloat16", cache_dtype="bfloat16", rope=Rope(dim=34), head_dim=37, layout="dense"
     ),
     "interleaved": AppendCase(
-        new=NEW, before=BEFORE, rope=Rope(dim=32, interleaved=True), head_dim=64, heads_q=6, layout="pointers"
+        new=NEW, before=BEFORE, rope=Rope(dim=96, interleaved=True), head_dim=112, heads_q=6, layout="pointers"
     ),
     "interleaved, dim 10 of 24": AppendCase(
         new=NEW, before=BEFORE, dtype="float32", cache_dtype="float32", rope=Rope(dim=10, interleaved=True), head_dim=24
