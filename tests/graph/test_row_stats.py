@@ -242,12 +242,12 @@ CASES = (
     ("sm_80", "float16", "forward_mma", True, True),
     ("sm_90a", "bfloat16", "forward_sm90", False, True),
     ("sm_80", "float64", "forward_simple", True, True),
+    ("sm_90a", "float8_e4m3fn", "forward_sm90", False, True),
 )
 MORE = (
     ("sm_80", "bfloat16", "forward_mma", False, False),
     ("sm_80", "float32", "forward_simple", False, True),
     ("sm_90a", "float16", "forward_sm90", True, True),
-    ("sm_90a", "float8_e4m3fn", "forward_sm90", False, True),
     ("sm_90a", "float8_e5m2", "forward_sm90", True, False),
 )
 
@@ -385,7 +385,7 @@ PROBES: dict[str, Callable[[], None]] = {
     "mma": lambda: check_kernels(*CASES[0]),
     "sm90": lambda: check_kernels(*CASES[1]),
     "simple": lambda: check_kernels(*CASES[2]),
-    "fp8": lambda: check_kernels(*MORE[3]),
+    "fp8": lambda: check_kernels(*CASES[3]),
     "sinks": lambda: check_sinks("forward_mma", "float16"),
     "sinks, wide": lambda: check_sinks("forward_wide", "bfloat16"),
     "sinks, simple": lambda: check_sinks("forward_simple", "float32"),
