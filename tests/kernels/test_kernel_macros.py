@@ -7,12 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import test_backward_gate
 import test_backward_sm90_gate
-import test_decode_gate
 import test_decode_sm90_gate
-import test_static_gate
 import test_static_gate_sm90
+from gates.table import FAMILIES
 from support.service import KERNELS_CU
 
 from gpu_actors import KernelSource
@@ -29,11 +27,10 @@ KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name 
 def sources() -> list[KernelSource]:
     """What every family compiles: the variants of the gates on two architectures, and the usual ones of append."""
     archs = ("sm_80", "sm_90a")
-    keys = [test_static_gate.key_of_variant(v) for v in test_static_gate.VARIANTS if v.arch in archs]
-    keys += [test_backward_gate.key_of_variant(v) for v in test_backward_gate.VARIANTS if v.arch in archs]
-    keys += [test_decode_gate.key_of(variant) for arch in archs for variant in test_decode_gate.variants(arch)]
-    keys += [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
-    found = [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
+    families = ("forward", "backward", "decode")
+    found = [row.plan().source for name in families for row in FAMILIES[name].rows if row.arch in archs]
+    keys = [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
+    found += [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
     dtypes = {"dtype": "float32", "lse_dtype": "float32", "out_dtype": "float32"}
     found.append(kernel_source(MergeGradientKey(arch="sm_80", sinks=True, sum_sinks=True, **dtypes)))

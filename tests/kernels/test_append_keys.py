@@ -1,87 +1,22 @@
-"""What the append and page-copy kernels take, their keys, and what ptxas makes of them, which needs no GPU."""
+"""The keys of the append and page-copy kernels: what they take, what they refuse, and that they are compiled ahead."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gate import ARCHS, code_faults, code_of, wrong
+from gates.append import PROBLEM
+from support.gate import ARCHS
 
 import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey, page_copy_geometry
-from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key
+from gpu_actors.kernels.append.variant import AppendKey, Rope, append_key
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.variants import KernelKey, kernel_source, kv_variants, standard_variants
-
-PROBLEM = AppendProblem(
-    layout="paged",
-    batch=2,
-    total=2,
-    heads_kv=2,
-    head_dim=128,
-    head_dim_v=128,
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    page_size=16,
-    num_blocks=4,
-    max_blocks=2,
-)
-REGISTERS = 102  # five blocks of 128 threads a multiprocessor
-
-ROPES = {
-    "no rope": {},
-    "halves": {"rope": Rope(dim=128), "heads_q": 4},
-    "interleaved": {"rope": Rope(dim=128, interleaved=True), "heads_q": 4},
-    "part, tables": {"rope": Rope(dim=36, table_rows=9), "positions": True},
-}
-TYPES = {
-    "bfloat16": {},
-    "float16 to e4m3": {"dtype": "float16", "cache_dtype": "float8_e4m3fn", "descales": True},
-    "bfloat16 to e5m2": {"cache_dtype": "float8_e5m2"},
-    "float32": {"dtype": "float32", "cache_dtype": "float32"},
-    "float32 to e4m3": {"dtype": "float32", "cache_dtype": "float8_e4m3fn", "descales": True},
-}
-OTHERS = {
-    "pointers": {"layout": "pointers", "max_seq": 9},
-    "dense": {"layout": "dense", "max_seq": 9},
-    "256": {"head_dim": 256, "head_dim_v": 256, "rope": Rope(dim=256)},
-    "80": {"head_dim": 80, "head_dim_v": 96},
-    "float64": {"dtype": "float64", "cache_dtype": "float64"},
-    "latent": {"head_dim": 64, "head_dim_v": 512, "rope": Rope(dim=64, interleaved=True), "latent": True},
-    "fp8": {"dtype": "float8_e4m3fn", "cache_dtype": "float8_e4m3fn"},
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"{t}, {r}": {**TYPES[t], **ROPES[r]} for t, r in itertools.product(TYPES, ROPES)},
-    **OTHERS,
-}
-
-
-def faults(key: KernelKey) -> list[str]:
-    """What the gate holds against a variant: anything spilled, and no 16-byte accesses."""
-    code = code_of(kernel_source(key), key.kernel)
-    wide = (r"\bLDG\.E\.\S*128\b", r"\bSTG\.E\.128\b")
-    return code_faults(code, REGISTERS) + wrong({f"no {access}": code.count(access) == 0 for access in wide})
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_sample_of_the_variants_passes_the_gate(arch):
-    names = ("bfloat16, halves", "float32 to e4m3, part, tables", "pointers")
-    for name in names:
-        assert faults(append_key(dataclasses.replace(PROBLEM, **VARIANTS[name]), arch)) == [], (arch, name)
-    assert faults(PageCopyKey(arch=arch)) == []
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_variant_passes_the_gate(arch):
-    keys = {name: append_key(dataclasses.replace(PROBLEM, **given), arch) for name, given in VARIANTS.items()}
-    assert {name: found for name, key in keys.items() if (found := faults(key))} == {}
+from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants
 
 
 def key(**changes: Any) -> AppendKey:

@@ -1,0 +1,106 @@
+"""Faults that the gate table must see: seeded into kernels, and made up for its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+from gates import backward, decode, forward
+from gates.forward import MMA_SHAPES, MmaVariant
+from gates.rows import Found, Limit, Plan, at_least, at_most, between, exactly, examine, faults
+from gates.table import ROWS
+from mutation.forward_mutants import FUSED_CORRECTION
+from support.gate import Code, with_bug
+
+from gpu_actors import KernelResources, KernelSource
+from gpu_actors.compiling.compiler import Compiler
+
+# Tiles of more accumulators, or of more scores, than a warp has registers for.
+LARGE_TILES: list[tuple[Any, Any, dict[str, int]]] = [
+    (forward.mma_plan, MmaVariant("sm_80", MMA_SHAPES[2], "full"), {"WARPS": 4, "BLOCK_M": 128, "BLOCK_N": 32}),
+    (
+        backward.plan,
+        MmaVariant("sm_80", MMA_SHAPES[2], "causal"),
+        {"BLOCK_M": 32, "BLOCK_N": 64, "WARPS": 4, "SHARED_BYTES": 135696, "DQ_FLOATS": 16 * 4 * 128},
+    ),
+    (
+        decode.plan,
+        decode.Variant("sm_80", decode.SHAPES[9], 64, "paged"),
+        # Shared memory: stages, keys, K and V, bytes of a row of 40.
+        {"BLOCK_N": 512, "STAGES": 2, "SHARED_BYTES": 64 * 96 + 2 * 512 * 2 * 96},
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "variant", "macros"), LARGE_TILES, ids=["forward", "backward", "decode"])
+def test_a_tile_that_is_too_large_spills(plan: Any, variant: Any, macros: dict[str, int]) -> None:
+    source = plan(variant).source
+    large = dataclasses.replace(source, macros={**source.macros, **{name: str(n) for name, n in macros.items()}})
+    resources = Compiler().compile(large).resources[plan(variant).entry]
+    assert resources.spill_bytes > 0
+    assert resources.stack_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "faults_seen"),
+    [
+        ("forward sm_80 float16 64 causal", 2),
+        ("decode sm_80 decode_mma bfloat16 over float8_e4m3fn 256, 16 rows, paged", 1),
+    ],
+)
+def test_a_correction_of_a_fused_product_is_all_that_is_seen(row: str, faults_seen: int) -> None:
+    """The rows themselves have no fault: the default run checks them."""
+    assert ROWS[row].sampled
+    change = functools.partial(with_bug, file="mma/softmax.cuh", old=FUSED_CORRECTION[0], new=FUSED_CORRECTION[1])
+    seen = [fault.split(" ")[0] for fault in faults(examine(ROWS[row], change))]
+    assert seen == ["exponentials"] * faults_seen
+
+
+# What no kernel need be compiled for
+
+CLEAN = KernelResources(registers=128, spill_bytes=0, stack_bytes=0, shared_bytes=0)
+SOURCE = KernelSource("none", 'extern "C" __global__ void none() {}', ("none",))
+
+
+def faults_of(code: Code, limits: dict[str, Limit], figures: dict[str, float]) -> list[str]:
+    plan = Plan(SOURCE, "none", 128, limits, {}, lambda code: {})
+    return faults(Found(plan, code, figures, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        (Code(CLEAN, (), "FADD R1, R2, R3;"), []),
+        (Code(CLEAN._replace(registers=129), (), ""), ["129 registers of 128"]),
+        (Code(CLEAN._replace(registers=0), (), ""), ["0 registers of 128"]),
+        (Code(CLEAN._replace(spill_bytes=4), (), ""), ["4 bytes spilled"]),
+        (Code(CLEAN._replace(stack_bytes=8), (), ""), ["8 bytes of stack"]),
+        (Code(CLEAN, ("C7510",), ""), ["notes ('C7510',)"]),
+        (Code(CLEAN, (), "LDL R1, [R2];\nSTL [R2], R1;"), ["2 accesses to local memory"]),
+    ],
+)
+def test_what_is_held_against_any_kernel(code: Code, seen: list[str]) -> None:
+    assert faults_of(code, {}, {}) == seen
+
+
+@pytest.mark.parametrize(
+    ("limit", "within", "outside", "text"),
+    [
+        (exactly(8), [8], [7, 9], "8"),
+        (exactly(8, 12), [8, 12], [7, 10, 13], "8 or 12"),
+        (at_most(8), [-1, 0, 8], [8.001, 9], "at most 8"),
+        (at_least(8), [8, 9], [0, 7.999], "at least 8"),
+        (between(8, 12), [8, 10, 12], [7, 13], "at least 8 and at most 12"),
+    ],
+)
+def test_a_figure_outside_its_limit_is_a_fault(
+    limit: Limit, within: list[float], outside: list[float], text: str
+) -> None:
+    code = Code(CLEAN, (), "")
+    for figure in within:
+        assert faults_of(code, {"HMMA": limit}, {"HMMA": figure}) == []
+    for figure in outside:
+        assert faults_of(code, {"HMMA": limit}, {"HMMA": figure}) == [f"HMMA: {figure:g} instead of {text}"]
+    assert faults_of(code, {"HMMA": limit}, {"other": within[0]}) == [f"HMMA: nan instead of {text}"]
