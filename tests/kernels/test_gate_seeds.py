@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gates import backward, decode, forward
 from gates.forward import MMA_SHAPES, MmaVariant
-from gates.rows import Found, Limit, Plan, at_least, at_most, between, exactly, examine, faults
+from gates.rows import COMPILERS, Found, Limit, Plan, at_least, at_most, between, exactly, examine, faults
 from gates.table import ROWS
 from mutation.forward_mutants import FUSED_CORRECTION
 from support.gate import Code, with_bug
@@ -56,6 +56,64 @@ def test_a_correction_of_a_fused_product_is_all_that_is_seen(row: str, faults_se
     change = functools.partial(with_bug, file="mma/softmax.cuh", old=FUSED_CORRECTION[0], new=FUSED_CORRECTION[1])
     seen = [fault.split(" ")[0] for fault in faults(examine(ROWS[row], change))]
     assert seen == ["exponentials"] * faults_seen
+
+
+# Bugs of the Hopper kernels, and a word of the fault that must be among those seen
+
+FORWARD_SEEDS = {
+    # As the comment in `mainloop_step` says: without the wait between, ptxas waits for O before the exponentials.
+    "overlap": ("hopper/forward_sm90.cu", "if (more) wait_for_keys();\n  ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
+    "C75": ("hopper/forward_sm90.cu", "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
+    # A tile index that might differ between lanes, as far as the compiler knows.
+    "uniform": ("hopper/schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
+    "HGMMA": ("hopper/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
+    "fused products": ("mma/softmax.cuh", *FUSED_CORRECTION),
+}
+BACKWARD_SEEDS = {
+    "exponentials": ("hopper_backward/backward_sm90.cu", "wgmma_wait<DP_LATER ? 0 : 1>", "wgmma_wait<0>"),
+    "HGMMA": ("hopper_backward/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
+    "instructions": (
+        "hopper_backward/scores.cuh",
+        "x = ptx::ex2(x * ",
+        "for (int i = 0; i < 9; i++) x = x * 1.5f;\n      x = ptx::ex2(x * ",
+    ),
+}
+DECODE_SEEDS = {
+    "HGMMA": ("hopper_decode/consumer.cuh", "n < DIM / STEP; n++", "n < DIM / STEP - 1; n++"),
+    "instructions": (
+        "hopper_decode/softmax.cuh",
+        "x = ptx::ex2(x * ",
+        "for (int i = 0; i < 9; i++) x = x * 1.5f;\n      x = ptx::ex2(x * ",
+    ),
+}
+SEEDED = {
+    "hopper bfloat16 128 causal": FORWARD_SEEDS,
+    "backward_sm90 bfloat16 128 full": BACKWARD_SEEDS,
+    "decode_sm90 bfloat16 128, 128 rows, paged": DECODE_SEEDS,
+}
+# Checked by every test run; the rest is the sweep's.
+WORST = (("hopper", "overlap"), ("hopper", "fused products"), ("backward_sm90", "HGMMA"))
+SEEDS = [
+    pytest.param(row, fault, marks=() if (ROWS[row].family, fault) in WORST else pytest.mark.sweep)
+    for row, seeds in SEEDED.items()
+    for fault in seeds
+    # Of the compilers here, nvcc 13.0 alone puts a missing fence in.
+    if fault != "C75" or len(COMPILERS) > 1
+]
+
+
+@pytest.mark.parametrize(("row", "fault"), SEEDS)
+def test_a_bug_of_a_hopper_kernel_is_seen(row: str, fault: str) -> None:
+    """By one of the compilers that its rows are compiled by."""
+    file, old, new = SEEDED[row][fault]
+    change = functools.partial(with_bug, file=file, old=old, new=new)
+    rows = [ROWS[name] for name in (row, f"{row} by nvcc") if name in ROWS]
+    seen: list[str] = []
+    for each in rows:
+        seen += faults(examine(each, change))
+        if any(fault in text for text in seen):
+            return
+    pytest.fail(str(seen))
 
 
 # What no kernel need be compiled for

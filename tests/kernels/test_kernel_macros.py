@@ -7,9 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import test_backward_sm90_gate
-import test_decode_sm90_gate
-import test_static_gate_sm90
+from gates.rows import NVRTC
 from gates.table import FAMILIES
 from support.service import KERNELS_CU
 
@@ -27,16 +25,15 @@ KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name 
 def sources() -> list[KernelSource]:
     """What every family compiles: the variants of the gates on two architectures, and the usual ones of append."""
     archs = ("sm_80", "sm_90a")
-    families = ("forward", "backward", "decode")
-    found = [row.plan().source for name in families for row in FAMILIES[name].rows if row.arch in archs]
+    families = ("forward", "hopper", "backward", "backward_sm90", "decode", "decode_sm90")
+    rows = [row for name in families for row in FAMILIES[name].rows if row.arch in archs and row.compiler == NVRTC]
+    found = [row.plan().source for row in rows]
     keys = [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found += [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
     dtypes = {"dtype": "float32", "lse_dtype": "float32", "out_dtype": "float32"}
     found.append(kernel_source(MergeGradientKey(arch="sm_80", sinks=True, sum_sinks=True, **dtypes)))
-    found += map(test_backward_sm90_gate.source_of, test_backward_sm90_gate.VARIANTS)
-    found += map(test_decode_sm90_gate.source_of, test_decode_sm90_gate.VARIANTS)
-    return [*found, *map(test_static_gate_sm90.source_of, test_static_gate_sm90.VARIANTS)]
+    return found
 
 
 def test_every_macro_that_a_family_gives_is_explained() -> None:

@@ -6,8 +6,6 @@ import collections
 import re
 from typing import NamedTuple
 
-from benchmarks.sass import disassemble
-
 __all__ = ["Loop", "instructions_of", "main_loops", "opcodes", "step_of"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
@@ -47,12 +45,8 @@ class Loop(NamedTuple):
         return self.before[opcode] + self.overlap[opcode] + self.after[opcode]
 
 
-def instructions_of(cubin: bytes) -> list[tuple[int, str]]:
-    """(address, instruction) of the cubin's only kernel, in order. Branch targets are addresses."""
-    return _resolved(disassemble(cubin, "-hex"))
-
-
-def _resolved(text: str) -> list[tuple[int, str]]:
+def instructions_of(text: str) -> list[tuple[int, str]]:
+    """(address, instruction) of a disassembly of one kernel, in order. Branch targets are addresses."""
     labels: dict[str, int] = {}
     waiting: list[str] = []
     code: list[tuple[int, str]] = []

@@ -1,0 +1,238 @@
+"""The rows of backward_sm90 and of the kernels before and after it.
+
+Beside what every row has:
+
+- as many products (HGMMA) in a step of the main loop as the tile has;
+- the exponentials of a step between the wait for S and the first product of dV, while the tensor cores multiply dP,
+  where the scale stands alone between product and weight: with options dP is multiplied later, for registers are short;
+- with the scale alone, no more than four moves from vector to uniform registers;
+- with the scale alone at head dim 128, at most 520 instructions a step and warp, which take at most 45% of the issue
+  slots while the tensor cores multiply; and where dQ is not sent, at most 110% of these clocks of shared memory.
+
+Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
+a scheduler, over the clocks of the step's products. Shared memory's time is a count: the bytes that products read, that
+arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from emulated.backward import backward_problem_of
+from emulated.forward import key_of, ml_dtype
+from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT, WgmmaVariant
+from gates.rows import SHARED, Family, Plan, Row, at_most, exactly, numbers_of, plain_plan, rows_of
+from support.gate import Code
+from support.hopper_sass import instructions_of, opcodes, step_of
+
+from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
+from gpu_actors.kernels.hopper_backward.variant import sm90_backward_refuses
+from gpu_actors.kernels.tiles import Tile, padded_backward_dims, shares_keys
+from gpu_actors.kernels.variants import kernel_source
+
+__all__ = ["BACKWARD_SM90_ROWS"]
+
+KERNEL = "backward_sm90"
+
+PRODUCTS_A_CLOCK = 2048  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
+CONSUMER_WARPS = 8
+INSTRUCTIONS = 520  # of a step without a mask, where only the scale stands between product and score
+ISSUE = 0.45  # of the issue slots while the tensor cores multiply: two warps share a scheduler
+SHARED_TIME = 1.10  # of the clocks of the products
+MOVES = 4  # from vector to uniform registers
+BESIDE, UNIFORM = "exponentials that do not run beside dP", "moves to uniform registers"
+STEP, SLOTS, TIME = "instructions a step", "issue slots", "shared memory's time"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal varlen": {"causal": True, "layout": "varlen"},
+    "window sinks": {"causal": True, "window_size": (9, 0), "sink_tokens": 4, "sinks": True, "layout": "varlen"},
+    "deterministic": {"causal": True, "deterministic": True},
+    "softcap": {"softcap": 20.0},
+    "alibi": {"causal": True, "alibi": "heads"},
+    "dropout": {"causal": True, "dropout_p": 0.1, "layout": "varlen"},
+    "bias": {"causal": True, "bias": ("bfloat16", False, True), "deterministic": True},
+    "bias dropout": {"bias": ("float32", True, True), "dropout_p": 0.1, "causal": True, "deterministic": True},
+    "bias softcap": {"bias": ("bfloat16", False, True), "softcap": 20.0, "causal": True, "deterministic": True},
+    "every gradient": {
+        "causal": True,
+        "window_size": (9, 0),
+        "alibi": "heads",
+        "softcap": 20.0,
+        "dropout_p": 0.1,
+        "bias": ("float32", True, True),
+    },
+    "everything": {
+        "causal": True,
+        "window_size": (9, 0),
+        "sink_tokens": 4,
+        "sinks": True,
+        "layout": "varlen",
+        "alibi": "heads",
+        "softcap": 20.0,
+        "dropout_p": 0.1,
+    },
+}
+PLAIN = ("full", "causal", "causal varlen", "window sinks", "deterministic")
+WHOLE = (("bfloat16", 128, 128), ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("bfloat16", 192, 128))
+SOME = (("float16", 128, 128), ("float16", 64, 64), ("float16", 192, 192), ("float16", 256, 256), ("bfloat16", 96, 96))
+FEW = ("full", "causal")
+MOST = (*FEW, "deterministic", "everything")
+
+
+def problem_of(variant: WgmmaVariant) -> Any:
+    q, v = (np.zeros((1, 64, 2, width), ml_dtype(variant.dtype)) for width in (variant.dim, variant.dim_v))
+    return dataclasses.replace(backward_problem_of(q, q, v), **OPTIONS[variant.option])
+
+
+def variants() -> list[WgmmaVariant]:
+    """Every option that the kernel takes with the usual head dims, a few with the others."""
+    whole = [WgmmaVariant(*shape, option) for shape in WHOLE for option in OPTIONS]
+    some = [WgmmaVariant(*shape, o) for shape in SOME for o in (MOST if max(shape[1:]) > 128 else FEW)]
+    return [*(each for each in whole if sm90_backward_refuses(problem_of(each), ARCH) is None), *some]
+
+
+class Work(NamedTuple):
+    """What a step of the main loop has to do."""
+
+    variant: WgmmaVariant
+    number: dict[str, int]
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(*(self.number[name] for name in ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")))
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of Q and K, and of V and dO, as they are multiplied."""
+        return padded_backward_dims(self.tile, self.variant.dim, self.variant.dim_v)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scale stands alone between product and weight."""
+        return self.variant.option in PLAIN
+
+    @property
+    def pieces(self) -> int:
+        """Of dQ's columns, which a consumer multiplies one after the other."""
+        if not shares_keys(self.tile):
+            return 1
+        if not self.plain:
+            return self.dims[0] // 64
+        return 2 if self.dims[0] == 256 else 1
+
+    @property
+    def products(self) -> int:
+        """HGMMA of a step: S and dP, dV and dK, dQ."""
+        m, n = self.tile[:2]
+        return (sum(self.dims) + 2 * m + self.pieces * n) // 16
+
+    @property
+    def tensor_clocks(self) -> float:
+        dim, dim_v = self.dims
+        return self.tile.block_m * self.tile.block_n * (3 * dim + 2 * dim_v) / PRODUCTS_A_CLOCK
+
+    @property
+    def sends(self) -> bool:
+        """Whether dQ goes through shared memory on its way to global memory."""
+        waits = not self.plain or "DETERMINISTIC" in self.number
+        return waits and not shares_keys(self.tile) and not self.keeps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether products stay in shared memory for a second computation of the weights."""
+        return "bias" in OPTIONS[self.variant.option] and "softcap" in OPTIONS[self.variant.option]
+
+    @property
+    def shared_clocks(self) -> float:
+        """Bytes that a step moves into and out of shared memory, over what that can move in a clock.
+
+        A product reads A (64 rows, where it is in shared memory) and B (its columns) of 32 bytes a step of its sum, in
+        each consumer. Beside them: Q, dO and statistics arrive; dS is written, and P where keys are shared; dQ leaves
+        registers, and where it is sent is read again; each warp loads the statistics of the rows of its scores.
+        """
+        (m, n), (dim, dim_v) = self.tile[:2], self.dims
+        consumers = CONSUMER_WARPS // 4
+        if shares_keys(self.tile):
+            own = sum(self.dims) // consumers
+            operands = (dim + dim_v) // 16 * (64 + m // consumers) + m // 16 * (2 * 64 + own)
+            operands += n // 16 * (self.pieces * 64 + dim)
+            written, loads = 2 * m * n * 2, CONSUMER_WARPS * m // consumers * 8
+        else:
+            dq_columns = dim if m == 128 else dim // 2
+            operands = (dim + dim_v) // 16 * (64 + m) + m // 16 * (dim + dim_v) + n // 16 * (64 + dq_columns)
+            written, loads = m * n * 2, CONSUMER_WARPS * m * 8
+        moved = m * ((dim + dim_v) * 2 + 8) + written + (2 if self.sends else 1) * m * dim * 4 + loads
+        moved += 3 * m * n * 4 if self.keeps else 0
+        return (consumers * 32 * operands + moved) / SHARED_BYTES_A_CLOCK
+
+
+def not_beside(step: list[str]) -> int:
+    """How many exponentials do not stand between the waits for S and for dP, before the first product of dV.
+
+    Beside the exponentials the tensor cores multiply dP, beside the differences from delta dV.
+    """
+    waits = [n for n, text in enumerate(step) if "DEPBAR.LE gsb0" in text]
+    exponents = [n for n, text in enumerate(step) if "MUFU.EX2" in text]
+    weights = [n for n, text in enumerate(step) if "HGMMA" in text and ", R" in text and "tnspB" in text]
+    if len(waits) < 3:
+        return max(1, len(exponents))
+    return sum(not waits[0] < n < weights[0] < waits[1] for n in exponents)
+
+
+def plan(variant: WgmmaVariant) -> Plan:
+    source = kernel_source(key_of(problem_of(variant), ARCH, KERNEL))
+    number = numbers_of(source)
+    work = Work(variant, number)
+    limits = {SHARED: at_most(SHARED_LIMIT), "HGMMA a step": exactly(work.products)}
+    if work.plain:
+        limits |= {BESIDE: exactly(0), UNIFORM: at_most(MOVES)}
+    if work.plain and work.dims == (128, 128):
+        limits |= {STEP: at_most(INSTRUCTIONS), SLOTS: at_most(ISSUE)}
+        if not work.sends:
+            limits[TIME] = at_most(SHARED_TIME)
+
+    def read(code: Code) -> dict[str, float]:
+        assert code.text is not None
+        step, masks = step_of(instructions_of(code.text))
+        counted = opcodes(step)
+        return {
+            "HGMMA a step": counted["HGMMA"],
+            STEP: counted.total(),
+            "instructions of masks": masks,
+            SLOTS: counted.total() * (CONSUMER_WARPS // 4) / work.tensor_clocks,
+            UNIFORM: counted["R2UR"],
+            BESIDE: not_beside(step),
+        }
+
+    given = {SHARED: number["SHARED_BYTES"], TIME: work.shared_clocks / work.tensor_clocks}
+    return Plan(source, KERNEL, REGISTERS[12], limits, given, read)
+
+
+def companion_rows(name: str) -> tuple[Row, ...]:
+    """Of a kernel before or after it."""
+
+    def own_plan(variant: WgmmaVariant) -> Plan:
+        key = key_of(problem_of(variant), ARCH, KERNEL)
+        return plain_plan(dataclasses.replace(key, kernel=name), name)
+
+    usual = [WgmmaVariant("float16", 128, 128, "full")]
+    return rows_of(name, usual, own_plan, usual)
+
+
+BACKWARD_SM90_ROWS = Family(
+    "backward_sm90",
+    (
+        *rows_of(
+            "backward_sm90",
+            variants(),
+            plan,
+            [WgmmaVariant("bfloat16", 128, 128, "full"), WgmmaVariant("bfloat16", 64, 64, "causal")],
+        ),
+        *(row for name in BACKWARD_SM90.companions for row in companion_rows(name)),
+    ),
+    tiles=KERNEL,
+)
