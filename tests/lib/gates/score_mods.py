@@ -88,7 +88,7 @@ MODIFIED = rows_of(
         Modified("sm_80", "tanh gating", 128, "none"),
         Modified("sm_90a", "natten 2d", 128, "causal"),
         Modified("sm_90a", "t5 relative bias", 64, "none"),
-        Modified("sm_80", "tanh gating", 128, "none", "backward"),
+        Modified("sm_80", "tanh gating", 64, "none", "backward"),
         Modified("sm_90a", "natten 2d", 128, "none", "backward"),
     ],
 )
