@@ -322,8 +322,8 @@ def test_options_that_make_no_sense_are_refused(field: str, value: Any) -> None:
 
 def test_requests_that_one_kernel_takes_alone_are_answered_by_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put together, rows that lay apart lie side by side, which another kernel may like better."""
-    from gpu_actors.planning import cached as decoding
-    from gpu_actors.planning import tma_eligibility
+    from inside.planning import cached as decoding
+    from inside.planning import tma_eligibility
 
     chosen = tma_eligibility.eligible_families
     bound: list[Any] = []

@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases.rejections import backward as sound_request
+from inside.reference import rounder
+from inside.testing import poison_unseen_backward
 from support.forward import normal
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward
-from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 SMALL = (13, 17)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")

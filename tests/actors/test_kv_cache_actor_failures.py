@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from inside.kv import CacheTables
 from support.kv_cache import (
     LATER,
     Rows,
@@ -21,7 +22,6 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.actors.kv_cache import _KvCoalescer
-from gpu_actors.kv.sequences import CacheTables
 from gpu_actors.testing import FaultPlan, MockClock
 
 

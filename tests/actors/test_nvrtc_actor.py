@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.kernels import Prepare, check_key, variants
 
 import gpu_actors as ga
 from gpu_actors import DispatchKey
 from gpu_actors.actors.nvrtc import Warm
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.variants import Prepare
 
 FASTEST, *_ = variants.standard_variants("sm_90a")
 SIMPLE = dataclasses.replace(FASTEST, kernel="forward_simple", persistent=False)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from inside.devices import Kernel
 from support.service import Gate, ask, eventually, has_handled, rows
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
-from gpu_actors.devices.interface import Kernel
 from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")

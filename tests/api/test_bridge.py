@@ -13,13 +13,13 @@ from typing import Any
 
 import anyio
 import pytest
+from inside.bench import bridge, imports
+from inside.runtime import Outbox
 from support.loops import LOOPS, run
 from support.service import NO_COMPUTE, Gate, Scripted, answer, comes_true, eventually, launches, raises, rows, scripted
 from support.timing import below, median_seconds, yardsticks
 
 import gpu_actors as ga
-from gpu_actors.bench import bridge, imports
-from gpu_actors.runtime.waking import Outbox
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 

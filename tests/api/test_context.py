@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from inside.runtime import Mailbox
 from support.service import Scripted, ask, eventually, no_threads_left, raises, rows, scripted
 
 import gpu_actors as ga
-from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.testing import FaultPlan
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
@@ -56,7 +56,7 @@ def test_an_arch_that_does_not_exist_keeps_the_context_from_opening(arch: str) -
 
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_actors.devices.cuda as cuda
+    from inside.devices import cuda
 
     monkeypatch.setattr(cuda, "attention_obstacle", lambda *index: "no driver is installed")
 
@@ -157,7 +157,7 @@ def test_a_context_is_shown_in_a_few_words() -> None:
 
 
 def test_a_device_that_cannot_be_used_raises_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_actors.devices.cuda as cuda
+    from inside.devices import cuda
 
     monkeypatch.setattr(cuda, "cuda_usable", lambda *index: "no driver is installed")
     with pytest.raises(ga.GpuActorsError, match="no driver is installed"), ga.open_context("cuda"):

@@ -141,7 +141,7 @@ def test_a_mock_device_that_is_told_not_to_compute_is_ready_and_recovers() -> No
 
 
 def test_kernels_that_do_not_compile_end_readiness(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from gpu_actors.compiling import compiler
+    from inside.compiling import compiler
 
     def refuse(self: Any, *arguments: Any) -> Any:
         raise ga.CompileError("the compiler is gone")

@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from inside.devices import mock
+from inside.runtime import Completion
 from support.service import AT_ONCE, Gate, Scripted, answer, ask, eventually, launches, no_threads_left, rows, scripted
 
 import gpu_actors as ga
-from gpu_actors.devices import mock
-from gpu_actors.runtime.completion import Completion
 from gpu_actors.testing import FaultPlan, MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")

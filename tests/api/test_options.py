@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.devices import check_device
 
 import gpu_actors as ga
-from gpu_actors.devices.select import check_device
 from gpu_actors.testing import FaultPlan, MockClock
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from inside.openai_api import ServerCollector
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,6 @@ from support.service import ask
 import gpu_actors as ga
 from gpu_actors import otel_metrics
 from gpu_actors.metrics import ContextCollector, WorkersCollector
-from gpu_actors.openai_api.collector import ServerCollector
 from gpu_actors.otel_metrics import OtelMetrics
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda
 from fakes.tensor import DeviceTensor, HostTensor
+from inside.reference import attention_forward
 
 import gpu_actors as ga
 from gpu_actors.partial import MergeGradients, Partial, empty, merge, merge_gradients
-from gpu_actors.reference.forward import attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

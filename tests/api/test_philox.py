@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from inside.package import dropout_bits, dropout_keep, dropout_threshold, philox4x32
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.philox import dropout_bits, dropout_keep, dropout_threshold, philox4x32
 
 # tests/kat_vectors of Random123: counter, key, output.
 KNOWN_ANSWERS = [

@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.cached_batches import random_batch
+from inside.devices import HostEvent
+from inside.planning import attention_output, merge, merge_key
+from inside.runtime import Completion, Mailbox, Outbox, Progress
 from support.kv_cache import Rows, attention, holds, in_flight, opened, outcome, spec, wait
 from support.service import eventually, eventually_freed
 
 import gpu_actors as ga
 from gpu_actors import Call
-from gpu_actors.devices.host import HostEvent
-from gpu_actors.planning.forward import attention_output
-from gpu_actors.planning.merging import merge, merge_key
-from gpu_actors.runtime.completion import Completion
-from gpu_actors.runtime.mailbox import Mailbox
-from gpu_actors.runtime.progress import Progress
-from gpu_actors.runtime.waking import Outbox
 from gpu_actors.testing import FaultPlan, MockClock
 
 # Saturated actors

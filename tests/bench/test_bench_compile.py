@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from inside.kernels import variants
 
 from gpu_actors import KernelSource
 from gpu_actors.bench import compile as suite
-from gpu_actors.kernels import variants
 
 OWN = """
 extern "C" __global__ void __launch_bounds__(128, 1) forward_sm90(int* x) {

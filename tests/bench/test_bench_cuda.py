@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
+from inside.cuda import CudaDevice, CudaStream
 
 from gpu_actors import ContextOptions
 from gpu_actors.bench.clock import CudaClock
-from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.devices.cuda.stream import CudaStream
 
 RUNTIME = {  # by the arguments that the benchmark gives
     "eventCreate": 0,

@@ -16,14 +16,14 @@ import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.cupy import fake_cupy
 from fakes.memory import FakeMemory
+from inside.compiling import load_nvrtc
+from inside.cuda import CudaDevice
+from inside.kernels import forward_layout
 from support.structs import fields_of
 
 from gpu_actors.bench import arrays, ceilings, forward, report, stage
 from gpu_actors.bench.cases import Case
 from gpu_actors.bench.suite import KERNEL, SERVICE
-from gpu_actors.compiling.toolchain import load_nvrtc
-from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.kernels.params import forward_layout
 from gpu_actors.reference import attention_forward
 
 CASE = Case(batch=2, rows=80, keys=80, heads=4, kv_heads=2, head_dim=64, causal=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.devices import Device, FaultyDevice, ForwardingDevice
 from support.bench import PLAN, FakeClock, peer, stage
 
 from gpu_actors import MockOptions
@@ -20,9 +21,6 @@ from gpu_actors.bench.recorder import RecordingDevice
 from gpu_actors.bench.report import COLUMNS, figures, git_revision, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
 from gpu_actors.bench.timing import Plan
-from gpu_actors.devices.faulty import FaultyDevice
-from gpu_actors.devices.forwarding import ForwardingDevice
-from gpu_actors.devices.interface import Device
 from gpu_actors.errors import OutOfDeviceMemory
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan

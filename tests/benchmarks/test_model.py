@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from inside.bench import Case
 
 from benchmarks import fit, model
 from benchmarks.counts import Counts
 from benchmarks.sass import find_disassembler
-from gpu_actors.bench.cases import Case
 from gpu_actors.errors import Unsupported
 
 CASE = Case(batch=2, rows=8192, keys=8192, heads=16, kv_heads=16, head_dim=128)

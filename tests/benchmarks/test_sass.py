@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+from inside.compiling import Compiler
 
 from benchmarks import peer_sass
 from benchmarks.counts import block_products, counts_of, loaded_bytes
 from benchmarks.sass import Step, disassemble, find_disassembler, main_step, steps
 from gpu_actors import KernelSource
-from gpu_actors.compiling.compiler import Compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLED = """\

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.status import clients
 from PIL import Image
 from support.page import kill, lived, page_application, pool_application, service_of, worker_of
 from support.served import Served
 from support.service import Scripted, ask, eventually, raises
 
 import gpu_actors as ga
-from gpu_actors.status import clients, report
+from gpu_actors.status import report
 from gpu_actors.testing import FaultPlan
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]

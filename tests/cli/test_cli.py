@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside.compiling import toolchain
+from inside.package import cuda_hint, install_hint
 from support.cli import Run, command_line
 
 import gpu_actors.bench
 from gpu_actors.cli import probes
 from gpu_actors.cli.output import error_sentence, write_json, write_json_list
-from gpu_actors.compiling import toolchain
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
-from gpu_actors.extras import cuda_hint, install_hint
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -16,11 +16,11 @@ from importlib import metadata
 from typing import Self
 
 import pytest
+from inside.generation import ByteTokenizer, TextStream
 from support.cli import Run, command_line
 from support.service import REPOSITORY, interrupt
 
 from gpu_actors.generation import PlainChat
-from gpu_actors.generation.tokenizer import ByteTokenizer, TextStream
 
 TINY = ("--model", "tiny", "--device", "mock")
 LINE = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, (\d+) attention requests, (\d+) launches, mock sm_90a\n\Z")

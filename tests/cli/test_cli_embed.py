@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inside.embedding import passages
 from support.cli import Run, command_line
 from support.service import REPOSITORY
-
-from gpu_actors.embedding import passages
 
 DATA = Path(__file__).parents[1] / "data"
 PROSE = {

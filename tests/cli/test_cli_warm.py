@@ -10,17 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside.compiling import FIRST_CAPABILITY, Compiler, supported_archs
+from inside.kernels import capability, merge, variants
 from support.cli import Run
 from support.service import interrupt
 
 from gpu_actors import Cubin, DispatchKey, KernelResources, KernelSource
 from gpu_actors.cli.warm import _label
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import FIRST_CAPABILITY
-from gpu_actors.compiling.toolchain import supported_archs
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.merge import merge
-from gpu_actors.kernels.support import capability
 
 
 @pytest.fixture

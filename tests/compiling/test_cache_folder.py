@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from inside.emulation import ModuleCache, module_cache
 from support.cubins import ARCH, CountingCompiler, fake_toolchain, kernel
 
 from gpu_actors import ContextOptions, InvalidRequest, KernelSource, open_context
 from gpu_actors.compiling import cubin_folder, toolchain
 from gpu_actors.compiling.cubin_cache import CubinCache, default_cache_dir
 from gpu_actors.compiling.cubin_folder import CacheFolder
-from gpu_actors.devices.emulation import module_cache
-from gpu_actors.devices.emulation.module_cache import ModuleCache
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 

@@ -8,6 +8,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from inside.package import cuda_hint
 from support.cubins import ARCH, run_child
 
 from gpu_actors.compiling import toolchain
@@ -15,7 +16,6 @@ from gpu_actors.compiling.compiler import Compiler, compile_inputs, supported_ar
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
-from gpu_actors.extras import cuda_hint
 
 BODY = 'extern "C" __global__ void k(int* p) { p[threadIdx.x] = 1; }\n'
 

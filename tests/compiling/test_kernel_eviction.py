@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 from fakes.bench import KERNELS, Bench, floats
+from inside.devices import Kernel
+from inside.emulation import EmulatedBuffer, build_module
+from inside.planning import KernelStore
+from inside.runtime import Mailbox
 
 from gpu_actors import Call
 from gpu_actors.compiling.source import Cubin
-from gpu_actors.devices.emulation import EmulatedBuffer, build_module
-from gpu_actors.devices.interface import Kernel
-from gpu_actors.planning.kernel_store import KernelStore
-from gpu_actors.runtime.mailbox import Mailbox
 
 
 def cubin(image: bytes) -> Cubin:

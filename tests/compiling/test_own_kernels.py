@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from cases.own_kernels import SAXPY
 from fakes.tensor import HostTensor
+from inside.package import LaunchKernel
 
 import gpu_actors as ga
 from gpu_actors import KernelActor
-from gpu_actors.compiled_kernel import LaunchKernel
 from gpu_actors.testing import FaultPlan
 
 MANY = """

@@ -13,12 +13,12 @@ from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.service import service
 from fakes.tensor import DeviceTensor
+from inside.arrays import DeviceArray, Joined
+from inside.kernels import decode_layout
+from inside.planning import join, joining_kind
 from support.service import eventually
 from support.structs import fields_of
 
-from gpu_actors.arrays.device_array import DeviceArray, Joined
-from gpu_actors.kernels.decode.params import decode_layout
-from gpu_actors.planning.merging import join, joining_kind
 from gpu_actors.reference import gather_pages, paged_attention_forward
 from gpu_actors.testing import MockClock
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from fakes.bench import Bench, floats, late_tensor, on_device
 from fakes.cuda import LEGACY
+from inside.arrays import DeviceArray, adopt
 
-from gpu_actors.arrays.adopt import adopt
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import OutputSpec, ScratchSpec
 from gpu_actors.errors import (
     InvalidRequest,

@@ -12,10 +12,10 @@ import pytest
 from fakes.bench import IMAGE, KERNELS, Bench, floats, in_thread, losses, on_device
 from fakes.cuda import FakeCuda
 from fakes.queues import Order
+from inside.arrays import DeviceArray
+from inside.compiling import find_toolchain
 from support.service import AT_ONCE, eventually
 
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.toolchain import find_toolchain
 from gpu_actors.devices.cuda.errors import STICKY
 from gpu_actors.devices.interface import Launch
 from gpu_actors.errors import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda
 from fakes.service import forward_on_host, operands, service
+from inside.planning import KernelStore
 from support.service import eventually, no_threads_left
 
 import gpu_actors as ga
-from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import MockClock
 

@@ -61,7 +61,7 @@ def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack_params) ->
 
 
 def emulated_kernels(device: Device) -> list[Kernel]:
-    from gpu_actors.compiling.assets import asset_source
+    from inside.compiling import asset_source
 
     headers = asset_source("forward/forward_mma.cu", ("forward_mma",)).headers
     sources = (

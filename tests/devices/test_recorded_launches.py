@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes.bench import KERNELS, Bench
 from fakes.cuda import FakeCuda
+from inside.planning import bucket, pad_request
 from support.kv_cache import Rows, opened, wait
 from test_launch_steps import X, add, cuda_kernels, launch, pack, twice
 
@@ -16,7 +17,6 @@ import gpu_actors as ga
 from gpu_actors.devices.interface import Launch
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import LaunchError, OutOfDeviceMemory
-from gpu_actors.planning.padding import bucket, pad_request
 
 # The service
 

@@ -6,9 +6,9 @@ import itertools
 import random
 
 import numpy as np
+from inside.package import KeyMask
 
 from gpu_actors.distributed import KeySplit
-from gpu_actors.key_mask import KeyMask
 
 
 def test_keys_are_dealt_out_once_and_in_order() -> None:

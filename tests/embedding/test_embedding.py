@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from inside.kernels import kernel_source, standard_variants
 from support.service import eventually
 
 from gpu_actors import ContextOptions, GpuContext, MockOptions, TraceEvent, open_context
@@ -28,7 +29,6 @@ from gpu_actors.embedding import embedder as embedder_module
 from gpu_actors.embedding.gelu import gelu_inplace
 from gpu_actors.embedding.tokens import token_batches
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
-from gpu_actors.kernels.variants import kernel_source, standard_variants
 from gpu_actors.testing import FaultPlan
 
 DATA = Path(__file__).parents[1] / "data"

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from inside.package import install_hint
 from support.service import REPOSITORY
 
 from gpu_actors.embedding import (
@@ -21,7 +22,6 @@ from gpu_actors.embedding import (
 )
 from gpu_actors.embedding.weights import DIGESTS, WEIGHTS_HINT, load_config
 from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
-from gpu_actors.extras import install_hint
 
 
 def test_missing_weights_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inside.compiling import Compiler, asset_headers, exact_arch
 
 from gpu_actors import Cubin, KernelSource
-from gpu_actors.compiling.assets import asset_headers
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import exact_arch
 from gpu_actors.devices.emulation import (
     EmulatedBuffer,
     EmulatedModule,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from inside.compiling import Compiler, asset_headers
 from kernel_runs import cubin_of
 from second_reading import FILE as SECOND_READING
 from second_reading import Kind, macros_of
 from test_conformance_wgmma import EVERY_KIND, cases
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import asset_headers
-from gpu_actors.compiling.compiler import Compiler
 
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
     ("convert.cu", "sm_80", {}, ()),

@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.compiling import asset_headers
 from kernel_runs import KernelRun, Runner, pointers
 
-from gpu_actors.compiling.assets import asset_headers
 from gpu_actors.devices.emulation import EmulationFault, build_module
 
 FILE = "conformance/pipelines.cu"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.package import install_hint
 
 from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, toolchain
 from gpu_actors.devices.emulation.build import find_entries
@@ -24,7 +25,6 @@ from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.unit import run_compiler
 from gpu_actors.errors import CompileError, GpuActorsError, InvalidRequest
-from gpu_actors.extras import install_hint
 
 SOURCE = """
 #include "ptx/types.cuh"

@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from inside.compiling import asset_text
+from inside.package import Delivery, Schedule
 
-from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.emulation import (
     EmulatedBuffer,
     EmulatedModule,
@@ -22,7 +23,6 @@ from gpu_actors.devices.emulation import (
     runtime,
 )
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.options import Delivery, Schedule
 
 SOURCE = """
 #include "ptx/types.cuh"

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from inside.compiling import cubin_folder as cache_folder
 from support.service import run_python
 
-import gpu_actors.compiling.cubin_folder as cache_folder
 import gpu_actors.devices.emulation.module_cache as module_cache_module
 from gpu_actors.devices.emulation import Toolchain, build_module
 from gpu_actors.errors import CompileError, InvalidRequest

@@ -19,17 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from emulated.forward import key_of, problem_of
+from inside.kernels import COUNTER, ELEMENTS, TILES, kernel_source, pack_sm90, padded_head_dim, tile_of, value_pieces
+from inside.package import ScoreMod
 from isa import swizzle, tma, wgmma
 from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
 
 from gpu_actors import AttentionProblem
 from gpu_actors.devices.emulation import EmulatedModule
 from gpu_actors.devices.interface import Buffer, TensorMap
-from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import TILES, padded_head_dim, tile_of, value_pieces
-from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.score_mod import ScoreMod
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a process builds the module of all
 

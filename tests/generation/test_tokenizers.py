@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside.package import install_hint
 from support.generation import write_tokenizer
 
 from gpu_actors import InvalidRequest
-from gpu_actors.extras import install_hint
 from gpu_actors.generation import (
     ByteTokenizer,
     ChatTemplate,

@@ -15,12 +15,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.arrays import adopt, caller_streams, restore
+from inside.compiling import Compiler
+from inside.cuda import CudaDevice, cuda_usable
+from inside.devices import Buffer, Event, Launch, LaunchGeometry, OutputSpec, Step, Stream
 
 from gpu_actors import ContextOptions, Cubin, KernelSource
-from gpu_actors.arrays.adopt import adopt, caller_streams, restore
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.devices.cuda import CudaDevice, cuda_usable
-from gpu_actors.devices.interface import Buffer, Event, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.errors import OutOfDeviceMemory
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.testing import DTYPES, HEADS, SEQLENS, poison_unseen
 
 import gpu_actors as ga
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import DTYPES, HEADS, SEQLENS, poison_unseen
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.gpu_candidates import REPEATABLE, Candidate
+from inside.arrays import adopt
+from inside.bench import RecordingContext
+from inside.cuda import CudaDevice, CudaStream, Operands
 
-from gpu_actors.arrays.adopt import adopt
-from gpu_actors.bench.recorder import RecordingContext
-from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.devices.cuda.operands import Operands
-from gpu_actors.devices.cuda.stream import CudaStream
 from gpu_actors.errors import Unsupported
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from cases.gpu_candidates import CANDIDATES, REPEATABLE, Candidate
+from inside.kernels import FAMILIES
 
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.dispatch import FAMILIES
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.testing import cast
 
 import gpu_actors as ga
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import cast
 
 pytestmark = pytest.mark.gpu
 

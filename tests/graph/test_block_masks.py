@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from cases.block_lists import BLOCK, kinds_of, near, ordered
 from emulated.forward import ml_dtype
+from inside.kernels import dispatch_key, explain, variants
+from inside.reference import evaluate_graph
 from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, SHOWN_MUTANTS, TURN_MUTANTS, BlockMutant
 from mutation.block_masks import assert_caught
 from support.counting import counting
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.dispatch import dispatch_key, explain
-from gpu_actors.reference.graph import evaluate_graph
 
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 300, 520, 32
 R, C = -(-ROWS // BLOCK), -(-KEYS // BLOCK)

@@ -10,11 +10,10 @@ import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.service import KV_SHAPE, SHAPE, forward_on_host, operands, service
+from inside.kernels import forward_layout, score_layout
 from support.structs import fields_of
 
 import gpu_actors as ga
-from gpu_actors.kernels.params import forward_layout
-from gpu_actors.kernels.score_params import score_layout
 from gpu_actors.reference import attention_forward
 
 

@@ -12,10 +12,10 @@ from cases.score_mods import FIRST, MODIFICATIONS, SCALE, K, Q, case_of, forward
 from emulated.score_probe import run_probe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside.reference import evaluate_graph
 
 import gpu_actors as ga
 from gpu_actors.graph.modification import Modification, ScoreInputs
-from gpu_actors.reference.graph import evaluate_graph
 
 STEP = 1e-6
 

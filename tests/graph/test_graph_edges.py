@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.reference import evaluate_graph
 
 import gpu_actors as ga
-from gpu_actors.reference.graph import evaluate_graph
 
 Q, K, V, OUT, STATS, DOUT, BIAS = 1, 2, 3, 4, 5, 6, 7
 DIMS, BIAS_DIMS = (1, 2, 40, 32), (1, 2, 40, 40)  # 40 rows fill no tile of queries

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.reference import evaluate_graph
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.tensor import packed_strides
-from gpu_actors.reference.graph import evaluate_graph
 
 Q, K, V, OUT, STATS, DOUT, BIAS = 1, 2, 3, 4, 5, 6, 7
 NAMES = {Q: "q", K: "k", V: "v", BIAS: "bias"}

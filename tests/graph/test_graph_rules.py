@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.reference import evaluate_graph
 
 import gpu_actors as ga
-from gpu_actors.reference.graph import evaluate_graph
 
 
 def tensors(graph: ga.OperationGraph, dims: tuple[int, ...] = (2, 4, 8, 16)) -> list[ga.GraphTensor]:

@@ -12,20 +12,23 @@ import pytest
 from cases.finite_differences import differences
 from emulated import forward as emulated_forward
 from emulated.contraction import arithmetic, fused_products, like_hardware
+from inside.compiling import Compiler
+from inside.kernels import (
+    FAMILIES,
+    dispatch_key,
+    example_problem,
+    forward_layout,
+    option_cell,
+    row_stats_layout,
+    variants,
+)
+from inside.reference import evaluate_graph
 from mutation.row_stats_mutants import MUTANTS, RowMutant
 from mutation.seeding import caught
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.graph.match import match_attention
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
-from gpu_actors.kernels.option_table import option_cell
-from gpu_actors.kernels.params import forward_layout
-from gpu_actors.kernels.row_stats import row_stats_layout
-from gpu_actors.kernels.support import example_problem
-from gpu_actors.reference.graph import evaluate_graph
 
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 340, 140, 32
 Q, K, V, TABLE, OUT, STATS, MAX, SUM = 1, 2, 3, 4, 5, 6, 7, 8

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from cases.score_mods import BATCH, HEADS, HEADS_KV, K, Q, V
 from emulated.score_probe import run_probe
+from inside.compiling import assets
+from inside.emulation import EmulationFault
+from inside.kernels import variants
+from inside.reference import evaluate_graph
 from mutation.score_mod_mutants import MUTANTS, ScoreMutant
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.compiling import assets
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.graph.modification import ScoreInputs
-from gpu_actors.kernels import variants
-from gpu_actors.reference.graph import evaluate_graph
 
 DIMS = (2, 2, 6, 5)
 SCORE, TENSOR, OTHER, RESULT = 1, 2, 3, 4

@@ -30,13 +30,12 @@ from cases.score_mods import (
     no_extras,
 )
 from emulated.contraction import arithmetic
+from inside.kernels import dispatch_key, kernel_source
+from inside.package import Arithmetic
+from inside.reference import evaluate_graph
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
-from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.options import Arithmetic
-from gpu_actors.reference.graph import evaluate_graph
 
 NAMES = tuple(MODIFICATIONS)
 

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.bench import Case, HostArrays, Refuses, agrees, peers
 
-from gpu_actors.bench import peers
-from gpu_actors.bench.arrays import HostArrays
-from gpu_actors.bench.cases import Case
-from gpu_actors.bench.peers import Refuses, agrees
 from gpu_actors.reference import attention_backward, attention_forward
 
 torch = pytest.importorskip("torch")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.arrays import adopt, check_output, restore
 
-from gpu_actors.arrays.adopt import adopt, check_output, restore
 from gpu_actors.errors import InvalidRequest
 
 jax = pytest.importorskip("jax")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.generation import installed
 from support.openai_server import Serving
 from support.smollm2 import loaded, prompts
 
 import gpu_actors as ga
 from gpu_actors.generation import Engine, Settings
-from gpu_actors.generation.loading import installed
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.arrays import CallerNotes, adopt, caller_streams, check_output, restore
 
-from gpu_actors.arrays.adopt import CallerNotes, adopt, caller_streams, check_output, restore
 from gpu_actors.errors import InvalidRequest
 
 torch = pytest.importorskip("torch")

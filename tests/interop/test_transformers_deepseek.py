@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.testing import UNIT_ROUNDOFF, compare, row_bound
 
 import gpu_actors as ga
-from gpu_actors.testing.tolerance import UNIT_ROUNDOFF, compare, row_bound
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.channel import BadChannel, BadNetwork
+from inside.package import BUILT_IN
 
 import gpu_actors as ga
 from gpu_actors import KvCache, KvCacheActor
-from gpu_actors.gpu_context import BUILT_IN
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
 from gpu_actors.isolation.records import Answer, Opened, Ping, Report, Stop

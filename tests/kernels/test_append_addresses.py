@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.append import FP8, AppendCase, Operands, buffer_of, dtype_of, expected, module_of, run_copy, same_bits
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer, Mapping
+from inside.reference import copy_pages
 
-from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.emulation.memory import Mapping
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.append.params import pack_append
 from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.reference.append import copy_pages
 
 APART = 12 << 30  # bytes
 

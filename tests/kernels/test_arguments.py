@@ -7,11 +7,11 @@ import struct
 
 import numpy as np
 import pytest
+from inside.compiling import Compiler
+from inside.devices import Buffer
+from inside.emulation import build_module
 from support.structs import fields_of
 
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.devices.emulation import build_module
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.mask_probe import built_with_bug, module_of
+from inside.emulation import EmulatedBuffer, EmulationFault
 from support.gate import code_faults, code_of, register_limit, with_bug
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer, EmulationFault
 from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key

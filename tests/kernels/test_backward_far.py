@@ -10,9 +10,9 @@ import pytest
 from emulated.backward import KERNEL, backward_problem_of, filled
 from emulated.far_tensors import AXES, far_buffer, far_halves
 from emulated.forward import describe, gaussian, key_of, module_of, program_on
+from inside.emulation import EmulatedBuffer
 
 from gpu_actors import AttentionGradients
-from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.backward.launch import query_slots
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.program import NO_VALUES

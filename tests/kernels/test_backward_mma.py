@@ -20,11 +20,11 @@ from emulated.gradients import (
     problem_and_operands,
 )
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
+from inside.testing import SEQLENS
 
 from gpu_actors import AttentionGradients
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key
 from gpu_actors.testing import BackwardCase, check_gradients
-from gpu_actors.testing.problems import SEQLENS
 
 # Every option alone or in company, every row of the tile table, both layouts, both alignments, both ways to reduce.
 SWEEPS = (

@@ -22,16 +22,15 @@ from emulated.gradients import (
     problem_and_operands,
 )
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
+from inside.emulation import EmulationFault
+from inside.testing import SEQLENS, poison_unseen_backward
 from mutation import backward_sm90 as sm90_mutation
 from mutation.backward_sm90_mutants import DEFECTS
 
 import gpu_actors as ga
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_gradients
-from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.problems import SEQLENS
 
 KERNEL = "backward_sm90"
 

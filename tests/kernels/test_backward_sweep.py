@@ -12,10 +12,10 @@ import pytest
 from emulated.backward import run_case
 from emulated.gradients import case_of
 from emulated.sweeps import LAUNCHES, Sweep
+from inside.testing import poison_unseen_backward
 from test_backward_mma import SWEEPS
 
 from gpu_actors.testing import BackwardCase, check_gradients
-from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 PROBLEMS = 50  # of each variant
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))

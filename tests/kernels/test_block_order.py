@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, module_of, problem_of
+from inside.emulation import EmulatedBuffer
 
 from benchmarks.order import SECTION_BLOCKS, ranked, section_size
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.hopper.params import COUNTER, _schedule_binder
 from gpu_actors.kernels.hopper.variant import Sections, section_heads
 from gpu_actors.kernels.params import Buffer

@@ -12,15 +12,15 @@ from cases.cached_batches import random_batch
 from cases.decode import VARIANTS, Variant, draw
 from emulated.decode import DecodeCase, check, check_results, key_of, problem_of, run
 from emulated.far_pages import check_far_pages, check_far_rows
+from inside.emulation import EmulationFault
+from inside.testing import POISON_PAGE
 from mutation import decode as decode_mutation
 from mutation.decode_mutants import DECODE_DEFECTS
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode.params import pack_pointers
 from gpu_actors.kernels.decode.schedule import split_decode
 from gpu_actors.kernels.decode.variant import ranges_of
-from gpu_actors.testing.problems import POISON_PAGE
 
 DELIVERIES = ("late", "eager", "random")
 SCHEDULES = ("greedy", "lane", "random", "round_robin")

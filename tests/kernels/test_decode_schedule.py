@@ -11,11 +11,12 @@ import pytest
 from cases.cached_batches import random_batch
 from cases.decode import VARIANTS, draw
 from emulated.decode import DecodeCase, key_of, positions_on_the_device, problem_of
+from inside.bench import plan
+from inside.reference import visible_keys
 from mutation import decode as decode_mutation
 from support.timing import below, median_seconds, yardsticks
 
 from gpu_actors import AttentionProblem
-from gpu_actors.bench import plan
 from gpu_actors.kernels.decode.params import decode_layout
 from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
 from gpu_actors.kernels.decode.variant import (
@@ -29,7 +30,6 @@ from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_lim
 from gpu_actors.kernels.params import divider
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability
-from gpu_actors.reference.masks import visible_keys
 
 
 def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Schedule]:

@@ -12,10 +12,11 @@ from cases.cached_batches import random_batch, random_tree, tree_bits
 from cases.decode import SIMPLE_VARIANTS, Variant, draw
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check_results, device_of, problem_of
+from inside.emulation import EmulationFault
+from inside.testing import POISON_PAGE, round_inputs
 from mutation import decode_simple as simple_mutation
 from mutation.decode_simple_mutants import DEFECTS
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode.params import pack_pointers
 from gpu_actors.kernels.decode.simple import DECODE_SIMPLE, SIMPLE, SIMPLE_COMBINE
@@ -25,8 +26,6 @@ from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability, example_problem
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import POISON_PAGE
-from gpu_actors.testing.tolerance import round_inputs
 
 LAUNCHES = tuple(itertools.product(("late", "eager", "random"), ("greedy", "lane", "random", "round_robin")))
 PROBLEMS = 20  # of each variant

@@ -13,16 +13,16 @@ from cases.cached_batches import random_batch, random_tree, tree_bits
 from cases.decode import SM90_VARIANTS, Variant, draw
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check_results, problem_of
+from inside.emulation import EmulationFault
+from inside.testing import POISON_PAGE
 from mutation import decode_sm90 as sm90_mutation
 from mutation.decode_sm90_mutants import DEFECTS
 from mutation.forward_mutants import Mutant
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.decode.variant import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.hopper_decode.params import part_of
 from gpu_actors.kernels.hopper_decode.variant import sm90_decode_tile
-from gpu_actors.testing.problems import POISON_PAGE
 
 KERNEL, ARCH = "decode_sm90", "sm_90a"
 LAUNCHES = tuple(itertools.product(("late", "eager", "random"), ("greedy", "lane", "random", "round_robin")))

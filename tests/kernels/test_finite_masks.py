@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cases.finite_masks import FLOAT32_MIN, LOW, check_close, patterns
+from inside.testing import cast
 
 import gpu_actors as ga
-from gpu_actors.testing.problems import cast
 
 KEYS, HEADS = 150, 3
 SINKS = np.array([-3e38, 3e38, 0.5], np.float32)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.forward import key_of, ml_dtype, problem_of
+from inside.compiling import Compiler, supported_archs
 
 from gpu_actors import DispatchKey
-from gpu_actors.compiling.compiler import Compiler, supported_archs
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.variants import kernel_source
 

@@ -13,14 +13,14 @@ from emulated import forward as emulated_forward
 from emulated.far_tensors import check_far
 from emulated.forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
+from inside.emulation import EmulationFault
+from inside.testing import SEQLENS, poison_unseen
 from mutation import forward as mutation
 from mutation.forward_mutants import DEFECTS
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_mma"
 

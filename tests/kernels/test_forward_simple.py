@@ -11,15 +11,15 @@ import pytest
 from emulated.far_tensors import far_halves
 from emulated.forward import Strided, answer, check, check_case, gaussian, key_of, module_of, problem_of, qkv, run
 from emulated.sweeps import SCHEDULES, Sweep, case_of
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer
+from inside.testing import poison_unseen
 
-from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.params import pack_forward
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import check_output, random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 # Every option appears alone or in company, in both layouts and both alignments; shapes vary below.
 SWEEPS = (

@@ -11,13 +11,13 @@ from cases.forward_edges import BatchInvariance, Edges
 from emulated.far_tensors import check_far
 from emulated.forward import OPERANDS, Strided, check_case, gaussian, key_of, problem_of, run, run_case
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
+from inside.emulation import EmulationFault
+from inside.testing import SEQLENS, poison_unseen
 from mutation import hopper as sm90_mutation
 from mutation.hopper_mutants import DEFECTS
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_sm90"
 

@@ -15,16 +15,16 @@ import pytest
 from cases.many_keys import check_many_keys, loss, many_keys
 from emulated.forward import OPERANDS, gaussian, key_of, problem_of, run, run_case
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
+from inside.emulation import EmulationFault
+from inside.testing import SEQLENS, poison_unseen
 from mutation import hopper_fp8 as sm90_fp8_mutation
 from mutation.forward import seeded
 from mutation.hopper_fp8_mutants import DEFECTS, SUMMED_IN_TENSOR_CORES
 
 import gpu_actors as ga
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.tiles import TILES, tile_of
 from gpu_actors.testing import ForwardCase, check_output
-from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_sm90"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

@@ -15,10 +15,10 @@ import test_forward_mma
 import test_forward_simple
 from emulated.forward import run_case
 from emulated.sweeps import LAUNCHES
+from inside.testing import poison_unseen
 
 import gpu_actors as ga
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 PROBLEMS = 100  # of each variant
 HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))

@@ -12,17 +12,17 @@ from cases.steady_scores import check_steady
 from emulated.far_tensors import check_far
 from emulated.forward import OPERANDS, Strided, check_case, gaussian, problem_of, run
 from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, case_of, launch_of
+from inside.emulation import EmulationFault
+from inside.package import ScoreMod
+from inside.testing import SEQLENS, poison_unseen
 from mutation import forward_wide as mutation
 from mutation.forward_wide_mutants import DEFECTS
 from test_positioned_kernels import KERNEL_OPTIONS, run_kernel
 
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.score_mod import ScoreMod
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import SEQLENS, poison_unseen
 
 KERNEL = "forward_wide"
 

@@ -11,11 +11,11 @@ from gates import backward, decode, forward
 from gates.forward import MMA_SHAPES, MmaVariant
 from gates.rows import COMPILERS, Found, Limit, Plan, at_least, at_most, between, exactly, examine, faults
 from gates.table import ROWS
+from inside.compiling import Compiler
 from mutation.forward_mutants import FUSED_CORRECTION
 from support.gate import Code, with_bug
 
 from gpu_actors import KernelResources, KernelSource
-from gpu_actors.compiling.compiler import Compiler
 
 # Tiles of more accumulators, or of more scores, than a warp has registers for.
 LARGE_TILES: list[tuple[Any, Any, dict[str, int]]] = [

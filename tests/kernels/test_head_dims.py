@@ -11,6 +11,7 @@ from emulated.decode import DecodeCase, check
 from emulated.forward import check_case, run_case
 from emulated.gradients import case_of as gradient_case_of
 from emulated.sweeps import Sweep, case_of, launch_of
+from inside.testing import poison_unseen, poison_unseen_backward
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
@@ -21,8 +22,6 @@ from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_output
-from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.problems import poison_unseen
 
 SMALL = (
     ("mma", Sweep("bfloat16", 8, None, "causal", arch="sm_80")),

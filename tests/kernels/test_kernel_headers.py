@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.forward import key_of, ml_dtype, module_of, problem_of
+from inside.compiling import Compiler
+from inside.emulation import EmulatedBuffer
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import visible_keys
 

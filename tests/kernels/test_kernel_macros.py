@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from gates.rows import NVRTC
 from gates.table import FAMILIES
+from inside.compiling import asset_text
+from inside.emulation import Toolchain
 from support.service import KERNELS_CU
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import asset_text
-from gpu_actors.devices.emulation.toolchain import Toolchain
 from gpu_actors.kernels.merge.gradients import MergeGradientKey
 from gpu_actors.kernels.merge.merge import merge_variants
 from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from inside.compiling import Compiler, kernel_signature, parameter_sizes
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.parameter_sizes import parameter_sizes
-from gpu_actors.compiling.signature import kernel_signature
 from gpu_actors.errors import InvalidRequest
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.forward import key_of, module_of, problem_of
+from inside.emulation import EmulatedBuffer
 
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer
 from gpu_actors.kernels.variants import kernel_source
 
 # A block has a shape. It reports the number of the rule that is broken, and the row and the key.

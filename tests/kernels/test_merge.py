@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from emulated.append import dtype_of
 from emulated.merge import merge_problem, run_merge
+from inside.emulation import EmulatedModule, EmulationFault, build_module
+from inside.package import StableText
 from support.gate import ARCHS, code_faults, code_of, with_bug
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, build_module
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge.merge import MergeKey, merge_key, merge_variants
 from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.partial import Partial, empty, merge
-from gpu_actors.values import StableText
 
 _ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 FIELDS = ("arch", "dtype", "lse_dtype", "out_dtype", "sinks")

@@ -12,9 +12,11 @@ from emulated import contraction
 from emulated.decode import device_of, kernel_of
 from emulated.forward import problem_of
 from emulated.sweeps import LAUNCHES
+from inside.devices import Launch, OutputSpec
+from inside.package import ScoreMod
+from inside.testing import FEATURES, poison_unseen
 
 from gpu_actors import AttentionProblem
-from gpu_actors.devices.interface import Launch, OutputSpec
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, dispatch_key
 from gpu_actors.kernels.packing import (
     Packing,
@@ -27,9 +29,7 @@ from gpu_actors.kernels.packing import (
 from gpu_actors.kernels.program import NO_VALUES, Target
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.score_mod import ScoreMod
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import FEATURES, poison_unseen
 
 ARCHES = ("sm_80", "sm_90a")
 SHARED = tuple(set(FEATURES) - {"dropout"})

@@ -20,13 +20,13 @@ from cases.packed_block_masks import (
     near,
     poisoned,
 )
+from inside.planning import merge_key
 from mutation.block_mask_mutants import PAGED_MUTANTS, BlockMutant
 from mutation.block_masks import assert_caught
 from support.counting import counting
 
 import gpu_actors as ga
 from gpu_actors.kernels import variants
-from gpu_actors.planning.merging import merge_key
 
 MOST = 640  # keys that a sequence can have
 

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated.mask_probe import MASKS, built_with_bug, examine
+from inside.emulation import EmulationFault
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.devices.emulation import EmulationFault
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem

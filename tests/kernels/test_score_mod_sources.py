@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from gates.score_mods import Modified, matched
+from inside.compiling import Compiler
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import forward_layout
 from gpu_actors.kernels.score_params import score_layout

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
+from inside.reference import rounder
+from inside.testing import COMPUTE, UNIT_ROUNDOFF, compare, poison_unseen_backward
 from mutation.seeding import caught
 from mutation.shared_gradient_mutants import MUTANTS, SharedMutant
 from support.gate import code_faults, code_of, register_limit
@@ -22,10 +24,7 @@ from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.reference import attention_backward, attention_forward
-from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing import gradient_bounds, random_backward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.tolerance import COMPUTE, UNIT_ROUNDOFF, compare
 
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM, DIM_V = 3, 70, 150, 4, 2, 32, 40
 SUMMED = ("q", "k", "v", "kv", "qv", "qk")

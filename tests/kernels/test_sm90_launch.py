@@ -14,14 +14,15 @@ import pytest
 from emulated.forward import key_of, problem_of
 from fakes.cuda import FakeCuda
 from fakes.service import service
+from inside.arrays import DeviceArray
+from inside.compiling import asset_headers
+from inside.cuda import CudaFailure
+from inside.cuda import tensor_map as driver_maps
+from inside.devices import Buffer, TensorMap
+from inside.emulation import build_module
+from inside.package import ScoreMod
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.assets import asset_headers
-from gpu_actors.devices.cuda import tensor_map as driver_maps
-from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.emulation import build_module
-from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain, program_of
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, schedule_layout, tma_refusal
 from gpu_actors.kernels.hopper.variant import sections_of, sm90_refuses
@@ -29,7 +30,6 @@ from gpu_actors.kernels.params import divider, forward_layout
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.score_mod import ScoreMod
 from gpu_actors.testing import check_output
 
 KERNEL = "forward_sm90"
@@ -351,7 +351,7 @@ class TestSchedule:
         )
         macros = dict(kernel_source(key_of(BASE, "sm_90a", KERNEL)).macros)
         module = build_module(source, macros, asset_headers(source))
-        from gpu_actors.devices.emulation import EmulatedBuffer
+        from inside.emulation import EmulatedBuffer
 
         out = EmulatedBuffer.of(np.zeros(5, np.int32), "out")
         module.launch("sizes", 1, 32, 0, out.address.to_bytes(8, "little"), [out])

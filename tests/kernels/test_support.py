@@ -9,12 +9,12 @@ import re
 from typing import Any
 
 import pytest
+from inside.validation import DTYPES, FP8, output_dtype
 
 from gpu_actors import AttentionProblem
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels import support
 from gpu_actors.kernels.support import ELEMENTS, check_support, example_problem, find_unsupported, refusals
-from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 
 
 def problem(dtype: str = "bfloat16", **changes: Any) -> AttentionProblem:

@@ -7,8 +7,9 @@ import itertools
 import re
 
 import pytest
+from inside.compiling import asset_text
+from inside.package import Layout, MaskKind
 
-from gpu_actors.compiling.assets import asset_text
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS
@@ -21,8 +22,6 @@ from gpu_actors.kernels.tiles import (
     shared_mem_bytes,
     tile_for,
 )
-from gpu_actors.key_mask import MaskKind
-from gpu_actors.problem import Layout
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MASKS = ("full", "causal", "window", "causal_window")

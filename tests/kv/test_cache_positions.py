@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.planning import merge as merge_requests
+from inside.planning import merge_key, pad_request
+from inside.reference import apply_rope, rope_angles
 
 import gpu_actors as ga
 from gpu_actors.partial import Partial, merge
-from gpu_actors.planning.merging import merge as merge_requests
-from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.padding import pad_request
 from gpu_actors.reference import attention_forward
-from gpu_actors.reference.rope import apply_rope, rope_angles
 
 KEYS, ROWS, HEADS, KV_HEADS, DIM, PAGE = 30, 3, 4, 2, 8, 8
 LENGTHS = (30, 17)

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from cases.finite_masks import hide_keys
 from emulated.contraction import arithmetic
+from inside.arrays import DeviceArray
+from inside.emulation import EmulationFault
+from inside.kernels import kernel_source, variants
+from inside.testing import cast
 from mutation.bias_mutants import CACHE_MUTANTS, BiasMutant
 from support.gate import with_bug
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.devices.emulation import EmulationFault
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import cast
 
 ROWS, KEYS = (5, 3, 1, 5), (77, 30, 0, 96)
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 64, 16
@@ -161,7 +160,7 @@ def test_what_is_no_bias_of_a_cache_is_refused(mock: ga.GpuContext, request_: An
 
 
 def test_lengths_on_the_device_need_all_keys(mock: ga.GpuContext) -> None:
-    from gpu_actors.validation.paged import check_bias, paged_problem
+    from inside.validation import check_bias, paged_problem
 
     lengths = DeviceArray(1 << 20, (2,), (4,), np.dtype(np.int32), 0)
     for keys, sound in ((31, False), (32, True)):

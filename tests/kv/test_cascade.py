@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases.cascades import CASES, KV_HEADS, Batch, Case, run
+from inside.planning import cascade as cascading
 from support.kv_cache import contents, outcome, wait
 from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors import ServiceActor
-from gpu_actors.planning import cascade as cascading
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan, forward_bounds
 

@@ -11,16 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.reference import apply_rope, cast_saturating, inverse_frequencies, rope_angles
+from inside.testing import cast
 from support.kv_cache import outcome, wait
 from support.service import comes_true, eventually
 
 import gpu_actors as ga
 from gpu_actors.distributed import ShardedKvCache, move_sequence, open_pool
-from gpu_actors.reference.append import cast_saturating
-from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles
 from gpu_actors.remote import InProcess
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import cast
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 LATENT, ROTARY, SCALE = 24, 8, 0.19

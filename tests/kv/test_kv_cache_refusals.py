@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.devices import MockDevice
 from support.kv_cache import Rows, holds, opened, outcome, spec, wait
 from support.service import eventually, eventually_freed
 
 import gpu_actors as ga
-from gpu_actors.devices.mock import MockDevice
 from gpu_actors.testing import FaultPlan, MockClock
 
 

@@ -19,14 +19,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from inside.actors import Coalescer, KvOrder, OpenedCache, _KvCoalescer
 from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors import ServiceActor
-from gpu_actors.actors.coalescing import Coalescer
-from gpu_actors.actors.kv_cache import _KvCoalescer
-from gpu_actors.actors.kv_order import KvOrder
-from gpu_actors.actors.kv_store import OpenedCache
 from gpu_actors.kv.sequences import CacheTables
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.contraction import arithmetic
+from inside.kernels import AppendProblem
+from inside.planning import NewRows
+from inside.reference import apply_rope, rope_angles
 from support.kv_cache import wait
 
 import gpu_actors as ga
-from gpu_actors.kernels.append.variant import AppendProblem
-from gpu_actors.planning.append_rows import NewRows
-from gpu_actors.reference.rope import apply_rope, rope_angles
 from gpu_actors.testing import check_output
 
 HEADS, DIM = 2, 64

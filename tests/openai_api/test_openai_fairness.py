@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import pytest
+from inside.bench import measure
 from support.openai_server import CHAT, HELLO, STREAM, Serving, sent
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.bench.serve import measure
 from gpu_actors.openai_api.requests import ChatRequest
 
 COMPLETIONS = "/v1/completions"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.packed_block_masks import BLOCK, HEADS, KINDS, PACKED, C, R, arrays_of, explicit, mask_of, near
+from inside.distributed import host_operands
+from inside.validation import forward_problem
 
 import gpu_actors as ga
-from gpu_actors.distributed.parts import host_operands
 from gpu_actors.planning.block_masks import planned_mask
-from gpu_actors.validation.forward import forward_problem
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.arrays import DeviceArray
+from inside.kernels import explain_problem
 
 import gpu_actors as ga
 from gpu_actors import DeviceInfo
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.kernels.option_table import explain_problem
 from gpu_actors.planning.cached import pose_cached, signature
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch, random_tree, tree_bits
 from emulated.decode import DecodeCase, check_results
+from inside.kernels import check_key, decode_keys, dispatch_key, usual_decode_problems
 
 import gpu_actors as ga
-from gpu_actors.kernels.decode.variant import decode_keys, usual_decode_problems
-from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.keys import check_key
 
 LENGTHS = (300, 9, 0, 70)
 

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes.bench import Bench, on_device
+from inside.arrays import DeviceArray
+from inside.devices import OutputSpec, zero_launch
+from inside.emulation import EmulatedModule
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.devices.emulation.runtime import EmulatedModule
-from gpu_actors.devices.interface import OutputSpec, zero_launch
 from gpu_actors.reference import (
     attention_backward,
     attention_forward,

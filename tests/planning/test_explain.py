@@ -8,12 +8,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.kernels import (
+    FAMILIES,
+    OPTIONS,
+    REFERENCE,
+    answering_key,
+    dispatch_key,
+    example_problem,
+    explain_problem,
+    option_cell,
+    options_of,
+)
 from support.modules import ROOT
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key
-from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cell, options_of
-from gpu_actors.kernels.support import example_problem
 
 DENSE = ["forward_sm90", "forward_mma", "forward_wide", "forward_simple"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.planning.forward import broadcast_batch, pose_forward, weigh_forward
 from gpu_actors.testing import check_gradients, check_output, random_backward
 

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside.arrays import dtype_of
+from inside.graph import MhaUid, TensorLayout, match_attention, mha_backward_graph, mha_forward_graph
+from inside.validation import backward_problem, forward_problem
 
 import gpu_actors as ga
-from gpu_actors.arrays.adopt import dtype_of
-from gpu_actors.graph.match import match_attention
-from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
 from gpu_actors.planning.mha import backward_request, forward_request
-from gpu_actors.validation.backward import backward_problem
-from gpu_actors.validation.forward import forward_problem
 
 MASKS = st.one_of(
     st.just(ga.Mask.none()),

@@ -7,10 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.testing import cast
 
 import gpu_actors as ga
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import cast
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = (128 + 64) ** -0.5

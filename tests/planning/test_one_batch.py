@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.planning.forward import broadcast_batch
 
 SHARED = (("q",), ("k", "v"), ("k",), ("q", "v"))

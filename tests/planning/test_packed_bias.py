@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated.contraction import arithmetic
+from inside.emulation import EmulationFault
+from inside.kernels import kernel_source, variants
 from mutation.bias_mutants import MUTANTS, BiasMutant
 from support.gate import with_bug
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulationFault
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.reference import attention_backward
 from gpu_actors.testing import check_gradients, check_output
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from cases.padded import PaddedCase, check_padded
 from emulated.contraction import arithmetic
+from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.planning.padded import packed
 
 SLOPES = np.array([0.1, 0.4, 0.02, 0.3], np.float32)

@@ -11,9 +11,9 @@ import pytest
 from cases.prefill import CASES, KERNEL, Case, check_on
 from emulated.contraction import arithmetic
 from emulated.forward import problem_of
+from inside.kernels import dispatch_key, explain
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import dispatch_key, explain
 
 MODES = (("late", "greedy"), ("eager", "lane"), ("random", "random"), ("late", "round_robin"))
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from gpu_actors.kv.sequences import CacheTables
-from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
+from inside.kv import CacheTables, SharedPrefixes, shared_prefixes
 
 
 def found(table: list[list[int]], most: list[int] | None = None) -> list[tuple[int, int]] | None:

@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.backward import backward_signature
 from gpu_actors.planning.cached import signature

@@ -284,7 +284,7 @@ def test_every_step_names_files_that_are_there_and_suites_that_are_known(run: An
     assert all((run.ROOT / name).exists() for name in named)
     files = {f"tests/gpu/{path.name}" for path in PATH.parent.glob("test_*.py")}
     assert files <= named, "a file of tests is in no step"
-    from gpu_actors.cli.bench import _suites
+    from inside.cli import _suites
 
     assert {step.arguments[0] for step in every if step.kind == "bench"} <= set(_suites())
     for step in every:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from cases.gpu_candidates import CANDIDATES, REPEATABLE, Candidate
+from inside.kernels import FAMILIES
 from support.modules import module_at
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_SIXTH = [

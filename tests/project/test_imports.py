@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ DOORS = (
     "gpu_actors.distributed",
     "gpu_actors.serving",
     "gpu_actors.partial",
+    "gpu_actors.metrics",
+    "gpu_actors.otel_metrics",
 )
+INSIDE = ROOT / "tests" / "lib" / "inside"
 
 
 def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
@@ -37,29 +40,60 @@ def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
         assert not folders & {name.partition(".")[0] for name in names}, path
 
 
-def inner_imports(folder: Path) -> Iterator[tuple[Path, int, str, str]]:
-    """Each name that a test takes from an inner module of another room: the file, the line, the module and the name."""
-    for path in sorted(folder.rglob("*.py")):
-        # What is beside another library is a door of its own.
-        rooms = {path.relative_to(folder).parts[0], "interop"}
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not node.module or node.module in DOORS:
-                continue
-            package, _, rest = node.module.partition(".")
-            if package == "gpu_actors" and rest.partition(".")[0] not in rooms:
-                yield from ((path, node.lineno, node.module, alias.name) for alias in node.names)
+def inner_imports(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Each name that a file of the tests takes from an inner module of another room: the line, the module, the name."""
+    folder = path.relative_to(ROOT / "tests").parts[0]
+    # What is beside another library is a door of its own.
+    rooms = {folder, "interop", *(["devices"] if folder == "emulation" else [])}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            taken = [(alias.name, "") for alias in node.names if alias.name.count(".") > 1]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module not in DOORS:
+            taken = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in taken:
+            package, _, rest = module.partition(".")
+            room = rest.partition(".")[0]
+            if package == "gpu_actors" and room not in rooms and not (room == rest and name in _door(room)):
+                yield node.lineno, module, name
+
+
+def _door(room: str) -> Sequence[str]:
+    """The names that a room itself gives; none for a module beside the rooms."""
+    if not (ROOT / "gpu_actors" / room / "__init__.py").is_file():
+        return ()
+    names: Sequence[str] = getattr(importlib.import_module(f"gpu_actors.{room}"), "__all__", ())
+    return names
+
+
+def test_tests_of_other_rooms_see_the_inside_of_a_room_in_one_place() -> None:
+    """So that what lies inside can move: its own room's tests follow it, and one line of tests/lib/inside."""
+    files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if not path.is_relative_to(INSIDE)]
+    wrong = [(str(path.relative_to(ROOT)), *inner) for path in files for inner in inner_imports(path)]
+    assert not wrong, "import these by tests/lib/inside"
 
 
 def test_tests_take_public_names_from_public_doors() -> None:
-    """So that what lies inside can move."""
     wrong = []
-    for path, line, module, name in inner_imports(ROOT / "tests"):
-        value = getattr(importlib.import_module(module), name, None)
-        for door in map(importlib.import_module, DOORS):
-            if name in door.__all__ and getattr(door, name) is value:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {name} is in {door.__name__}")
-                break
+    for path in sorted(INSIDE.glob("*.py")):
+        for line, module, name in inner_imports(path):
+            value = getattr(importlib.import_module(module), name, None)
+            for door in map(importlib.import_module, DOORS):
+                if name in door.__all__ and getattr(door, name) is value:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {name} is in {door.__name__}")
+                    break
     assert not wrong
+
+
+def test_every_name_of_an_inside_is_used() -> None:
+    taken: dict[str, set[str]] = {path.stem: set() for path in INSIDE.glob("*.py")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("inside."):
+                taken[node.module.removeprefix("inside.")] |= {alias.name for alias in node.names}
+    given = {path.stem: {name for _, _, name in inner_imports(path)} for path in INSIDE.glob("*.py")}
+    assert given == taken
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpu_actors.devices.select import choose_device
+from inside.devices import choose_device
 
 
 def test_auto_does_not_see_it() -> None:

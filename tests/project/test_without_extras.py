@@ -9,9 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from inside.package import install_hint
 from support.service import REPOSITORY
-
-from gpu_actors.extras import install_hint
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 OPTIONAL = (

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside.package import scalars_of
 from properties.doors import BACKWARD, CACHED, FORWARD, Asked, answer_of, ask_of, check, check_unharmed, send, sender
 from properties.problems import Spec, problem_of
 from properties.strategies import ANY, Family, budget, specs
 
 import gpu_actors as ga
 from gpu_actors import BatchedDecode, FlashBackward, PagedForward
-from gpu_actors.requests import scalars_of
 
 pytestmark = pytest.mark.timeout(300)  # on a crowded machine: they compile kernels
 

@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inside.package import philox4x32
+from inside.testing import INPUT_KINDS, poison_tail, poison_unseen
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.philox import philox4x32
 from gpu_actors.reference import attention_forward, attention_forward_low
 from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing import ForwardCase, random_forward
-from gpu_actors.testing.problems import INPUT_KINDS, poison_tail, poison_unseen
 
 Array = npt.NDArray[Any]
 SMALL = [(1, 1), (5, 9), (9, 5), (7, 7), (6, 1), (8, 13), (1, 17), (3, 0), (0, 4)]

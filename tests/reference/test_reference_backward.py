@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases.finite_differences import differences, disagreement
+from inside.testing import poison_tail, poison_unseen
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import (
@@ -24,7 +25,6 @@ from gpu_actors.reference import (
     backward,
 )
 from gpu_actors.testing import ForwardCase, random_forward
-from gpu_actors.testing.problems import poison_tail, poison_unseen
 
 Array = npt.NDArray[Any]
 SMALL = [(1, 1), (3, 5), (5, 3), (4, 4), (3, 1), (1, 6), (3, 0), (0, 4)]

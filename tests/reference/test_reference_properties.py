@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside.testing import SEQLENS
 
 from gpu_actors.reference import attention_forward, forward
 from gpu_actors.testing import ForwardCase, random_forward
-from gpu_actors.testing.problems import SEQLENS
 
 Array = npt.NDArray[Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.isolation import Received
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.isolation.workplace import Received
 from gpu_actors.remote import InProcess, Order, RemoteContext, open_remote
 from gpu_actors.remote.direct import DirectChannel, Inbox, ThreadConnection
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pykka
 import pytest
+from inside.devices import MockDevice
 from support.service import AT_ONCE, Gate, answer, eventually, no_threads_left, rows
 from support.supervision import Sibling, Worker, alive, crash, hold, supervised
 
 import gpu_actors as ga
-from gpu_actors.devices.mock import MockDevice
 from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
+from inside.package import SYSTEM_CLOCK
 
-from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.testing import MockClock
 
 

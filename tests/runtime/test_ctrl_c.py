@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from inside.actors import KvOrder
+from inside.package import SystemClock
 from support.interrupting import Case, each_point
 from support.order import Cell
 from support.service import eventually
 
-from gpu_actors.actors.kv_order import KvOrder
-from gpu_actors.clock import SystemClock
 from gpu_actors.errors import ActorStopped
 from gpu_actors.runtime.call import Call, Gate
 from gpu_actors.runtime.mailbox import Mailbox

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from inside.actors import KvOrder
 from support.interrupting import Case, each_point
 from support.order import Cell
 
-from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.errors import ActorStopped
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox

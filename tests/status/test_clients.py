@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from inside.runtime import SECONDS, Histogram
+from inside.serving import OUTCOMES
 
 import gpu_actors as ga
-from gpu_actors.runtime.meter import SECONDS, Histogram
 from gpu_actors.serving import Traffic
-from gpu_actors.serving.traffic import OUTCOMES
 from gpu_actors.status import StatusBoard, clients
 from gpu_actors.status.clients import Clients, judge
 

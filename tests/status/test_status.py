@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.kv import page_map
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 from support.page import page_application, reading, service_of
@@ -23,7 +24,6 @@ from support.service import NO_COMPUTE, REPOSITORY, Scripted, ask, eventually, n
 
 import gpu_actors as ga
 from gpu_actors import TraceEvent, asgi
-from gpu_actors.kv.page_map import page_map
 from gpu_actors.status import StatusBoard, endpoints, report
 from gpu_actors.status.files import page_file
 from gpu_actors.status.happenings import Happenings

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from inside.serving import Verdict, verdict_of_workers
 from support.page import kill, pool_application, reading, service_of, worker_of
 from support.served import Served
 from support.service import NO_COMPUTE, ask, eventually, no_threads_left
 
 import gpu_actors as ga
-from gpu_actors.serving.verdict import Verdict, verdict_of_workers
 from gpu_actors.status import StatusBoard, report
 
 

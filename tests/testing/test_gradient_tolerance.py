@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inside.reference import Arguments, GradientSums, GradientTile, Incoming, gradient_tiles, identity, rounder
 
 from gpu_actors.reference import ReferenceGradients, attention_backward
-from gpu_actors.reference.arguments import Arguments
-from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
-from gpu_actors.reference.forward import identity
-from gpu_actors.reference.low_precision import rounder
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward, random_backward
 from gpu_actors.testing.gradients import check_gradients, gradient_bounds, gradient_row_bound
 from gpu_actors.testing.tolerance import COMPUTE

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inside.reference import intermediate_dtype, rounder
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import ReferenceOutput, attention_forward, attention_forward_low, visible_keys
-from gpu_actors.reference.low_precision import intermediate_dtype, rounder
 from gpu_actors.testing.problems import (
     INPUT_KINDS,
     SEQLENS,

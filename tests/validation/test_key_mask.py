@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.package import MASK_OPTIONS, KeyMask, MaskOptions
+from inside.reference import Arguments
 
 import gpu_actors as ga
-from gpu_actors.key_mask import MASK_OPTIONS, KeyMask, MaskOptions
 from gpu_actors.reference import ForwardOptions, attention_backward, attention_forward
-from gpu_actors.reference.arguments import Arguments
 
 ODD: list[tuple[str, Any]] = [
     ("causal", 1),

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes.tensor import HostTensor
+from inside.kernels import FAMILIES, dispatch_key, explain
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, explain
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
 from gpu_actors.validation.paged import decode_problem

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.arrays import DeviceArray
+from inside.reference import rounder
+from inside.testing import round_inputs
 
 import gpu_actors as ga
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.reference import attention_forward
-from gpu_actors.reference.low_precision import rounder
-from gpu_actors.testing.tolerance import round_inputs
 from gpu_actors.validation.overlap import check_output_memory
 
 RNG = np.random.default_rng(11)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from gpu_actors.testing.problems import PagedCache, cast, nan_filled, paginate
+from inside.testing import PagedCache, cast, nan_filled, paginate
 
 
 @dataclass

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cases.cached_batches import Batch, random_tree, tree_bits
 from emulated.decode import DecodeCase
-
-from gpu_actors.testing.problems import cast
+from inside.testing import cast
 
 __all__ = ["SIMPLE_VARIANTS", "SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from inside.kernels import FIRST_FP8_CAPABILITY, capability
+from inside.testing import cast, paginate, poison_unseen, poison_unseen_backward
 
 import gpu_actors as ga
-from gpu_actors.kernels.support import FIRST_FP8_CAPABILITY, capability
 from gpu_actors.reference import attention_backward, attention_forward
 from gpu_actors.testing import check_gradients, check_output, random_backward, random_forward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.problems import cast, paginate, poison_unseen
 
 __all__ = ["CANDIDATES", "REPEATABLE", "Asked", "Candidate"]
 

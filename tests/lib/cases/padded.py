@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from inside.testing import cast
 
 import gpu_actors as ga
 from gpu_actors.testing import check_gradients, check_output
-from gpu_actors.testing.problems import cast
 
 __all__ = ["PaddedCase", "check_padded"]
 

@@ -12,12 +12,11 @@ from cases.cached_batches import random_batch
 from cases.decode_requests import request_of, result_of
 from cases.finite_masks import hide_keys
 from emulated.decode import DecodeCase, check_results
+from inside.testing import poison_unseen, poison_unseen_backward
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import ForwardCase, check_gradients, check_output, random_backward, random_forward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.problems import poison_unseen
 
 __all__ = ["ARCHES", "DIMS", "GRIDS", "Cell", "answer", "cells", "sample"]
 

@@ -23,12 +23,10 @@ from cases.score_mods import (
     forward_graph,
     scores_of,
 )
+from inside.reference import record, rounder
+from inside.testing import gradient_row_bound, row_bound
 
 import gpu_actors as ga
-from gpu_actors.reference.graph import record
-from gpu_actors.reference.low_precision import rounder
-from gpu_actors.testing.gradients import gradient_row_bound
-from gpu_actors.testing.tolerance import row_bound
 
 DQ, DK, DV, DBIAS = 11, 12, 13, 14
 STEP = 1e-6

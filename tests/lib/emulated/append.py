@@ -9,20 +9,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from emulated import contraction
-
-from gpu_actors import KernelSource, Rope
-from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.append.copy_pages import (
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
+from inside.kernels import (
+    AppendProblem,
     PageCopyKey,
+    append_geometry,
+    append_key,
+    kernel_source,
+    pack_append,
     pack_page_copy,
     page_copy_geometry,
 )
-from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
-from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.reference.append import append_rows, appended_rows
-from gpu_actors.reference.rope import apply_rope, inverse_frequencies, rope_angles
+from inside.reference import append_rows, appended_rows, apply_rope, inverse_frequencies, rope_angles
+
+from gpu_actors import KernelSource, Rope
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 UNUSED_ENTRY = 2147480000  # in block tables, past a sequence's last page

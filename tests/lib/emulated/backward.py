@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from emulated import contraction
 from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of, program_on
+from inside.emulation import EmulatedBuffer
+from inside.kernels import Values, kernel_source
+from inside.testing import poison_unseen_backward
 
 from gpu_actors import AttentionGradients, AttentionProblem
-from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.kernels.program import Values
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import BackwardCase, check_gradients
-from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 KERNEL = "backward_mma"
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")

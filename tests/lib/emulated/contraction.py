@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from gpu_actors.devices.emulation import Toolchain
-from gpu_actors.options import Arithmetic
+from inside.emulation import Toolchain
+from inside.package import Arithmetic
 
 __all__ = ["arithmetic", "fused_products", "like_hardware", "toolchain"]
 

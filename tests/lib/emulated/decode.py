@@ -11,19 +11,27 @@ import numpy as np
 from cases.cached_batches import Batch
 from emulated import contraction
 from emulated.forward import module_of
+from inside.devices import Kernel, Launch, OutputSpec, Step
+from inside.emulation import EmulatedDevice
+from inside.kernels import (
+    DECODE,
+    ELEMENTS,
+    FAMILIES,
+    NO_VALUES,
+    PLAN,
+    Target,
+    decode_keys,
+    dispatch_key,
+    kernel_source,
+    pack_decode,
+    program_of,
+    step_geometry,
+)
+from inside.testing import POISON_PAGE, nan_filled
+from inside.validation import own_positions
 
 from gpu_actors import AttentionProblem, ContextOptions, DispatchKey, EmulationOptions, KernelSource
-from gpu_actors.devices.emulation.device import EmulatedDevice
-from gpu_actors.devices.interface import Kernel, Launch, OutputSpec, Step
-from gpu_actors.kernels.decode.params import pack_decode
-from gpu_actors.kernels.decode.variant import DECODE, PLAN, decode_keys, step_geometry
-from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
-from gpu_actors.kernels.program import NO_VALUES, Target
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_output
-from gpu_actors.testing.problems import POISON_PAGE, nan_filled
-from gpu_actors.validation.paged import own_positions
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
 POSITIONS = ("q_positions", "k_positions")

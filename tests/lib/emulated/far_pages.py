@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, kernel_of, key_of, problem_of
-
-from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.emulation.memory import PAGE, POISON, Mapping
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.dispatch import program_of
-from gpu_actors.kernels.program import NO_VALUES, Target
-from gpu_actors.kernels.variants import kernel_source
+from inside.devices import Buffer
+from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping
+from inside.kernels import NO_VALUES, Target, kernel_source, program_of
 
 __all__ = ["check_far_pages", "check_far_rows"]
 

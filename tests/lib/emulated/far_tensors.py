@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 from emulated import forward as emulated_forward
 from emulated.forward import gaussian, key_of, problem_of
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer, Mapping
+from inside.kernels import COUNTER, NO_VALUES, kernel_source
 
-from gpu_actors.devices.emulation import EmulatedBuffer
-from gpu_actors.devices.emulation.memory import Mapping
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.hopper.params import COUNTER
-from gpu_actors.kernels.program import NO_VALUES
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import check_output
 
 __all__ = ["APART", "AXES", "check_far", "far_buffer", "far_halves"]

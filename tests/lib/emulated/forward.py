@@ -8,16 +8,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from emulated import contraction
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, encode_tensor_map
+from inside.kernels import COUNTER, ELEMENTS, FAMILIES, Program, Target, Values, dispatch_key, kernel_source, program_of
 
 from gpu_actors import AttentionProblem, DispatchKey, KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module
-from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
-from gpu_actors.kernels.hopper.params import COUNTER
-from gpu_actors.kernels.program import Program, Target, Values
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import ForwardCase, check_output
 
 OPERANDS = (

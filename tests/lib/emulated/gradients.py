@@ -13,11 +13,11 @@ from cases.finite_masks import hide_keys
 from emulated.backward import backward_problem_of, run
 from emulated.forward import Strided, gaussian
 from emulated.sweeps import Sweep
+from inside.testing import round_inputs
 
 from gpu_actors import AttentionGradients
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
-from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = [
     "answered",

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from emulated.forward import key_of, problem_of
+from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
+from inside.kernels import kernel_source
 from support.gate import with_bug
 
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
-from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["MASKS", "built_with_bug", "examine", "module_of", "probe_source"]
 

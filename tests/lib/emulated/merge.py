@@ -8,26 +8,24 @@ from typing import Any
 
 import numpy as np
 from emulated.append import buffer_of, dtype_of
-
-from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, build_module
-from gpu_actors.kernels.merge.gradients import (
+from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
+from inside.kernels import (
     GRADIENT_TERM_FIELDS,
-    merge_gradient_geometry,
-    merge_gradient_keys,
-    pack_gradient_terms,
-    pack_merge_gradients,
-    sums_dtype,
-)
-from gpu_actors.kernels.merge.merge import (
     TERM_FIELDS,
     MergeProblem,
+    kernel_source,
     merge_geometry,
+    merge_gradient_geometry,
+    merge_gradient_keys,
     merge_key,
+    pack_gradient_terms,
     pack_merge,
+    pack_merge_gradients,
     pack_terms,
+    sums_dtype,
 )
-from gpu_actors.kernels.variants import kernel_source
+
+from gpu_actors import KernelSource
 from gpu_actors.partial import MergeGradients, Partial
 
 __all__ = ["merge_problem", "run_merge", "run_merge_gradients"]

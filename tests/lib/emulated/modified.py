@@ -13,9 +13,9 @@ from cases import score_mods
 from cases.score_mod_gradients import check_forward
 from cases.score_mods import FIRST, OUT, STATS, Case, K, Modification, Q, V, case_of, forward_graph
 from emulated.forward import run
+from inside.graph import match_attention
 
 import gpu_actors as ga
-from gpu_actors.graph.match import match_attention
 
 __all__ = ["check_modified", "check_modified_nonfinite", "modified_case"]
 

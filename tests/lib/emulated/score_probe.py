@@ -6,13 +6,11 @@ import struct
 from typing import Any
 
 import numpy as np
-
-from gpu_actors.devices.emulation import EmulatedBuffer, build_module
-from gpu_actors.devices.interface import Buffer
-from gpu_actors.graph.modification import Modification
-from gpu_actors.kernels.score_params import pack_score
-from gpu_actors.kernels.support import example_problem
-from gpu_actors.score_mod import SCORE_HEADER
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer, build_module
+from inside.graph import Modification
+from inside.kernels import example_problem, pack_score
+from inside.package import SCORE_HEADER
 
 SOURCE = """
 #include "common/score_mod.cuh"

@@ -11,11 +11,11 @@ import numpy as np
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from fakes.tensor import DeviceTensor
+from inside.arrays import DeviceArray
+from inside.cuda import CudaDevice
+from inside.devices import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Step, Stream
 
 from gpu_actors import ContextOptions, Cubin
-from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Step, Stream
 from gpu_actors.errors import ContextLost
 
 RNG = np.random.default_rng(5)

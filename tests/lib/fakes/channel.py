@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from gpu_actors.isolation.channel import Link
+from inside.isolation import Link
 
 
 class BadChannel:

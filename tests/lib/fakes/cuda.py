@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 from fakes.memory import ILLEGAL_ADDRESS, POISON, FakeBlock, FakeMemory
 from fakes.queues import LEGACY, FakeQueues, FakeStream, Operation, Order
-
-from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
-from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.emulation.tensor_map import encode_tensor_map
-from gpu_actors.devices.interface import Params, TensorMap
+from inside.cuda import CudaFailure, DeviceProperties, MemoryBlock
+from inside.devices import Params, TensorMap
+from inside.emulation import encode_tensor_map
 
 __all__ = ["LEGACY", "FakeCuda", "Geometry"]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from gpu_actors.devices.cuda.errors import CudaFailure
+from inside.cuda import CudaFailure
 
 __all__ = ["FakeBlock", "FakeMemory"]
 

@@ -18,13 +18,11 @@ from types import FunctionType
 from typing import Any
 
 from fakes.saboteur import WAYS
+from inside.actors import kv_moving
+from inside.isolation import PipeChannel, Worker
+from inside.kv import CacheTables, transfer
 
 from gpu_actors import Call, ServiceActor
-from gpu_actors.actors import kv_moving
-from gpu_actors.isolation.pipe import PipeChannel
-from gpu_actors.isolation.worker import Worker
-from gpu_actors.kv import transfer
-from gpu_actors.kv.sequences import CacheTables
 
 __all__ = ["MoveSteps"]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpu_actors.devices.cuda.errors import CudaFailure
+from inside.cuda import CudaFailure
 
 __all__ = ["LEGACY", "FakeQueues", "FakeStream", "Operation", "Order"]
 

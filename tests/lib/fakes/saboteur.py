@@ -83,9 +83,7 @@ class Failing(ServiceActor):
 
 def _trap(step: str, harm: Callable[[], object]) -> None:
     """Do harm as soon as the process comes to that step for the next request of flash_attn."""
-    from gpu_actors.isolation.pipe import PipeChannel
-    from gpu_actors.isolation.records import Answer
-    from gpu_actors.isolation.worker import Worker
+    from inside.isolation import Answer, PipeChannel, Worker
 
     if step == "read":
         _before(PipeChannel, "_record", lambda *_: harm())
@@ -118,7 +116,7 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
 
 
 def _before_asked(first: Callable[..., object]) -> None:
-    from gpu_actors.isolation.worker import Worker
+    from inside.isolation import Worker
 
     _before(Worker, "_asked", first)
 

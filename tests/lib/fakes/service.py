@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
+from inside.cuda import CudaDevice
+from inside.kernels import forward_layout
 from support.structs import fields_of
 
 import gpu_actors as ga
-from gpu_actors.devices.cuda import CudaDevice
-from gpu_actors.kernels.params import forward_layout
 from gpu_actors.reference import attention_forward
 
 # Of a head dim that only forward_simple takes.

@@ -7,11 +7,10 @@ import itertools
 from typing import Any, NamedTuple
 
 from gates.rows import Family, Plan, at_least, reader, rows_of
+from inside.kernels import AppendProblem, KernelKey, PageCopyKey, append_key, kernel_source
 from support.gate import ARCHS
 
-from gpu_actors.kernels.append.copy_pages import PageCopyKey
-from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_key
-from gpu_actors.kernels.variants import KernelKey, kernel_source
+from gpu_actors import Rope
 
 __all__ = ["APPEND", "PROBLEM"]
 

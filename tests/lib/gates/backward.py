@@ -14,15 +14,11 @@ from emulated.backward import KERNEL, backward_problem_of
 from emulated.forward import key_of, ml_dtype
 from gates.forward import MMA_SHAPES, MmaVariant, Shape
 from gates.rows import SHARED, Family, Plan, Row, at_most, between, numbers_of, plain_plan, rows_of
+from inside.kernels import BACKWARD_MMA, capability, kernel_source, shared_mem_limit, tile_of
 from support.gate import ARCHS, Code, register_limit
 
 from benchmarks.sass import main_step
 from gpu_actors import DispatchKey, KernelSource
-from gpu_actors.kernels.backward.launch import BACKWARD_MMA
-from gpu_actors.kernels.occupancy import shared_mem_limit
-from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["BACKWARD"]
 

@@ -25,17 +25,25 @@ from gates.rows import (
     plain_plan,
     rows_of,
 )
+from inside.bench import problem_of
+from inside.kernels import (
+    COMBINE,
+    DECODE,
+    ELEMENTS,
+    PLAN,
+    SIMPLE,
+    SIMPLE_COMBINE,
+    decode_tile,
+    dispatch_key,
+    kernel_source,
+    occupancy,
+    program_of,
+    shared_a_multiprocessor,
+)
+from inside.planning import prefix_problem, tail_problem
 from support.gate import ARCHS, Code, register_limit
 
 from gpu_actors import DispatchKey, KernelSource
-from gpu_actors.bench.plan import problem_of
-from gpu_actors.kernels.decode.simple import SIMPLE, SIMPLE_COMBINE
-from gpu_actors.kernels.decode.variant import COMBINE, DECODE, PLAN, decode_tile
-from gpu_actors.kernels.dispatch import dispatch_key, program_of
-from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.planning.cascade import prefix_problem, tail_problem
 
 __all__ = ["BASE", "CASCADE", "DECODE_ROWS", "SHAPES", "Variant"]
 

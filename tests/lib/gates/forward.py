@@ -14,14 +14,10 @@ import numpy as np
 from emulated.forward import key_of, ml_dtype, problem_of
 from gates.exponents import exponential_limits, exponentials
 from gates.rows import SHARED, Family, Plan, at_most, dims_of, exactly, numbers_of, rows_of
+from inside.kernels import TILES, capability, dispatch_key, example_problem, kernel_source, shared_mem_limit
 from support.gate import ARCHS, Code, register_limit
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.occupancy import shared_mem_limit
-from gpu_actors.kernels.support import capability, example_problem
-from gpu_actors.kernels.tiles import TILES
-from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["FORWARD", "FORWARD_WIDE", "MMA_SHAPES", "MmaVariant", "Shape"]
 

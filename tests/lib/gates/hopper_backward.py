@@ -24,13 +24,9 @@ from emulated.backward import backward_problem_of
 from emulated.forward import key_of, ml_dtype
 from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT, WgmmaVariant
 from gates.rows import SHARED, Family, Plan, Row, at_most, exactly, numbers_of, plain_plan, rows_of
+from inside.kernels import BACKWARD_SM90, Tile, kernel_source, padded_backward_dims, shares_keys, sm90_backward_refuses
 from support.gate import Code
 from support.hopper_sass import instructions_of, opcodes, step_of
-
-from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
-from gpu_actors.kernels.hopper_backward.variant import sm90_backward_refuses
-from gpu_actors.kernels.tiles import Tile, padded_backward_dims, shares_keys
-from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["BACKWARD_SM90_ROWS"]
 

@@ -22,14 +22,11 @@ from emulated import decode as emulated_decode
 from gates.decode import BASE
 from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT
 from gates.rows import SHARED, Family, Plan, at_least, at_most, dims_of, exactly, numbers_of, rows_of
+from inside.kernels import ELEMENTS, NAME, kernel_source, padded_head_dim
 from support.gate import Code
 from support.hopper_sass import instructions_of, opcodes, step_of
 
 from benchmarks.model import MACHINES
-from gpu_actors.kernels.hopper_decode.variant import NAME
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import padded_head_dim
-from gpu_actors.kernels.variants import kernel_source
 
 __all__ = ["DECODE_SM90"]
 

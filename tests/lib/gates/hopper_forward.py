@@ -36,15 +36,13 @@ from emulated.forward import key_of, ml_dtype, problem_of
 from gates.exponents import exponential_limits, exponentials
 from gates.hopper import ARCH, REGISTERS, SHARED_LIMIT, WgmmaVariant
 from gates.rows import COMPILERS, SHARED, Family, Plan, at_least, at_most, exactly, numbers_of, rows_of
+from inside.graph import match_attention
+from inside.kernels import ELEMENTS, kernel_source, padded_head_dim
+from inside.package import ScoreMod
 from support.gate import Code
 from support.hopper_sass import instructions_of, main_loops, opcodes
 
 from gpu_actors import KernelSource
-from gpu_actors.graph.match import match_attention
-from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.tiles import padded_head_dim
-from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.score_mod import ScoreMod
 
 __all__ = ["HOPPER"]
 

@@ -7,9 +7,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from gates.rows import NVRTC, Family, Found, Row, examine, faults
+from inside.compiling import Compiler
 from support.logs import write_log
-
-from gpu_actors.compiling.compiler import Compiler
 
 __all__ = ["write_page"]
 

@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from inside.compiling import Compiler, parse_resources
+from inside.kernels import TILES, block_threads, kernel_source
 from support.gate import ARCHS, Code, code_faults, register_limit
 
 from benchmarks.sass import disassemble
 from gpu_actors import KernelSource
-from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.compiling.source import parse_resources
-from gpu_actors.kernels.tiles import TILES
-from gpu_actors.kernels.variants import block_threads, kernel_source
 
 __all__ = [
     "COMPILERS",

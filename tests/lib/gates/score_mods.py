@@ -14,16 +14,13 @@ import numpy as np
 from cases.score_mod_gradients import backward_graph
 from cases.score_mods import MODIFICATIONS, case_of, forward_graph
 from gates.rows import Family, Plan, exactly, plain_plan, rows_of
+from inside.graph import match_attention
+from inside.kernels import dispatch_key, tile_of
+from inside.planning import cached_problem, masked_problem
+from inside.validation import forward_problem
 
 import gpu_actors as ga
-from gpu_actors import OperationGraph
-from gpu_actors.graph.match import match_attention
-from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.planning.block_masks import masked_problem
-from gpu_actors.planning.cached import cached_problem
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.validation.forward import forward_problem
+from gpu_actors import AttentionProblem, OperationGraph
 
 __all__ = ["SCORE_MODS", "Modified", "matched"]
 

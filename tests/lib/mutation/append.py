@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from emulated import append as emulated_append
 from emulated.append import FP8, AppendCase, Operands, check, expected, run, run_copy, same_bits
+from inside.emulation import EmulatedModule, build_module
+from inside.reference import copy_pages
 from mutation.append_mutants import MUTANTS
 from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors import KernelSource, Rope
-from gpu_actors.devices.emulation import EmulatedModule, build_module
-from gpu_actors.reference.append import copy_pages
 
 LAUNCHES = (("greedy", 0), ("lane", 1), ("random", 2), ("round_robin", 3))
 

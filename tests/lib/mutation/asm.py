@@ -21,14 +21,13 @@ import test_conformance_tensors as tensors
 import test_conformance_warp as warp
 import test_conformance_wgmma as wgmma
 from asm_statements import judge_in, wrapper_statements
+from inside.emulation import EmulationFault, UnknownAsm, build_module
 from kernel_runs import ORDERS, KernelRun, Results, Runner, launch_emulated, read_source, unoptimised_toolchain
 from mutation.asm_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 from support.service import KERNELS_CU
 
-from gpu_actors.devices.emulation import EmulationFault, build_module
-from gpu_actors.devices.emulation.assembly import UnknownAsm
 from gpu_actors.errors import CompileError
 
 __all__ = ["PROBES", "main"]

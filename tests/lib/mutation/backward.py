@@ -20,16 +20,16 @@ import pytest
 from cases.finite_masks import hide_first
 from emulated import backward as emulated_backward
 from emulated.gradients import answered
+from inside.compiling import kernel_file
+from inside.emulation import EmulatedModule, build_module
+from inside.testing import poison_unseen_backward
 from mutation.backward_mutants import MUTANTS
 from mutation.forward import mutated
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.devices.emulation import EmulatedModule, build_module
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 LIMIT_SECONDS = 40.0

@@ -18,13 +18,13 @@ import numpy as np
 from cases.finite_masks import hide_first
 from emulated import backward as emulated_backward
 from emulated.forward import OPERANDS
+from inside.testing import poison_unseen_backward
 from mutation.backward import answered, beyond_float16, seeded, told
 from mutation.backward_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
-from gpu_actors.testing.backward_problems import poison_unseen_backward
 
 KERNEL = "backward_sm90"
 LAUNCHES = (

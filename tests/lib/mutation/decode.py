@@ -23,14 +23,14 @@ from emulated import contraction
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check_results, key_of, positions_on_the_device, problem_of, run
 from emulated.far_pages import check_far_pages, check_far_rows
+from inside.devices import Kernel
+from inside.emulation import build_module
+from inside.kernels import split_decode
 from mutation.decode_mutants import DECODE_MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors import KernelSource
-from gpu_actors.devices.emulation import build_module
-from gpu_actors.devices.interface import Kernel
-from gpu_actors.kernels.decode.schedule import split_decode
 
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 

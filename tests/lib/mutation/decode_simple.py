@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from cases.cached_batches import Batch, random_tree, tree_bits
 from emulated.decode import DecodeCase, check_results, device_of, problem_of, run
+from inside.kernels import SIMPLE
+from inside.testing import round_inputs
 from mutation.decode import CAUSAL, SINKS, SLOPES, batch_of, placed, rising, seeded, with_scales
 from mutation.decode_simple_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.kernels.decode.simple import SIMPLE
 from gpu_actors.testing import check_output
-from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = ["PROBES", "run_probes"]
 

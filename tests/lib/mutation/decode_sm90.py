@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 from emulated.decode import DecodeCase, check_results, run
+from inside.kernels import NAME
 from mutation.decode import batch_of, narrow, rising, seeded, tree_case, with_nan, with_scales
 from mutation.decode_sm90_mutants import MUTANTS
 from mutation.forward_mutants import Mutant
 from mutation.run import probes_of, run_mutants
-
-from gpu_actors.kernels.hopper_decode.variant import NAME
 
 __all__ = ["PROBES", "run_probes"]
 

@@ -12,9 +12,8 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from inside.compiling import asset_headers, asset_text, kernel_file
 from mutation.forward_mutants import Mutant
-
-from gpu_actors.compiling.assets import asset_headers, asset_text, kernel_file
 
 __all__ = ["OPERATORS", "changes", "draw"]
 

@@ -22,14 +22,14 @@ from cases.steady_scores import check_steady
 from emulated import contraction
 from emulated import forward as emulated_forward
 from emulated.far_tensors import check_far
+from inside.compiling import kernel_file
+from inside.emulation import EmulatedModule, build_module
+from inside.testing import poison_unseen
 from mutation.forward_mutants import MUTANTS, Mutant
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.devices.emulation import EmulatedModule, build_module
 from gpu_actors.testing import random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 from emulated import forward as emulated_forward
+from inside.testing import poison_unseen
 from mutation.forward import seeded
 from mutation.forward_mutants import Mutant
 from mutation.forward_wide_mutants import MUTANTS
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors.testing import random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 __all__ = ["PROBES", "run_probes"]
 

@@ -19,15 +19,15 @@ from cases.score_mods import MODIFICATIONS
 from cases.steady_scores import check_steady
 from emulated import forward as emulated_forward
 from emulated.modified import check_modified, check_modified_nonfinite, modified_case
+from inside.compiling import kernel_file
+from inside.kernels import variant as sm90_variants
+from inside.testing import poison_unseen
 from mutation.forward import seeded
 from mutation.forward_mutants import Mutant
 from mutation.hopper_mutants import MUTANTS
 from mutation.run import probes_of, run_mutants
 
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.kernels.hopper import variant as sm90_variants
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 KERNEL = "forward_sm90"
 LAUNCHES = (

@@ -18,16 +18,16 @@ import pytest
 from cases.many_keys import check_many_keys, many_keys
 from emulated import forward as emulated_forward
 from emulated.forward import gaussian, problem_of, run, run_case
+from inside.compiling import kernel_file
+from inside.emulation import EmulatedModule
+from inside.testing import poison_unseen
 from mutation.forward import seeded
 from mutation.forward_mutants import Mutant
 from mutation.hopper_fp8_mutants import MUTANTS
 from mutation.run import probes_of, run_mutants
 
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.devices.emulation import EmulatedModule
 from gpu_actors.testing import ForwardCase, check_output, random_forward
-from gpu_actors.testing.problems import poison_unseen
 
 KERNEL = "forward_sm90"
 E4M3 = "float8_e4m3fn"

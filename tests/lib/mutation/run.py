@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from inside.emulation import EmulationFault
 from mutation.drawn import draw
 from mutation.forward_mutants import Mutant
 from support.logs import write_log
 
 from gpu_actors import CompileError, InvalidRequest
-from gpu_actors.devices.emulation import EmulationFault
 
 __all__ = ["probes_of", "run_mutants"]
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import emulated.forward as emulated_forward
 import pytest
+from inside.compiling import kernel_file
+from inside.emulation import EmulationFault
+from inside.kernels import variants
 
 import gpu_actors as ga
 from gpu_actors import KernelSource
-from gpu_actors.compiling.assets import kernel_file
-from gpu_actors.devices.emulation import EmulationFault
-from gpu_actors.kernels import variants
 
 __all__ = ["Bug", "caught"]
 

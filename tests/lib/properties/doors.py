@@ -12,12 +12,12 @@ import numpy as np
 from cases.cached_batches import Batch, tree_bits
 from cases.decode_requests import request_of
 from emulated.decode import DecodeCase
+from inside.graph import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
+from inside.testing import nan_filled
 from properties.problems import ENDS, FP8, Array, Problem, Spec, has_sequences
 
 import gpu_actors as ga
-from gpu_actors.graph.mha import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
 from gpu_actors.testing import check_gradients, check_output
-from gpu_actors.testing.problems import nan_filled
 
 __all__ = ["BACKWARD", "CACHED", "DOORS", "FORWARD", "Answer", "Asked", "ask", "check", "check_unharmed", "sender"]
 

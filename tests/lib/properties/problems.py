@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from cases.cached_batches import random_tree, tree_bits
 from cases.finite_masks import hide_keys
+from inside.testing import cast
 
 from gpu_actors.reference import attention_forward
-from gpu_actors.testing.problems import cast
 
 __all__ = ["ENDS", "FP8", "Array", "Problem", "Spec", "contiguous", "has_sequences", "interleaved", "problem_of"]
 

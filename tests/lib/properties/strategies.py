@@ -8,10 +8,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from inside.kernels import FIRST_FP8_CAPABILITY, capability
 from properties.doors import BACKWARD, CACHED, DOORS, FORMS, FORWARD
 from properties.problems import FP8, Spec
-
-from gpu_actors.kernels.support import FIRST_FP8_CAPABILITY, capability
 
 __all__ = ["ANY", "Family", "budget", "specs"]
 

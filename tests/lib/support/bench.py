@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from inside.bench import HostArrays, Peer, Plan, Prepared, RecordingContext, RecordingDevice, Stage
+from inside.devices import Device, Event, Launch, Stream
+
 from gpu_actors import ContextOptions
-from gpu_actors.bench.arrays import HostArrays
-from gpu_actors.bench.peers import Peer, Prepared
-from gpu_actors.bench.recorder import RecordingContext, RecordingDevice
-from gpu_actors.bench.suite import Stage
-from gpu_actors.bench.timing import Plan
-from gpu_actors.devices.interface import Device, Event, Launch, Stream
 
 PLAN = Plan(warmup=1, repeats=4, turns=2)
 

@@ -7,9 +7,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+from inside.actors import nvrtc
 
 from gpu_actors import KernelSource
-from gpu_actors.actors import nvrtc
 
 __all__ = ["counting"]
 

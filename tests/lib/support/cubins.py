@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import gpu_actors.compiling.cubin_cache as cubin_cache
+from inside.compiling import Toolchain, cubin_cache
+
 from gpu_actors import Cubin, KernelResources, KernelSource
-from gpu_actors.compiling.toolchain import Toolchain
 
 REPOSITORY = Path(cubin_cache.__file__).parents[2]
 ARCH = "sm_90a"

@@ -6,9 +6,10 @@ import dataclasses
 import re
 from typing import NamedTuple
 
+from inside.compiling import Compiler, supported_archs
+
 from benchmarks.sass import disassemble, find_disassembler
 from gpu_actors import KernelResources, KernelSource
-from gpu_actors.compiling.compiler import Compiler, supported_archs
 
 __all__ = ["ARCHS", "Code", "code_faults", "code_of", "register_limit", "with_bug"]
 

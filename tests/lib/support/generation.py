@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from inside.generation import tensor_names
 from safetensors.numpy import save_file
 
 import gpu_actors as ga
 from gpu_actors.generation import Engine, Generation, Llama, LlamaConfig, Settings, plain_logits, random_weights
-from gpu_actors.generation.weights import tensor_names
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from cases.array_entries import ENTRIES
+from inside.devices import select
 
 import gpu_actors as ga
-from gpu_actors.devices import select
 
 KERNEL = 'extern "C" __global__ void k(int* p) { p[threadIdx.x] = 1; }\n'
 OWN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
@@ -25,11 +25,10 @@ OWN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
 
 def pretend_cuda() -> None:
     from fakes.cuda import FakeCuda
+    from inside.compiling import Compiler, load_nvrtc
+    from inside.cuda import CudaDevice, device
 
     from gpu_actors import Cubin, KernelResources, KernelSource
-    from gpu_actors.compiling.compiler import Compiler
-    from gpu_actors.compiling.toolchain import load_nvrtc
-    from gpu_actors.devices.cuda import CudaDevice, device
 
     class Kernels(dict[str, Any]):
         """Any kernel, which does nothing."""
@@ -55,7 +54,7 @@ def pretend_cuda() -> None:
 
 def build_few() -> None:
     """The emulated device builds the first kernel and OWN; others do nothing. One code builds and launches them all."""
-    from gpu_actors.devices.emulation import device
+    from inside.emulation import device
 
     class Idle:
         def parameter_bytes(self, entry: str) -> None:
@@ -157,8 +156,7 @@ def main() -> int:
         ctx.stats()
         after("health and stats")
         if spec == "emulated":  # with nothing built but the executor, which takes seconds
-            from gpu_actors.devices.emulation import Toolchain
-            from gpu_actors.devices.emulation.executor import Executor
+            from inside.emulation import Executor, Toolchain
 
             Executor.of(Toolchain.find(), {}, {}).object_in(None)
             with ga.open_context(spec, ga.ContextOptions(cache_dir=cubins)) as cold:

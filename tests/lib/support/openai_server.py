@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from inside.openai_api import State
+from inside.serving import Protocol
 from support.served import Answered, Served
 from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.openai_api import ServeSettings, create_app
-from gpu_actors.openai_api.state import State
 from gpu_actors.serving import Traffic
-from gpu_actors.serving.protocol import Protocol
 
 MOCK = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"))
 HELLO = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from inside.runtime import Mailbox
+
 from gpu_actors import Call
-from gpu_actors.runtime.mailbox import Mailbox
 
 
 class Cell:

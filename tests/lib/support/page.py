@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from inside.runtime import SECONDS, Histogram
+from inside.status import SLOT
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -22,8 +24,6 @@ from support.service import Scripted, eventually
 import gpu_actors as ga
 from gpu_actors import asgi
 from gpu_actors.remote import RemoteContext
-from gpu_actors.runtime.meter import SECONDS, Histogram
-from gpu_actors.status.history import SLOT
 
 TIMES = {"time in the queue": Histogram(SECONDS), "first token": Histogram(SECONDS)}
 ERRORS = {"refused": ga.Overloaded("full", 1.0), "late": ga.DeadlineExceeded("late"), "failed": ga.LaunchError("torn")}

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import psutil
+from inside.devices import Launch, Outputs
 
 import gpu_actors as ga
-from gpu_actors.devices.interface import Launch, Outputs
 
 REPOSITORY = Path(ga.__file__).parents[1]
 KERNELS_CU = REPOSITORY / "kernels_cu"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
-from gpu_actors.kernels.params import ParamsLayout
+from inside.kernels import ParamsLayout
 
 __all__ = ["fields_of"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from inside.package import SystemClock
 from support.service import eventually
 
-from gpu_actors.clock import SystemClock
 from gpu_actors.testing import MockClock
 
 __all__ = ["WatchedClock", "WatchedSystemClock"]

@@ -1,0 +1,9 @@
+"""What tests of other rooms take from inside `compiling`."""
+
+from gpu_actors.compiling import assets, compiler, cubin_cache, cubin_folder, toolchain
+from gpu_actors.compiling.assets import asset_headers, asset_source, asset_text, kernel_file
+from gpu_actors.compiling.compiler import Compiler, supported_archs
+from gpu_actors.compiling.parameter_sizes import parameter_sizes
+from gpu_actors.compiling.signature import kernel_signature
+from gpu_actors.compiling.source import FIRST_CAPABILITY, exact_arch, parse_resources
+from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
