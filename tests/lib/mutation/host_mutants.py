@@ -237,12 +237,6 @@ _OPERANDS = _faults(
     ("the table's address is the first", "_buffer(base + late.offset", "_buffer(base", "host operands"),
     ("producers of arrays are forgotten", "self.producers.add(array.stream)", "pass", "late producers"),
     (
-        "producers of joined parts are forgotten",
-        "self.producers.update(part.stream for part in array.parts if part.stream is not None)",
-        "pass",
-        "joined",
-    ),
-    (
         "staged over each other",
         "_staged(self._staging_in, self._up.size + offset, array.shape",
         "_staged(self._staging_in, offset, array.shape",
