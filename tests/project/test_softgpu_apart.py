@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from inside.devices import choose_device
 from support.service import KERNELS_CU, REPOSITORY
 
