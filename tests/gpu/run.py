@@ -267,7 +267,7 @@ def real_command(step: Step, work: Path, seconds: float) -> list[str]:
 def obstacle() -> str | None:
     """Why nothing can be run here."""
     sys.path.insert(0, str(ROOT))
-    from inside.cuda import cuda_usable
+    from gpu_actors.devices.cuda import cuda_usable
 
     return cuda_usable()
 

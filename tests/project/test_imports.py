@@ -44,7 +44,7 @@ def inner_imports(path: Path) -> Iterator[tuple[int, str, str]]:
     """Each name that a file of the tests takes from an inner module of another room: the line, the module, the name."""
     folder = path.relative_to(ROOT / "tests").parts[0]
     # What is beside another library is a door of its own.
-    rooms = {folder, "interop", *(["devices"] if folder == "emulation" else [])}
+    rooms = {folder, "interop", *(["devices"] if folder in ("emulation", "gpu") else [])}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             taken = [(alias.name, "") for alias in node.names if alias.name.count(".") > 1]
