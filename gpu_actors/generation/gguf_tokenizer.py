@@ -79,6 +79,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
     transformers = transformers_module("model", None)
     from tokenizers import AddedToken
 
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise InvalidRequest("tokenizer.chat_template", template, "must be a string, a template in Jinja")
     kind = metadata.get(f"{_PREFIX}model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in list(builders):
@@ -99,7 +102,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
         return transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             clean_up_tokenization_spaces=False,
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=template,
             **texts,
         )
     except (Unsupported, InvalidRequest):

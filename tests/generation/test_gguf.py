@@ -417,3 +417,8 @@ class TestTokenizer:
     def test_a_broken_one_is_refused(self, written, more):
         with pytest.raises(InvalidRequest, match=r"tokenizer\.ggml\.(model|merges)"):
             build_tokenizer(GgufFile(written(more=more)).metadata)
+
+    @pytest.mark.parametrize("template", [5, True, [1, 2], ["a"]], ids=str)
+    def test_a_chat_template_that_is_no_text_is_refused_by_its_name(self, written, template):
+        with pytest.raises(InvalidRequest, match=r"tokenizer\.chat_template="):
+            build_tokenizer(GgufFile(written(more={"tokenizer.chat_template": template})).metadata)
