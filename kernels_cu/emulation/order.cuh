@@ -210,7 +210,7 @@ inline void check_released(const Block& block, uint64_t read, uint32_t address, 
   for (uint32_t rest = lanes_of(read); rest; rest &= rest - 1) {
     const int thread = warp_of(read) * 32 + __builtin_ctz(rest);
     if (knows(block, self(), thread, time_of(read))) continue;
-    fail(kind::race, "%s over shared address 0x%x, which thread %d reads: it has told nobody that it is done", what, address,
+    fail(kind::race, "%s over shared address 0x%x, which thread %d reads and has not released", what, address,
          thread);
   }
 }
