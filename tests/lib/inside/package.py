@@ -1,4 +1,4 @@
-"""What tests of other rooms take from inside no room: the modules beside them."""
+"""What tests take from the inner modules that lie beside the rooms."""
 
 from gpu_actors.clock import SYSTEM_CLOCK, SystemClock
 from gpu_actors.compiled_kernel import LaunchKernel
