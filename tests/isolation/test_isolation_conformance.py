@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from fakes.saboteur import Failing, Saboteur
+from support.service import eventually
 
 import gpu_actors as ga
 
@@ -133,12 +136,21 @@ def own_actor(ctx: ga.GpuContext) -> Any:
 def priorities(ctx: ga.GpuContext) -> Any:
     done: list[int] = []
     actor = ctx.actor(Saboteur)
-    first = actor.submit(("sleep", 0.2))
-    replies = [actor.submit(("echo", priority), priority=priority) for priority in (1, 3, 2)]
-    for reply in replies:
-        reply.add_done_callback(lambda told: done.append(told.result()))
-    for reply in (first, *replies):
-        reply.result(30.0)
+
+    def queued() -> int:
+        return ctx.stats()[Saboteur.label].queued
+
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Path(folder, "open")
+        first = actor.submit(("until", str(gate)))
+        eventually(Path(folder, "begun").exists)  # else the actor may take the next request with it
+        replies = [actor.submit(("echo", priority), priority=priority) for priority in (1, 3, 2)]
+        for reply in replies:
+            reply.add_done_callback(lambda told: done.append(told.result()))
+        eventually(lambda: queued() == len(replies))
+        gate.touch()
+        for reply in (first, *replies):
+            reply.result(30.0)
     return done
 
 

@@ -26,9 +26,10 @@ def _send(number: int) -> None:
 
 
 class Saboteur(ServiceActor):
-    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("now", way), ("trap", step, way) and
-    ("start and end",), which answers the status of a program that it has ended.
+    """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("until", path), ("now", way),
+    ("trap", step, way) and ("start and end",), which answers the status of a program that it has ended.
 
+    For ("until", path) it makes a file "begun" beside the path and waits until the path exists.
     After ("note receivers",), ("received here",) tells whether its own thread received it.
     """
 
@@ -49,6 +50,11 @@ class Saboteur(ServiceActor):
             _trap(given[0], WAYS[given[1]])
         elif kind == "sleep":
             time.sleep(given[0])
+        elif kind == "until":
+            gate = Path(given[0])
+            gate.with_name("begun").touch()
+            while not gate.exists():
+                time.sleep(0.001)
         elif kind == "raise":
             raise given[0]
         elif kind == "fill":
