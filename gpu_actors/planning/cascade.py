@@ -297,9 +297,9 @@ def _page_bytes(p: AttentionProblem) -> int:
 def prefix_problem(p: AttentionProblem, groups: int, longest: int, total: int, capacity: int) -> AttentionProblem:
     """The rows of groups, each over the prefix that it shares. longest, total: rows. capacity: keys."""
     sizes: dict[str, Any] = {"batch": groups, "seqlen_q": longest, "total_q": total, "seqlen_k": capacity}
-    return dataclasses.replace(
-        p, **sizes, varlen_q=True, causal=False, tree_mask=False, sinks=False, return_lse=True, out_dtype=_FLOAT
-    )
+    # A causal mask may come with a window whose right edge it makes void.
+    seen: dict[str, Any] = {"causal": False, "window_size": (-1, -1), "tree_mask": False, "sinks": False}
+    return dataclasses.replace(p, **sizes, **seen, varlen_q=True, return_lse=True, out_dtype=_FLOAT)
 
 
 def tail_problem(p: AttentionProblem, capacity: int) -> AttentionProblem:

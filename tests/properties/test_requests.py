@@ -96,6 +96,31 @@ def test_kernels_answer_as_the_oracle_does(opened: Opened, arch: str, times: int
     holds()
 
 
+_COPIES = Family(
+    doors=("kv_cache",),
+    dtypes=("float16", "bfloat16"),
+    dims=((64, 64),),
+    pool=("causal", "window_size", "softcap", "sinks"),
+    plain=True,
+)
+_VOID_EDGE = Spec(door="kv_cache", dtype="float16", dims=(64, 64), options={"causal": True, "window_size": (-1, 0)})
+
+
+@TIMES
+def test_a_prefix_that_copies_share_is_read_as_each_has_it(opened: Opened, times: int) -> None:
+    @budget(times * 40)
+    @given(where=anywhere(_COPIES), page=st.sampled_from((1, 4, 16)))
+    # The right edge of a window, void beside a causal mask, hid keys of the prefix.
+    @example(where=("sm_80", _VOID_EDGE), page=1)
+    def holds(where: tuple[str, Spec], page: int) -> None:
+        arch, spec = where
+        keys = spec.keys[:1] * len(spec.keys)
+        how = {"cascade": True, "page_size": page, "return_lse": True}
+        answered(opened("mock", arch), dataclasses.replace(spec, shared="kv", keys=keys, how=how))
+
+    holds()
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ARCHES)
@@ -151,6 +176,11 @@ SPOILS: dict[str, Callable[[np.ndarray, int], Any]] = {
     "empty": lambda array, axis: array.take([], axis) if array.size else array[None],
     "swapped": lambda array, axis: np.ascontiguousarray(array.swapaxes(0, axis)),
     "huge": huge,
+    "an end less": lambda array, axis: (
+        array - (np.arange(array.size) == array.size - 1).astype(array.dtype)
+        if array.dtype == np.int32 and array.ndim == 1
+        else array
+    ),
     "less": lambda array, axis: array - array.dtype.type(1) if array.dtype != np.bool_ else array,
     "more": lambda array, axis: array + array.dtype.type(100) if array.dtype != np.bool_ else array,
 }
@@ -171,6 +201,20 @@ def fits(annotation: str, value: Any) -> bool:
     if isinstance(value, numbers.Real) and not math.isfinite(value):
         return False
     return isinstance(value, tuple(_KINDS[name] for name in annotation.split(" | ") if name in _KINDS))
+
+
+# The least that a number may be, and each of a window's bounds.
+_LEAST = {
+    "window_size": -1,
+    **dict.fromkeys(
+        ("sink_tokens", "attention_chunk", "softcap", "dropout_p", "dropout_seed", "dropout_first_head"), 0
+    ),
+}
+
+
+def too_little(name: str, value: Any) -> bool:
+    """Whether a value of the right type is below what its option begins at."""
+    return name in _LEAST and any(bound < _LEAST[name] for bound in (value if isinstance(value, tuple) else (value,)))
 
 
 # Of the fields of a message, those that the door's method does not have.
@@ -242,12 +286,15 @@ def spoil(asked: Asked, wrong: Spoilt) -> tuple[bool, bool]:
     name = wrong.name
     if not wrong.spoil:
         value = asked.arguments[name] = _ODD[wrong.odd]
-        return isinstance(value, str) or not fits(options_of(asked.spec.door)[name], value), False
+        fitting = not isinstance(value, str) and fits(options_of(asked.spec.door)[name], value)
+        return not fitting or too_little(name, value), False
     array = asked.arguments[name]
     other = name.translate(str.maketrans("kv", "vk"))
     if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray | list):
         asked.arguments[other] = spoilt_array(asked.arguments[other], wrong)
     found = asked.arguments[name] = spoilt_array(array, wrong)
+    if wrong.spoil == "an end less":  # a sequence may be shorter, and packed rows belong to one
+        return name.startswith("cu_seqlens"), False
     if isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype):
         return False, False
     exact = wrong.spoil in _ALWAYS and (name, wrong.spoil) != ("alibi_slopes", "one axis more")  # one of sequences
@@ -355,10 +402,64 @@ def test_sequences_fill_their_room_and_no_more(opened: Opened, times: int) -> No
     holds()
 
 
+@TIMES
+def test_no_result_is_written_over_an_operand(opened: Opened, times: int) -> None:
+    @budget(times * 40)
+    @given(where=anywhere(Family(doors=(*_FLASH, "paged", "cache", "pointers"), pool=("sinks",))))
+    def holds(where: tuple[str, Spec]) -> None:
+        arch, spec = where
+        asked = ask_of(spec, problem_of(spec, finite=True))
+        with sender(opened("mock", arch), asked) as method:
+            out = method(**asked.arguments).result(60)
+            out = getattr(out, "out", out)
+            for name in arrays_of(asked):
+                value = asked.arguments[name]
+                memory = value[-1] if isinstance(value, list) else value
+                if (
+                    name == "out"
+                    or memory.dtype != out.dtype
+                    or not memory.flags.c_contiguous
+                    or memory.size < out.size
+                ):
+                    continue
+                inside = memory.reshape(-1)[memory.size - out.size :].reshape(out.shape)
+                if out.size:
+                    error = refusal(lambda inside=inside: method(**{**asked.arguments, "out": inside}).result(60))
+                    assert error is not None, f"out lies in {name}"
+                    assert getattr(error, "field", None) == "out", error
+
+    holds()
+
+
+_PLACED = Family(doors=(*_FLASH, *_BACKWARD), options=("q_positions", "k_positions"))
+_POSITIONS = 1 << 30
+
+
+@TIMES
+def test_positions_end_below_their_limit(opened: Opened, times: int) -> None:
+    @budget(times * 40)
+    @given(where=anywhere(_PLACED))
+    def holds(where: tuple[str, Spec]) -> None:
+        arch, spec = where
+        asked = ask_of(spec, problem_of(spec, finite=True))
+        for name, lengths in (("q_positions", spec.rows), ("k_positions", spec.keys)):
+            array = asked.arguments.get(name)
+            for sequence, more in itertools.product(range(0 if array is None else len(array)), (0, 1)):
+                steps = array[sequence, 1] if array.ndim == 2 else 1
+                last = max(lengths if len(array) < len(lengths) else lengths[sequence : sequence + 1]) - 1
+                moved = array.copy()
+                moved.reshape(len(array), -1)[sequence, 0] = _POSITIONS - 1 - max(0, last) * steps + more
+                further = dataclasses.replace(asked, arguments={**asked.arguments, name: moved})
+                error = refusal(lambda further=further: send(opened("mock", arch), further))
+                assert (getattr(error, "field", None) == name) == (more > 0), error
+
+    holds()
+
+
 # Requests beyond what kernels here compute
 
 _LATENT: dict[str, Any] = {"how": {"latent": True}, "options": {"softmax_scale": 0.2}}
-# The doors that each may be asked at, and what is changed in a request.
+# The doors that each may be asked at, and what is changed in a request. One that changes rows has nothing drawn beside.
 BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "a tiny scale": (_PLAIN, {"options": {"softmax_scale": 1e-40}}),
     "a huge scale": (_PLAIN, {"options": {"softmax_scale": -1e38}}),
@@ -367,6 +468,7 @@ BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "wide values": (_PLAIN, {"dims": (8, 600)}),
     "wide latents": (("paged", "cache"), {"heads": (2, 1), "dims": (600, 512), **_LATENT}),
     "wide values of latents": (("paged", "cache"), {"heads": (2, 1), "dims": (560, 552), **_LATENT}),
+    "a tall tree": (("paged", "cache"), {"rows": (64, 64), "keys": (70, 70), "options": {"tree_mask": True}}),
     "integers": (("varlen",), {"dtype": "int32"}),
     "long doubles": (_FLASH, {"dtype": "longdouble"}),
     "fp8": ((*_FLASH, *_BACKWARD), {"dtype": "float8_e4m3fn"}),
@@ -407,6 +509,8 @@ def beyond(draw: st.DrawFn) -> tuple[str, Spec]:
     options = {name: value for name, value in spec.options.items() if name not in ("bias", "dropout_p")}
     dependent = ("latent", "compute", "kv_dtype", "out", "out_dtype")
     how = {name: value for name, value in spec.how.items() if name not in dependent}
+    if "rows" in changes:
+        options, how = {}, {}
     merged = {"options": options | changes.get("options", {}), "how": how | changes.get("how", {})}
     return arch, dataclasses.replace(spec, **{**changes, **merged})
 

@@ -371,7 +371,8 @@ def sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
     blocks = 2 * sum(-(-len(keys) // page) + 1 for keys in problem.k)  # each may be forked
     sizes = {"num_blocks": blocks, "page_size": page, "kv_heads": problem.heads[1]}
     dims = {"head_dim": asked.spec.dims[0], "head_dim_v": asked.spec.dims[1]}
-    with ctx.kv_cache(**sizes, **dims, dtype=problem.k[0].dtype) as cache:
+    cascade = asked.spec.how.get("cascade", "auto")
+    with ctx.kv_cache(**sizes, **dims, dtype=problem.k[0].dtype, cascade=cascade) as cache:
         seqs = [cache.create().result(_WAIT) for _ in problem.k]
         if asked.spec.how.get("turned"):  # a batch need not have them in the order in which they began
             seqs.reverse()
@@ -381,6 +382,9 @@ def sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
                 cache.append(seq, k, v).result(_WAIT)
 
         for index, new in enumerate(_new_rows(asked.spec, problem)):
+            if asked.spec.shared and index:  # all have the keys of the first
+                seqs[index] = cache.fork(seqs[0]).result(_WAIT)
+                continue
             k, v = (arrays[index][: len(arrays[index]) - new] for arrays in (problem.k, problem.v))
             half = len(k) // 2 if asked.spec.how.get("forked") else 0
             append(seqs[index], k[:half], v[:half])
