@@ -119,7 +119,7 @@ def step_of(code: list[tuple[int, str]]) -> tuple[list[str], int]:
     """
     loops = []
     for address, text in code:
-        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        branch = _BRANCH.search(text)
         if branch and int(branch[1], 16) < address:
             body = [line for line in code if int(branch[1], 16) <= line[0] <= address]
             if all(any(name in text for _, text in body) for name in ("GMMA", "MUFU.EX2")):
