@@ -90,10 +90,10 @@ def test_the_first_token_of_a_stream_comes_soon(model: str, seconds: float, monk
         assert time.monotonic() - server.began < seconds
 
 
-def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.sweep)])
+def test_streams_end_in_a_complete_event_after_sigterm(count: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    count = 500
     # The cache has pages for 500 texts of 100 tokens and their prompts. Longer ones would wait for pages, until their
     # 429. No text ends by itself, and there is no drain in which it could reach its length.
     content = {**CHAT, **STREAM, "max_tokens": 100, "temperature": 0}
@@ -124,7 +124,7 @@ def test_500_streams_end_in_a_complete_event_after_sigterm() -> None:
         events = events_of(body)
         ends.append(events[-1]["error"]["code"] if "error" in events[-1] else events[-2]["choices"][0]["finish_reason"])
     assert set(ends) <= {"ActorStopped", "stop", "length"}
-    assert ends.count("ActorStopped") > 100, "they were cut off, not merely finished"
+    assert ends.count("ActorStopped") > count // 5, "they were cut off, not merely finished"
     lines = [json.loads(line) for line in server.log]
     assert len([line for line in lines if line.get("path") == CHATS and line["status"] == 200]) == count
     assert [line for line in lines if line["level"] not in ("INFO", "WARNING")] == []

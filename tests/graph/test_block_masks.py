@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.block_lists import BLOCK, kinds_of, near, ordered
+from cases.block_lists import BLOCK, kinds_of, near, ordered, usually
 from emulated.forward import ml_dtype
 from inside.kernels import dispatch_key, explain, variants
 from inside.reference import evaluate_graph
-from mutation.block_mask_mutants import HOPPER_MUTANTS, MUTANTS, SHOWN_MUTANTS, TURN_MUTANTS, BlockMutant
-from mutation.block_masks import assert_caught
 from support.counting import counting
 
 import gpu_actors as ga
@@ -157,53 +155,11 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
 NOT_HIDDEN = 2 * BLOCK - 1  # a key beside those that no row of KV head 0 sees
 
 
-def check_nonfinite(ctx: ga.GpuContext) -> None:
-    """A value that is not finite reaches the rows that see its key, and no others."""
-    lists = lists_of(KINDS)
-    arrays = arrays_of(lists)
-    graph = forward_graph(lists, modified=False)
-    wanted, _ = explicit(arrays, KINDS, False, False)
-    given = poisoned(arrays)
-    given[V][:, :, NOT_HIDDEN, 3] = np.nan
-    found = ctx.cudnn.execute(graph, given).result(100.0)[OUT].astype(np.float64)
-    seen = (KINDS[:, :, :, NOT_HIDDEN // BLOCK] > 0).repeat(BLOCK, 2)[:, :, :ROWS]
-    wanted[..., 3][seen] = np.nan
-    assert 0.2 < seen.mean() < 0.8
-    np.testing.assert_allclose(found, wanted, atol=4e-3)
-
-
 DETERMINISTIC_LAUNCHES: tuple[dict[str, Any], ...] = (
     {"delivery": "late", "schedule": "greedy", "seed": 0},
     {"delivery": "random", "schedule": "random", "seed": 5},
     {"delivery": "eager", "schedule": "round_robin", "seed": 9},
 )
-
-
-def check_deterministic(
-    patch: pytest.MonkeyPatch, causal: bool, dim: int, arch: str = "sm_80", hang: float | None = None
-) -> None:
-    """Gradients have the same bits in every order of blocks, and dQ has them in every order of the lists, too.
-
-    From head dim 136 on a block of keys has two tiles.
-    """
-    patch.setattr(sys.modules[__name__], "DIM", dim)
-    lists = lists_of(KINDS)
-    graph = backward_graph(lists, causal, deterministic=True)
-    arrays = backward_arrays(lists, causal, True)
-    wanted = evaluate_graph(graph, arrays)
-    answers = []
-    for number, launch in enumerate(DETERMINISTIC_LAUNCHES):
-        given = dict(arrays)
-        if number == 2:
-            given |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS, seed=11))}
-        options = ga.ContextOptions(arch=arch, emulation=ga.EmulationOptions(**launch), hang_timeout=hang)
-        with ga.open_context("emulated", options) as ctx:
-            assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
-            answers.append(ctx.cudnn.execute(graph, given).result(100.0))
-    for uid in (DQ, DK, DV):
-        np.testing.assert_allclose(answers[0][uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
-        np.testing.assert_array_equal(answers[1][uid], answers[0][uid])
-    np.testing.assert_array_equal(answers[2][DQ], answers[0][DQ])
 
 
 @pytest.mark.parametrize(
@@ -217,14 +173,28 @@ def check_deterministic(
     ],
 )
 def test_blocks_take_turns_at_listed_rows(causal: bool, dim: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_deterministic(monkeypatch, causal, dim, arch)
+    """Gradients have the same bits in every order of blocks, and dQ has them in every order of the lists, too.
 
-
-KINDS_OF_CASES = [
-    (True, True, True),
-    pytest.param(False, False, False, marks=pytest.mark.sweep),
-    pytest.param(False, True, True, marks=pytest.mark.sweep),
-]
+    From head dim 136 on a block of keys has two tiles.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
+    lists = lists_of(KINDS)
+    graph = backward_graph(lists, causal, deterministic=True)
+    arrays = backward_arrays(lists, causal, True)
+    wanted = evaluate_graph(graph, arrays)
+    answers = []
+    for number, launch in enumerate(DETERMINISTIC_LAUNCHES):
+        given = dict(arrays)
+        if number == 2:
+            given |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS, seed=11))}
+        options = ga.ContextOptions(arch=arch, emulation=ga.EmulationOptions(**launch))
+        with ga.open_context("emulated", options) as ctx:
+            assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
+            answers.append(ctx.cudnn.execute(graph, given).result(100.0))
+    for uid in (DQ, DK, DV):
+        np.testing.assert_allclose(answers[0][uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
+        np.testing.assert_array_equal(answers[1][uid], answers[0][uid])
+    np.testing.assert_array_equal(answers[2][DQ], answers[0][DQ])
 
 
 def poisoned(arrays: dict[int, Any]) -> dict[int, Any]:
@@ -274,7 +244,7 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
         np.testing.assert_allclose(found[uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True), (False, False, True)))
 def test_kernels_attend_to_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_forward(emulated, causal, modified, full)
 
@@ -287,7 +257,7 @@ def test_heads_of_512_columns_attend_to_listed_blocks(arch: str, monkeypatch: py
         check_forward(ctx, causal=True, modified=True, full=True, kernel="forward_wide")
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
 def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_forward(hopper, causal, modified, full, "forward_sm90")
 
@@ -298,7 +268,18 @@ def test_hopper_reads_tensors_of_keys_up_to_the_last_key(hopper: ga.GpuContext) 
 
 
 def test_nonfinite_values_reach_the_rows_that_see_them(hopper: ga.GpuContext) -> None:
-    check_nonfinite(hopper)
+    """A value that is not finite reaches the rows that see its key, and no others."""
+    lists = lists_of(KINDS)
+    arrays = arrays_of(lists)
+    graph = forward_graph(lists, modified=False)
+    wanted, _ = explicit(arrays, KINDS, False, False)
+    given = poisoned(arrays)
+    given[V][:, :, NOT_HIDDEN, 3] = np.nan
+    found = hopper.cudnn.execute(graph, given).result(100.0)[OUT].astype(np.float64)
+    seen = (KINDS[:, :, :, NOT_HIDDEN // BLOCK] > 0).repeat(BLOCK, 2)[:, :, :ROWS]
+    wanted[..., 3][seen] = np.nan
+    assert 0.2 < seen.mean() < 0.8
+    np.testing.assert_allclose(found, wanted, atol=4e-3)
 
 
 @pytest.mark.sweep
@@ -328,13 +309,13 @@ def sparse(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q + kv) % 3 < 1
 
 
-def check_shown(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, dim: int = 128) -> None:
+def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """In full blocks a mask is not computed: one that hides keys of theirs does so in the other blocks alone."""
-    patch.setattr(sys.modules[__name__], "DIM", dim)
+    monkeypatch.setattr(sys.modules[__name__], "DIM", 128)
     lists = lists_of(KINDS)
     graph = ga.OperationGraph()
-    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, dim), dtype="float16")
-    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, dim), dtype="float16") for uid in (K, V))
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, 128), dtype="float16")
+    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, 128), dtype="float16") for uid in (K, V))
     scores = graph.matmul(q, graph.transpose(k)) * 0.05
     distance = graph.index(scores, 3) - graph.index(scores, 2)
     scores = scores + distance * 0.01 + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
@@ -343,7 +324,7 @@ def check_shown(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, dim: int = 128) -
     graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
     arrays = arrays_of(lists)
     arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
-    found = ctx.cudnn.execute(graph, arrays).result(100.0)[OUT]
+    found = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
     rows, keys = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
     kinds = KINDS.repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
     seen = (kinds == 2) | ((kinds == 1) & ((rows + keys) % 3 == 0) & (keys != rows + 3))
@@ -352,10 +333,6 @@ def check_shown(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, dim: int = 128) -
     weights = np.where(seen, np.exp(0.05 * q @ k.swapaxes(-1, -2) + (keys - rows) * 0.01 + arrays[SHIFTS]), 0)
     total = weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(found.astype(np.float64), weights / np.where(total == 0, 1, total) @ v, atol=4e-3)
-
-
-def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_shown(hopper, monkeypatch)
 
 
 def test_a_mask_that_depends_on_the_score_is_computed_in_full_blocks() -> None:
@@ -444,7 +421,7 @@ def test_hopper_in_every_delivery(
         check_forward(ctx, causal, modified, True, "forward_sm90")
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), KINDS_OF_CASES)
+@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
 def test_kernels_differentiate_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_backward(emulated, causal, modified, full)
 
@@ -614,31 +591,3 @@ def test_kernels_say_what_they_do_not_take() -> None:
     wide = dataclasses.replace(backward, head_dim=256, head_dim_v=256)
     with pytest.raises(ga.Unsupported, match="tiles of 48 keys"):
         dispatch_key(wide, "sm_86")
-
-
-# Seeded bugs
-
-CHECKS: dict[str, Any] = {
-    "forward": lambda ctx, _: check_forward(ctx, False, False, True),
-    "backward": lambda ctx, _: check_backward(ctx, False, False, True),
-    "turns": lambda _, patch: check_deterministic(patch, False, 32, hang=5.0),
-    "turns, wide": lambda _, patch: check_deterministic(patch, False, 136, hang=10.0),
-    "hopper": lambda ctx, _: check_forward(ctx, False, True, True, "forward_sm90"),
-    "hopper, causal": lambda ctx, _: check_forward(ctx, True, True, True, "forward_sm90"),
-    "hopper, shown": lambda ctx, patch: check_shown(ctx, patch),
-    "hopper, keys": lambda ctx, _: check_forward(ctx, False, "keys", True, "forward_sm90"),
-    "hopper, nonfinite": lambda ctx, _: check_nonfinite(ctx),
-    "hopper, loads": lambda ctx, patch: check_counted(patch, ctx, True, True),
-}
-ALL = MUTANTS + HOPPER_MUTANTS + TURN_MUTANTS + SHOWN_MUTANTS
-SAMPLE = ("tiles of a block repeat the first", "a block of rows takes the list of the first")
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [m if m.name in SAMPLE else pytest.param(m, marks=pytest.mark.sweep) for m in ALL],
-    ids=lambda mutant: mutant.name,
-)
-def test_a_bug_in_block_masks_is_caught(mutant: BlockMutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    with few_blocks():
-        assert_caught(mutant, CHECKS, monkeypatch)

@@ -113,7 +113,7 @@ SAMPLE = ("document mask", "tanh gating")
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES])
 def test_kernels_compute_every_score_modification(emulated_sm80: ga.GpuContext, name: str) -> None:
-    """float16 on tensor cores. Of forward_sm90: tests/kernels/test_forward_sm90_score_mods.py."""
+    """float16 on tensor cores. Of forward_sm90: its rows in tests/lib/matrix."""
     case = case_of(name)
     graph = forward_graph(case)
     assert emulated_sm80.cudnn.inspect_plan(graph).key.kernel == "forward_mma"

@@ -1,4 +1,4 @@
-"""The append kernel on the CPU: every cell of the caches is the oracle's, those that no new row goes to included."""
+"""What append keeps beside the oracle's cells: roundings, far positions, views of operands, refusals."""
 
 from __future__ import annotations
 
@@ -7,166 +7,25 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated.append import FP8, AppendCase, Operands, check, dtype_of, expected, run, same_bits
-
-from gpu_actors.kernels.append.variant import Rope, append_geometry, append_key, cut_rows
-
-SCHEDULES = ("greedy", "lane", "random", "round_robin")
-
-# Sequences without new rows and without keys, pages that are begun, filled and crossed, a table of tables.
-NEW, BEFORE = (3, 0, 21, 1, 0, 8), (5, 2, 7, 0, 0, 8)
-CASES = {
-    "copy": AppendCase(new=NEW, before=BEFORE),
-    "copy bfloat16, values wider": AppendCase(
-        new=NEW, before=BEFORE, dtype="bfloat16", cache_dtype="bfloat16", head_dim=40, head_dim_v=64, page_size=16
-    ),
-    "copy float32, odd columns": AppendCase(
-        new=NEW, before=BEFORE, dtype="float32", cache_dtype="float32", head_dim=5, head_dim_v=3, layout="dense"
-    ),
-    "copy float64, odd columns": AppendCase(
-        new=NEW, before=BEFORE, dtype="float64", cache_dtype="float64", head_dim=16, head_dim_v=7
-    ),
-    "copy fp8": AppendCase(new=NEW, before=BEFORE, dtype=FP8[0], cache_dtype=FP8[0], layout="pointers"),
-    "narrow": AppendCase(new=NEW, before=BEFORE, dtype="float32", cache_dtype="bfloat16", head_dim=20),
-    "e4m3": AppendCase(new=NEW, before=BEFORE, cache_dtype=FP8[0], descales=True, head_dim=64, scale=30),
-    "e5m2, odd columns": AppendCase(
-        new=NEW, before=BEFORE, dtype="float32", cache_dtype=FP8[1], descales=True, head_dim=13, layout="pointers"
-    ),
-    "e4m3 without descales": AppendCase(new=NEW, before=BEFORE, dtype="bfloat16", cache_dtype=FP8[0], layout="dense"),
-    # More than 64 columns of either pair's elements, and some behind them.
-    "halves": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=192), head_dim=200, heads_q=4),
-    "halves, dim 6 of 24": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=6, base=500.0), head_dim=24, heads_q=2),
-    "halves, odd columns": AppendCase(
-        new=NEW, before=BEFORE, dtype="bfloat16", cache_dtype="bfloat16", rope=Rope(dim=34), head_dim=37, layout="dense"
-    ),
-    "interleaved": AppendCase(
-        new=NEW, before=BEFORE, rope=Rope(dim=96, interleaved=True), head_dim=112, heads_q=6, layout="pointers"
-    ),
-    "interleaved, dim 10 of 24": AppendCase(
-        new=NEW, before=BEFORE, dtype="float32", cache_dtype="float32", rope=Rope(dim=10, interleaved=True), head_dim=24
-    ),
-    "tables and positions": AppendCase(
-        new=NEW, before=BEFORE, rope=Rope(dim=16, table_rows=3000), positions=True, heads_q=2
-    ),
-    "positions": AppendCase(new=NEW, before=BEFORE, rope=Rope(dim=16, interleaved=True), positions=True, heads_q=1),
-    "scaled frequencies": AppendCase(
-        new=NEW, before=BEFORE, rope=Rope(dim=8, inv_freq=(1.0, 7.5, -0.25, 0.001)), positions=True
-    ),
-    "halves to e4m3": AppendCase(
-        new=NEW, before=BEFORE, rope=Rope(dim=32), cache_dtype=FP8[0], descales=True, heads_q=2, head_dim=64
-    ),
-    "interleaved to e5m2": AppendCase(
-        new=NEW, before=BEFORE, dtype="bfloat16", rope=Rope(dim=20, interleaved=True), cache_dtype=FP8[1], head_dim=24
-    ),
-    "one row each": AppendCase(new=(1,) * 9, before=(0, 7, 8, 15, 16, 63, 3, 31, 1), even=True),
-    "two rows each": AppendCase(new=(2,) * 5, before=(0, 7, 8, 15, 30), even=True, rope=Rope(dim=32), layout="dense"),
-    "many heads": AppendCase(new=(2, 1), before=(6, 0), heads_kv=32, head_dim=128, rope=Rope(dim=128), heads_q=64),
-    "one head, many rows": AppendCase(
-        new=(300, 4000, 0, 250), before=(0, 9, 0, 4), heads_kv=1, head_dim=8, page_size=128, rope=Rope(dim=4)
-    ),
-}
-
-
-# Each is a variant to build; the default run takes a sample.
-REST = (
-    *("copy bfloat16, values wider", "copy fp8", "narrow", "e4m3 without descales", "halves, dim 6 of 24"),
-    *("positions", "scaled frequencies", "interleaved to e5m2", "two rows each"),
+from emulated.append import (
+    FP8,
+    AppendCase,
+    Operands,
+    buffer_of,
+    dtype_of,
+    expected,
+    launch_append,
+    placed,
+    run,
+    same_bits,
 )
+from inside.devices import Buffer
+from inside.emulation import EmulatedBuffer
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.sweep) if n in REST else n for n in CASES])
-def test_new_rows_arrive_and_nothing_else_changes(name):
-    for seed, schedule in enumerate(SCHEDULES):
-        check(dataclasses.replace(CASES[name], seed=seed), schedule=schedule, seed=seed)
-
-
-def random_case(seed: int) -> AppendCase:
-    rng = np.random.default_rng(seed)
-    batch = int(rng.integers(1, 7))
-    dtype = str(rng.choice(["float16", "bfloat16", "float32"]))
-    cache_dtype = str(rng.choice([dtype, *FP8]))
-    head_dim = int(rng.choice([5, 16, 33, 64, 80, 128]))
-    rope = None
-    if rng.random() < 0.6:
-        rows = 4000 if rng.random() < 0.3 else 0
-        dim = 2 * int(rng.integers(1, head_dim // 2 + 1))
-        rope = Rope(dim=dim, base=float(rng.choice([100.0, 1e4, 5e5])), interleaved=rng.random() < 0.5)
-        rope = dataclasses.replace(rope, table_rows=rows)
-    return AppendCase(
-        new=tuple(int(n) for n in rng.choice([0, 1, 1, 2, 5, 17, 40], batch)),
-        before=tuple(int(n) for n in rng.choice([0, 0, 1, 7, 8, 15, 16, 100], batch)),
-        layout=str(rng.choice(["paged", "paged", "dense", "pointers"])),
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        heads_kv=int(rng.integers(1, 5)),
-        head_dim=head_dim,
-        head_dim_v=int(rng.choice([head_dim, 16, 24])),
-        page_size=int(rng.choice([8, 16, 64])),
-        rope=rope,
-        positions=rope is not None and rng.random() < 0.4,
-        heads_q=int(rng.integers(0, 5)) if rope is not None else 0,
-        descales=cache_dtype != dtype and rng.random() < 0.7,
-        seed=seed,
-    )
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_appends_agree_with_the_oracle(seed):
-    check(random_case(seed), schedule=SCHEDULES[seed % 4], seed=seed)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3600)
-def test_three_hundred_random_appends_agree_with_the_oracle():
-    for seed in range(100, 400):
-        check(random_case(seed), schedule=SCHEDULES[seed % 4], seed=seed)
-
-
-class TestPlaces:
-    CASE = AppendCase(new=(2, 3, 4), before=(8, 0, 14), page_size=8, capacity=24)
-
-    def unchanged_but(self, operands: Operands, kept: tuple[int, ...]) -> None:
-        """Only the new rows of the sequences ``kept`` were written."""
-        caches, _ = run(operands)
-        whole = Operands(self.CASE)
-        wanted = [cache.copy() for cache in whole.caches]
-        for index, cache in enumerate(expected(whole, exact=True)):
-            for sequence in kept:
-                pages = whole.table[sequence][: -(-int(whole.cache_seqlens[sequence]) // 8)]
-                wanted[index][pages] = cache[pages]
-        for name, got, want in zip(("k_cache", "v_cache"), caches, wanted, strict=True):
-            same_bits(name, got, want, self.CASE)
-
-    def test_new_rows_of_every_sequence_arrive(self):
-        self.unchanged_but(Operands(self.CASE), (0, 1, 2))
-
-    def test_a_sequence_of_length_0_is_padding(self):
-        operands = Operands(self.CASE)
-        operands.cache_seqlens[1] = 0
-        self.unchanged_but(operands, (0, 2))
-
-    def test_rows_beyond_a_sequences_capacity_are_written_nowhere(self):
-        operands = Operands(self.CASE)
-        operands.cache_seqlens[2] = 28  # places 24 to 27 of 24
-        self.unchanged_but(operands, (0, 1))
-
-    @pytest.mark.parametrize("entry", [-1, 12, 2147480000])
-    def test_pages_outside_the_pool_are_written_nowhere(self, entry):
-        operands = Operands(self.CASE)
-        assert operands.num_blocks == 12
-        operands.table[1, 0] = entry
-        self.unchanged_but(operands, (0, 2))
-
-    def test_rows_after_the_last_sequences_are_nobodys(self):
-        operands = Operands(self.CASE)
-        operands.cu_seqlens[3] = 5  # the third sequence has none now, and four rows are left over
-        self.unchanged_but(operands, (0, 1))
-
-    def test_no_rows_at_all_launch_nothing(self):
-        operands = Operands(AppendCase(new=(0, 0), before=(3, 0)))
-        assert append_geometry(append_key(operands.problem, "sm_90a"), operands.problem).grid[0] == 0
-        caches, _ = run(operands)
-        same_bits("k_cache", caches[0], operands.caches[0], operands.case)
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.append.copy_pages import pack_page_copy
+from gpu_actors.kernels.append.params import append_layout, pack_append
+from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key, cut_rows
 
 
 class TestRounding:
@@ -186,21 +45,6 @@ class TestRounding:
                 nan = np.isnan(given)
                 assert np.isnan(got[nan].astype(np.float32)).all()
             np.testing.assert_array_equal(got[~nan].view(np.uint8), wanted[~nan].view(np.uint8))
-
-    def test_a_plain_copy_keeps_every_bit(self):
-        operands = Operands(AppendCase(new=(1024,), before=(3,)))
-        for name in ("k", "v"):
-            operands.arrays[name] = np.arange(1 << 16, dtype=np.uint16).reshape(1024, 2, 32).view(np.float16)
-        caches, _ = run(operands)
-        for cache, wanted in zip(caches, expected(operands, exact=True), strict=True):
-            same_bits("cache", cache, wanted, operands.case)
-
-    def test_values_beyond_float16_become_infinite(self):
-        operands = Operands(AppendCase(new=(4,), before=(0,), dtype="float32", scale=1e5))
-        caches, _ = run(operands)
-        with np.errstate(over="ignore"):
-            same_bits("k_cache", caches[0], expected(operands, exact=True)[0], operands.case)
-        assert np.isinf(caches[0][operands.table[0, 0], :4]).any()
 
 
 class TestRotation:
@@ -241,10 +85,104 @@ class TestRotation:
         same_bits("q_rotated", q, wanted, case)
 
 
+class TestViews:
+    @pytest.mark.parametrize("offset", [0, 1, 3, 8])
+    @pytest.mark.parametrize("cache_dtype", ["float16", FP8[0]])
+    def test_new_rows_may_be_a_part_of_a_fused_projection(self, offset, cache_dtype):
+        """k and v lie in one (total, width) array of q, k and v, at any column."""
+        case = AppendCase(new=(5, 9), before=(3, 0), rope=Rope(dim=16), cache_dtype=cache_dtype)
+        operands = Operands(case)
+        width = 4 * 64 + offset
+        fused = np.full((14, width), np.nan, np.float16)
+        for number, name in enumerate("kv"):
+            fused[:, offset + 64 * number :][:, :64] = operands.arrays[name].reshape(14, 64)
+        buffers, memory = placed({**operands.arrays, "fused": fused})
+        for number, name in enumerate("kv"):
+            address = memory["fused"].address + 2 * (offset + 64 * number)
+            buffers[name] = Buffer(address, (14, 2, 32), (width, 32, 1), "float16")
+        for name, cache in zip(("k_cache", "v_cache"), operands.caches, strict=True):
+            memory[name] = EmulatedBuffer.of(cache, name)
+            buffers[name] = buffer_of(cache, memory[name].address)
+        launch_append(operands.problem, buffers, list(memory.values()))
+        wanted, _ = run(Operands(case))
+        for name, cache, want in zip(("k_cache", "v_cache"), operands.caches, wanted, strict=True):
+            same_bits(name, memory[name].view(cache.dtype, cache.shape), want, case)
+
+    @pytest.mark.parametrize("shift", [0, 2, 16])
+    def test_pages_may_hold_heads_first_and_begin_anywhere(self, shift):
+        """A pool (num_blocks, heads, page_size, dim), seen as (num_blocks, page_size, heads, dim)."""
+        case = AppendCase(new=(5, 9), before=(3, 0), head_dim=24)
+        operands = Operands(case)
+        buffers, memory = placed(operands.arrays)
+        blocks, size, heads, dim = operands.caches[0].shape
+        pools = {}
+        for name, cache in zip(("k_cache", "v_cache"), operands.caches, strict=True):
+            turned = np.ascontiguousarray(cache.transpose(0, 2, 1, 3))
+            raw = np.concatenate([np.zeros(shift, np.uint8), turned.reshape(-1).view(np.uint8)])
+            pools[name] = memory[name] = EmulatedBuffer.of(raw, name)
+            strides = (size * heads * dim, dim, size * dim, 1)
+            buffers[name] = Buffer(pools[name].address + shift, cache.shape, strides, "float16")
+        launch_append(operands.problem, buffers, list(memory.values()))
+        for name, want in zip(("k_cache", "v_cache"), expected(operands, exact=True), strict=True):
+            got = pools[name].array[shift:].view(np.float16).reshape(blocks, heads, size, dim).transpose(0, 2, 1, 3)
+            same_bits(name, got, want, case)
+            assert (pools[name].array[:shift] == 0).all()
+
+
+class TestPacking:
+    CASE = AppendCase(new=(2, 1), before=(0, 3), rope=Rope(dim=8, table_rows=9), heads_q=2, positions=True)
+
+    def pack(self, **changes: Buffer | None) -> bytes:
+        operands = Operands(self.CASE)
+        buffers = {name: buffer_of(array, 4096) for name, array in operands.arrays.items()}
+        buffers |= {"q_rotated": buffers["q"], "k_cache": buffer_of(operands.caches[0], 4096)}
+        buffers["v_cache"] = buffers["k_cache"]
+        buffers = {name: buffer for name, buffer in {**buffers, **changes}.items() if buffer is not None}
+        return pack_append(append_key(operands.problem, "sm_90a"), operands.problem, buffers)
+
+    def test_the_struct_is_as_large_as_the_compilers(self):
+        assert len(self.pack()) == append_layout().size
+
+    @pytest.mark.parametrize("name", ["k", "k_cache", "cache_seqlens", "block_table", "cu_seqlens_q", "positions"])
+    def test_an_operand_that_is_missing_is_named(self, name):
+        with pytest.raises(InvalidRequest, match=name):
+            self.pack(**{name: None})
+
+    def test_shapes_dtypes_and_strides_are_checked(self):
+        good = Buffer(4096, (3, 2, 32), (64, 32, 1), "float16")
+        self.pack(k=good)
+        for wrong in (
+            dataclasses.replace(good, shape=(4, 2, 32)),
+            dataclasses.replace(good, dtype="bfloat16"),
+            dataclasses.replace(good, strides=(64, 1, 2)),
+            dataclasses.replace(good, address=4097),
+        ):
+            with pytest.raises(InvalidRequest, match="k"):
+                self.pack(k=wrong)
+
+    def test_pools_must_be_contiguous_within_a_page(self):
+        pool = AppendProblem(
+            layout="paged", batch=1, total=1, heads_kv=2, head_dim=8, head_dim_v=8, dtype="float16",
+            cache_dtype="float16", page_size=8, num_blocks=2,
+        )  # fmt: skip
+        good = Buffer(4096, (2, 8, 2, 8), (999, 16, 8, 1), "float16")
+        pairs = Buffer(4096, (1, 2), (2, 1), "int32")
+        pack_page_copy(1, pool, {"k_cache": good, "v_cache": good, "page_pairs": pairs})
+        turned = dataclasses.replace(good, strides=(128, 8, 64, 1))
+        with pytest.raises(InvalidRequest, match="v_cache"):
+            pack_page_copy(1, pool, {"k_cache": good, "v_cache": turned, "page_pairs": pairs})
+
+
 def test_small_batches_spread_over_blocks_and_large_ones_fill_them():
-    small = Operands(CASES["one row each"])
-    assert cut_rows(append_key(small.problem, "sm_90a"), small.problem).block_rows == 1
-    large = Operands(CASES["one head, many rows"])
-    assert cut_rows(append_key(large.problem, "sm_90a"), large.problem).block_rows == 16
-    wide = Operands(CASES["many heads"])
-    assert cut_rows(append_key(wide.problem, "sm_90a"), wide.problem).parts > 1
+    def cut(**given):
+        problem = Operands(AppendCase(**given)).problem
+        return cut_rows(append_key(problem, "sm_90a"), problem)
+
+    assert cut(new=(1,) * 9, before=(0,) * 9).block_rows == 1
+    assert cut(new=(300, 4000), before=(0, 9), heads_kv=1, head_dim=8, rope=Rope(dim=4)).block_rows == 16
+    assert cut(new=(2, 1), before=(6, 0), heads_kv=32, head_dim=128, rope=Rope(dim=128), heads_q=64).parts > 1
+
+
+def test_no_rows_at_all_launch_nothing():
+    problem = Operands(AppendCase(new=(0, 0), before=(3, 0))).problem
+    assert append_geometry(append_key(problem, "sm_90a"), problem).grid[0] == 0

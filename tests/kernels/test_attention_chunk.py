@@ -1,15 +1,12 @@
-"""Chunks of attention: the oracle by its definition, the mask of kernels function by function, then whole kernels."""
+"""Chunks of attention: the oracle by its definition, then gradients and caches of whole kernels."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated.mask_probe import MASKS, built_with_bug, examine
-from inside.emulation import EmulationFault
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
@@ -19,7 +16,6 @@ from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import block_threads, kernel_source
 from gpu_actors.testing import check_gradients, check_output
 
-CHUNKS = [mask for mask in MASKS if "chunk" in mask]
 LLAMA: dict[str, Any] = {"causal": True, "attention_chunk": 50}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": LLAMA,
@@ -93,15 +89,6 @@ def test_a_row_decoded_from_a_cache_sees_what_it_sees_in_a_prefill() -> None:
     np.testing.assert_allclose(kept.out, whole.out[:1], atol=1e-6)
 
 
-# The mask of kernels
-
-
-@pytest.mark.parametrize("positioned", [False, True])
-@pytest.mark.parametrize("mask", CHUNKS)
-def test_the_mask_agrees_with_itself_pair_by_pair(mask: str, positioned: bool) -> None:
-    examine(mask, positioned=positioned)
-
-
 # Whole kernels
 
 
@@ -156,48 +143,3 @@ def test_the_variants_pass_the_gate(arch: str, direction: Any) -> None:
             code = code_of(kernel_source(key), key.kernel)
             assert code_faults(code, register_limit(block_threads(key))) == [], key
         assert check_key(dispatch_key(problem, arch)).attention_chunk
-
-
-# Seeded bugs
-
-FILE = "common/mask.cuh"
-_FIRST = "CHUNKED ? at_least(chunk_begin(own + origin) - origin, own - left)"
-_END = "CHUNKED ? at_most(chunk_begin(own_end - 1) + chunk, own_end + right)"
-_FIRST_OWN = "CHUNKED ? at_least(chunk_begin(key), key - right)"
-_END_OWN = "CHUNKED ? at_most(chunk_begin(key_end - 1) + chunk, key_end + left)"
-MUTANTS: dict[str, tuple[str, str, str]] = {
-    "chunks of negative keys round up": ("past < 0 ? past + chunk : past", "past", "chunk"),
-    "a row's chunk begins at the row": ("return own - (past < 0", "return own - 0 * (past < 0", "causal chunk"),
-    "the left edge forgets the chunk": (_FIRST, "0 ? 0", "chunk"),
-    "the left edge forgets the window": (_FIRST, "1 ? chunk_begin(own + origin) - origin", "window in a chunk"),
-    "columns count from key 0": ("chunk_begin(own + origin) - origin", "chunk_begin(own)", "causal chunk"),
-    "the right edge forgets the chunk": (_END, "0 ? 0", "chunk"),
-    "the right edge forgets the window": (_END, "1 ? chunk_begin(own_end - 1) + chunk", "window in a chunk"),
-    "a chunk has a key more": ("chunk_begin(own_end - 1) + chunk,", "chunk_begin(own_end - 1) + chunk + 1,", "chunk"),
-    "a chunk has a key less": ("chunk_begin(own_end - 1) + chunk,", "chunk_begin(own_end - 1) + chunk - 1,", "chunk"),
-    "the last row of a tile begins the next chunk": ("chunk_begin(own_end - 1)", "chunk_begin(own_end)", "chunk"),
-    "rows before a key forget the chunk": (_FIRST_OWN, "0 ? 0", "chunk"),
-    "rows before a key forget the window": (_FIRST_OWN, "1 ? chunk_begin(key)", "window in a chunk"),
-    "rows after a key forget the chunk": (_END_OWN, "0 ? 0", "causal chunk"),
-    "rows after a key end one early": (
-        "chunk_begin(key_end - 1) + chunk",
-        "chunk_begin(key_end - 1) + chunk - 1",
-        "chunk",
-    ),
-    "sink tokens end with the chunk": ("(SINK_TOKENS && key < sink_tokens)", "false", "chunk and sink tokens"),
-    "the first row's chunk is that of all": (
-        "key_begin >= reach.first(row_end - 1 + diagonal)",
-        "key_begin >= reach.first(row_begin + diagonal)",
-        "causal chunk",
-    ),
-}
-SAMPLED = ("chunks of negative keys round up",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.sweep) for name in MUTANTS]
-)
-def test_a_bug_seeded_into_the_mask_is_caught(name: str, tmp_path: Path) -> None:
-    old, new, mask = MUTANTS[name]
-    with pytest.raises((AssertionError, EmulationFault)):
-        examine(mask, built_with_bug(FILE, old, new, tmp_path), positioned=False)

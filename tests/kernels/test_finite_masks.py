@@ -1,8 +1,4 @@
-"""Keys that a bias hides by a large finite number: a row sees the others, or the mean of all values if there are none.
-
-A base of exponents overflows there, or is rounded by more than weights stand: with products fused into sums, as by
-ptxas, much earlier than without.
-"""
+"""Gradients, cached keys and graphs where a bias hides keys by a large finite number."""
 
 from __future__ import annotations
 
@@ -13,14 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cases.finite_masks import FLOAT32_MIN, LOW, check_close, patterns
+from cases.finite_masks import FLOAT32_MIN, LOW, check_close
+from cases.large_scores import KEYS, SINKS, STEEP, masked
 from inside.testing import cast
 
 import gpu_actors as ga
-
-KEYS, HEADS = 150, 3
-SINKS = np.array([-3e38, 3e38, 0.5], np.float32)
-STEEP = np.array([1e30, 3e38, -1e36], np.float32)  # of ALiBi
 
 _opened = ExitStack()
 
@@ -44,83 +37,25 @@ class Kernel(NamedTuple):
     arch: str
     dtype: str
     dim: int
-    compute: str | None = None
     fused: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.compute or self.dtype}-{'fused' if self.fused else 'separate'}"
+        return f"{self.name}-{self.dtype}-{'fused' if self.fused else 'separate'}"
 
 
-FORWARD = (
-    Kernel("forward_mma", "sm_80", "float16", 64),
-    Kernel("forward_mma", "sm_80", "float16", 64, None, False),
-    Kernel("forward_mma", "sm_80", "float32", 64, "tf32"),
-    Kernel("forward_wide", "sm_80", "bfloat16", 320),
-    Kernel("forward_simple", "sm_80", "float32", 20),
-    Kernel("forward_sm90", "sm_90a", "bfloat16", 64),
-    Kernel("forward_sm90", "sm_90a", "bfloat16", 64, None, False),
-    Kernel("forward_sm90", "sm_90a", "float8_e4m3fn", 64),
-)
 BACKWARD = (
     Kernel("backward_mma", "sm_80", "float16", 64),
-    Kernel("backward_mma", "sm_80", "float16", 64, None, False),
+    Kernel("backward_mma", "sm_80", "float16", 64, False),
     Kernel("backward_simple", "sm_80", "float32", 20),
     Kernel("backward_sm90", "sm_90a", "bfloat16", 64),
-    Kernel("backward_sm90", "sm_90a", "bfloat16", 64, None, False),
+    Kernel("backward_sm90", "sm_90a", "bfloat16", 64, False),
 )
 
 
-def problem(kernel: Kernel, low: float, seed: int = 0) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """q, k, v, options.
-
-    Queries of the second sequence are 0, so that float holds its scores, which are the bias alone. The first one has
-    no row whose scores are lost beside a number that is added to all that count.
-    """
-    rng = np.random.default_rng(seed)
-    q, k, v = (cast(rng.standard_normal((2, rows, HEADS, kernel.dim)), kernel.dtype) for rows in (8, KEYS, KEYS))
-    q[1] = 0
-    bias = np.stack([patterns(KEYS, low)] * 2)[:, None]
-    bias[0, :, [1, 3, 5, 6]] = bias[0, :, [0]]
-    return q, k, v, {"bias": bias} | ({} if kernel.compute is None else {"compute": kernel.compute})
-
-
-def check_forward(kernel: Kernel, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
-    request = ga.FlashForward(q, k, v, **options, return_lse=True)
-    ctx = context(kernel.arch, kernel.fused)
-    assert ctx.flash_attn.inspect_key(request).kernel == kernel.name
-    expected = context(None).flash_attn.submit(request).result(60)
-    answer = ctx.flash_attn.submit(request).result(120)
-    check_close("out", answer.out, expected.out, 0.06 if kernel.dtype.startswith("float8") else 0.02)
-    check_close("lse", answer.lse, expected.lse, 1e-2 if kernel.dtype.startswith("float8") else 1e-3, 2.0**-22)
-
-
-@pytest.mark.parametrize("kernel", FORWARD, ids=str)
-def test_forward_is_the_oracles(kernel: Kernel) -> None:
-    for low in LOW:
-        check_forward(kernel, *problem(kernel, low))
-
-
-@pytest.mark.parametrize("kernel", [FORWARD[0], FORWARD[4], FORWARD[5]], ids=str)
-def test_sinks_may_be_as_large(kernel: Kernel) -> None:
-    for low in (FLOAT32_MIN, -1e9):
-        q, k, v, options = problem(kernel, low)
-        check_forward(kernel, q, k, v, options | {"sinks": SINKS})
-
-
-@pytest.mark.parametrize("kernel", [FORWARD[0], FORWARD[5]], ids=str)
-def test_slopes_may_be_as_steep(kernel: Kernel) -> None:
-    q, k, v, _ = problem(kernel, 0.0)
-    check_forward(kernel, q, k, v, {"alibi_slopes": STEEP})
-
-
-@pytest.mark.parametrize("kernel", [FORWARD[0], FORWARD[5]], ids=str)
-def test_products_of_large_operands_weigh_right(kernel: Kernel) -> None:
-    """Whose scores are beyond 2^28: keys are integers of 8 bits times 2^8, so that float holds all products."""
-    rng = np.random.default_rng(1)
-    numbers = rng.integers(128, 256, (2, KEYS, 1, 1)) * rng.choice([-256.0, 256.0], (2, 1, HEADS, 1))
-    q, k = np.full((2, 8, HEADS, kernel.dim), 2.0**15), np.broadcast_to(numbers, (2, KEYS, HEADS, kernel.dim))
-    v = rng.standard_normal((2, KEYS, HEADS, kernel.dim))
-    check_forward(kernel, *(cast(each, kernel.dtype) for each in (q, k, v)), {"softmax_scale": 0.15625})
+def problem(kernel: Kernel, low: float) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """q, k, v, options."""
+    inputs, bias = masked(kernel.dtype, kernel.dim, low)
+    return (*inputs, {"bias": bias})
 
 
 GRADIENTS = [(kernel, sinks) for kernel in BACKWARD for sinks in ((False, True) if kernel.fused else (False,))]

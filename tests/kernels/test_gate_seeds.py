@@ -12,10 +12,12 @@ from gates.forward import MMA_SHAPES, MmaVariant
 from gates.rows import COMPILERS, Found, Limit, Plan, at_least, at_most, between, exactly, examine, faults
 from gates.table import ROWS
 from inside.compiling import Compiler
-from mutation.forward_mutants import FUSED_CORRECTION
 from support.gate import Code, with_bug
 
 from gpu_actors import KernelResources, KernelSource
+
+# Old and new text of mma/softmax.cuh: an exponent that is a product less a base, which compilers fuse into one.
+FUSED_CORRECTION = ("ptx::ex2(before - base)", "ptx::ex2(last * factor - (base + WEIGHT_EXPONENT))")
 
 # Tiles of more accumulators, or of more scores, than a warp has registers for.
 LARGE_TILES: list[tuple[Any, Any, dict[str, int]]] = [

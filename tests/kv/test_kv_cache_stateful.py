@@ -412,10 +412,10 @@ def _paths_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Coalescer, "flush", flushed)
 
 
-@pytest.mark.timeout(120)  # a thousand operations, each beside a dictionary
-def test_1000_random_operations_do_what_a_dictionary_does() -> None:
-    run(100, True)  # on a busy machine fewer operations of an example are possible
-    assert sum(operations.values()) >= 1000, operations
+@pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
+def test_random_operations_do_what_a_dictionary_does() -> None:
+    run(50, True)  # on a busy machine fewer operations of an example are possible
+    assert sum(operations.values()) >= 500, operations
     assert len(operations) == 8, operations
     expected = {"done", "CacheFull", "found a prefix", "forked", "undo", "refused alone"}
     assert not {name for name in expected if not outcomes[name]}, outcomes

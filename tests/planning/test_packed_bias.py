@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from emulated.contraction import arithmetic
-from inside.emulation import EmulationFault
-from inside.kernels import kernel_source, variants
-from mutation.bias_mutants import MUTANTS, BiasMutant
-from support.gate import with_bug
 
 import gpu_actors as ga
-from gpu_actors import KernelSource
 from gpu_actors.reference import attention_backward
 from gpu_actors.testing import check_gradients, check_output
 
@@ -139,25 +133,3 @@ def test_kernels_add_biases_to_packed_sequences(case: tuple[str, str, str], arch
     emulation = ga.EmulationOptions(delivery="random", schedule="greedy", arithmetic=arithmetic())
     with ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=emulation)) as ctx:
         check(ctx, kind, dtype, bias_dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_seeded_bug_is_caught(mutant: BiasMutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = variants.asset_source
-
-    def seeded(*args: Any, **given: Any) -> KernelSource:
-        source = sound(*args, **given)
-        found = mutant.old in source.headers.get(mutant.file, "")
-        return with_bug(source, mutant.file, mutant.old, mutant.new) if found else source
-
-    monkeypatch.setattr(variants, "asset_source", seeded)
-    kernel_source.cache_clear()
-    try:
-        with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", cache_dir=str(tmp_path))) as ctx:
-            with pytest.raises((AssertionError, EmulationFault, ga.GpuActorsError)) as caught:
-                check(ctx, mutant.probe, "float16")
-            assert not isinstance(caught.value, ga.RequestError | ga.CompileError)
-    finally:
-        kernel_source.cache_clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-__all__ = ["BLOCK", "kinds_of", "near", "ordered"]
+__all__ = ["BLOCK", "kinds_of", "near", "ordered", "usually"]
 
 BLOCK = 128
 
@@ -43,3 +44,9 @@ def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
     for place in np.ndindex(counts.shape):
         indices[place][: counts[place]] = rng.permutation(np.flatnonzero(listed[place]))
     return counts, indices
+
+
+def usually(*usual: tuple[bool, bool, bool]) -> list[Any]:
+    """Cases of causal, modified by functions, and with lists of full blocks. The sweep alone runs those not named."""
+    cases = ((True, True, True), (False, False, False), (False, True, True), (False, False, True))
+    return [case if case in usual else pytest.param(*case, marks=pytest.mark.sweep) for case in cases]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -167,12 +168,34 @@ class Operands:
         return bits.view(dtype)
 
 
+def placed(arrays: dict[str, Any]) -> tuple[dict[str, Buffer], dict[str, EmulatedBuffer]]:
+    """Arrays in the emulated device's memory."""
+    memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
+    return {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}, memory
+
+
+def launch_append(
+    problem: AppendProblem, buffers: dict[str, Buffer], memory: Sequence[EmulatedBuffer], **launch: Any
+) -> None:
+    """Nothing where there are no rows. launch: as EmulatedModule.launch takes it."""
+    key = append_key(problem, "sm_90a")
+    geometry = append_geometry(key, problem)
+    if all(geometry.grid):
+        module_of(kernel_source(key)).launch(
+            "append",
+            geometry.grid,
+            geometry.block,
+            geometry.shared_bytes,
+            pack_append(key, problem, buffers),
+            memory,
+            **{"arithmetic": contraction.arithmetic(), **launch},
+        )
+
+
 def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
     """([k cache, v cache] after the launch, rotated q or None)."""
     case, problem = operands.case, operands.problem
-    key = append_key(problem, "sm_90a")
-    memory: dict[str, EmulatedBuffer] = {name: EmulatedBuffer.of(a, name) for name, a in operands.arrays.items()}
-    buffers = {name: buffer_of(a, memory[name].address) for name, a in operands.arrays.items()}
+    buffers, memory = placed(operands.arrays)
     parts: list[list[EmulatedBuffer]] = []
     for name, cache in zip(("k", "v"), operands.caches, strict=True):
         if case.layout == "pointers":
@@ -186,17 +209,7 @@ def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
     if case.heads_q:
         memory["q_rotated"] = EmulatedBuffer(operands.arrays["q"].nbytes, "q_rotated")
         buffers["q_rotated"] = buffer_of(operands.arrays["q"], memory["q_rotated"].address)
-    geometry = append_geometry(key, problem)
-    if all(geometry.grid):
-        module_of(kernel_source(key)).launch(
-            "append",
-            geometry.grid,
-            geometry.block,
-            geometry.shared_bytes,
-            pack_append(key, problem, buffers),
-            [*memory.values(), *parts[0], *parts[1]],
-            **{"arithmetic": contraction.arithmetic(), **launch},
-        )
+    launch_append(problem, buffers, [*memory.values(), *parts[0], *parts[1]], **launch)
     caches = []
     for cache, held in zip(operands.caches, parts, strict=True):
         written = np.concatenate([part.array for part in held])
@@ -333,8 +346,7 @@ def run_copy(
     if pages is not None:
         arrays |= {"k_pages": pages[0], "v_pages": pages[1]}
         names = ("cache", "pages") if leaving else ("pages", "cache")
-    memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
-    buffers = {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}
+    buffers, memory = placed(arrays)
     geometry = page_copy_geometry(len(pairs), pool)
     if all(geometry.grid):
         module_of(kernel_source(PageCopyKey(arch="sm_90a"))).launch(

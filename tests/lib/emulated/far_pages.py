@@ -1,4 +1,4 @@
-"""Runs decode_mma over caches whose rows or pages lie further apart than 32 bits count; nothing between is there."""
+"""Runs decode kernels over caches whose rows or pages lie further apart than 32 bits count, with nothing between."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, kernel_of, key_of, problem_of
 from inside.devices import Buffer
 from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping
-from inside.kernels import NO_VALUES, Target, kernel_source, program_of
+from inside.kernels import DECODE, NO_VALUES, Target, kernel_source, program_of
 
 __all__ = ["check_far_pages", "check_far_rows"]
 
-# Kernels count chunks of 16 bytes, of which 32 bits reach 64 GiB. Further on lie the far page, and the last row.
+# decode_mma counts chunks of 16 bytes, of which 32 bits reach 64 GiB. Further on lie the far page, and the last row.
 PAGES_APART, ROWS_APART = 20 << 30, 24 << 30  # bytes from one to the next
 LAST = 4  # the far page's number; those between are not there
 ROWS, DIM = 16, 32
@@ -65,42 +65,47 @@ class FarBytes:
         return {"version": 3, "typestr": "|u1", "shape": (end - begin,), "data": (begin, False)}
 
 
-def check_far_pages(**launch: Any) -> None:
+def check_far_pages(kernel: str = DECODE, apart: int = PAGES_APART, **launch: Any) -> None:
     """Two pages of a pool. Compare with the oracle. launch: as EmulatedModule.launch takes it."""
     batch = random_batch(0, (2 * ROWS,), heads=(2, 1), dim=DIM, dtype="float16")
     shape = (LAST + 1, ROWS, 1, DIM)
     pools = {
-        f"{side}_cache": FarPool(f"{side}_cache", shape, 0, PAGES_APART, {0: keys[:ROWS], LAST: keys[ROWS:]})
+        f"{side}_cache": FarPool(f"{side}_cache", shape, 0, apart, {0: keys[:ROWS], LAST: keys[ROWS:]})
         for side, (keys,) in (("k", batch.k), ("v", batch.v))
     }
     case = DecodeCase(batch, page_size=ROWS, options={"causal": True, "num_splits": 1})
-    check_over(case, pools, {"block_table": np.array([[0, LAST, 0]], np.int32)}, shape, **launch)
+    check_over(case, kernel, pools, {"block_table": np.array([[0, LAST, 0]], np.int32)}, shape, **launch)
 
 
-def check_far_rows(**launch: Any) -> None:
+def check_far_rows(kernel: str = DECODE, apart: int = ROWS_APART, **launch: Any) -> None:
     """Four rows of a dense cache. As `check_far_pages`."""
     batch = random_batch(0, (4,), heads=(2, 1), dim=DIM, dtype="float16")
     shape = (1, 4, 1, DIM)
     pools = {
-        f"{side}_cache": FarPool(f"{side}_cache", shape, 1, ROWS_APART, dict(enumerate(keys)))
+        f"{side}_cache": FarPool(f"{side}_cache", shape, 1, apart, dict(enumerate(keys)))
         for side, (keys,) in (("k", batch.k), ("v", batch.v))
     }
     case = DecodeCase(batch, "cache", options={"causal": True, "num_splits": 1})
-    check_over(case, pools, {}, shape, **launch)
+    check_over(case, kernel, pools, {}, shape, **launch)
 
 
 def check_over(
-    case: DecodeCase, pools: dict[str, FarPool], others: dict[str, Any], shape: Sequence[int], **launch: Any
+    case: DecodeCase,
+    kernel: str,
+    pools: dict[str, FarPool],
+    others: dict[str, Any],
+    shape: Sequence[int],
+    **launch: Any,
 ) -> None:
     """Launch a case over pools of a shape. others: operands that go with them."""
     batch = case.batch
     near = np.zeros(shape, np.float16)
     operands = {"q": batch.q, **dict.fromkeys(pools, near), "cache_seqlens": batch.lengths, **others}
     problem = problem_of(case, operands)
-    program = program_of(problem, key_of(problem, "sm_80"), Target(1))
-    assert program.split is not None
+    program = program_of(problem, key_of(problem, "sm_80", kernel), Target(1))
     arrays = {name: array for name, array in operands.items() if name not in pools}
-    arrays |= program.split(batch.lengths, None)
+    if program.split is not None:
+        arrays |= program.split(batch.lengths, None)
     arrays |= {"out": np.full_like(batch.q, np.nan), "lse": np.full((1, 2, 1), np.nan, np.float32)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     buffers = {name: pool.described for name, pool in pools.items()}

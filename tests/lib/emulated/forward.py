@@ -24,6 +24,8 @@ OPERANDS = (
     "v_descale",
     "cu_seqlens_q",
     "cu_seqlens_k",
+    "q_positions",
+    "k_positions",
 )
 
 
@@ -35,6 +37,7 @@ def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options:
     batch = len(ends[0]) - 1 if varlen else len(q)
     lengths = [max(1, int(np.diff(e).max())) for e in ends] if varlen else [q.shape[1], k.shape[1]]
     bias, slopes = options.get("bias"), options.get("alibi_slopes")
+    words: dict[str, Any] = {name: options[name].ndim for name in ("q_positions", "k_positions") if name in options}
     return AttentionProblem(
         layout="varlen" if varlen else "dense",
         batch=batch,
@@ -64,6 +67,9 @@ def problem_of(q: Any, k: Any, v: Any, *, compute: str | None = None, **options:
         descales=any(f"{name}_descale" in options for name in "qkv"),
         alibi_signed=options.get("alibi_signed", False),
         return_lse=True,
+        dropout_first_head=options.get("dropout_first_head", 0),
+        dropout_heads=options.get("dropout_heads", 0),
+        **words,
     )
 
 

@@ -34,7 +34,14 @@ DEVICE Mask mask_of(const Case& c) {
   return {c.seqlen_k, c.row_first, reach, c.tokens};
 #endif
 }
-struct Answer { SeenColumns columns; KeyTiles tiles; SeenRows rows; SeenKeys keys; int all; uint32_t visible[24]; };
+struct Answer {
+  SeenColumns columns;
+  KeyTiles tiles;
+  SeenRows rows;
+  SeenKeys keys;
+  int all, in_place;
+  uint32_t visible[24];
+};
 struct Arguments { const Case* in; Answer* out; int count; };
 extern "C" __global__ void examine(const __grid_constant__ Arguments a) {
   for (int n = threadIdx.x; n < a.count; n += blockDim.x) {
@@ -46,6 +53,10 @@ extern "C" __global__ void examine(const __grid_constant__ Arguments a) {
     answer.rows = mask.rows(c.seqlen_q, c.key_begin, c.key_end);
     answer.keys = seen_keys(mask, c.row_begin, c.row_end);
     answer.all = mask.all_visible(c.row_begin, c.row_end, c.key_begin, c.key_end);
+    answer.in_place = 1;
+    for (int i = 0; i < answer.tiles.count(); i++) {
+      if (answer.tiles.before(answer.tiles.at(i)) != i) answer.in_place = 0;
+    }
     for (int row = 0; row < c.seqlen_q; row++) {
       answer.visible[row] = 0;
       for (int key = 0; key < 32; key++) answer.visible[row] |= uint32_t(mask.visible(row, key)) << key;
@@ -55,6 +66,7 @@ extern "C" __global__ void examine(const __grid_constant__ Arguments a) {
 """
 _UNBOUNDED = 1 << 30
 MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (6, 4)},
     "causal window": {"causal": True, "window_size": (6, -1)},
@@ -100,7 +112,7 @@ def examine(mask: str, build: Any = module_of, cases: int = 400, positioned: boo
     """Raise AssertionError where an answer of the mask contradicts what the rows see, pair by pair."""
     rng = np.random.default_rng(len(mask))
     given = np.array([_random_case(rng, mask, positioned) for _ in range(cases)], np.int32)
-    source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 1 + 24) * 4 * cases, "out")
+    source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 2 + 24) * 4 * cases, "out")
     params = struct.pack("<QQi4x", source.address, result.address, cases)
     build(probe_source(mask, positioned)).launch("examine", 1, 32, 0, params, [source, result])
     for case, answer in zip(given.tolist(), result.view(np.int32, (cases, -1)).tolist(), strict=True):
@@ -127,8 +139,8 @@ def _check_case(mask: str, case: list[int], answer: list[int]) -> None:
         found &= columns >= begin_from_2
         found |= (columns < sinks_from_2) & ("sink_tokens" in options)
     np.testing.assert_array_equal(found, seen[row_begin], f"columns {case}")
-    sink_tiles, begin, end, first_row, last_row, sink_keys, first_key, last_key, all_seen = answer[:9]
-    visible = np.array([[word >> key & 1 for key in range(32)] for word in answer[9 : 9 + seqlen_q]], bool)
+    sink_tiles, begin, end, first_row, last_row, sink_keys, first_key, last_key, all_seen, in_place = answer[:10]
+    visible = np.array([[word >> key & 1 for key in range(32)] for word in answer[10 : 10 + seqlen_q]], bool)
     np.testing.assert_array_equal(visible[:, :seqlen_k], seen, f"visible {case}")
     assert not visible[:, seqlen_k:].any(), f"visible past the end {case}"
     of_rows = seen[row_begin:row_end].any(axis=0)
@@ -136,12 +148,15 @@ def _check_case(mask: str, case: list[int], answer: list[int]) -> None:
     for tile in (*range(sink_tiles), *range(begin, end)):
         listed[8 * tile : 8 * tile + 8] = True
     assert not (of_rows & ~listed[:seqlen_k]).any(), f"tiles leave a seen key out {case}"
+    assert in_place, f"a tile is not where it comes before no other {case}"
     held = np.array(
         [first_key <= key < last_key or ("sink_tokens" in options and key < sink_keys) for key in range(40)]
     )
     assert not (of_rows & ~held[:seqlen_k]).any(), f"keys leave a seen one out {case}"
     assert not held[seqlen_k:].any(), f"keys past the end {case}"
     if q_step == k_step == 1:
+        needed = np.append(of_rows, np.zeros(40 - seqlen_k, bool)).reshape(5, 8).any(axis=1)
+        np.testing.assert_array_equal(needed, listed[::8], f"tiles hold no seen key {case}")
         np.testing.assert_array_equal(of_rows, held[:seqlen_k], f"keys hold an unseen one {case}")
     whole = key_end <= seqlen_k and bool(inside[row_begin:row_end, key_begin:key_end].all())
     assert all_seen == whole, f"all_visible {case}"

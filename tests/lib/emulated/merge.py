@@ -66,10 +66,8 @@ def placed(arrays: dict[str, Any]) -> tuple[dict[str, EmulatedBuffer], dict[str,
     return memory, buffers
 
 
-def run_merge(
-    partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None, build: Any = module_of, **launch: Any
-) -> Partial:
-    """The merged out and lse, which begin as NaN. build: gives a source's module. launch: options of its launch."""
+def run_merge(partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None, **launch: Any) -> Partial:
+    """The merged out and lse, which begin as NaN. launch: options of the kernel's launch."""
     problem = merge_problem(partials, sinks, out_dtype)
     out, lse = partials[0]
     arrays: dict[str, Any] = {
@@ -86,7 +84,7 @@ def run_merge(
     memory["terms"] = EmulatedBuffer.of(table, "terms")
     buffers["terms"] = buffer_of(table, memory["terms"].address)
     geometry = merge_geometry(problem)
-    module = build(kernel_source(merge_key(problem, "sm_90a")))
+    module = module_of(kernel_source(merge_key(problem, "sm_90a")))
     packed = pack_merge(problem, buffers)
     module.launch("merge", geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
     return Partial(*(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))
@@ -95,7 +93,10 @@ def run_merge(
 def run_merge_gradients(
     partials: Sequence[Partial], dout: Any, dlse: Any = None, sinks: Any = None, build: Any = module_of, **launch: Any
 ) -> MergeGradients:
-    """The gradients of a merge, which begin as NaN. The arguments are those of `run_merge`, and its gradients."""
+    """The gradients of a merge, which begin as NaN. The arguments are those of `run_merge`, and its gradients.
+
+    build: gives a source's module.
+    """
     problem = merge_problem(partials, sinks, dout.dtype.name)
     arrays: dict[str, Any] = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
     for index, (out, lse) in enumerate(partials):

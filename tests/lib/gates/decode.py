@@ -225,9 +225,8 @@ DECODE_ROWS = Family(
         [
             Variant("sm_80", SHAPES[4], 16, "paged"),
             Variant("sm_86", SHAPES[3], 64, "paged window sinks"),
-            Variant("sm_89", SHAPES[7], 16, "pointers"),
             Variant("sm_90a", SHAPES[1], 16, "paged"),
-            Variant("sm_100a", SHAPES[6], 16, "pointers"),
+            Variant("sm_103a", SHAPES[6], 16, "pointers"),
             Variant("sm_120a", SHAPES[0], 64, "paged"),
             Variant("sm_80", SHAPES[0], 16, "paged", PLAN),
             Variant("sm_80", SHAPES[0], 16, "paged", COMBINE),

@@ -9,7 +9,6 @@ from gpu_actors.devices.emulation import (
     device,
     module_cache,
 )
-from gpu_actors.devices.emulation.assembly import UnknownAsm
 from gpu_actors.devices.emulation.device import EmulatedDevice
 from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.memory import PAGE, POISON, Mapping

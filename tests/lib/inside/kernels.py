@@ -4,7 +4,7 @@ from gpu_actors.kernels import variants
 from gpu_actors.kernels.append.copy_pages import PageCopyKey, pack_page_copy, page_copy_geometry
 from gpu_actors.kernels.append.params import pack_append
 from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
-from gpu_actors.kernels.backward.launch import BACKWARD_MMA
+from gpu_actors.kernels.backward.launch import BACKWARD_MMA, query_slots
 from gpu_actors.kernels.decode.params import decode_layout, pack_decode
 from gpu_actors.kernels.decode.schedule import split_decode
 from gpu_actors.kernels.decode.simple import SIMPLE, SIMPLE_COMBINE
@@ -27,13 +27,23 @@ from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import merge
 from gpu_actors.kernels.merge.gradients import (
     GRADIENT_TERM_FIELDS,
+    MergeGradientKey,
     merge_gradient_geometry,
     merge_gradient_keys,
     pack_gradient_terms,
     pack_merge_gradients,
     sums_dtype,
 )
-from gpu_actors.kernels.merge.merge import TERM_FIELDS, MergeProblem, merge_geometry, merge_key, pack_merge, pack_terms
+from gpu_actors.kernels.merge.merge import (
+    TERM_FIELDS,
+    MergeKey,
+    MergeProblem,
+    merge_geometry,
+    merge_key,
+    merge_variants,
+    pack_merge,
+    pack_terms,
+)
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cell, options_of
 from gpu_actors.kernels.params import ParamsLayout, forward_layout

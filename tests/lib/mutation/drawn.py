@@ -1,24 +1,19 @@
-"""Draws bugs to seed from the kernels' sources as they are, by operators in place of a list.
+"""Operators that seed bugs into CUDA sources as they are, and a draw from all places where they can be seeded.
 
-    scripts/mutants FAMILY --drawn 40 --seed 7    writes build/reports/drawn_FAMILY.md
-
-An operator reads one line of code. A bug is drawn from every line of a family's kernels and of the headers that they
-include, so that none depends on how a line is spelled. Some drawn bugs are equivalent: survivors are read by a person.
+An operator reads one line of code, so no bug depends on how the source is spelled elsewhere.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-from inside.compiling import asset_headers, asset_text, kernel_file
-from mutation.forward_mutants import Mutant
+__all__ = ["ASM_OPERATORS", "OPERATORS", "Bug", "changes", "draw"]
 
-__all__ = ["OPERATORS", "changes", "draw"]
+Operator = Callable[[str], Iterator[str]]
 
-# What the instructions are is checked by the conformance tests and by the list of `mutation.asm`.
-_APART = ("ptx/", "emulation/")
 _CONDITION = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _SYNC = r"(?:__syncwarp|__syncthreads|__threadfence|sync_\w+)|ptx::\w*(?:fence|wait|commit|sync|arrive|release)\w*"
 _NO_STATEMENT = r"(?!return|const|break|continue|auto|int|float)"
@@ -39,7 +34,7 @@ _OTHER = {
 }
 
 
-def _replaced(pattern: str, new: str | Callable[[re.Match[str]], str]) -> Callable[[str], Iterator[str]]:
+def _replaced(pattern: str, new: str | Callable[[re.Match[str]], str]) -> Operator:
     """The line with each match in turn replaced."""
     compiled = re.compile(pattern)
 
@@ -51,7 +46,7 @@ def _replaced(pattern: str, new: str | Callable[[re.Match[str]], str]) -> Callab
     return change
 
 
-OPERATORS: dict[str, Callable[[str], Iterator[str]]] = {
+OPERATORS: dict[str, Operator] = {
     "a barrier, fence or wait is dropped": _replaced(rf"(?:{_SYNC})\([^;{{}}]*\);", ";"),
     "an index is one too high": _replaced(r"\[(?!&\])([^\[\]]+)\]", r"[(\1) + 1]"),
     "a comparison takes or leaves its edge": _replaced(
@@ -71,6 +66,34 @@ OPERATORS: dict[str, Callable[[str], Iterator[str]]] = {
     "a statement is dropped": _replaced(rf"^( *){_NO_STATEMENT}[\w.\[\]]+(?: [-+*|^]?= |\().*;$", r"\1;"),
 }  # fmt: skip
 
+ASM_OPERATORS: dict[str, Operator] = {
+    "a qualifier of an instruction is dropped": _replaced(r'(?<=\w)\.(?!reg\b|\d)[A-Za-z]\w*(?:::\w+)?(?=[^"]*;)', ""),
+    "an operand is another": _replaced(r"%(\d+)", lambda match: f"%{int(match[1]) ^ 1}"),
+    "an address is 4 bytes further": _replaced(r"\[%(\d+)\]", r"[%\1 + 4]"),
+    "memory is not clobbered": _replaced(r' *: "memory"', ""),
+    "an asm statement may move": _replaced(r"\basm volatile\b", "asm"),
+    "an instruction is dropped": _replaced(r'(?:(?<=")|(?<=\\n))[^\\"]+?;(?=\\n|")', ""),
+    "a number is one more": OPERATORS["a number is one more"],
+}
+
+
+class Bug(NamedTuple):
+    """number: of the changed line of ``file``, from 0. new: what it becomes."""
+
+    operator: str
+    file: str
+    number: int
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.file}:{self.number + 1}: `{self.new.strip()}`".replace("|", "\\|")
+
+    def seeded(self, text: str) -> str:
+        """The text of the file with the bug."""
+        lines = text.split("\n")
+        lines[self.number] = self.new
+        return "\n".join(lines)
+
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, without comments: no directives, no assertions, no heads of declarations."""
@@ -80,53 +103,29 @@ def _code(text: str) -> Iterator[tuple[int, str]]:
             yield number, code
 
 
-def changes(text: str) -> list[tuple[str, int, str]]:
+def changes(text: str, operators: Mapping[str, Operator] = OPERATORS) -> list[tuple[str, int, str]]:
     """Every operator at every place: its name, the line's number from 0, and the line that it makes."""
     return [
         (name, number, new)
         for number, line in _code(text)
-        for name, operator in OPERATORS.items()
+        for name, operator in operators.items()
         for new in operator(line)
+        if new != line
     ]
 
 
-def draw(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Bugs of the kernels that a list names, each with every probe that the list has for its kernel.
+def draw(files: Mapping[str, str], operators: Mapping[str, Operator], count: int, seed: int) -> list[Bug]:
+    """Different bugs, fewer where there are fewer places. files: texts by name.
 
     An operator is drawn first, then a place, so that frequent operators do not crowd out the others.
     """
     rng = random.Random(seed)
-    probes: dict[str, dict[str, None]] = {}
-    for mutant in mutants:
-        probes.setdefault(mutant.kernel, {}).update(dict.fromkeys(mutant.probes))
-    places: dict[str, list[tuple[str, str, int, str]]] = {name: [] for name in OPERATORS}
-    for kernel in probes:
-        source = asset_text(kernel_file(kernel))
-        for file, text in {kernel_file(kernel): source, **asset_headers(source)}.items():
-            if not file.startswith(_APART):
-                for name, number, new in changes(text):
-                    places[name].append((kernel, file, number, new))
+    places: dict[str, list[Bug]] = {name: [] for name in operators}
+    for file, text in files.items():
+        for name, number, new in changes(text, operators):
+            places[name].append(Bug(name, file, number, new))
     drawn = []
-    for _ in range(count):
-        name = rng.choice([name for name, found in places.items() if found])
-        kernel, file, number, new = places[name].pop(rng.randrange(len(places[name])))
-        lines = asset_text(file).split("\n")
-        drawn.append(
-            Mutant(
-                f"{name}: {file}:{number + 1}: `{new.strip()}`",
-                kernel,
-                file,
-                *_anchored(lines, number, new),
-                tuple(probes[kernel]),
-            )
-        )
+    while len(drawn) < count and (names := [name for name, found in places.items() if found]):
+        found = places[rng.choice(names)]
+        drawn.append(found.pop(rng.randrange(len(found))))
     return drawn
-
-
-def _anchored(lines: list[str], number: int, new: str) -> tuple[str, str]:
-    """Old and new text, with as many lines around as make the old one stand once."""
-    text, first, last = "\n".join(lines), number, number + 1
-    while text.count("\n".join(lines[first:last])) > 1:
-        first, last = max(0, first - 1), last + 1
-    around = [*lines[first:number], new, *lines[number + 1 : last]]
-    return "\n".join(lines[first:last]), "\n".join(around)

@@ -13,7 +13,8 @@ from gpu_actors import KernelResources, KernelSource
 
 __all__ = ["ARCHS", "Code", "code_faults", "code_of", "register_limit", "with_bug"]
 
-ARCHS = tuple(arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a") if arch in supported_archs())
+_WITH_KERNELS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHS = tuple(arch for arch in _WITH_KERNELS if arch in supported_archs())
 _REGISTERS_PER_THREAD, _REGISTERS_PER_SM = 255, 65536
 
 

@@ -1,0 +1,133 @@
+"""What score modifications are made of, beside NumPy: every operation, and what kernels hand to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.score_mods import BATCH, HEADS, HEADS_KV, K, Q, V
+from emulated.score_probe import run_probe
+from inside.reference import evaluate_graph
+
+import gpu_actors as ga
+from gpu_actors.graph.modification import ScoreInputs
+
+DIMS = (2, 2, 6, 5)
+SCORE, TENSOR, OTHER, RESULT = 1, 2, 3, 4
+
+
+def every_operation(g: ga.OperationGraph, s: Any, t: Any, u: Any) -> Any:
+    """A sum of everything that there is, in which no term hides another's mistake."""
+    b, h, i, j = (g.index(s, axis) for axis in range(4))
+    floats = g.gelu(s) + g.sigmoid(s * t) + g.max(s, t) * 2.0 - g.min(s, u) + abs(s) * 0.3 + s % 0.7 + (s // 0.9) * 0.2
+    angles = g.sin(s * 1.3) + g.cos(s * t) * 0.7 - g.tan(g.tanh(u + s)) * 0.4
+    smooth = (
+        angles + g.sqrt(0.5 + s * s) + g.log(1.5 + abs(s)) + g.exp(-abs(s)) - g.tanh(s / 3.0) + g.floor(3.0 * s) * 0.1
+    )
+    integers = ((i - 3) // 2) * 0.11 + ((i - 3) // -2) * 0.05 + ((i - j) % 3) * 0.23 + abs(i - j) * 0.07
+    places = g.select((i <= j) & ~g.eq(h, 1) | (b > 0), integers + 0.5 * b + 0.25 * h, integers * s)
+    return floats + angles + smooth + places
+
+
+def test_every_operation_and_its_slope_are_numpys() -> None:
+    graph = ga.OperationGraph()
+    s = graph.tensor(uid=SCORE, dims=DIMS, dtype="float64")
+    t = graph.tensor(uid=TENSOR, dims=(2, 1, 6, 1), dtype="float64")
+    u = graph.tensor(uid=OTHER, dims=(1, 2, 1, 5), dtype="float64")
+    result = graph.output(every_operation(graph, s, t, u), uid=RESULT)
+    rng = np.random.default_rng(0)
+    values = {uid: rng.standard_normal(graph.tensors[uid].dims) for uid in (SCORE, TENSOR, OTHER)}
+    modification = ScoreInputs(graph, SCORE, DIMS).modification(RESULT)
+    dscore = rng.standard_normal(DIMS)
+    value, gradient = run_probe(modification, values, values[SCORE], dscore)
+    (ds,) = graph.gradient(result, graph.tensor(uid=90, dims=DIMS, dtype="float64"), (s,))
+    graph.output(ds, uid=91)
+    wanted = evaluate_graph(graph, {**values, 90: dscore})
+    np.testing.assert_allclose(value, wanted[RESULT], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(gradient, wanted[91], rtol=1e-11, atol=1e-11)
+
+
+def test_a_nan_on_either_side_of_a_maximum_or_minimum_is_the_result() -> None:
+    for operation in ("max", "min"):
+        graph = ga.OperationGraph()
+        s, t = (graph.tensor(uid=uid, dims=DIMS, dtype="float64") for uid in (SCORE, TENSOR))
+        graph.output(getattr(graph, operation)(s, t), uid=RESULT)
+        values = {uid: np.random.default_rng(uid).standard_normal(DIMS) for uid in (SCORE, TENSOR)}
+        values[SCORE][0, 0, 0] = values[TENSOR][0, 0, 1] = np.nan
+        modification = ScoreInputs(graph, SCORE, DIMS).modification(RESULT)
+        value, _ = run_probe(modification, values, values[SCORE], values[SCORE])
+        np.testing.assert_array_equal(value, evaluate_graph(graph, values)[RESULT])
+
+
+def modified_attention(gradients: bool = False) -> tuple[ga.OperationGraph, dict[int, Any]]:
+    """Indices, numbers and the scaled score in a modification; output 10 and stats 13, or gradients 21, 22 and 23."""
+    rows, keys, dim = 20, 36, 32
+    graph = ga.OperationGraph()
+    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, rows, dim), dtype="float16")
+    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, keys, dim), dtype="float16") for uid in (K, V))
+    rng = np.random.default_rng(0)
+    arrays = {uid: rng.standard_normal(graph.tensors[uid].dims).astype(np.float16) for uid in (Q, K, V)}
+    scores = graph.matmul(q, graph.transpose(k)) * 0.3
+    b, h, i, j = (graph.index(scores, axis) for axis in range(4))
+    near = abs(i - 2 * j) * (1 + b) <= 6 + 2 * h
+    modified = graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0)
+    modified = modified + scores / graph.sqrt(abs(scores)) * 0.1  # no number at 0, which rows past the end have
+    weights, stats = graph.softmax_with_stats(modified)
+    out = graph.matmul(weights, v)
+    if not gradients:
+        graph.output(out, uid=10)
+        graph.output(stats, uid=13)
+        return graph, arrays
+    del graph.tensors[stats.uid]
+    graph.nodes = [n if n.op != "softmax" else dataclasses.replace(n, outputs=n.outputs[:1]) for n in graph.nodes]
+    given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype="float16") for uid in (11, 14))
+    stats = graph.tensor(uid=12, dims=stats.dims, dtype="float32")
+    for uid, gradient in zip((21, 22, 23), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
+        graph.output(gradient, uid=uid, dtype="float16")
+    return graph, arrays
+
+
+def test_forward_mma_hands_over_places_and_the_scaled_score() -> None:
+    graph, arrays = modified_attention()
+    wanted = evaluate_graph(graph, arrays)[10]
+    graph.tensors[10].dtype = "float16"
+    graph._changed()
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        found = ctx.cudnn.execute(graph, arrays).result(60.0)[10]
+    np.testing.assert_allclose(found.astype(np.float64), wanted, atol=4e-3)
+
+
+@pytest.mark.sweep
+def test_so_does_backward_mma() -> None:
+    graph, arrays = modified_attention()
+    forward = evaluate_graph(graph, arrays)
+    graph, _ = modified_attention(gradients=True)
+    arrays |= {11: forward[10].astype(np.float16), 12: forward[13].astype(np.float32)}
+    arrays[14] = np.random.default_rng(1).standard_normal(forward[10].shape).astype(np.float16)
+    wanted = evaluate_graph(graph, arrays)
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+        found = ctx.cudnn.execute(graph, arrays).result(60.0)
+    for uid, gradient in wanted.items():
+        np.testing.assert_allclose(found[uid].astype(np.float64), gradient, atol=8e-3, rtol=8e-3)
+
+
+def test_angles_in_float32_are_reduced_up_to_2_to_the_24() -> None:
+    """The sine and cosine within 4e-7 of NumPy's in float64, the tangent by its slope."""
+    rng = np.random.default_rng(0)
+    scores = (rng.uniform(-1, 1, DIMS) * 2.0 ** rng.uniform(-10, 24, DIMS)).astype(np.float32)
+    scores[0, 0, 0] = np.float32(0.0), np.float32(np.pi), np.float32(-np.pi / 2), 2.0**24, -(2.0**23) + 1
+    for operation in ("sin", "cos", "tan"):
+        graph = ga.OperationGraph()
+        s = graph.tensor(uid=SCORE, dims=DIMS, dtype="float32")
+        graph.output(getattr(graph, operation)(s), uid=RESULT)
+        modification = ScoreInputs(graph, SCORE, DIMS).modification(RESULT)
+        value, gradient = run_probe(modification, {SCORE: scores}, scores, np.ones(DIMS))
+        exact = scores.astype(np.float64)
+        values = {"sin": np.sin(exact), "cos": np.cos(exact), "tan": np.tan(exact)}
+        slopes = {"sin": np.cos(exact), "cos": -np.sin(exact), "tan": 1 + np.tan(exact) ** 2}
+        room = 4e-7 * slopes["tan"] if operation == "tan" else 4e-7
+        assert (abs(value - values[operation]) <= room).all(), operation
+        if operation != "tan":
+            assert (abs(gradient - slopes[operation]) <= room).all(), operation
