@@ -21,7 +21,7 @@ def test_a_hard_problem_agrees_with_the_oracle(family: str, row: str) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", USUAL, ids=USUAL)
 def test_a_variant_agrees_with_the_oracle(name: str) -> None:
     family, variant = GRID[name]
     FAMILIES[family].run_variant(variant, thorough=False)
@@ -30,7 +30,7 @@ def test_a_variant_agrees_with_the_oracle(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.usefixtures("fused_or_not")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", GRID, ids=list(GRID))
 def test_the_whole_grid_agrees_with_the_oracle(name: str) -> None:
     family, variant = GRID[name]
     FAMILIES[family].run_variant(variant, thorough=True)

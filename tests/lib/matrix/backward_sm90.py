@@ -107,9 +107,9 @@ KERNELS = ("backward_prepare_sm90", _KERNEL, "backward_finish_sm90")
 ROWS = (*_PROBLEMS, *_CHECKS)
 # Other rows have their options and paths, and test_backward.py repeats deterministic launches.
 RARE = {
-    *("turns bias", "shared turns", "neighbours", "long", "varlen full", "hidden", "nonfinite bias"),
+    *("turns bias", "neighbours", "long", "varlen full", "hidden", "nonfinite bias"),
     *("nonfinite cap bias", "shared narrow", "shared nonfinite", "shared nonfinite key", "far scratch"),
-    *("cap", "bias", "shared causal"),
+    *("bias", "shared causal"),
 }
 
 

@@ -186,7 +186,7 @@ _FAR = {"far": check_far_pages, "far rows": check_far_rows}
 _MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes
 ROWS = (*_PROBLEMS, *(f"broken {what}" for what in _BROKEN), *_FAR, "steady", "device", "plan")
 # Usual variants and other rows take their paths.
-RARE = frozenset({"unequal", "padded", "leftpad pages", "tree", "latent", "latent wide"})
+RARE = frozenset({"unequal", "leftpad pages"})
 
 
 def run(row: str) -> None:

@@ -103,10 +103,7 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
 _FAR = {"far": check_far_pages, "far rows": check_far_rows}
 ROWS = (*_PROBLEMS, *_FAR, "tf32", "bf16", "broken")
 # Variants to build of paths that other rows take.
-RARE = frozenset(
-    {"bf16", "unequal", "odd", "latent", "last keys", "alibi", "alibi rows", "early rows", "varlen", "tree"}
-    | {"fp8 pinned", "far rows"}
-)
+RARE = frozenset({"bf16", "unequal", "latent", "early rows", "far rows"})
 
 
 def run(row: str) -> None:

@@ -83,7 +83,7 @@ ROWS = (
     "low",
     "steady",
 )
-RARE = frozenset({"odd", "batch", "beside", "e5m2 faint", "vanishing", "own key", "many keys in every mode", "low"})
+RARE = frozenset({"odd", "beside", "e5m2 faint", "vanishing", "own key", "many keys in every mode", "low"})
 
 
 def _case_of(row: str) -> ForwardCase:

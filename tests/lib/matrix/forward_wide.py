@@ -44,7 +44,7 @@ _PROBLEMS: dict[str, dict[str, Any]] = {
 _EDGES = ("empty sequences", "empty sequences with sinks")
 KERNELS = (_KERNEL,)
 ROWS = (*_PROBLEMS, *_EDGES, *PLACED, "low", "far", "steady")
-RARE = frozenset({"plain", "nonfinite, dropped", "empty sequences with sinks", *PLACED[1:], "low", "steady"})
+RARE = frozenset({"nonfinite, dropped", "empty sequences with sinks", *PLACED[1:], "low", "steady"})
 
 
 def _case_of(row: str) -> ForwardCase:
