@@ -65,7 +65,7 @@ class Ends:
             self.other.post(self.sent, self.other.pack(record))
 
     def asleep(self) -> bool:
-        """Whether a substitute reads, and the thread that serves sleeps on whatever comes."""
+        """Whether a substitute reads, and the thread that serves sleeps until something comes."""
         return self.channel._lent and not self.channel._watched & select.EPOLLIN
 
 

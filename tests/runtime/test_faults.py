@@ -249,7 +249,7 @@ def test_a_thread_that_meets_a_loss_being_reported_hears_of_the_same_generation(
     met: list[ga.Reply[Any]] = []
 
     def listen(event: ga.TraceEvent) -> None:
-        # The loss is known and nobody has been told of it yet: another actor's launch meets the lost device first.
+        # The loss is known and no request has been told of it yet: another actor's launch meets the lost device first.
         if event.name == "context.lost":
             met.append(ctx.cudnn.mha_forward(params, rows(), rows(), rows()))
             assert met[0]._call.wait(30.0)

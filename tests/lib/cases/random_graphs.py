@@ -49,7 +49,7 @@ class RandomGraph:
         self._prune()
 
     def _prune(self) -> None:
-        """Drop what nobody reads, until all is read."""
+        """Drop what is not read, until all is read."""
         graph = self.graph
         while True:
             read = {uid for node in graph.nodes for uid in node.inputs} | {self.result.uid} | self._before

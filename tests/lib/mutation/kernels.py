@@ -82,10 +82,11 @@ class _Tests:
         marks = "not gpu" if sweep else "not gpu and not sweep"
         self._command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         self._command += ["-p", "no:randomly", "--tb=short", "-m", marks, *tests]
-        # PYTHONPATH for the processes that tests start. The cache holds the kernels without the bug.
+        # PYTHONPATH for the processes that tests start. Both caches go with the clone.
         self._environment = os.environ | {
             "PYTHONPATH": str(clone),
-            "GPU_ACTORS_TEST_CACHE_DIR": str(clone.parent / "cache"),
+            "GPU_ACTORS_TEST_CACHE_DIR": str(clone.parent / "cubins"),
+            "XDG_CACHE_HOME": str(clone.parent / "cache"),
         }
 
     def run(self) -> str:
