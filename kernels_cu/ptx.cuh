@@ -17,6 +17,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/pack.cuh"
 #include "ptx/pack_fp8.cuh"
+#include "ptx/pin.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"

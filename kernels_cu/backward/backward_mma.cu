@@ -33,7 +33,7 @@
 #include "backward/params.cuh"
 #include "backward/scores.cuh"
 #include "mma/store.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/pin.cuh"
 
 constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;  // of 16 rows of dQ a warp; warps side by side
 using QueryColumns = Columns<KTile, HEAD_DIM, WARPS / ROW_WARPS>;

@@ -13,7 +13,8 @@ struct CheckedAccess {  // as the compilers lay it out for version 1 of the call
 };
 }  // namespace emulation
 
-extern "C" void __ubsan_handle_type_mismatch_v1(const emulation::CheckedAccess* access, uintptr_t address) {
+extern "C" [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const emulation::CheckedAccess* access,
+                                                                   uintptr_t address) {
   using namespace emulation;
   const unsigned alignment = 1u << access->log_alignment;
   const void* pointer = reinterpret_cast<const void*>(address);

@@ -7,7 +7,7 @@
 // next product.
 #pragma once
 
-#include "ptx/types.cuh"
+#include "ptx/pin.cuh"
 #include "ptx/wgmma_sizes.cuh"
 
 // A kernel that multiplies by multiples of 16 or 32 alone says so before its first include, and compiles faster.
@@ -44,23 +44,6 @@ WRAPPER void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::
 template <int PENDING>
 WRAPPER void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// Pins registers to this place: the compiler moves no read above it and no write below it. After waits.
-template <int N>
-WRAPPER void pin_registers(float (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
-}
-template <int N>
-WRAPPER void pin_registers(uint32_t (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
-}
-template <int M, int N>
-WRAPPER void pin_registers(uint32_t (&r)[M][N]) {
-#pragma unroll
-  for (int i = 0; i < M; i++) pin_registers(r[i]);
 }
 
 // Both operands in shared memory: %o0, %o1 their descriptors, %o2 accumulate, %o3, %o4 transposition
