@@ -14,9 +14,7 @@ inline void check_time(Block& block) {
          self().waits_for ? self().waits_for : "running");
 }
 
-inline bool runnable(const Fiber& f) {
-  return f.state == FiberState::ready || (f.state == FiberState::blocked && *f.gate != f.seen);
-}
+inline Turn& turn_of(Fiber& fiber) { return fiber.block->turn[fiber.linear]; }
 
 inline void resume(Fiber& next) {
   Block& block = *next.block;
@@ -30,17 +28,18 @@ inline void resume(Fiber& next) {
 inline Fiber* pick_round_robin(Block& block) {
   for (int i = 0; i < block.threads; i++) {
     if (++block.position >= block.threads) block.position = 0;
-    Fiber* f = block.fiber[block.thread_order[block.position]];
-    if (runnable(*f)) return f;
+    const int thread = block.thread_order[block.position];
+    if (block.turn[thread].runnable()) return block.fiber[thread];
   }
   return nullptr;
 }
 
 inline Fiber* pick_in_warp(Block& block, int warp, int first_lane) {
-  int base = warp * 32, lanes = lower(32, block.threads - base);
-  for (int i = 0; i < lanes; i++) {
-    Fiber* f = block.fiber[base + (first_lane + i) % lanes];
-    if (runnable(*f)) return f;
+  const int first = warp * 32, end = first + lower(32, block.threads - first);
+  int thread = first + first_lane;
+  for (int i = first; i < end; i++, thread++) {
+    if (thread >= end) thread = first;
+    if (block.turn[thread].runnable()) return block.fiber[thread];
   }
   return nullptr;
 }
@@ -65,8 +64,8 @@ inline Fiber* pick_lane(Block& block) {
     exchange(block.thread_order[block.random.below(block.threads)],
              block.thread_order[block.random.below(block.threads)]);
   for (int i = 0; i < block.threads; i++) {
-    Fiber* f = block.fiber[block.thread_order[i]];
-    if (runnable(*f)) return f;
+    const int thread = block.thread_order[i];
+    if (block.turn[thread].runnable()) return block.fiber[thread];
   }
   return nullptr;
 }
@@ -102,18 +101,19 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
 
 // No thread can run and nothing is on its way: says who waits for what.
 [[noreturn]] inline void fail_deadlock(Block& block) {
-  for (int i = block.threads - 1; self().state == FiberState::done && i >= 0; i--)
-    if (block.fiber[i]->state == FiberState::blocked) blame(block, i, block.fiber[i]->statement);
+  for (int i = block.threads - 1; turn_of(self()).state == FiberState::done && i >= 0; i--)
+    if (block.turn[i].state == FiberState::blocked) blame(block, i, block.fiber[i]->statement);
   char text[1400];
   int n = 0, room = sizeof text;
   bool told[MAX_THREADS] = {};
   for (int i = 0; i < block.threads && n < room - 200; i++) {
     const Fiber& first = *block.fiber[i];
-    if (first.state != FiberState::blocked || told[i]) continue;
+    if (block.turn[i].state != FiberState::blocked || told[i]) continue;
     int waiters = 0;
     for (int j = i; j < block.threads; j++) {
       const Fiber& f = *block.fiber[j];
-      if (f.state != FiberState::blocked || f.waits_on != first.waits_on || strcmp(f.waits_for, first.waits_for))
+      if (block.turn[j].state != FiberState::blocked || f.waits_on != first.waits_on ||
+          strcmp(f.waits_for, first.waits_for))
         continue;
       told[j] = true;
       waiters++;
@@ -133,7 +133,7 @@ inline void give_way(Block& block) {
         block.random.one_in(block.delivery_odds))
       deliver_one(block);
     if (Fiber* next = pick(block)) {
-      next->state = FiberState::ready;
+      turn_of(*next).state = FiberState::ready;
       if (next != block.current) resume(*next);
       return;
     }
@@ -144,9 +144,7 @@ inline void give_way(Block& block) {
 
 // Waits until *gate is no longer `seen`. what, which: for the deadlock report.
 inline void wait_for(Fiber& fiber, const uint64_t* gate, uint64_t seen, const char* what, int64_t which = -1) {
-  fiber.state = FiberState::blocked;
-  fiber.gate = gate;
-  fiber.seen = seen;
+  turn_of(fiber) = {gate, seen, FiberState::blocked};
   fiber.waits_for = what;
   fiber.waits_on = which;
   give_way(*fiber.block);
@@ -157,7 +155,7 @@ void poll() {
   Block& block = *fiber.block;
   check_time(block);
   deliver_one(block);
-  fiber.state = FiberState::ready;
+  turn_of(fiber).state = FiberState::ready;
   Fiber* next = pick_round_robin(block);
   if (next == &fiber) sched_yield();
   else resume(*next);

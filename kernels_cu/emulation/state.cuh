@@ -74,6 +74,16 @@ struct InFlight {
 
 enum class FiberState : uint8_t { ready, blocked, done };
 
+// What is asked of a fiber whenever another gives way. Those of a block lie together: a fiber's record is on its stack,
+// and the processor would look up as many pages as there are threads.
+struct Turn {
+  const uint64_t* gate;  // blocked until this counter is no longer `seen`
+  uint64_t seen;
+  FiberState state;
+
+  bool runnable() const { return state == FiberState::ready || (state == FiberState::blocked && *gate != seen); }
+};
+
 // One CUDA thread. It lies near the high end of its own stack, so that the stack pointer finds it.
 struct Fiber {
   void* stack_pointer;
@@ -81,9 +91,6 @@ struct Fiber {
   Block* block;
   uint3 index;
   int linear, warp, lane;
-  FiberState state;
-  const uint64_t* gate;  // blocked until this counter is no longer `seen`
-  uint64_t seen;
   const char* waits_for;
   int64_t waits_on;  // barrier number or mbarrier address, -1 where there is none
   const void* statement;  // where the last asm statement returns to
@@ -245,6 +252,7 @@ struct Block {
   dim3 dim, grid;
   int threads, live, warp_count;
   Fiber* fiber[MAX_THREADS];
+  Turn turn[MAX_THREADS];
   Fiber* current;
   Warp warp[MAX_WARPS];
   NamedBarrier barrier[16];

@@ -61,7 +61,7 @@ inline void fiber_main() {
   Launch& launch = *block.worker->launch;
   launch.call(launch.kernel, launch.request->arguments);
   check_thread_end(fiber);
-  fiber.state = FiberState::done;
+  turn_of(fiber).state = FiberState::done;
   block.live--;
   if (block.barrier[0].arrived && block.barrier[0].expected < 0) release_if_complete(block, 0);
   give_way(block);
@@ -88,6 +88,7 @@ inline void start_threads(Block& block) {
     f.lane = i % 32;
     block.warp[f.warp].lanes |= 1u << f.lane;
     block.fiber[i] = &f;
+    block.turn[i].state = FiberState::ready;
     prepare_context(f, fiber_main);
   }
 }
