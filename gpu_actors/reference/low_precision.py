@@ -36,6 +36,8 @@ def rounder(dtype: str) -> Step:
         return _round_tf32
     if dtype == "wide_float16":
         return _round_wide_float16
+    if dtype == "float16":
+        return _round_float16
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
 
     def round_to_target(array: Array) -> Array:
@@ -55,6 +57,18 @@ def _round_tf32(array: Array) -> Array:
     )
     rounded = ((bits + half) & kept).view(np.float32)
     return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
+
+
+def _round_float16(array: Array) -> Array:
+    """Rounds subnormal numbers by a sum whose last place is theirs: NumPy takes 15 times as long where one underflows,
+    as most probabilities do."""
+    if array.dtype == np.float16:
+        return array
+    normal, last_place = np.finfo(np.float16).smallest_normal, np.finfo(np.float16).smallest_subnormal
+    anchor = array.dtype.type(1.5 * float(last_place) / np.finfo(array.dtype).eps)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.copysign((array + anchor) - anchor, array)
+        return np.where(np.abs(array) < normal, sums, array).astype(np.float16).astype(array.dtype)
 
 
 def _round_wide_float16(array: Array) -> Array:
