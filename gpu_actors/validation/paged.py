@@ -147,7 +147,9 @@ def _bias(request: PagedForward | BatchedDecode, sizes: Sizes, dtype: str) -> di
         return {}
     shape = tuple(getattr(request.bias, "shape", ()))
     # The lengths of sequences are data: `check_bias` holds them against its keys.
-    keys = int(shape[-1]) if shape and shape[-1] >= 1 else sizes.seqlen_k
+    keys = int(shape[-1]) if shape else sizes.seqlen_k
+    reason = "must have at least the keys of the longest sequence, and one where all are empty"
+    expect(keys >= 1 or not sizes.seqlen_k, "bias", describe(request.bias), reason)
     fields = bias_fields(request.bias, sizes, dtype, keys, one_row=isinstance(request, BatchedDecode))
     return {**fields, "bias_keys": keys}
 
