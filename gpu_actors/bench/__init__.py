@@ -1,7 +1,8 @@
 """Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, compile, imports     these need no GPU
+bridge, host                 what a request costs beside a thread of the loop's pool; they need no GPU
+compile, imports             nor do these
 serve                        loads `gpu-actors serve`, on any device; serve_unkind has the clients that mean harm
 
 stage      opens the device and runs a suite       cases      what is measured, its work and traffic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -13,6 +12,7 @@ from cupy.cuda import driver, runtime
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
 from gpu_actors.devices.cuda.library import make_primary_context
+from gpu_actors.devices.cuda.parameters import kernel_params
 from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import Params, TensorMap
 
@@ -22,8 +22,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_PARAMS_ALIGNMENT = 64
-"""What a CUtensorMap among the parameters asks for."""
 
 
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
@@ -125,19 +123,8 @@ class CupyApi:
         stream: int,
         params: Params,
     ) -> None:
-        parts = (params,) if isinstance(params, bytes) else params
-        # The driver copies them out of here before it returns.
-        room = [-(-len(part) // _PARAMS_ALIGNMENT) * _PARAMS_ALIGNMENT for part in parts]
-        memory = ctypes.create_string_buffer(sum(room) + _PARAMS_ALIGNMENT)
-        address = ctypes.addressof(memory)
-        address += -address % _PARAMS_ALIGNMENT
-        pointers = (ctypes.c_void_p * max(1, len(parts)))()
-        for place, (part, nbytes) in enumerate(zip(parts, room, strict=True)):
-            ctypes.memmove(address, part, len(part))
-            pointers[place] = address
-            address += nbytes
-        where = ctypes.addressof(pointers)
-        driver.launchKernel(function, *grid, *block, shared_bytes, stream, where, 0)
+        packed = kernel_params(params)  # the driver copies them before it returns
+        driver.launchKernel(function, *grid, *block, shared_bytes, stream, packed.address, 0)
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
         return encode_tensor_map(tensor_map)

@@ -1,0 +1,214 @@
+"""What a request costs on the host: ``gpu-actors bench host``, which needs no GPU.
+
+Everything is real but the driver, which takes no time and computes nothing (`NullApi`). Each kind of request is
+measured in turns with ``asyncio.to_thread`` in one run, so other work of the machine slows both alike: with kernels
+that take no time beside an empty function, and with kernels of 50 us beside a function that sleeps as long. A ratio
+below 1 says that the request is cheaper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.devices.cuda.device import CudaDevice
+from gpu_actors.devices.cuda.null_api import NullApi
+from gpu_actors.gpu_context import GpuContext, start_context
+from gpu_actors.kv.requests import KvSequence
+from gpu_actors.options import ContextOptions
+
+__all__ = ["KINDS", "run"]
+
+Ask: TypeAlias = Callable[[int], Awaitable[object]]
+"""Asks once more. The argument is the place in a crowd: no two of a crowd write to the same array."""
+
+KINDS = ("forward", "backward", "decode", "paged", "append", "attend")
+KERNEL_SECONDS = 50e-6
+_TO_THREAD = "to_thread"
+_CROWD = 64
+_TURN = 50
+_HEADS, _HEADS_KV, _DIM, _PAGE = 64, 8, 128, 16
+_addresses = itertools.count(1 << 50, 1 << 32)
+
+
+def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
+    """Microseconds a request and their ratio to ``asyncio.to_thread``, by kind, and the driver's calls of one request.
+
+    requests: of each kind and way to wait: alone; 64 at once by gather; 64 at once, awaited in turn.
+    """
+    found: dict[str, Any] = {
+        name: asyncio.run(_measured(kinds, requests, seconds))
+        for name, seconds in (("no_time", 0.0), ("kernel_50_us", KERNEL_SECONDS))
+    }
+    return found | {"driver_calls": asyncio.run(_driver_calls(kinds))}
+
+
+class _NullDevice(CudaDevice):
+    def note_caller(self) -> None:
+        """No stream of the program's: CuPy asks the real driver, which may be missing."""
+
+
+def _open(api: NullApi) -> GpuContext:
+    options = ContextOptions()
+    return start_context(lambda: _NullDevice(0, options, api), options)
+
+
+async def _measured(kinds: Sequence[str], requests: int, seconds: float) -> dict[str, Any]:
+    context = _open(NullApi(seconds))
+    try:
+        asks = {_TO_THREAD: _to_thread(seconds)} | {kind: await _ask(context, kind) for kind in kinds}
+        ways = {"alone": _alone, "gather": _gathered, "in_turn": _in_turn}
+        figures = {way: await _in_turns(asks, wait, requests) for way, wait in ways.items()}
+    finally:
+        await asyncio.to_thread(context.close)
+    return {kind: {way: _beside(taken, kind) for way, taken in figures.items()} for kind in asks}
+
+
+def _beside(taken: Mapping[str, float], kind: str) -> dict[str, float]:
+    return {"us": round(taken[kind] * 1e6, 1), "ratio": round(taken[kind] / taken[_TO_THREAD], 2)}
+
+
+async def _in_turns(
+    asks: Mapping[str, Ask], wait: Callable[[Ask], Awaitable[tuple[float, int]]], requests: int
+) -> dict[str, float]:
+    """The median of the seconds a request, by kind. The first turn of each starts threads and fills caches."""
+    times: dict[str, list[float]] = {kind: [] for kind in asks}
+    while len(next(iter(times.values()))) <= requests // _TURN:
+        for kind, ask in asks.items():
+            seconds, count = await wait(ask)
+            times[kind].append(seconds / count)
+    return {kind: statistics.median(taken[1:]) for kind, taken in times.items()}
+
+
+async def _alone(ask: Ask) -> tuple[float, int]:
+    began = time.perf_counter()
+    for _ in range(_TURN):
+        await ask(0)
+    return time.perf_counter() - began, _TURN
+
+
+async def _gathered(ask: Ask) -> tuple[float, int]:
+    began = time.perf_counter()
+    await asyncio.gather(*(ask(place) for place in range(_CROWD)))
+    return time.perf_counter() - began, _CROWD
+
+
+async def _in_turn(ask: Ask) -> tuple[float, int]:
+    began = time.perf_counter()
+    for reply in [ask(place) for place in range(_CROWD)]:
+        await reply
+    return time.perf_counter() - began, _CROWD
+
+
+async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, dict[str, float]]:
+    """How often a warm request makes each of the driver's calls, by kind."""
+    api = NullApi()
+    context = _open(api)
+    found = {}
+    try:
+        for kind in kinds:
+            ask = await _ask(context, kind)
+            for _ in range(_TURN):
+                await ask(0)
+            api.calls.clear()
+            for _ in range(requests):
+                await ask(0)
+            counts = {call: round(count / requests, 2) for call, count in sorted(api.calls.items())}
+            found[kind] = {"all": round(sum(api.calls.values()) / requests, 2)} | counts
+    finally:
+        await asyncio.to_thread(context.close)
+    return found
+
+
+# ---- what is asked
+
+
+def _to_thread(seconds: float) -> Ask:
+    def work() -> None:
+        if seconds:
+            time.sleep(seconds)
+
+    return lambda place: asyncio.ensure_future(asyncio.to_thread(work))
+
+
+async def _ask(context: GpuContext, kind: str) -> Ask:
+    """Asks a warm context: the first answer is awaited, so its kernels are compiled."""
+    ask = await _MAKE[kind](context)
+    await ask(0)
+    return ask
+
+
+async def _forward(context: GpuContext) -> Ask:
+    q, k, v = (_array(1, 2048, 8, _DIM) for _ in range(3))
+    outs = _crowd(1, 2048, 8, _DIM)
+    return lambda place: context.flash_attn.forward(q, k, v, causal=True, out=outs[place])
+
+
+async def _backward(context: GpuContext) -> Ask:
+    dout, q, k, v, out = (_array(1, 2048, 8, _DIM) for _ in range(5))
+    lse = _array(1, 8, 2048, dtype=np.float32)
+    return lambda place: context.flash_attn.backward(dout, q, k, v, out, lse, causal=True)
+
+
+async def _decode(context: GpuContext) -> Ask:
+    q, outs = _array(1, _HEADS, _DIM), _crowd(1, _HEADS, _DIM)
+    k_caches, v_caches = ([_array(_HEADS_KV, 2048, _DIM)] for _ in range(2))
+    lengths = np.array([2000], np.int32)
+    return lambda place: context.flash_attn.decode(q, k_caches, v_caches, lengths, out=outs[place])
+
+
+async def _paged(context: GpuContext) -> Ask:
+    q, outs = _array(1, 1, _HEADS, _DIM), _crowd(1, 1, _HEADS, _DIM)
+    k_pool, v_pool = (_array(512, _PAGE, _HEADS_KV, _DIM) for _ in range(2))
+    told: dict[str, Any] = {
+        "block_table": np.arange(128, dtype=np.int32)[None],
+        "cache_seqlens": np.array([2000], np.int32),
+    }
+    return lambda place: context.flash_attn.paged_forward(q, k_pool, v_pool, **told, out=outs[place])
+
+
+async def _append(context: GpuContext) -> Ask:
+    cache, seqs = await _cache(context)
+    k, v = _array(1, 1, _HEADS_KV, _DIM), _array(1, 1, _HEADS_KV, _DIM)
+    return lambda place: cache.append([seqs[place]], k, v)
+
+
+async def _attend(context: GpuContext) -> Ask:
+    cache, seqs = await _cache(context)
+    q, outs = _array(1, 1, _HEADS, _DIM), _crowd(1, 1, _HEADS, _DIM)
+    k, v = _array(1, 1, _HEADS_KV, _DIM), _array(1, 1, _HEADS_KV, _DIM)
+    return lambda place: cache.attend(q, [seqs[place]], k=k, v=v, out=outs[place])
+
+
+_MAKE: dict[str, Callable[[GpuContext], Awaitable[Ask]]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "decode": _decode,
+    "paged": _paged,
+    "append": _append,
+    "attend": _attend,
+}
+
+
+async def _cache(context: GpuContext) -> tuple[Any, list[KvSequence]]:
+    cache = context.kv_cache(num_blocks=1 << 14, page_size=_PAGE, kv_heads=_HEADS_KV, head_dim=_DIM, dtype="float16")
+    opened = await cache.__aenter__()  # closed with the context
+    return opened, [await opened.create() for _ in range(_CROWD)]
+
+
+def _crowd(*shape: int) -> list[DeviceArray]:
+    return [_array(*shape) for _ in range(_CROWD)]
+
+
+def _array(*shape: int, dtype: Any = np.float16) -> DeviceArray:
+    """An array on the device at an address that nothing else has."""
+    kind = np.dtype(dtype)
+    return DeviceArray(next(_addresses), shape, contiguous_strides(shape, kind.itemsize), kind, 0)

@@ -1,0 +1,35 @@
+"""A kernel's parameters in memory, as the driver reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from gpu_actors.devices.interface import Params
+
+__all__ = ["KernelParams", "kernel_params"]
+
+_ALIGNMENT = 64
+"""What a CUtensorMap among the parameters asks for."""
+
+
+class KernelParams(NamedTuple):
+    """address: of one pointer a parameter. kept: what must live until the driver has copied them."""
+
+    address: int
+    kept: tuple[object, object]
+
+
+def kernel_params(params: Params) -> KernelParams:
+    """Lays out the bytes of a kernel's only parameter, or of each of several."""
+    parts = (params,) if isinstance(params, bytes) else params
+    room = [-(-len(part) // _ALIGNMENT) * _ALIGNMENT for part in parts]
+    memory = ctypes.create_string_buffer(sum(room) + _ALIGNMENT)
+    address = ctypes.addressof(memory)
+    address += -address % _ALIGNMENT
+    pointers = (ctypes.c_void_p * max(1, len(parts)))()
+    for place, (part, nbytes) in enumerate(zip(parts, room, strict=True)):
+        ctypes.memmove(address, part, len(part))
+        pointers[place] = address
+        address += nbytes
+    return KernelParams(ctypes.addressof(pointers), (memory, pointers))
