@@ -10,7 +10,7 @@ import numpy as np
 from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, kernel_of, key_of, problem_of
 from inside.devices import Buffer
-from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping
+from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping, encode_tensor_map
 from inside.kernels import DECODE, NO_VALUES, Target, kernel_source, program_of
 
 __all__ = ["check_far_pages", "check_far_rows"]
@@ -19,6 +19,11 @@ __all__ = ["check_far_pages", "check_far_rows"]
 PAGES_APART, ROWS_APART = 20 << 30, 24 << 30  # bytes from one to the next
 LAST = 4  # the far page's number; those between are not there
 ROWS, DIM = 16, 32
+
+
+def _heads(kernel: str) -> int:
+    """Of q, over one head of keys: as few as the kernel takes."""
+    return 16 if kernel == "decode_sm90" else 2
 
 
 class FarPool(EmulatedBuffer):
@@ -67,7 +72,7 @@ class FarBytes:
 
 def check_far_pages(kernel: str = DECODE, apart: int = PAGES_APART, **launch: Any) -> None:
     """Two pages of a pool. Compare with the oracle. launch: as EmulatedModule.launch takes it."""
-    batch = random_batch(0, (2 * ROWS,), heads=(2, 1), dim=DIM, dtype="float16")
+    batch = random_batch(0, (2 * ROWS,), heads=(_heads(kernel), 1), dim=DIM, dtype="float16")
     shape = (LAST + 1, ROWS, 1, DIM)
     pools = {
         f"{side}_cache": FarPool(f"{side}_cache", shape, 0, apart, {0: keys[:ROWS], LAST: keys[ROWS:]})
@@ -79,7 +84,7 @@ def check_far_pages(kernel: str = DECODE, apart: int = PAGES_APART, **launch: An
 
 def check_far_rows(kernel: str = DECODE, apart: int = ROWS_APART, **launch: Any) -> None:
     """Four rows of a dense cache. As `check_far_pages`."""
-    batch = random_batch(0, (4,), heads=(2, 1), dim=DIM, dtype="float16")
+    batch = random_batch(0, (4,), heads=(_heads(kernel), 1), dim=DIM, dtype="float16")
     shape = (1, 4, 1, DIM)
     pools = {
         f"{side}_cache": FarPool(f"{side}_cache", shape, 1, apart, dict(enumerate(keys)))
@@ -102,11 +107,13 @@ def check_over(
     near = np.zeros(shape, np.float16)
     operands = {"q": batch.q, **dict.fromkeys(pools, near), "cache_seqlens": batch.lengths, **others}
     problem = problem_of(case, operands)
-    program = program_of(problem, key_of(problem, "sm_80", kernel), Target(1))
+    target = Target(1, lambda tensor_map: encode_tensor_map(*tensor_map))
+    arch = "sm_90a" if kernel == "decode_sm90" else "sm_80"
+    program = program_of(problem, key_of(problem, arch, kernel), target)
     arrays = {name: array for name, array in operands.items() if name not in pools}
     if program.split is not None:
         arrays |= program.split(batch.lengths, None)
-    arrays |= {"out": np.full_like(batch.q, np.nan), "lse": np.full((1, 2, 1), np.nan, np.float32)}
+    arrays |= {"out": np.full_like(batch.q, np.nan), "lse": np.full((1, _heads(kernel), 1), np.nan, np.float32)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     buffers = {name: pool.described for name, pool in pools.items()}
     for name, array in arrays.items():

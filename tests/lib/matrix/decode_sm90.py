@@ -10,6 +10,7 @@ from cases.cached_batches import Batch
 from cases.decode import SM90_VARIANTS
 from emulated.decode import DecodeCase, check
 from emulated.decode import run as run_decode
+from emulated.far_pages import check_far_pages, check_far_rows
 from inside.kernels import NAME
 
 from matrix.decode import (
@@ -90,13 +91,17 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
     "nonfinite": lambda: DecodeCase(with_nan(wide(300, 70), 297), options=CAUSAL),
     "nonfinite two": lambda: DecodeCase(with_nan(wide(300, 70, rows=40), 290), options=CAUSAL),
 }
-ROWS = tuple(_PROBLEMS)
+_FAR = {"far": check_far_pages, "far rows": check_far_rows}
+ROWS = (*_PROBLEMS, *_FAR)
 # Variants to build; other rows of the decode kernels take the options' paths, which are common to them.
-RARE = frozenset({"no rows", "unequal", "tree of two", "chunks"})
+RARE = frozenset({"no rows", "unequal", "tree of two", "chunks", "far rows"})
 
 
 def run(row: str) -> None:
     """Raise AssertionError or EmulationFault where the row shows a difference."""
+    if row in _FAR:
+        _FAR[row](NAME)
+        return
     multiprocessors = 1 if row in ("long", "keyless") else 3
     for delivery, schedule, seed in LAUNCHES:
         launch: dict[str, Any] = {"arch": "sm_90a", "kernel": NAME, "multiprocessors": multiprocessors}
