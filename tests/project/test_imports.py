@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import gc
 import importlib
-from collections.abc import Iterator, Sequence
+import re
+import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +32,62 @@ DOORS = (
 INSIDE = ROOT / "tests" / "lib" / "inside"
 
 
+# An import stands alone on its line (E701 and E702 of ruff): a tree of every file would take twenty times as long.
+IMPORT = re.compile(r"^[ \t]*((?:import|from)[ \t](?:[^\n(\\]|\\\n|\([^)]*\))*)", re.M)
+
+
+@functools.cache
+def statements(path: Path) -> tuple[tuple[int, ast.Import | ast.ImportFrom], ...]:
+    """The imports of a file with their lines. Those in texts, for other processes, are among them."""
+    text = path.read_text(encoding="utf-8")
+    taken: list[tuple[int, ast.Import | ast.ImportFrom]] = []
+    for match in IMPORT.finditer(text):
+        with contextlib.suppress(SyntaxError):  # a sentence
+            (node, *_) = ast.parse(match[1]).body
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                taken.append((text.count("\n", 0, match.start()) + 1, node))
+    return tuple(taken)
+
+
+@functools.cache
+def found() -> list[Any]:
+    gc.disable()  # else it walks through the growing trees
+    try:
+        return list(imports.imports(imports.modules()))
+    finally:
+        gc.enable()
+
+
 def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
-    assert not imports.faults()
+    assert (imports.upward(found()), imports.circles(found())) == ([], [])
+
+
+def test_every_arrow_between_rooms_that_is_drawn_is_an_import() -> None:
+    rooms = {(each.importer.partition(".")[0], each.imported.partition(".")[0]) for each in found()}
+    arrows = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["ARROWS"]
+    assert [arrow for *arrow, _ in arrows if tuple(arrow) not in rooms] == []
 
 
 def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"gpu_actors"}
     for path in imports.modules().values():
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        nodes = [node for _, node in statements(path)]
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert not folders & {name.partition(".")[0] for name in names}, path
 
 
-def inner_imports(path: Path) -> Iterator[tuple[int, str, str]]:
+@functools.cache
+def inner_imports(path: Path) -> tuple[tuple[int, str, str], ...]:
     """Each name that a file of the tests takes from an inner module of another room: the line, the module, the name."""
     folder = path.relative_to(ROOT / "tests").parts[0]
     # What is beside another library is a door of its own.
     rooms = {folder, "interop", *(["devices"] if folder in ("emulation", "gpu") else [])}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    inner = []
+    for line, node in statements(path):
         if isinstance(node, ast.Import):
             taken = [(alias.name, "") for alias in node.names if alias.name.count(".") > 1]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module not in DOORS:
+        elif node.module and node.module not in DOORS:
             taken = [(node.module, alias.name) for alias in node.names]
         else:
             continue
@@ -56,7 +95,8 @@ def inner_imports(path: Path) -> Iterator[tuple[int, str, str]]:
             package, _, rest = module.partition(".")
             room = rest.partition(".")[0]
             if package == "gpu_actors" and room not in rooms and not (room == rest and name in _door(room)):
-                yield node.lineno, module, name
+                inner.append((line, module, name))
+    return tuple(inner)
 
 
 def _door(room: str) -> Sequence[str]:
@@ -70,7 +110,11 @@ def _door(room: str) -> Sequence[str]:
 def test_tests_of_other_rooms_see_the_inside_of_a_room_in_one_place() -> None:
     """So that what lies inside can move: its own room's tests follow it, and one line of tests/lib/inside."""
     files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if not path.is_relative_to(INSIDE)]
-    wrong = [(str(path.relative_to(ROOT)), *inner) for path in files for inner in inner_imports(path)]
+    wrong = []
+    for path in filter(inner_imports, files):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
+        wrong += [(path.relative_to(ROOT), *inner) for inner in inner_imports(path) if inner[0] in lines]
     assert not wrong, "import these by tests/lib/inside"
 
 
@@ -89,7 +133,7 @@ def test_tests_take_public_names_from_public_doors() -> None:
 def test_every_name_of_an_inside_is_used() -> None:
     taken: dict[str, set[str]] = {path.stem: set() for path in INSIDE.glob("*.py")}
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for _, node in statements(path):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("inside."):
                 taken[node.module.removeprefix("inside.")] |= {alias.name for alias in node.names}
     given = {path.stem: {name for _, _, name in inner_imports(path)} for path in INSIDE.glob("*.py")}

@@ -70,13 +70,6 @@ def test_every_drawing_is_on_a_page(name: str) -> None:
     assert any(f"]({name})" in page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
 
 
-def test_every_arrow_between_rooms_is_an_import() -> None:
-    rules = runpy.run_path(str(REPOSITORY / "scripts" / "imports.py"))
-    room = rules["_room"]
-    found = {(room(each.importer), room(each.imported)) for each in rules["imports"](rules["modules"]())}
-    assert [arrow for *arrow, _ in PICTURES["ARROWS"] if tuple(arrow) not in found] == []
-
-
 def test_every_file_on_the_way_of_a_request_is_there() -> None:
     files = [file for _, _, files in PICTURES["WAY"] for file in files]
     assert [file for file in files if not (REPOSITORY / "gpu_actors" / file).is_file()] == []
