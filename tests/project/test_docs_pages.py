@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
-from support.docs import PAGES, examples, run_example
+from support.docs import PAGES
 from support.service import REPOSITORY
 
 from gpu_actors import errors
@@ -92,14 +91,6 @@ def test_every_page_is_reached_from_readme() -> None:
             reached.add(page)
             ahead += [target for target in links(page) if target.suffix == ".md" and target.is_file()]
     assert set(PAGES) <= reached
-
-
-def test_the_examples_of_the_page_on_errors_meet_every_error() -> None:
-    names: dict[str, Any] = {}
-    for number, source in enumerate(examples(REPOSITORY / "docs/errors.md"), 1):
-        run_example(source, names, f"docs/errors.md, example {number}")
-    assert set(names["met"]) == set(errors.__all__) - {"GpuActorsError", "RequestError"}
-    assert len(names["met"]) == len(set(names["met"]))
 
 
 def test_every_error_is_told_with_what_to_do() -> None:

@@ -57,7 +57,7 @@ def test_each_way_a_step_ends_is_told_apart_and_all_are_run(run: Any, tmp_path: 
     texts = {"fails": FAILS, "skips": SKIPS, "broken": BROKEN, "dies": DIES, "passes": PASSES}
     steps = steps_of(run, *texts)
     code = run.main(["--out", str(tmp_path)], {"part": steps}, pytest_of(texts, tmp_path), lambda: None)
-    found = json.loads((tmp_path / "summary.json").read_text())
+    found = summary(tmp_path)
     assert (code, found["passed"]) == (1, False)
     assert {step["name"]: step["status"] for step in found["steps"]} == {
         "fails": "failed",
@@ -94,20 +94,17 @@ def test_a_step_that_hangs_is_cut_off_with_what_it_had_and_the_rest_go_on(
             return super().wait(timeout)
 
     monkeypatch.setattr(run.subprocess, "Popen", Process)
-    texts = {"hangs": HANGS.format(begun=str(begun)), "passes": PASSES}
-    steps = [*steps_of(run, "hangs", seconds=limit), *steps_of(run, "passes")]
-    assert run.main(["--out", str(tmp_path)], {"part": steps}, pytest_of(texts, tmp_path), lambda: None) == 1
-    hung, passed = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    texts = {"hangs": HANGS.format(begun=str(begun))}
+    tests, scripts = pytest_of(texts, tmp_path), script_of({"passes": TIMED})
+
+    def command(step: Any, out: Path, seconds: float) -> list[str]:
+        return (tests if step.kind == "tests" else scripts)(step, out, seconds)
+
+    steps = [*steps_of(run, "hangs", seconds=limit), *steps_of(run, "passes", kind="bench")]
+    assert run.main(["--out", str(tmp_path)], {"part": steps}, command, lambda: None) == 1
+    hung, passed = summary(tmp_path)["steps"]
     assert (hung["status"], hung["executed"] >= 1) == ("cut off", True)
     assert passed["status"] == "passed"
-
-
-def test_everything_passing_is_the_only_success(run: Any, tmp_path: Path) -> None:
-    steps = steps_of(run, "passes")
-    assert (
-        run.main(["--out", str(tmp_path)], {"part": steps}, pytest_of({"passes": PASSES}, tmp_path), lambda: None) == 0
-    )
-    assert json.loads((tmp_path / "summary.json").read_text())["passed"] is True
 
 
 def test_what_no_time_was_left_for_has_not_passed(run: Any, tmp_path: Path) -> None:
@@ -115,19 +112,24 @@ def test_what_no_time_was_left_for_has_not_passed(run: Any, tmp_path: Path) -> N
     code = run.main(
         ["--out", str(tmp_path), "--minutes", "0"], {"part": steps_of(run, "passes")}, command, lambda: None
     )
-    (step,) = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    (step,) = summary(tmp_path)["steps"]
     assert (code, step["status"], step["executed"]) == (1, "not run", 0)
 
 
 def test_an_earlier_runs_results_are_not_taken_for_this_ones(run: Any, tmp_path: Path) -> None:
     for name in ("summary.json", "results.tar.gz", "bench-forward.png"):
         (tmp_path / name).write_text("of an earlier run")
-    parts = {"part": steps_of(run, "dies")}
-    assert run.main(["--out", str(tmp_path)], parts, pytest_of({"dies": DIES}, tmp_path), lambda: None)
-    (step,) = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    parts = {"part": steps_of(run, "dies", kind="bench")}
+    assert run.main(["--out", str(tmp_path)], parts, script_of({"dies": DIES}), lambda: None)
+    (step,) = summary(tmp_path)["steps"]
     assert (step["status"], step["executed"]) == ("nothing ran", 0)
     assert not (tmp_path / "bench-forward.png").exists()
     assert list(unpacked(tmp_path)) == ["dies.log"]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
 
 
 def unpacked(out: Path) -> dict[str, bytes]:
@@ -160,6 +162,7 @@ def test_the_folder_gets_a_summary_an_archive_and_plots_alone(run: Any, tmp_path
     texts = dict.fromkeys(names, TIMED + "open(PLOT, 'w').write('plot')\nprint('measured')\n")
     parts = {"benchmarks": steps_of(run, *names, kind="bench")}
     assert run.main(["--out", str(out)], parts, script_of(texts), lambda: None) == 0
+    assert summary(out)["passed"] is True
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
     assert files == sorted(["summary.json", "results.tar.gz", *(f"{name}.png" for name in names)])
     found = unpacked(out)
@@ -173,7 +176,7 @@ def test_what_is_known_is_written_after_each_step(run: Any, tmp_path: Path) -> N
     texts = {"first": TIMED, "second": look + TIMED, "third": TIMED}
     parts = {"part": steps_of(run, *texts, kind="bench")}
     assert run.main(["--out", str(tmp_path / "found")], parts, script_of(texts), lambda: None) == 0
-    seen = json.loads((tmp_path / "seen" / "summary.json").read_text())
+    seen = summary(tmp_path / "seen")
     assert [step["status"] for step in seen["steps"]] == ["passed", "not run", "not run"]
     assert seen["passed"] is False
     assert sorted(unpacked(tmp_path / "seen")) == ["first.json", "first.log"]
@@ -229,7 +232,7 @@ def test_each_part_has_its_own_minutes(run: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run, "run_step", late)
     parts = {"first": steps_of(run, "a", "b"), "second": steps_of(run, "c", "d")}
     run.main(["--out", str(tmp_path)], parts, lambda *_: [], lambda: None)
-    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    steps = summary(tmp_path)["steps"]
     assert {step["name"]: step["status"] for step in steps} == {
         "a": "passed",
         "b": "not run",
@@ -262,7 +265,7 @@ def test_a_benchmark_passes_only_with_kernels_of_ours_timed(
         return [sys.executable, "-c", f"{write}raise SystemExit({code})"]
 
     run.main(["--out", str(tmp_path)], {"part": steps_of(run, "b", kind="bench")}, command, lambda: None)
-    (step,) = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    (step,) = summary(tmp_path)["steps"]
     assert step["status"] == status
 
 
@@ -273,7 +276,7 @@ def test_without_a_gpu_nothing_is_said_to_have_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "nothing was run" in done.stdout
-    found = json.loads((tmp_path / "summary.json").read_text())
+    found = summary(tmp_path)
     assert [step["status"] for step in found["steps"]] == ["not run"] * 2
     assert found["passed"] is False
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inside.package import install_hint
@@ -38,11 +40,38 @@ asyncio.run(main())
 """
 
 
-def run_bare(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in an interpreter that finds none of the extras' libraries."""
-    blocked = f"import sys\nsys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
-    command = [sys.executable, "-c", blocked + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=REPOSITORY)
+APPLICATION = "import gpu_actors.serving\nimport gpu_actors.asgi"
+
+# Each code in turn, the one that shows most about the core first.
+RUN = """
+import contextlib, io, json, sys, traceback
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+sys.path.insert(0, "examples")
+found = []
+for code in sys.argv[2:]:
+    out, error, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            exec(code, {})
+        except SystemExit as exit_:
+            status = exit_.code
+        except BaseException:
+            status = traceback.format_exc().splitlines()[-1]
+    found.append((status, out.getvalue(), error.getvalue()))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, list[Any]]:
+    """How each code ends, with what it prints, in an interpreter that finds none of the extras' libraries."""
+    examples = {name: f"import runpy; runpy.run_path('examples/{name}', run_name='__main__')" for name in EXAMPLES}
+    command = "from gpu_actors.cli import main; main()"
+    codes = {"forward": FORWARD, "application": APPLICATION, "command": command, **examples}
+    arguments = [sys.executable, "-c", RUN, json.dumps(OPTIONAL), *codes.values()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(codes, json.loads(done.stdout), strict=True))
 
 
 def test_the_core_requires_five_packages() -> None:
@@ -50,37 +79,29 @@ def test_the_core_requires_five_packages() -> None:
     assert names == {"numpy", "ml_dtypes", "pykka", "anyio", "platformdirs"}
 
 
-def test_a_request_is_answered_with_the_core_alone() -> None:
-    done = run_bare(FORWARD)
-    assert (done.returncode, done.stdout) == (0, "(1, 16, 2, 64)\n"), done.stderr
+def test_a_request_is_answered_with_the_core_alone(bare: dict[str, list[Any]]) -> None:
+    assert bare["forward"] == [0, "(1, 16, 2, 64)\n", ""]
 
 
 @pytest.mark.parametrize("module", ["rich", "typer"])
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("doctor",), ("warm", "--arch", "sm_80")])
-def test_the_command_says_what_it_needs(module: str, arguments: tuple[str, ...]) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None\nfrom gpu_actors.cli import main; main()"
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=REPOSITORY)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"gpu-actors: {module} is not installed: {install_hint('cli')}\n".replace(
-        f"{REPOSITORY}[", ".["
-    )
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("warm", "--arch", "sm_80")])
+def test_the_command_says_what_it_needs(
+    run: Any, monkeypatch: pytest.MonkeyPatch, module: str, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run(*arguments) == (f"gpu-actors: {module} is not installed: {install_hint('cli')}", "", "")
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_without_its_extra_ends_in_a_sentence(example: str) -> None:
-    code = f"import runpy; sys.path.insert(0, 'examples'); runpy.run_path('examples/{example}', run_name='__main__')"
-    done = run_bare(code)
-    assert (done.returncode, done.stdout) == (1, "")
-    expected = rf'\w+ is not installed: pip install -e "\.\[{EXAMPLES[example]}\]"\n'
-    assert re.fullmatch(expected, done.stderr), done.stderr
+def test_an_example_or_the_command_without_its_extra_ends_in_a_sentence(bare: dict[str, list[Any]]) -> None:
+    for name, extra in {**EXAMPLES, "command": "cli"}.items():
+        status, out, error = bare[name]
+        expected = rf'(gpu-actors: )?\w+ is not installed: pip install -e "\.\[{extra}\]"'
+        assert re.fullmatch(expected, status), (name, status)
+        assert (out, error) == ("", "")
 
 
-def test_an_application_without_starlette_is_told_the_extra() -> None:
-    done = run_bare("import gpu_actors.serving\nimport gpu_actors.asgi")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last == 'ModuleNotFoundError: starlette is not installed: pip install -e ".[asgi]"'
+def test_an_application_without_starlette_is_told_the_extra(bare: dict[str, list[Any]]) -> None:
+    assert bare["application"][0] == 'ModuleNotFoundError: starlette is not installed: pip install -e ".[asgi]"'
 
 
 def test_every_example_that_can_be_run_is_tried_without_its_extra() -> None:
