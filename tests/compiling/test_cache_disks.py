@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cubins import ARCH, CountingCompiler, entries, fake_toolchain, kernel, run_child
+from support.cubins import ARCH, CountingCompiler, Fork, entries, fake_toolchain, kernel
 
 import gpu_actors as ga
 from gpu_actors.compiling import cubin_folder as cache_folder
@@ -57,20 +58,17 @@ class TestDisksThatFail:
         made = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
         assert cache(tmp_path).get(kernel(), ARCH) == made
 
-    def test_a_real_limit_on_the_files_size(self, tmp_path):
-        code = (
-            "import logging, resource, sys; from support import cubins as s\n"
-            "from gpu_actors.compiling.cubin_cache import CubinCache\n"
-            "logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
-            "shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)\n"
-            "sys.dont_write_bytecode = True  # cut off, it would be read by the next process\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
-            "shared.get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())\n"
-            "print(shared.peek(s.kernel(), s.ARCH) is not None)\n"
-        )
-        warning, kept = run_child(code, tmp_path).splitlines()
+    def test_a_real_limit_on_the_files_size(self, tmp_path, caplog):
+        def store(pipe):
+            shared = cache(tmp_path)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+            made = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+            pipe.send((caplog.text, shared.peek(kernel(), ARCH) is made))
+
+        with Fork(store) as pipe:
+            warning, kept = pipe.recv()
         assert "File too large" in warning
-        assert kept == "True"
+        assert kept
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("place", ["c", "c/below"])
@@ -82,26 +80,25 @@ class TestDisksThatFail:
         self.assert_memory_serves(cache(tmp_path / place, chosen=False), caplog, "")
         assert (tmp_path / "c").read_text() == "in the way"
 
-    def test_a_folder_that_this_user_may_read_and_not_write(self):
-        code = (
-            "import logging, os, sys; from support import cubins as s\n"
-            "from gpu_actors.compiling.cubin_cache import CubinCache\n"
-            "import platformdirs\n"
-            "logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
-            "shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)\n"
-            "shared.get_or_compile(s.kernel(), s.ARCH, s.CountingCompiler())\n"
-            "os.chmod(sys.argv[1], 0o500)\n"
-            "if os.getuid() == 0: os.chown(sys.argv[1], 65534, -1); os.setuid(65534)\n"
-            "shared = CubinCache(sys.argv[1], toolchain=s.fake_toolchain)\n"
-            "shared.get_or_compile(s.kernel(2), s.ARCH, s.CountingCompiler())\n"
-            "print(shared.peek(s.kernel(2), s.ARCH) is not None, shared.stats().entries)\n"
-        )
+    def test_a_folder_that_this_user_may_read_and_not_write(self, caplog):
+        def store(pipe):
+            cache(folder).get_or_compile(kernel(), ARCH, CountingCompiler())
+            folder.chmod(0o500)
+            if os.getuid() == 0:
+                os.chown(folder, 65534, -1)
+                os.setuid(65534)
+            shared = cache(folder)
+            made = shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
+            pipe.send((caplog.text, shared.peek(kernel(2), ARCH) is made, shared.stats().entries))
+
         with tempfile.TemporaryDirectory() as parent:  # not tmp_path: other users cannot enter it
             os.chmod(parent, 0o755)
-            warning, kept = run_child(code, Path(parent) / "c").splitlines()
-            os.chmod(Path(parent) / "c", 0o700)
+            folder = Path(parent) / "c"
+            with Fork(store) as pipe:
+                warning, *found = pipe.recv()
+            folder.chmod(0o700)
         assert "Permission denied" in warning
-        assert kept == "True 1"
+        assert found == [True, 1]
 
     def test_a_folder_that_goes_away_is_made_again(self, tmp_path):
         shared = cache(tmp_path / "c")

@@ -156,40 +156,42 @@ def test_a_context_opens_and_answers_without_a_home(homeless: Path) -> None:
         assert ctx.nvrtc.cache_stats().entries == 0
 
 
-HOMES = {"missing": "nowhere/home", "a file": "file", "read-only": "sealed"}
-
-
-@pytest.mark.parametrize("home", [*HOMES, None])
-def test_nvrtc_loads_where_cupy_cannot_make_its_own_cache(tmp_path: Path, home: str | None) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "sealed").mkdir(mode=0o500)
-    os.chmod(tmp_path, 0o500 if home == "missing" else 0o700)
+def test_nvrtc_loads_where_cupy_cannot_make_its_own_cache(tmp_path: Path) -> None:
     code = (
-        "import os\n"
-        # Root may write anywhere; CuPy and the package ask the system as another user would be answered.
-        "real, make = os.access, os.makedirs\n"
-        "def access(path, mode): return bool(os.stat(path).st_mode & 0o200) and real(path, mode)\n"
+        "import os, pwd\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown\n"
+        "make = os.makedirs\n"
         "def makedirs(path, *more, **options):\n"
         "    if 'gpu-actors-cupy' not in str(path): raise PermissionError(13, 'Permission denied', path)\n"
         "    make(path, *more, **options)\n"
-        "os.access, os.makedirs = access, makedirs\n"
+        "os.makedirs = makedirs\n"
         "from gpu_actors.compiling.toolchain import load_nvrtc\n"
         "print(load_nvrtc().getVersion()[0] >= 12, 'CUPY_CACHE_DIR' in os.environ, os.listdir('.'))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "CUPY_CACHE_DIR")}
-    if home is not None:
-        environment["HOME"] = str(tmp_path / HOMES[home])
-    else:
-        code = "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\n" + code
-    (cwd := tmp_path.parent / f"{tmp_path.name}-cwd").mkdir()
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
-    os.chmod(tmp_path, 0o700)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "True False []\n"), done.stderr
 
 
-def test_a_cupy_cache_that_the_user_names_is_left_to_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/nowhere/at/all")
+@pytest.mark.parametrize(
+    ("home", "can"), [("nowhere/home", False), ("file", False), ("sealed", False), ("new/home", True), ("", True)]
+)
+def test_whether_cupy_can_make_its_own_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, can: bool
+) -> None:
+    (tmp_path / "file").touch()
+    for sealed in ("nowhere", "sealed"):
+        (tmp_path / sealed).mkdir(mode=0o500)
+    real = os.access  # root may write anywhere: asked as another user would be answered
+    monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200) and real(path, mode))
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    assert toolchain._cupy_cache_can_be_made() is can
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/nowhere/at/all")  # what the user names is left to CuPy
     assert toolchain._cupy_cache_can_be_made()
 
 

@@ -259,7 +259,7 @@ class TestSizeBound:
 
     def test_readers_and_evicting_writers_do_not_disturb_each_other(self, tmp_path):
         compile = CountingCompiler(size=2000)
-        stop = time.monotonic() + 1.0
+        stop = time.monotonic() + 0.3
 
         def churn(worker):
             rounds = 0
@@ -323,19 +323,6 @@ class TestWithoutACompiler:
 
         assert cache(tmp_path, toolchain=never_loaded).get_or_compile(kernel(1), ARCH, CountingCompiler())
 
-    def test_a_warm_start_imports_no_compiler(self, tmp_path):
-        CubinCache(tmp_path).get_or_compile(kernel(), ARCH, Compiler().compile)
-        code = (
-            "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
-            "from support import cubins as s; from gpu_actors.compiling.cubin_cache import CubinCache\n"
-            "from gpu_actors.compiling.compiler import Compiler\n"
-            "c = CubinCache(sys.argv[1]).get_or_compile(s.kernel(), s.ARCH, Compiler().compile)\n"
-            "print(len(c.data), c.resources['fill'].registers)"
-        )
-        size, registers = run_child(code, tmp_path).split()
-        assert int(size) > 1000
-        assert int(registers) > 0
-
     def test_a_warm_start_works_where_no_cupy_and_no_toolkit_are_installed(self, tmp_path):
         warmed = tmp_path / "warmed"
         source = kernel(source="#include <cuda_fp16.h>\n" + kernel().source)
@@ -352,11 +339,12 @@ class TestWithoutACompiler:
             "from gpu_actors.compiling.toolchain import find_toolchain\n"
             "shared = CubinCache(None, readonly_paths=[sys.argv[1]])\n"
             "text = '#include <cuda_fp16.h>\\n' + s.KERNEL\n"
-            "print(find_toolchain(), len(shared.get_or_compile(s.kernel(source=text), s.ARCH, None).data) > 1000)\n"
+            "found = shared.get_or_compile(s.kernel(source=text), s.ARCH, None)\n"
+            "print(find_toolchain(), len(found.data) > 1000, found.resources['fill'].registers > 0)\n"
             "try: shared.get_or_compile(s.kernel(7, source=text), s.ARCH, Compiler().compile)\n"
             "except CompileError as error: print('pip install' in str(error))\n"
         )
-        assert run_child(code, warmed, site, flags=("-S",)).split() == ["None", "True", "True"]
+        assert run_child(code, warmed, site, flags=("-S",)).split() == ["None", "True", "True", "True"]
 
 
 class TestEvents:

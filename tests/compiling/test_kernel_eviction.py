@@ -156,15 +156,11 @@ def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_an_emulated_module_is_closed_with_its_last_kernel(tmp_path: Path) -> None:
+def test_an_emulated_module_is_closed_with_its_last_kernel() -> None:
     source = 'extern "C" __global__ void seven(int* x) { *x = 7; }'
-
-    def build() -> Any:
-        return build_module(source, cache_dir=tmp_path / "cache")
-
-    module = build()
+    module = build_module(source)
     path = module.path
-    again = build()
+    again = build_module(source)
     del module
     assert mapped(path)
     out = EmulatedBuffer(4, "out")

@@ -8,7 +8,6 @@ import pickle
 
 import numpy as np
 import pytest
-from support.cubins import run_child
 
 from gpu_actors.compiling import assets
 from gpu_actors.compiling.headers import include_closure, includes_of, toolkit_closure
@@ -63,15 +62,10 @@ class TestKernelSource:
         with pytest.raises(dataclasses.FrozenInstanceError):
             made.source = ""
 
-    def test_it_survives_pickle_and_deepcopy_with_a_hash_of_the_process_that_reads_it(self):
+    def test_it_survives_pickle_and_deepcopy(self):
         made = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
         assert pickle.loads(pickle.dumps(made)) == made
         assert copy.deepcopy(made) == made
-        code = (
-            "import pickle, sys; s = pickle.loads(bytes.fromhex(sys.argv[1]));"
-            "print(hash(s) == hash(type(s)(s.name, s.source, s.entry_points, s.headers, s.macros, s.options, s.arch)))"
-        )
-        assert run_child(code, pickle.dumps(made).hex()) == "True"
 
     def test_macros_become_the_text_that_the_compiler_sees(self):
         macros = {"T": True, "F": False, "I": 3, "X": 0.1, "N": np.float64(0.25), "S": "float"}
@@ -297,11 +291,3 @@ class TestAssets:
         with pytest.raises(InvalidRequest) as caught:
             assets.asset_text(name)
         assert caught.value.field == "name"
-
-
-def test_importing_the_kernels_package_imports_no_cupy():
-    code = (
-        "import sys, gpu_actors.compiling.cubin_cache, gpu_actors.compiling.assets, gpu_actors.compiling.compiler;"
-        "print([m for m in sys.modules if m.startswith(('cupy', 'platformdirs'))])"
-    )
-    assert run_child(code) == "[]"

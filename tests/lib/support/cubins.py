@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from inside.compiling import Toolchain, cubin_cache
@@ -48,25 +53,40 @@ class CountingCompiler:
         return Cubin(data, arch, source.entry_points, "log", {"fill": KernelResources(8, 0, 0, 0)})
 
 
-def start_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A Python process that runs ``code`` with ``sys.argv[1:] == arguments``."""
-    folders = [str(REPOSITORY), str(Path(__file__).parents[1])]
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-    )
+class Fork:
+    """A process that runs `work` with one end of a pipe, whose other is `end`. It begins as a copy of this one."""
+
+    def __init__(self, work: Callable[[Connection], object]) -> None:
+        self.end, theirs = multiprocessing.Pipe()
+        with warnings.catch_warnings():  # of forking with threads: none of them is needed
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                work(theirs)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def __enter__(self) -> Connection:
+        return self.end
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing that it does comes after this."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
 def run_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> str:
-    """The standard output of a child that must end well."""
-    child = start_child(code, *arguments, flags=flags)
-    output, errors = child.communicate(timeout=200)
-    assert child.returncode == 0, errors
-    return output.strip()
+    """What a new Python process prints that runs ``code`` with ``sys.argv[1:] == arguments``. It must end well."""
+    folders = [str(REPOSITORY), str(Path(__file__).parents[1])]
+    command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def entries(folder: Path) -> list[Path]:
