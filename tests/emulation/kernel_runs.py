@@ -173,23 +173,6 @@ def launch_emulated(module: EmulatedModule, wanted: KernelRun, order: Order, **l
     return Results(arrays, f"{delivery} delivery, {schedule} schedule, seed {seed}")
 
 
-class _Unoptimised(Toolchain):
-    """Builds a module in a third of the time, which runs several times as long."""
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (*super().flags, "-O0")
-
-    @property
-    def leaner_flags(self) -> tuple[str, ...]:
-        return ()
-
-
-def unoptimised_toolchain() -> Toolchain:
-    """A compiler for modules that are built often and run briefly."""
-    return _Unoptimised(**vars(Toolchain.find()))
-
-
 def emulated_runner(cache_dir: Path, toolchain: Toolchain | None = None, orders: Sequence[Order] = ORDERS) -> Runner:
     """Runs a kernel in each of these orders."""
 
@@ -245,7 +228,6 @@ _CAPABILITY = {
     "pipelines": 90,
     "tensors": 90,
     "wgmma": 90,
-    "attention_sm90": 90,
     "second_reading": 90,
     "mma_e4m3": 89,
     "mma_e5m2": 89,

@@ -6,8 +6,9 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from isa import formats, fragments, matrices, mbarrier, tma, wgmma
@@ -41,16 +42,15 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    *(Kind("f16", False, False, n) for n in (8, 24, 64, 80, 112, 128, 176, 256)),
-    *(
-        Kind("bf16", *trans, n)
-        for n in (40, 192)
-        for trans in ((False, False), (False, True), (True, False), (True, True))
-    ),
+    *(Kind("f16", False, False, n) for n in range(8, 257, 8)),
+    *(Kind("bf16", a, b, n) for n in (40, 192) for a in (False, True) for b in (False, True)),
     *(Kind("f16", False, True, n) for n in (64, 96, 128)),
-    *(Kind(element, False, False, n) for element in ("e4m3", "e5m2") for n in (64, 128, 192)),
+    *(Kind(element, False, False, n) for element, ns in (("e4m3", (8, 64, 192)), ("e5m2", (64, 72, 256))) for n in ns),
 )
-"""Every element and transposition, with the numbers of columns that the Hopper kernels use among others."""
+"""Every size, element and transposition."""
+
+MIXED = Kind("e4m3", False, False, 72)
+"""With a B of e5m2, and A in registers: `products_mixed`."""
 
 
 def macros_of(kinds: Sequence[Kind]) -> dict[str, str]:
@@ -93,13 +93,16 @@ class Products(NamedTuple):
             "d": self.before,
         }
 
+        number = 0 if self.kind is MIXED else kinds.index(self.kind)
+
         def params(place: Place) -> list[bytes]:
             head = pointer(place, "image") + struct.pack(
-                "<I3i", len(self.image), kinds.index(self.kind), len(self.pairs), self.accumulate
+                "<I3i", len(self.image), number, len(self.pairs), self.accumulate
             )
             return [head + b"".join(pointer(place, name) for name in ("descriptors", "a", "d"))]
 
         entry = "products_shared" if self.a is None else "products_registers"
+        entry = "products_mixed" if self.kind is MIXED else entry
         return KernelRun(FILE, entry, arrays, params, block=128, shared_bytes=len(self.image), macros=macros)
 
     def case(self, kinds: Sequence[Kind] = KINDS, macros: Mapping[str, str] = MACROS) -> Case:
@@ -183,6 +186,7 @@ FORMS = tuple((count, transposed) for count in (1, 2, 4) for transposed in (Fals
 
 SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 DTYPES = {1: "uint8", 2: "float16", 4: "float32"}
+"""What elements of a size are, where it does not matter."""
 
 
 def mma_case(element: str, seed: int) -> Case:
@@ -243,18 +247,22 @@ def store_case(seed: int, rows: Sequence[int], number: int) -> Case:
     return Case(run, {"memory": matrices.stored(memory, rows, words[:count].T, transposed)})
 
 
-def _values_in(rng: np.random.Generator, made: tma.TensorMap) -> npt.NDArray[np.uint8]:
+def _values_in(rng: np.random.Generator, made: tma.TensorMap, dtype: np.dtype[Any]) -> npt.NDArray[np.uint8]:
     """Integers of the tensor's type, also in the gaps: none of them is NaN."""
     last = sum((extent - 1) * stride for extent, stride in zip(made.dims[1:], made.strides, strict=True))
     nbytes = -(-(last + made.dims[0] * made.size) // 16) * 16
-    return rng.integers(1, 100, nbytes // made.size).astype(DTYPES[made.size]).view(np.uint8)
+    return rng.integers(1, 100, nbytes // made.size).astype(dtype).view(np.uint8)
 
 
-def box_case(made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int) -> Case:
+def box_case(
+    made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
+) -> Case:
     """A box's way through shared memory: loaded at one place of a tensor, stored or added at one of another."""
     rng = np.random.default_rng(seed)
-    source, target = _values_in(rng, made), _values_in(rng, made)
-    rank, dtype = len(made.dims), DTYPES[made.size]
+    dtype = dtype or DTYPES[made.size]
+    words = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    source, target = _values_in(rng, made, words), _values_in(rng, made, words)
+    rank = len(made.dims)
 
     def params(place: Place) -> list[bytes]:
         maps = [
@@ -267,8 +275,10 @@ def box_case(made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...],
     arrays = {"source": source, "target": target, "image": np.zeros(made.bytes, np.uint8)}
     run = KernelRun(TENSORS_FILE, f"move_{rank}", arrays, params, block=64, shared_bytes=-(-made.bytes // 8) * 8 + 8)
     image = made.loaded(source, load, np.zeros(made.bytes, np.uint8), 0)
-    put = made.added if add else made.stored
-    return Case(run, {"image": image, "target": put(target, store, image, 0)})
+    after = made.stored(np.zeros_like(target) if add else target, store, image, 0)
+    if add:
+        after = (target.view(words) + after.view(words)).view(np.uint8)
+    return Case(run, {"image": image, "target": after})
 
 
 # ---- mbarriers

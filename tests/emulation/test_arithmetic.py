@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from isa import formats, fragments
+from isa import formats, fragments, wgmma
 from isa.sums import cut_off
 from kernel_runs import Array, KernelRun, Order, emulated_module, launch_emulated, pointers
-from second_reading import encoded
-from test_conformance_wgmma import EVERY_KIND, Product, Variant, place
+from second_reading import START, Kind, Products, encoded, module_of
 
-from gpu_actors.devices.emulation import EmulatedModule, Toolchain
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module
 from gpu_actors.errors import InvalidRequest
 
 FILE = "arithmetic.cu"
@@ -136,13 +136,8 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], element: str) -> tup
     return formats.decoded(patterns, element), patterns
 
 
-@pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
-def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
-    """Of Ampere: 16 bytes of k at once, 24 fraction bits; of Ada's 8-bit products 13."""
-    rng = np.random.default_rng(3)
+def mma_sum(cache: Path, element: str, a_bits: Array, b_bits: Array, c: Array, wanted: Array) -> None:
     form = formats.FORMATS[element]
-    (a, a_bits), (b, b_bits) = drawn(rng, (16, form.k), element), drawn(rng, (form.k, 8), element)
-    c = (rng.standard_normal((16, 8)) * 2.0 ** rng.integers(-6, 7, (16, 8))).astype(np.float32)
     arrays = {
         "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(a_bits)),
         "b": fragments.packed(fragments.mma_b(form.k, form.bits).taken(b_bits)),
@@ -150,76 +145,76 @@ def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
         "d": np.zeros((32, 4), np.float32),
     }
     run = KernelRun("conformance/copies.cu", f"mma_{element}", arrays, pointers("a", "b", "c", "d"))
+    result = launch_emulated(emulated_module(run.file, {}, cache), run, ORDER, arithmetic="hardware")
+    result.check(d=fragments.mma_c().taken(wanted))
+
+
+@pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
+def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
+    """Of Ampere: 16 bytes of k at once, 24 fraction bits; of Ada's 8-bit products 13."""
+    rng = np.random.default_rng(3)
+    form = formats.FORMATS[element]
+    (a, a_bits), (b, b_bits) = drawn(rng, (16, form.k), element), drawn(rng, (form.k, 8), element)
+    c = (rng.standard_normal((16, 8)) * 2.0 ** rng.integers(-6, 7, (16, 8))).astype(np.float32)
     wanted, step = c, form.k // 2
     bits = (13, 13) if form.bits == 8 else (24, 23)
     for first in (0, step):
         wanted = cut_off(a[:, first : first + step], b[first : first + step].T, wanted, form, *bits)
     assert (wanted != (c + a @ b).astype(np.float32)).mean() > 0.1
-    result = launch_emulated(emulated_module(run.file, {}, module_cache), run, ORDER, arithmetic="hardware")
-    result.check(d=fragments.mma_c().taken(wanted))
+    mma_sum(module_cache, element, a_bits, b_bits, c, wanted)
 
 
-@pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_wgmma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("kind", [Kind("f16", False, True, 128), Kind("bf16", False, False, 40)], ids=str)
+def test_wgmma_cuts_its_sums_off(module_cache: Path, kind: Kind, registers: bool) -> None:
     """Of Hopper: the 16 products of an instruction at once, 25 fraction bits."""
-    product = Product(Variant(element, 8 if element == "bf16" else 128, False, element == "f16"))
-    rng = np.random.default_rng(4)
-    kind = product.a.dtype
-    a, b = (drawn(rng, shape, element) for shape in (product.a.shape, product.b.shape))
-    product.a, product.b = a[1].view(kind), b[1].view(kind)
-    product.c = (product.c * 2.0 ** rng.integers(-9, 10, product.c.shape)).astype(np.float32)
-    product.placed_a = place(product.a, "128B", False)
-    product.placed_b = place(product.b, "128B", product.variant.trans_b)
-    wanted = product.c
-    for step in (slice(0, 16), slice(16, 32)):
-        wanted = cut_off(a[0][:, step], b[0][:, step], wanted, formats.FORMATS[element], 25, 23)
-    exact = (product.c + a[0] @ b[0].T).astype(np.float32)
-    assert (wanted != exact).mean() > 0.1
-    for entry in ("multiply_shared", "multiply_registers"):
-        run = product.run(entry, EVERY_KIND)
-        built = emulated_module(run.file, run.macros, module_cache)
-        launch_emulated(built, run, ORDER, arithmetic="hardware").check(d=wanted)
+    rng, form, layout = np.random.default_rng(4), formats.FORMATS[kind.element], fragments.wgmma_d(kind.n)
+    _, image = drawn(rng, (1 << 15,), kind.element)
+    pair = (wgmma.Descriptor(0, 16, 1024, 128), wgmma.Descriptor(16384, 4096, 1024, 128))
+    memory = np.concatenate([np.zeros(START, np.uint8), image.view(np.uint8)])
+    a_bits, b_bits = (
+        descriptor.moved(START).taken(memory, "mn" if turned else "k", rows, form)
+        for descriptor, turned, rows in zip(pair, (False, kind.trans_b), (64, kind.n), strict=True)
+    )
+    c = (rng.standard_normal((64, kind.n)) * 2.0 ** rng.integers(-9, 10, (64, kind.n))).astype(np.float32)
+    a, b = (formats.decoded(bits, kind.element) for bits in (a_bits, b_bits))
+    wanted = cut_off(a, b, c, form, 25, 23)
+    assert (wanted != (c + a @ b.T).astype(np.float32)).mean() > 0.1
+    given = fragments.packed(fragments.wgmma_a(16).taken(a_bits))[None] if registers else None
+    run = Products(kind, image.view(np.uint8), [pair], given, layout.taken(c)[None]).run()
+    launch_emulated(module_of(module_cache), run, ORDER, arithmetic="hardware").check(d=layout.taken(wanted)[None])
 
 
 def test_cut_off_sums_keep_infinities_and_nans(module_cache: Path) -> None:
-    element, form = "f16", formats.FORMATS["f16"]
-    a, b = np.ones((16, 16)), np.ones((16, 8))
     c = np.zeros((16, 8), np.float32)
     c[0, 0], c[1, 1] = np.inf, np.nan
-    a_bits, b_bits = encoded(a, element), encoded(b, element)
+    a_bits, b_bits = encoded(np.ones((16, 16)), "f16"), encoded(np.ones((16, 8)), "f16")
     a_bits[2, 3], a_bits[3, 3] = 0x7C00, 0x7E00
-    arrays = {
-        "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(a_bits)),
-        "b": fragments.packed(fragments.mma_b(form.k, form.bits).taken(b_bits)),
-        "c": fragments.mma_c().taken(c),
-        "d": np.zeros((32, 4), np.float32),
-    }
     wanted = np.full((16, 8), 16, np.float32)
     wanted[0, 0], wanted[1, 1], wanted[2], wanted[3] = np.inf, np.nan, np.inf, np.nan
-    run = KernelRun("conformance/copies.cu", "mma_f16", arrays, pointers("a", "b", "c", "d"))
-    result = launch_emulated(emulated_module(run.file, {}, module_cache), run, ORDER, arithmetic="hardware")
-    result.check(d=fragments.mma_c().taken(wanted))
+    mma_sum(module_cache, "f16", a_bits, b_bits, c, wanted)
 
 
 # ---- products fused here and there
 
-
-def fused(module: EmulatedModule) -> list[bool]:
-    """Which of the four blocks fuses its product: only there is (1 + 2^-12)^2 more than its rounded value."""
-    x = np.array([1 + 2**-12, 1 + 2**-12, -(1 + 2**-11)], np.float32)
-    run = KernelRun(FILE, "products", {"x": x, "y": np.zeros(4, np.float32)}, pointers("x", "y"))
-    return [bool(y) for y in launch_emulated(module, run, ORDER)["y"]]
+BLOCKS = "".join(f"  if (threadIdx.x == {i}) {{\n    y[{i}] = x[0] * x[1] + x[2];\n  }}\n" for i in range(4))
+PRODUCTS = f'extern "C" __global__ void products(const float* x, float* y) {{\n{BLOCKS}}}\n'
 
 
 @pytest.mark.timeout(180)  # zig builds parts of its own first
 def test_products_are_fused_in_blocks_that_a_seed_picks(module_cache: Path) -> None:
+    """Only where the product is fused, (1 + 2^-12)^2 is more than its rounded value."""
+    x = EmulatedBuffer.of(np.array([1 + 2**-12, 1 + 2**-12, -(1 + 2**-11)], np.float32), "x")
+    y = EmulatedBuffer(16, "y")
+
     def places(seed: int) -> list[bool]:
-        return fused(emulated_module(FILE, {}, module_cache, Toolchain.fusing_at_random(seed)))
+        module = build_module(PRODUCTS, toolchain=Toolchain.fusing_at_random(seed), cache_dir=module_cache)
+        module.launch("products", 1, 4, 0, [struct.pack("<Q", at.address) for at in (x, y)], [x, y])
+        return [bool(found) for found in y.view(np.float32)]
 
     found = [places(seed) for seed in (0, 1)]
     assert found[0] != found[1]
     assert len({fuses for one in found for fuses in one}) == 2
-    assert places(0) == found[0]
 
 
 def test_a_compiler_that_cannot_fuse_here_and_there_says_so() -> None:

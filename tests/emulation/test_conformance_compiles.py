@@ -7,25 +7,20 @@ import re
 import pytest
 from inside.compiling import Compiler, asset_headers
 from kernel_runs import cubin_of
-from second_reading import FILE as SECOND_READING
 from second_reading import Kind, macros_of
-from test_conformance_wgmma import EVERY_KIND, cases
 
 from gpu_actors import KernelSource
 
 VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
-    ("convert.cu", "sm_80", {}, ()),
-    ("convert.cu", "sm_90a", {}, ()),
-    ("convert_fp8.cu", "sm_89", {}, ()),
-    ("convert_fp8.cu", "sm_90a", {}, ()),
-    ("warp.cu", "sm_80", {}, ()),
-    ("warp.cu", "sm_90a", {}, ()),
-    ("copies.cu", "sm_80", {}, ("mma_e4m3", "mma_e5m2")),
-    ("copies.cu", "sm_89", {}, ()),
-    ("copies.cu", "sm_90a", {}, ()),
-    ("pipelines.cu", "sm_90a", {}, ()),
-    ("tensors.cu", "sm_90a", {}, ()),
-    ("wgmma.cu", "sm_90a", cases(EVERY_KIND), ()),
+    ("conformance/convert.cu", "sm_80", {}, ()),
+    ("conformance/convert_fp8.cu", "sm_89", {}, ()),
+    ("conformance/warp.cu", "sm_80", {}, ()),
+    ("conformance/copies.cu", "sm_80", {}, ("mma_e4m3", "mma_e5m2")),
+    ("conformance/copies.cu", "sm_89", {}, ()),
+    ("conformance/pipelines.cu", "sm_90a", {}, ()),
+    ("conformance/tensors.cu", "sm_90a", {}, ()),
+    ("conformance/wgmma.cu", "sm_90a", {}, ()),
+    ("second_reading.cu", "sm_90a", macros_of((Kind("bf16", True, True, 192), Kind("e4m3", False, False, 128))), ()),
 ]
 
 
@@ -33,21 +28,7 @@ VARIANTS = [  # file, architecture, macros, entries that this architecture lacks
 def test_nvrtc_takes_every_wrapper_and_ptxas_gives_nothing_up(
     file: str, arch: str, macros: dict[str, str], absent: tuple[str, ...]
 ) -> None:
-    cubin = cubin_of(f"conformance/{file}", macros, arch, absent)
-    assert re.findall(r"C75\d\d.*", cubin.log) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "arch"), [("attention_sm80.cu", "sm_80"), ("attention_sm80.cu", "sm_90a"), ("attention_sm90.cu", "sm_90a")]
-)
-def test_the_small_attention_kernels_are_kernels_for_gpus_too(file: str, arch: str) -> None:
-    cubin = cubin_of(file, {"BUG": "0"}, arch)
-    assert re.findall(r"C75\d\d.*", cubin.log) == []
-
-
-def test_the_kernels_of_the_second_reading_are_kernels_for_gpus_too() -> None:
-    kinds = (Kind("f16", False, False, 64), Kind("bf16", False, True, 128), Kind("e4m3", False, False, 128))
-    assert re.findall(r"C75\d\d.*", cubin_of(SECOND_READING, macros_of(kinds), "sm_90a").log) == []
+    assert re.findall(r"C75\d\d.*", cubin_of(file, macros, arch, absent).log) == []
 
 
 EVERY_SIZE = """

@@ -6,8 +6,9 @@ import struct
 
 import numpy as np
 import pytest
-from fragments import DEPTH, DTYPES, a_fragment, b_fragment, c_fragment, small_values
+from isa import formats, fragments
 from kernel_runs import KernelRun, Runner, pointers
+from second_reading import encoded, mma_case
 
 FILE = "conformance/copies.cu"
 
@@ -52,44 +53,35 @@ def test_matrix_loads_spread_rows_over_lanes(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
-def test_mma_multiplies_its_fragments(runner: Runner, element: str) -> None:
-    rng, k = np.random.default_rng(3), DEPTH[element]
-    a, b = small_values(rng, (16, k), element), small_values(rng, (k, 8), element)
-    c = (rng.integers(-64, 65, (16, 8)) / 8).astype(np.float32)
-    expected = c + a.astype(np.float32) @ b.astype(np.float32)
-    for result in runner(mma_run(element, a, b, c)):
-        result.check(d=c_fragment(expected))
+def test_mma_multiplies_by_the_tables(runner: Runner, element: str) -> None:
+    case = mma_case(element, 3)
+    for result in runner(case.run):
+        result.check(**case.expected)
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "e4m3", "e5m2"])
-def test_mma_reads_every_kind_of_number_exactly(runner: Runner, element: str) -> None:
-    rng, k = np.random.default_rng(4), DEPTH[element]
-    dtype = DTYPES[element]
-    bits = (
-        np.arange(256)
-        if dtype.itemsize == 1
-        else np.r_[rng.integers(0, 1 << 16, 192), np.arange(32), np.arange(32) + 0x8000]
-    )
-    numbers = bits.astype(f"u{dtype.itemsize}").view(dtype)
-    numbers = np.where(np.isfinite(numbers.astype(np.float32)), numbers, dtype.type(0))
-    a = numbers.reshape(-1, 8)
-    for start in range(0, len(a), 16):  # A times the identity is A
-        part = np.zeros((16, k), dtype)
-        part[:, 3:11] = a[start : start + 16]
-        b = np.zeros((k, 8), dtype)
-        b[3:11] = np.eye(8)
-        for result in runner(mma_run(element, part, b, np.zeros((16, 8), np.float32))):
-            result.check(d=c_fragment(a[start : start + 16].astype(np.float32)))
-
-
-def mma_run(element: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> KernelRun:
-    arrays = {
-        "a": a_fragment(a),
-        "b": b_fragment(b),
-        "c": c_fragment(c),
-        "d": np.zeros((32, 4), np.float32),
-    }
-    return KernelRun(FILE, f"mma_{element}", arrays, pointers("a", "b", "c", "d"))
+def test_mma_reads_every_kind_of_number_exactly(quick_runner: Runner, element: str) -> None:
+    """A times the identity is A."""
+    form = formats.FORMATS[element]
+    if form.bits == 8:
+        patterns = np.arange(256, dtype=np.uint8)
+    else:  # the smallest of either sign, and others
+        patterns = np.random.default_rng(4).integers(0, 1 << 16, 256).astype(np.uint16)
+        patterns[:64] = np.r_[:32, 0x8000:0x8020]
+    patterns[~np.isfinite(formats.decoded(patterns, element))] = 0
+    for rows in patterns.reshape(-1, 16, 8):
+        bits, ones = np.zeros((16, form.k), patterns.dtype), np.zeros((form.k, 8))
+        bits[:, 3:11] = rows
+        ones[3:11] = np.eye(8)
+        arrays = {
+            "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(bits)),
+            "b": fragments.packed(fragments.mma_b(form.k, form.bits).taken(encoded(ones, element))),
+            "c": np.zeros((32, 4), np.float32),
+            "d": np.zeros((32, 4), np.float32),
+        }
+        wanted = fragments.mma_c().taken(formats.decoded(rows, element).astype(np.float32))
+        for result in quick_runner(KernelRun(FILE, f"mma_{element}", arrays, pointers("a", "b", "c", "d"))):
+            result.check(d=wanted)
 
 
 def test_wide_accesses_keep_every_word(runner: Runner) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -20,10 +19,6 @@ from gpu_actors.errors import CompileError, InvalidRequest
 
 KERNEL = '#include "ptx/types.cuh"\nextern "C" __global__ void one(int* out) { *out = 1; }\n'
 
-# Root alone can give a file to another user; elsewhere the process is taken for another one.
-AS_ROOT = ["another owner"] if os.geteuid() == 0 else []
-OWNED_ELSEWHERE = ["the folder itself", "the folder above"] if AS_ROOT else ["the folder itself"]
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,39 +33,15 @@ def cache(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_a_folder_that_others_can_write_to_is_refused(cache: Path, mode: int) -> None:
-    cache.chmod(mode)
+def test_a_folder_that_others_can_write_to_is_refused(cache: Path) -> None:
+    """As of cubins: tests/compiling/test_cache_disks.py has the other ways in which a folder is not the user's own."""
+    cache.chmod(0o777)
     with pytest.raises(InvalidRequest, match="others can write to it") as caught:
         build_module(KERNEL, cache_dir=cache)
     assert caught.value.field == "cache_dir"
 
 
-def test_a_folder_that_others_could_replace_is_refused(cache: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(InvalidRequest, match="others can write to the folder above it"):
-        build_module(KERNEL, cache_dir=cache)
-
-
-@pytest.mark.parametrize("above", OWNED_ELSEWHERE)
-def test_a_folder_of_another_owner_is_refused(
-    cache: Path, tmp_path: Path, above: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if os.geteuid() == 0:
-        os.chown(tmp_path if above == "the folder above" else cache, 12345, -1)
-    else:
-        monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 12345)
-    with pytest.raises(InvalidRequest, match="owns"):
-        build_module(KERNEL, cache_dir=cache)
-
-
-def test_a_link_to_a_folder_is_refused(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(cache)
-    with pytest.raises(InvalidRequest, match="symbolic link"):
-        build_module(KERNEL, cache_dir=tmp_path / "link")
-
-
-@pytest.mark.parametrize("plant", ["link", "others can write", *AS_ROOT])
+@pytest.mark.parametrize("plant", ["link", "others can write"])
 def test_a_module_that_another_user_could_have_made_is_built_anew(
     cache: Path, tmp_path: Path, plant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,10 +50,8 @@ def test_a_module_that_another_user_could_have_made_is_built_anew(
     if plant == "link":
         planted = Path(shutil.move(library, tmp_path / "planted.so"))
         library.symlink_to(planted)
-    elif plant == "others can write":
-        library.chmod(0o666)
     else:
-        os.chown(library, 12345, -1)
+        library.chmod(0o666)
     before = planted.stat().st_ino
     with caplog.at_level(logging.WARNING):
         module = build_module(KERNEL, cache_dir=cache)
@@ -93,7 +62,7 @@ def test_a_module_that_another_user_could_have_made_is_built_anew(
     assert library.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ['x.cu"\n#error injected\n#line 1 "y.cu', "two\nlines.cu", 'quo"te.cu', "back\\slash"])
+@pytest.mark.parametrize("name", ['x.cu"\n#error injected\n#line 1 "y.cu', "back\\slash"])
 def test_the_name_of_a_source_is_no_part_of_what_is_compiled(cache: Path, name: str) -> None:
     known = build_module(KERNEL, cache_dir=cache)
     named = build_module(KERNEL + "// another variant\n", cache_dir=cache, name=name)

@@ -171,14 +171,13 @@ def variants() -> tuple[Variant, ...]:
     return tuple(found.values())
 
 
-VARIANTS = variants()
 Ask = Callable[[Variant, Boxed], Numbers]
 
 
 @pytest.fixture(scope="module")
 def numbers(module_cache: Path) -> Ask:
     """What the kernel's code says of a variant's tile. There are two modules, for the width of operands is global."""
-    tiles = sorted({boxed for variant in VARIANTS for boxed in variant[1:6]})
+    tiles = sorted({boxed for variant in variants() for boxed in variant[1:6]})
     calls = " ".join(f"CASE({i}, {t.rows}, {t.columns}, {TYPES[t.dtype]})" for i, t in enumerate(tiles))
 
     @functools.cache
@@ -238,8 +237,12 @@ def read(descriptor: int, step: int, major: wgmma.Major, mn: int, size: int) -> 
     return wgmma.Descriptor.decoded(descriptor + step).addresses(major, mn, 32 // size, size)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_wgmma_finds_each_element_where_tma_puts_it(variant: Variant, numbers: Ask) -> None:
+def test_wgmma_finds_each_element_where_tma_puts_it(numbers: Ask) -> None:
+    for variant in variants():
+        finds_each_element(variant, numbers)
+
+
+def finds_each_element(variant: Variant, numbers: Ask) -> None:
     size = variant.maps[0].size
     step = 32 // size
     for boxed, given, copied in (
@@ -250,30 +253,34 @@ def test_wgmma_finds_each_element_where_tma_puts_it(variant: Variant, numbers: A
         at = landed(given, boxed, said, copied)
         for n in range(boxed.columns // step):
             found = read(said.rows, said.column_steps[n], "k", boxed.rows, size)
-            assert (found == at[:, n * step : (n + 1) * step]).all(), (boxed, n)
+            assert (found == at[:, n * step : (n + 1) * step]).all(), (variant.name, boxed, n)
     boxed, said, arriving = variant.v, numbers(variant, variant.v), numbers(variant, variant.arriving)
     at = landed(variant.maps[2], variant.arriving, arriving, variant.keys_of_a_copy)
-    assert (arriving.places == at[:, :: 16 // size]).all(), "ldmatrix finds its lines"
+    assert (arriving.places == at[:, :: 16 // size]).all(), f"{variant.name}: ldmatrix finds its lines"
     if size == 2:
         for n in range(boxed.rows // step):
             found = read(said.columns, said.row_steps[n], "mn", boxed.columns, size)
-            assert (found == at[n * step : (n + 1) * step].T).all(), (boxed, n)
+            assert (found == at[n * step : (n + 1) * step].T).all(), (variant.name, boxed, n)
         return
     at = (said.places[..., None] + np.arange(16)).reshape(boxed.rows, boxed.columns)  # as stmatrix writes them
     piece = boxed.rows // variant.pieces
     for number, n in itertools.product(range(variant.pieces), range(boxed.columns // step)):
         descriptor = wgmma.Descriptor.decoded(said.rows).moved(number * piece * said.line).encoded()
         found = read(descriptor, said.column_steps[n], "k", piece, size)
-        assert (found == at[number * piece : (number + 1) * piece, n * step : (n + 1) * step]).all(), (number, n)
+        assert (found == at[number * piece : (number + 1) * piece, n * step : (n + 1) * step]).all(), (
+            variant.name,
+            number,
+            n,
+        )
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_tma_takes_each_output_from_where_stmatrix_puts_it(variant: Variant, numbers: Ask) -> None:
-    boxed, given, said = variant.out, variant.maps[3], numbers(variant, variant.out)
-    at = landed(given, boxed, said, 64)
-    assert (said.places == at[:, :: 16 // given.size]).all()
+def test_tma_takes_each_output_from_where_stmatrix_puts_it(numbers: Ask) -> None:
+    for variant in variants():
+        boxed, given, said = variant.out, variant.maps[3], numbers(variant, variant.out)
+        at = landed(given, boxed, said, 64)
+        assert (said.places == at[:, :: 16 // given.size]).all(), variant.name
 
 
 def test_every_tile_of_the_kernel_is_among_the_variants() -> None:
     tiles = {(row.tile.block_n, row.head_dim) for row in TILES if row.kernel == KERNEL}
-    assert {block_n for block_n, _ in tiles} == {variant.k.rows for variant in VARIANTS}
+    assert {block_n for block_n, _ in tiles} == {variant.k.rows for variant in variants()}

@@ -39,7 +39,7 @@ def module(module_cache: Path) -> EmulatedModule:
     return module_of(module_cache)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(expected=st.integers(1, 4), wanted=st.lists(steps, max_size=24))
 def test_a_barrier_is_in_the_state_of_the_isa_after_every_sequence(
     module: EmulatedModule, expected: int, wanted: list[Step]

@@ -38,7 +38,9 @@ def descriptors(draw: st.DrawFn, major: wgmma.Major, mn: int, size: int) -> wgmm
 
 
 @st.composite
-def products(draw: st.DrawFn, kind: Kind, registers: bool) -> Products:
+def products(draw: st.DrawFn) -> Products:
+    kind = draw(st.sampled_from(KINDS))
+    registers = not kind.trans_a and draw(st.booleans())
     rng = np.random.default_rng(draw(seeds))
     size = formats.FORMATS[kind.element].size
     a = descriptors("mn" if kind.trans_a else "k", 64, size)
@@ -60,32 +62,17 @@ def check(runner: Runner, made: Products) -> None:
         result.check(**expected)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-@settings(max_examples=2, deadline=None)
-@given(data=st.data())
-def test_a_product_from_shared_memory_is_the_one_of_the_isa(
-    quick_runner: Runner, kind: Kind, data: st.DataObject
-) -> None:
-    check(quick_runner, data.draw(products(kind, registers=False)))
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if not kind.trans_a], ids=lambda kind: "-".join(map(str, kind))
-)
-@settings(max_examples=2, deadline=None)
-@given(data=st.data())
-def test_a_product_with_a_in_registers_is_the_one_of_the_isa(
-    quick_runner: Runner, kind: Kind, data: st.DataObject
-) -> None:
-    check(quick_runner, data.draw(products(kind, registers=True)))
+@settings(max_examples=30, deadline=None)
+@given(made=products())
+def test_a_product_is_the_one_of_the_isa(quick_runner: Runner, made: Products) -> None:
+    check(quick_runner, made)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_many_products_are_those_of_the_isa(quick_runner: Runner, kind: Kind, data: st.DataObject) -> None:
-    check(quick_runner, data.draw(products(kind, registers=not kind.trans_a and data.draw(st.booleans()))))
+@settings(max_examples=1500, deadline=None)
+@given(made=products())
+def test_many_products_are_those_of_the_isa(quick_runner: Runner, made: Products) -> None:
+    check(quick_runner, made)
 
 
 def finite_image(rng: np.random.Generator, element: str) -> np.ndarray:

@@ -22,20 +22,3 @@ extern "C" __global__ void fast_sin(const float* x, float* y) { y[place()] = __s
 extern "C" __global__ void fast_tanh(const float* x, float* y) { y[place()] = __tanhf(x[place()]); }
 
 extern "C" __global__ void add(const float* x, float* y) { ptx::reduce_add(y + threadIdx.x, x[threadIdx.x]); }
-
-// Four blocks of code with a product that may be fused into its sum.
-extern "C" __global__ void products(const float* x, float* y) {
-  const float a = x[0], b = x[1], c = x[2];
-  if (threadIdx.x == 0) {
-    y[0] = a * b + c;
-  }
-  if (threadIdx.x == 1) {
-    y[1] = a * b + c;
-  }
-  if (threadIdx.x == 2) {
-    y[2] = a * b + c;
-  }
-  if (threadIdx.x == 3) {
-    y[3] = a * b + c;
-  }
-}

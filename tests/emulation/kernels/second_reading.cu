@@ -25,7 +25,7 @@ struct Products {
   float* d;                     // [count][128 threads][N / 2], before and after
 };
 
-template <Element E, bool TRANS_A, bool TRANS_B, int N, bool REGISTERS>
+template <Element E, bool TRANS_A, bool TRANS_B, int N, bool REGISTERS, Element B = E>
 DEVICE void multiply_all(const Products& p, uint64_t base) {
   for (int i = 0; i < p.count; i++) {
     float d[N / 2];
@@ -36,7 +36,7 @@ DEVICE void multiply_all(const Products& p, uint64_t base) {
 #pragma unroll
     for (int j = 0; REGISTERS && j < 4; j++) a[j] = p.a[(i * 128 + threadIdx.x) * 4 + j];
     ptx::wgmma_fence();
-    if constexpr (REGISTERS) ptx::wgmma_rs<N, E, TRANS_B>(d, a, p.descriptors[2 * i + 1] + base, p.accumulate);
+    if constexpr (REGISTERS) ptx::wgmma_rs<N, E, TRANS_B, B>(d, a, p.descriptors[2 * i + 1] + base, p.accumulate);
     else
       ptx::wgmma_ss<N, E, TRANS_A, TRANS_B>(d, p.descriptors[2 * i] + base, p.descriptors[2 * i + 1] + base,
                                             p.accumulate);
@@ -72,6 +72,10 @@ extern "C" __global__ void __launch_bounds__(128) products_registers(const __gri
   if (p.number == number_) multiply_all<Element::element, trans_a, trans_b, n, true>(p, base);
   WGMMA_CASES
 #undef CASE
+}
+
+extern "C" __global__ void __launch_bounds__(128) products_mixed(const __grid_constant__ Products p) {
+  multiply_all<Element::e4m3, false, false, 72, true, Element::e5m2>(p, place_image(p));
 }
 
 // ---- ldmatrix and stmatrix at any addresses

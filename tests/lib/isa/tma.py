@@ -176,25 +176,3 @@ class TensorMap:
         after = memory.copy()
         after[targets[inside][:, None] + each] = shared[sources[inside][:, None] + each]
         return after
-
-    def added(
-        self,
-        memory: npt.NDArray[np.uint8],
-        coordinates: Sequence[int],
-        shared: npt.NDArray[np.uint8],
-        shared_address: int,
-    ) -> npt.NDArray[np.uint8]:
-        """`cp.reduce.async.bulk.tensor.*.add` of float32: global memory after. Elements outside the tensor do not take
-        part.
-
-        Arguments and errors as `loaded`; ValueError also if elements do not have 4 bytes.
-        """
-        if self.size != 4:
-            raise ValueError(f"elements of {self.size} bytes are not float32")
-        sources, targets, inside = self._addresses(coordinates, shared_address)
-        each = np.arange(4)
-        after = memory.copy()
-        place = targets[inside][:, None] + each
-        terms = np.ascontiguousarray(shared[sources[inside][:, None] + each]).view(np.float32)
-        after[place] = (np.ascontiguousarray(memory[place]).view(np.float32) + terms).view(np.uint8)
-        return after
