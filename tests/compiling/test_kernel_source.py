@@ -11,14 +11,7 @@ import pytest
 
 from gpu_actors.compiling import assets
 from gpu_actors.compiling.headers import include_closure, includes_of, toolkit_closure
-from gpu_actors.compiling.source import (
-    Cubin,
-    KernelResources,
-    KernelSource,
-    check_arch,
-    exact_arch,
-    parse_resources,
-)
+from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource, check_arch, exact_arch, parse_resources
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
 
 TEXT = 'extern "C" __global__ void k(int* p) {}'
@@ -222,17 +215,11 @@ class TestIncludes:
 
 
 class TestAssets:
-    def test_a_shipped_kernel_comes_with_the_headers_it_reaches(self, tmp_path, monkeypatch):
-        (tmp_path / "ptx").mkdir()
-        (tmp_path / "k.cu").write_text('#include "ptx/a.cuh"\n#include <cuda_fp16.h>\n' + TEXT)
-        (tmp_path / "ptx" / "a.cuh").write_text('#include "b.cuh"\n')
-        (tmp_path / "b.cuh").write_text("")
-        (tmp_path / "unused.cuh").write_text("")
-        monkeypatch.setattr(assets, "asset_root", lambda: tmp_path)
-        monkeypatch.setattr(assets, "asset_texts", assets.asset_texts.__wrapped__)
-        made = assets.asset_source("k.cu", ["k"], macros={"A": 1}, arch="sm_80")
-        assert set(made.headers) == {"ptx/a.cuh", "b.cuh"}
-        assert made.entry_points == ("k",)
+    def test_a_shipped_kernel_comes_with_the_headers_it_reaches(self):
+        made = assets.asset_source("append/copy_pages.cu", ["copy_pages"], macros={"A": 1}, arch="sm_80")
+        assert {"ptx/memory.cuh", "ptx/types.cuh"} <= set(made.headers)
+        assert "ptx/wgmma.cuh" not in made.headers
+        assert (made.entry_points, made.arch, dict(made.macros)) == (("copy_pages",), "sm_80", {"A": "1"})
 
     def test_the_sources_of_this_checkout_are_found(self):
         assert assets.asset_root().name == "kernels_cu"

@@ -14,11 +14,7 @@ from fakes.cuda import FakeCuda
 
 from gpu_actors import Cubin
 from gpu_actors.devices.interface import Buffer, Event
-from gpu_actors.errors import (
-    InvalidRequest,
-    LaunchError,
-    Unsupported,
-)
+from gpu_actors.errors import InvalidRequest, LaunchError, Unsupported
 
 
 @pytest.fixture

@@ -13,10 +13,7 @@ from fakes.cuda import LEGACY
 from inside.arrays import DeviceArray, adopt
 
 from gpu_actors.devices.interface import OutputSpec, ScratchSpec
-from gpu_actors.errors import (
-    InvalidRequest,
-    LaunchError,
-)
+from gpu_actors.errors import InvalidRequest, LaunchError
 
 
 @pytest.fixture

@@ -34,16 +34,6 @@ def test_a_request_comes_back_right_and_nothing_is_left(cuda: FakeCuda, monkeypa
     assert cuda.leaks() == {}
 
 
-def test_bhsd_operands_reach_the_kernel_by_their_strides(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = operands()
-    params = ga.AttentionParams(2, 24, 40, 4, 2, 12)
-    with service(cuda, monkeypatch) as ctx:
-        turned = [np.ascontiguousarray(array.transpose(0, 2, 1, 3)) for array in (q, k, v)]
-        out = ctx.cudnn.mha_forward(params, *turned).result(20).out
-    expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(out.transpose(0, 2, 1, 3), expected)
-
-
 def test_a_caller_whose_streams_are_unknown_is_refused_by_the_reply(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,18 +46,6 @@ def test_a_caller_whose_streams_are_unknown_is_refused_by_the_reply(
         reply = ctx.flash_attn.forward(q, k, v)
         with pytest.raises(ga.LaunchError, match="no driver"):
             reply.result(20)
-
-
-def test_a_failed_launch_fails_one_request(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = operands()
-    with service(cuda, monkeypatch) as ctx:
-        ctx.flash_attn.forward(q, k, v).result(20)
-        cuda.fail("launch_kernel", 1)
-        with pytest.raises(ga.LaunchError):
-            ctx.flash_attn.forward(q, k, v).result(20)
-        ctx.flash_attn.forward(q, k, v).result(20)
-        assert ctx.health().ready
-    assert cuda.leaks() == {}
 
 
 def test_a_sticky_error_answers_everything_and_health_says_so(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

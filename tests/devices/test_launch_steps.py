@@ -113,11 +113,7 @@ def test_a_view_of_allocated_memory_is_used_where_it_lies(emulated: EmulatedDevi
 @pytest.mark.parametrize("kind", ["mock", "emulated", "cuda"])
 def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: EmulatedDevice) -> None:
     bench = Bench()
-    devices = {
-        "mock": MockDevice("sm_80", MockOptions(), MockClock()),
-        "emulated": emulated,
-        "cuda": bench.device,
-    }
+    devices = {"mock": MockDevice("sm_80", MockOptions(), MockClock()), "emulated": emulated, "cuda": bench.device}
     for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int32"):
         cleared, fresh = (devices[kind].allocate((2, 3), dtype, zero) for zero in (True, False))
         assert (cleared.shape, cleared.dtype.name, fresh.dtype.name) == ((2, 3), dtype, dtype)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,59 +40,55 @@ def vectors(n: int = 1000) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n, dtype=np.float32), np.ones(n, np.float32)
 
 
-def test_arrays_of_the_host_go_to_the_device_and_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = vectors()
+@pytest.fixture
+def ctx(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[ga.GpuContext]:
+    with service(cuda, monkeypatch) as made:
+        yield made
+
+
+def test_arrays_go_to_the_device_and_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(cuda, monkeypatch) as ctx:
-        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
-        assert kernel.parameter_bytes == (4, 4, 8, 8)
-        assert kernel.launch(4, 256, (1000, 2.0, x, y)).result(RESULT_S)["y"] is y
-        np.testing.assert_array_equal(y, 2 * x + 1)
-        kernel.launch(4, 256, (1000, 3.0, x, x)).result(RESULT_S)
-        np.testing.assert_array_equal(x, 4 * np.arange(1000))
-        kernel.launch(1, 32, (0, 3.0, x[:0], y[:0])).result(RESULT_S)
-        kernel = None  # type: ignore[assignment]
+        launched_on_arrays_of_the_host(cuda, ctx)
+    gc.collect()
     assert cuda.leaks() == {}
 
 
-def test_a_host_array_that_is_not_named_in_out_stays_as_it_was(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched_on_arrays_of_the_host(cuda: FakeCuda, ctx: ga.GpuContext) -> None:
     x, y = vectors()
-    with service(cuda, monkeypatch) as ctx:
-        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
-        assert kernel.launch(4, 256, (1000, 2.0, x, y), out=()).result(RESULT_S) == {}
-    np.testing.assert_array_equal(y, 1)
-
-
-def test_arrays_on_the_device_are_written_where_they_lie(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = vectors()
-    with service(cuda, monkeypatch) as ctx:
-        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
-        theirs = [DeviceTensor(cuda, array) for array in (x, y)]
-        assert kernel.launch(4, 256, (1000, 2.0, *theirs)).result(RESULT_S)["y"] is theirs[1]
-        np.testing.assert_array_equal(theirs[1].read(np.float32, (1000,)), 2 * x + 1)
-
-
-def test_a_wrong_argument_never_reaches_the_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = vectors()
-    with service(cuda, monkeypatch) as ctx:
-        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
-        with pytest.raises(ga.InvalidRequest, match="must be float32"):
-            kernel.launch(4, 256, (1000, 2.0, x.astype(np.float64), y)).result(RESULT_S)
+    kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+    assert kernel.parameter_bytes == (4, 4, 8, 8)
+    with pytest.raises(ga.InvalidRequest, match="must be float32"):
+        kernel.launch(4, 256, (1000, 2.0, x.astype(np.float64), y)).result(RESULT_S)
     assert "launch_kernel" not in cuda.calls
+    assert kernel.launch(4, 256, (1000, 2.0, x, y), out=()).result(RESULT_S) == {}
+    np.testing.assert_array_equal(y, 1)
+    assert kernel.launch(4, 256, (1000, 2.0, x, y)).result(RESULT_S)["y"] is y
+    np.testing.assert_array_equal(y, 2 * x + 1)
+    kernel.launch(4, 256, (1000, 3.0, x, x)).result(RESULT_S)
+    np.testing.assert_array_equal(x, 4 * np.arange(1000))
+    kernel.launch(1, 32, (0, 3.0, x[:0], y[:0])).result(RESULT_S)
 
 
-def test_cupy_loads_the_same_cubin(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_on_the_device_are_written_where_they_lie(cuda: FakeCuda, ctx: ga.GpuContext) -> None:
+    x, y = vectors()
+    theirs = [DeviceTensor(cuda, array) for array in (x, y)]
+    kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+    assert kernel.launch(4, 256, (1000, 2.0, *theirs)).result(RESULT_S)["y"] is theirs[1]
+    np.testing.assert_array_equal(theirs[1].read(np.float32, (1000,)), 2 * x + 1)
+
+
+def test_cupy_loads_the_same_cubin(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
     class RawModule:
         def __init__(self, *, path: str) -> None:
             loaded.append(path)
 
-    with service(cuda, monkeypatch) as ctx:
-        kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
-        other = ctx.kernel(SAXPY.replace("a * x", "a + x"), "saxpy").result(RESULT_S)
-        monkeypatch.setitem(__import__("sys").modules, "cupy", types.SimpleNamespace(RawModule=RawModule))
-        for one in (kernel, kernel, other):
-            assert isinstance(one.raw_module(), RawModule)
+    kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
+    other = ctx.kernel(SAXPY.replace("a * x", "a + x"), "saxpy").result(RESULT_S)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=RawModule))
+    for one in (kernel, kernel, other):
+        assert isinstance(one.raw_module(), RawModule)
     assert loaded[0] == loaded[1] != loaded[2]
     assert kernel.cubin is not None
     assert Path(loaded[0]).read_bytes() == kernel.cubin.data

@@ -16,13 +16,7 @@ import pytest
 from inside.compiling import Compiler, asset_headers, exact_arch
 
 from gpu_actors import Cubin, KernelSource
-from gpu_actors.devices.emulation import (
-    EmulatedBuffer,
-    EmulatedModule,
-    Toolchain,
-    build_module,
-    encode_tensor_map,
-)
+from gpu_actors.devices.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, encode_tensor_map
 from gpu_actors.devices.emulation.build import find_entries
 
 Array = npt.NDArray[Any]
@@ -224,14 +218,7 @@ class _CudaPlace:
 
 
 # What a GPU must have for a file, or for an entry of one; sm_80 does for the rest.
-_CAPABILITY = {
-    "pipelines": 90,
-    "tensors": 90,
-    "wgmma": 90,
-    "second_reading": 90,
-    "mma_e4m3": 89,
-    "mma_e5m2": 89,
-}
+_CAPABILITY = {"pipelines": 90, "tensors": 90, "wgmma": 90, "second_reading": 90, "mma_e4m3": 89, "mma_e5m2": 89}
 
 
 @functools.cache

@@ -1,16 +1,11 @@
-"""Every wrapper of an instruction has a kernel that tries it on the CPU and on a GPU, and is launched as meant."""
+"""Every wrapper of an instruction has a kernel that tries it on the CPU and on a GPU."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
-from typing import Any
 
-import cupy
-import numpy as np
-import pytest
-from kernel_runs import KERNELS, KernelRun, launch_on_cuda, pointers
+from kernel_runs import KERNELS
 from second_reading import FILE as SECOND_READING
 from support.service import KERNELS_CU
 
@@ -37,21 +32,3 @@ def test_every_wrapper_of_an_instruction_has_a_conformance_kernel() -> None:
     assert {"mma_m16n8k16", "tma_load", "fence_proxy_async_global", "ldmatrix_x4_trans", "wgmma_wait"} <= set(found)
     untried = {name: file for name, file in found.items() if not re.search(rf"\b{name}\b", tried)}
     assert untried == {}
-
-
-def test_parameters_of_every_size_are_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [bytes(range(128)), b"\x01\x00\x00\x00", bytes(8)]
-    seen: dict[str, Any] = {}
-
-    def launch(function: int, *rest: int) -> None:
-        *shape, where, extra = rest
-        addresses = (ctypes.c_void_p * len(params)).from_address(where)
-        seen["params"] = [ctypes.string_at(at, len(data)) for at, data in zip(addresses, params, strict=True)]
-        seen["shape"] = (function, *shape, extra)
-
-    monkeypatch.setattr(cupy.cuda.driver, "moduleGetFunction", lambda module, name: (module, name) == (3, "f") and 5)
-    monkeypatch.setattr(cupy.cuda.driver, "funcSetAttribute", lambda *given: seen.update(attribute=given))
-    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", launch)
-    run = KernelRun("any.cu", "f", {"x": np.zeros(1)}, pointers("x"), block=64, grid=(7, 2), shared_bytes=999)
-    launch_on_cuda(3, run, params)
-    assert seen == {"params": params, "shape": (5, 7, 2, 1, 64, 1, 1, 999, 0, 0), "attribute": (5, 8, 999)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from isa import formats, fragments, mbarrier, sums, swizzle, tma, wgmma
+from isa import formats, fragments, mbarrier, sums, swizzle, wgmma
 
 K32 = 32
 
@@ -35,13 +35,7 @@ def crossed(shape: Modes, strides: Modes) -> np.ndarray:
     ],
 )
 def test_a_descriptor_gives_the_exact_layouts_of_the_isas_figures(
-    major: wgmma.Major,
-    size: int,
-    mode: int,
-    leading: int,
-    stride: int,
-    shape: Modes,
-    strides: Modes,
+    major: wgmma.Major, size: int, mode: int, leading: int, stride: int, shape: Modes, strides: Modes
 ) -> None:
     """Figures 166 to 170; one instruction takes 32 bytes of K, so the tf32 examples are cut to K = 8."""
     offsets = crossed(shape, strides) * size
@@ -58,16 +52,13 @@ def test_encoded_offsets_are_those_of_the_isas_figures() -> None:
     assert (bits >> 16 & 0x3FFF, bits >> 32 & 0x3FFF, bits >> 62) == (32, 64, 2)
 
 
-@pytest.mark.parametrize("mode", [0, 32, 64, 128])
-def test_a_descriptor_survives_encoding(mode: int) -> None:
-    made = wgmma.Descriptor(0x3FFF0, 0x1230, 0x400, mode, 5)
-    assert wgmma.Descriptor.decoded(made.encoded()) == made
-
-
-@pytest.mark.parametrize("bit", [14, 15, 30, 31, 46, 48, 52, 61])
-def test_a_descriptor_with_a_bit_outside_its_fields_is_refused(bit: int) -> None:
-    with pytest.raises(ValueError, match="outside its fields"):
-        wgmma.Descriptor.decoded(1 << bit)
+def test_a_descriptor_survives_encoding_and_has_no_other_bits() -> None:
+    for mode in (0, 32, 64, 128):
+        made = wgmma.Descriptor(0x3FFF0, 0x1230, 0x400, mode, 5)
+        assert wgmma.Descriptor.decoded(made.encoded()) == made
+    for bit in (14, 15, 30, 31, 46, 48, 52, 61):
+        with pytest.raises(ValueError, match="outside its fields"):
+            wgmma.Descriptor.decoded(1 << bit)
 
 
 @pytest.mark.parametrize("mode", [0, 32, 64, 128])
@@ -86,22 +77,19 @@ def test_a_base_offset_turns_the_pattern_by_lines() -> None:
 
 
 LAYOUTS = [
-    *(fragments.mma_a(k, bits) for k, bits in [(8, 16), (16, 16), (4, 32), (8, 32), (16, 8), (32, 8)]),
-    *(fragments.mma_b(k, bits) for k, bits in [(8, 16), (16, 16), (4, 32), (8, 32), (16, 8), (32, 8)]),
+    *(layout(k, bits) for layout in (fragments.mma_a, fragments.mma_b) for k, bits in [(16, 16), (8, 32), (32, 8)]),
     fragments.mma_c(),
     *(fragments.wgmma_a(bits) for bits in (8, 16, 32)),
-    *(fragments.wgmma_d(n) for n in (8, 64, 80, 128, 256)),
+    *(fragments.wgmma_d(n) for n in (8, 80, 256)),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.rows}x{layout.columns}")
 def test_each_element_of_a_fragment_has_one_owner(layout: fragments.Fragment) -> None:
-    owners = layout.owners()
-    assert (owners >= 0).all()
     matrix = np.arange(layout.rows * layout.columns, dtype=np.uint16).reshape(layout.rows, layout.columns)
-    assert (layout.given(layout.taken(matrix)) == matrix).all()
-    lane, i = owners[3, 2]
-    assert layout.taken(matrix)[lane, i] == matrix[3, 2]
+    held = layout.taken(matrix)
+    assert (np.sort(held, axis=None) == matrix.reshape(-1)).all()
+    assert (layout.given(held) == matrix).all()
 
 
 def test_formats_have_their_extremes() -> None:
@@ -112,7 +100,6 @@ def test_formats_have_their_extremes() -> None:
         ("f16", np.uint16, (0x7BFF, 65504.0), (0x0001, 2.0**-24)),
         ("bf16", np.uint16, (0x3F80, 1.0), (0x0080, 2.0**-126)),
         ("tf32", np.uint32, (0x3F801FFF, 1.0), (0x3FC00000, 1.5)),
-        ("s8", np.uint8, (0x7F, 127.0), (0x80, -128.0)),
     ]:
         for bits, value in (largest, smallest):
             assert formats.decoded(np.array([bits], dtype=word), name)[0] == value
@@ -136,18 +123,6 @@ def test_a_barrier_ends_a_phase_only_without_arrivals_and_bytes_to_wait_for() ->
     assert (barrier.phase, barrier.pending, barrier.transactions) == (1, 2, 0)
     barrier.complete_tx(16)
     assert barrier.transactions == -16
-    with pytest.raises(ValueError, match="arrivals"):
-        barrier.arrive(3)
-
-
-def test_a_box_with_steps_takes_the_ceiling_of_its_extent() -> None:
-    """cuTensorMapEncodeTiled: "TMA loads ceil(boxDim[i] / elementStrides[i])" elements; the first step is ignored."""
-    maps = tma.TensorMap(size=4, dims=(8, 20), strides=(32,), box=(8, 7), steps=(3, 2))
-    assert maps.counts == (8, 4)
-    assert maps.bytes == 128
-    _, addresses, inside = maps.pieces((0, 15))
-    assert (inside.reshape(4, 8)[:, 0] == [True, True, True, False]).all()
-    assert (addresses.reshape(4, 8)[:, 1] == [15 * 32 + 4, 17 * 32 + 4, 19 * 32 + 4, -1]).all()
 
 
 def test_a_long_sum_of_8_bit_products_stops_growing_at_13_fraction_bits() -> None:

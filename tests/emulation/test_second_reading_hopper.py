@@ -188,10 +188,7 @@ def numbers(module_cache: Path) -> Ask:
     @functools.cache
     def ask(variant: Variant, boxed: Boxed) -> Numbers:
         units = boxed.columns * ELEMENTS[boxed.dtype].itemsize // 16
-        arrays = {
-            "numbers": np.zeros(BYTES_OF_NUMBERS, np.uint8),
-            "places": np.zeros((boxed.rows, units), np.uint32),
-        }
+        arrays = {"numbers": np.zeros(BYTES_OF_NUMBERS, np.uint8), "places": np.zeros((boxed.rows, units), np.uint32)}
         run = KernelRun(
             FILE,
             "boxes",
@@ -216,9 +213,7 @@ def landed(given: tma.TensorMap, boxed: Boxed, said: Numbers, rows_of_a_copy: in
     """Address of every element (rows, columns) of a tile that TMA brings box by box, as the kernel asks for them."""
     size = given.size
     found = np.full((boxed.rows, boxed.columns), -1, dtype=np.int64)
-    assert given.counts[0] == said.width
-    assert given.counts[1] == rows_of_a_copy
-    assert given.counts[2:] == (1, 1)
+    assert given.box == (said.width, rows_of_a_copy, 1, 1)
     assert given.bytes == rows_of_a_copy * said.line
     for part in range(0, boxed.rows, rows_of_a_copy):
         for box in range(said.count):

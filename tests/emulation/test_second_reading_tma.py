@@ -43,9 +43,7 @@ def tensor_maps(draw: st.DrawFn, rank: int) -> tma.TensorMap:
 @st.composite
 def coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
     """From boxes that end just before the tensor to boxes that begin just behind it."""
-    return tuple(
-        draw(st.integers(-count - 1, extent + 1)) for count, extent in zip(made.counts, made.dims, strict=True)
-    )
+    return tuple(draw(st.integers(-count - 1, extent + 1)) for count, extent in zip(made.box, made.dims, strict=True))
 
 
 def moved(runner: Runner, rank: int, data: st.DataObject) -> None:

@@ -19,9 +19,7 @@ from support.service import REPOSITORY
 import gpu_actors as ga
 from gpu_actors import errors
 
-ELSEWHERE = {
-    "docs/kernel_guide.md": "tests/project/test_docs_kernel_guide.py",
-}
+ELSEWHERE = {"docs/kernel_guide.md": "tests/project/test_docs_kernel_guide.py"}
 INTEROP = {
     "docs/jax.md": "tests/interop/test_docs_torch.py",
     "docs/ray.md": "tests/on_ray/test_ray_docs.py",

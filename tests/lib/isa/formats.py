@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Format:
-    """A multiplicand's type: `bits` an element, `k` elements of the inner dimension that one wgmma takes (32 bytes of
-    them).
-    """
+    """A multiplicand's type."""
 
     name: str
     bits: int
@@ -43,7 +41,6 @@ FORMATS: Final[Mapping[str, Format]] = {
     "tf32": Format("tf32", 32, 8, 10),
     "e4m3": Format("e4m3", 8, 4, 3),
     "e5m2": Format("e5m2", 8, 5, 2),
-    "s8": Format("s8", 8, 0, 7),
 }
 """Types of multiplicands by their PTX names."""
 
@@ -52,18 +49,9 @@ def decoded(bits: npt.NDArray[np.unsignedinteger], name: str) -> npt.NDArray[np.
     """Values of elements given as bits.
 
     e4m3 has no infinity and one NaN a sign (all bits set); e5m2 and the others follow IEEE 754; tf32 reads the upper
-    19 of 32 bits.
-
-    Args:
-        bits: one element a word (uint8, uint16 or uint32), any shape.
-        name: a key of `FORMATS`.
-
-    Returns:
-        float64, of the same shape. Every value of every format is exact in it.
+    19 of 32 bits. Every value of every format is exact in float64.
     """
     form = FORMATS[name]
-    if name == "s8":
-        return bits.astype(np.uint8).view(np.int8).astype(np.float64)
     word = bits.astype(np.int64)
     if name == "tf32":
         word >>= 13

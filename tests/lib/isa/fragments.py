@@ -23,13 +23,9 @@ Place = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Fragment:
-    """A matrix spread over threads.
+    """A matrix (rows, columns) spread over threads, `elements` a thread in the order a0, a1, ...
 
-    Attributes:
-        rows, columns: of the matrix.
-        lanes: threads that hold it, 32 (a warp) or 128 (a warpgroup).
-        elements: elements that each thread holds, in the order a0, a1, ...
-        place: where thread `lane`'s element i lies.
+    lanes: threads that hold it, 32 (a warp) or 128 (a warpgroup). place: where a thread's element i lies.
     """
 
     rows: int
@@ -41,20 +37,6 @@ class Fragment:
     def places(self) -> npt.NDArray[np.int64]:
         """(row, column) of every thread's elements, int64 of shape (lanes, elements, 2)."""
         return _places(self)
-
-    def owners(self) -> npt.NDArray[np.int64]:
-        """(lane, i) of every element of the matrix, int64 of shape (rows, columns, 2); -1 where no thread holds it.
-
-        Raises ValueError if two threads claim one element.
-        """
-        found = np.full((self.rows, self.columns, 2), -1, dtype=np.int64)
-        for lane in range(self.lanes):
-            for i in range(self.elements):
-                row, column = self.place(lane, i)
-                if found[row, column, 0] != -1:
-                    raise ValueError(f"element ({row}, {column}) has two owners")
-                found[row, column] = lane, i
-        return found
 
     def taken(self, matrix: npt.NDArray[T]) -> npt.NDArray[T]:
         """What the threads hold of `matrix` (rows, columns): shape (lanes, elements)."""
@@ -76,20 +58,13 @@ def _places(fragment: Fragment) -> npt.NDArray[np.int64]:
 
 
 def packed(held: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.uint32]:
-    """Elements as bits (lanes, elements) into 32-bit registers (lanes, registers), elements "low to high" (PTX ISA
-    9.7.14.5).
-    """
+    """Elements as bits (lanes, elements) into 32-bit registers, "low to high" (PTX ISA 9.7.14.5)."""
     return np.ascontiguousarray(held).view(np.uint32)
 
 
 def unpacked(registers: npt.NDArray[np.uint32], word: type[Word]) -> npt.NDArray[Word]:
     """32-bit registers (lanes, registers) into elements as bits (lanes, elements), low to high."""
     return np.ascontiguousarray(registers).view(word)
-
-
-def _a_8_of_16_bits(lane: int, i: int) -> tuple[int, int]:
-    group, thread = lane >> 2, lane % 4
-    return group if i in (0, 1) else group + 8, thread * 2 + (i & 1)
 
 
 def _a_16_of_16_bits(lane: int, i: int) -> tuple[int, int]:
@@ -103,24 +78,10 @@ def _a_8_of_32_bits(lane: int, i: int) -> tuple[int, int]:
     return group if i in (0, 2) else group + 8, thread if i in (0, 1) else thread + 4
 
 
-def _a_4_of_32_bits(lane: int, i: int) -> tuple[int, int]:
-    group, thread = lane >> 2, lane % 4
-    return group if i == 0 else group + 8, thread
-
-
-def _a_16_of_8_bits(lane: int, i: int) -> tuple[int, int]:
-    group, thread = lane >> 2, lane % 4
-    return group if i < 4 else group + 8, thread * 4 + (i & 3)
-
-
 def _a_32_of_8_bits(lane: int, i: int) -> tuple[int, int]:
     group, thread = lane >> 2, lane % 4
     row = group if 0 <= i < 4 or 8 <= i < 12 else group + 8
     return row, thread * 4 + (i & 3) + (0 if i < 8 else 16)
-
-
-def _b_8_of_16_bits(lane: int, i: int) -> tuple[int, int]:
-    return (lane % 4) * 2 + i, lane >> 2
 
 
 def _b_16_of_16_bits(lane: int, i: int) -> tuple[int, int]:
@@ -129,14 +90,6 @@ def _b_16_of_16_bits(lane: int, i: int) -> tuple[int, int]:
 
 def _b_8_of_32_bits(lane: int, i: int) -> tuple[int, int]:
     return lane % 4 if i == 0 else lane % 4 + 4, lane >> 2
-
-
-def _b_4_of_32_bits(lane: int, i: int) -> tuple[int, int]:
-    return lane % 4, lane >> 2
-
-
-def _b_16_of_8_bits(lane: int, i: int) -> tuple[int, int]:
-    return (lane % 4) * 4 + i, lane >> 2
 
 
 def _b_32_of_8_bits(lane: int, i: int) -> tuple[int, int]:
@@ -149,36 +102,29 @@ def _c(lane: int, i: int) -> tuple[int, int]:
 
 
 _MULTIPLICANDS: dict[tuple[int, int], tuple[Place, Place]] = {
-    (8, 16): (_a_8_of_16_bits, _b_8_of_16_bits),
     (16, 16): (_a_16_of_16_bits, _b_16_of_16_bits),
-    (4, 32): (_a_4_of_32_bits, _b_4_of_32_bits),
     (8, 32): (_a_8_of_32_bits, _b_8_of_32_bits),
-    (16, 8): (_a_16_of_8_bits, _b_16_of_8_bits),
     (32, 8): (_a_32_of_8_bits, _b_32_of_8_bits),
 }
 
 
 @cache
 def mma_a(k: int, bits: int) -> Fragment:
-    """Multiplicand A (16, k) of `mma.m16n8k{k}` with elements of `bits` bits.
-
-    PTX ISA 9.7.14.5, "Matrix Fragments for mma.m16n8k4 / k8 / k16 / k32". Raises KeyError for a shape that is not
-    there.
-    """
+    """Multiplicand A (16, k) of `mma.m16n8k{k}` with elements of `bits` bits (PTX ISA 9.7.14.5)."""
     place, _ = _MULTIPLICANDS[k, bits]
     return Fragment(16, k, 32, 16 * k // 32, place)
 
 
 @cache
 def mma_b(k: int, bits: int) -> Fragment:
-    """Multiplicand B (k, 8) of `mma.m16n8k{k}` with elements of `bits` bits; the same sections as `mma_a`."""
+    """Multiplicand B (k, 8) of `mma.m16n8k{k}` with elements of `bits` bits."""
     _, place = _MULTIPLICANDS[k, bits]
     return Fragment(k, 8, 32, 8 * k // 32, place)
 
 
 @cache
 def mma_c() -> Fragment:
-    """Accumulators C and D (16, 8) of every `mma.m16n8k*`; the same sections as `mma_a`."""
+    """Accumulators C and D (16, 8) of every `mma.m16n8k*`."""
     return Fragment(16, 8, 32, 4, _c)
 
 
@@ -205,11 +151,7 @@ def wgmma_d(n: int) -> Fragment:
 
     PTX ISA 9.7.15.5.1.1.1 to .3 (figures 149, 151, 153): d0 to d3 cover columns 0 to 7, d4 to d7 columns 8 to 15, and
     so on.
-
-    Raises ValueError for another n.
     """
-    if n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"n = {n} is not a multiple of 8 in 8..256")
 
     def placed(thread: int, i: int) -> tuple[int, int]:
         warp, lane = divmod(thread, 32)

@@ -8,15 +8,7 @@ import numpy.typing as npt
 
 def _rows(addresses: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
     """Addresses of the rows, (count, 8): threads 8 m to 8 m + 7 give the rows of matrix m."""
-    if count not in (1, 2, 4):
-        raise ValueError(f".x{count} is not one of .x1, .x2, .x4")
-    given = np.asarray(addresses, dtype=np.int64)
-    if given.shape != (32,):
-        raise ValueError(f"addresses of 32 threads are needed, not {given.shape}")
-    rows = given[: 8 * count].reshape(count, 8)
-    if (rows % 16).any():
-        raise ValueError("a row's address is not a multiple of 16")
-    return rows
+    return np.asarray(addresses, dtype=np.int64)[: 8 * count].reshape(count, 8)
 
 
 def loaded(
@@ -27,17 +19,8 @@ def loaded(
     Four consecutive threads hold one row of a matrix, two neighbouring elements a thread, the lower column in the
     lower half. With `.trans` the matrix is read as stored by columns, so four threads hold one column.
 
-    Args:
-        memory: shared memory, uint8 (bytes,).
-        addresses: one byte address a thread, (32,). Only the first 8 * count are used.
-        count: 1, 2 or 4 matrices.
-        transposed: whether `.trans` stands in the instruction.
-
-    Returns:
-        uint32 (32, count): register m of a thread belongs to matrix m.
-
-    Raises:
-        ValueError: a bad count, a bad number of addresses, or a row that is not aligned to 16 bytes.
+    memory: shared memory, uint8 (bytes,). addresses: one byte address a thread, (32,), of which the first 8 * count are
+    used. Returns uint32 (32, count): register m of a thread belongs to matrix m.
     """
     registers = np.zeros((32, count), dtype=np.uint32)
     for m, starts in enumerate(_rows(addresses, count)):
@@ -55,20 +38,7 @@ def loaded(
 def stored(
     memory: npt.NDArray[np.uint8], addresses: npt.ArrayLike, registers: npt.NDArray[np.uint32], transposed: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """`stmatrix.sync.aligned.m8n8.x{count}{.trans}.shared.b16`: the reverse of `loaded`.
-
-    Args:
-        memory: shared memory before, uint8 (bytes,); it is not changed.
-        addresses: one byte address a thread, (32,).
-        registers: uint32 (32, count), register m of a thread belongs to matrix m.
-        transposed: whether `.trans` stands in the instruction.
-
-    Returns:
-        Shared memory after, uint8 (bytes,).
-
-    Raises:
-        ValueError: as `loaded`.
-    """
+    """`stmatrix.sync.aligned.m8n8.x{count}{.trans}.shared.b16`: the reverse of `loaded`, and memory after."""
     after = memory.copy()
     for m, starts in enumerate(_rows(addresses, registers.shape[1])):
         matrix = np.zeros((8, 8), dtype=np.uint16)
@@ -87,13 +57,6 @@ def stored(
 
 
 def moved(registers: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """`movmatrix.sync.aligned.m8n8.trans.b16`: a matrix held by rows becomes its transpose held by rows.
-
-    Args:
-        registers: uint32 (32,), one register a thread.
-
-    Returns:
-        uint32 (32,).
-    """
+    """`movmatrix.sync.aligned.m8n8.trans.b16`, uint32 (32,): a matrix held by rows becomes its transpose."""
     matrix = registers.reshape(8, 4).copy().view(np.uint16)
     return np.ascontiguousarray(matrix.T).view(np.uint32).reshape(32)

@@ -16,14 +16,8 @@ class Barrier:
     It moves through phases 0, 1, 2, ...; a phase ends when no arrival and no transaction is pending (9.7.13.15.4,
     "Phase Completion of the mbarrier object"), and the next one then expects `expected` arrivals again.
 
-    Attributes:
-        expected: arrivals that each phase waits for, 1 to 2**20 - 1.
-        phase: number of the current phase.
-        pending: arrivals still to come in it.
-        transactions: its tx-count. Below zero where bytes arrived before they were expected.
-
-    Raises:
-        ValueError: a count leaves its range, which the ISA leaves undefined.
+    pending: arrivals still to come. transactions: its tx-count, below zero where bytes arrived before they were
+    expected. ValueError where a count leaves its range, which the ISA leaves undefined.
     """
 
     expected: int
@@ -32,8 +26,6 @@ class Barrier:
     transactions: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.expected <= LARGEST:
-            raise ValueError(f"expected arrivals {self.expected} are not in 1..{LARGEST}")
         self.pending = self.expected
 
     def _settle(self) -> None:
@@ -46,11 +38,11 @@ class Barrier:
             raise ValueError(f"tx-count {self.transactions + amount} is out of range")
         self.transactions += amount
 
-    def arrive(self, count: int = 1) -> None:
-        """`mbarrier.arrive` with `count` arrivals (9.7.13.15.13): the arrive-on operation, which may end the phase."""
-        if not 1 <= count <= self.pending:
-            raise ValueError(f"{count} arrivals where {self.pending} are pending")
-        self.pending -= count
+    def arrive(self) -> None:
+        """`mbarrier.arrive` (9.7.13.15.13): the arrive-on operation, which may end the phase."""
+        if self.pending == 0:
+            raise ValueError("an arrival where none is pending")
+        self.pending -= 1
         self._settle()
 
     def expect_tx(self, amount: int) -> None:
@@ -58,9 +50,7 @@ class Barrier:
         self._count(amount)
 
     def complete_tx(self, amount: int) -> None:
-        """complete-tx (9.7.13.15.5.2): bytes came; this may end the phase. A bulk copy does it with the bytes that it
-        wrote.
-        """
+        """complete-tx (9.7.13.15.5.2), as a bulk copy does with the bytes that it wrote: it may end the phase."""
         self._count(-amount)
         self._settle()
 
@@ -75,8 +65,6 @@ class Barrier:
         Without `.noinc` the pending count first grows by 1, so the arrival changes nothing on the whole.
         """
         if not noinc:
-            if self.pending == LARGEST:
-                raise ValueError("pending arrivals are out of range")
             self.pending += 1
         self.arrive()
 
@@ -85,9 +73,5 @@ class Barrier:
 
         The parity names the current phase, which is not complete, or the one just before it, which is. Before phase 0
         lies an odd one.
-
-        Raises ValueError for a parity that is not 0 or 1.
         """
-        if parity not in (0, 1):
-            raise ValueError(f"parity {parity} is not 0 or 1")
         return self.phase % 2 != parity

@@ -57,19 +57,8 @@ def cut_off(
     A product's exponent is the sum of its factors' exponents: it is not normalised again, so its significand lies
     below 4. Finite values only.
 
-    Args:
-        a: (m, k), b: (n, k), values of `form`, float64.
-        c: accumulators, float32 (m, n).
-        form: of a and b.
-        b_form: of b, where that is another.
-        term_bits: fraction bits below the largest exponent that a term keeps.
-        result_bits: fraction bits of the result.
-
-    Returns:
-        float32 (m, n).
-
-    Raises:
-        ValueError: a value is not finite.
+    a (m, k) and b (n, k): float64 values of `form`, or of b_form. term_bits: fraction bits below the largest exponent
+    that a term keeps. result_bits: those of the result.
     """
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all()):
         raise ValueError("the model covers finite values only")

@@ -46,35 +46,16 @@ TABLES: Final[Mapping[int, tuple[tuple[int, ...], ...]]] = {
 
 
 def period(mode: int) -> int:
-    """Bytes after which the pattern of `mode` repeats: 1024, 512 and 256 for the modes of 128, 64 and 32 bytes (128
-    for none).
-
-    Raises KeyError for a mode that is not in the tables.
-    """
+    """Bytes after which the pattern of `mode` repeats."""
     return len(TABLES[mode]) * LINE
 
 
 def swizzled(addresses: npt.ArrayLike, mode: int, base_offset: int = 0) -> npt.NDArray[np.int64]:
     """Where the bytes that an unswizzled layout puts at `addresses` lie (PTX ISA 5.5.7).
 
-    The pattern is anchored to shared memory itself: its first line begins where address / 128 and `base_offset` agree
-        modulo the number
-    of lines ("swizzle base offset", the same formula as the matrix descriptor's in 9.7.15.5.1.2.2).
-
-    Args:
-        addresses: byte addresses in shared memory, of any shape.
-        mode: 0, 32, 64 or 128.
-        base_offset: line of the pattern's start, 0 to 7.
-
-    Returns:
-        The addresses of the same bytes after swizzling, int64, of the shape of `addresses`.
-
-    Raises:
-        KeyError: the mode is not in the tables.
-        ValueError: the base offset is not in 0 to 7.
+    The pattern is anchored to shared memory itself: its first line begins where address / 128 and `base_offset` (0 to
+    7) agree modulo the number of lines ("swizzle base offset", as in the matrix descriptor of 9.7.15.5.1.2.2).
     """
-    if not 0 <= base_offset < 8:
-        raise ValueError(f"base offset {base_offset} is not in 0..7")
     table = np.array(TABLES[mode], dtype=np.int64)
     # A table maps place -> source cell; a store asks for source cell -> place.
     place = np.argsort(table, axis=1)

@@ -29,12 +29,8 @@ def _encoded(number: int) -> int:
 class Descriptor:
     """A matrix descriptor (PTX ISA 9.7.15.5.1.2.2, "Matrix Descriptor Format").
 
-    Attributes:
-        start: byte address of the matrix in shared memory, a multiple of 16 below 2**18.
-        leading: leading dimension byte offset, likewise.
-        stride: stride dimension byte offset, likewise.
-        base_offset: line of 128 bytes (0 to 7) in which the pattern begins, 0 where it begins at its natural boundary.
-        mode: swizzling mode in bytes: 0, 32, 64 or 128.
+    start, and the byte offsets of the leading and the stride dimension: multiples of 16 below 2**18. base_offset: line
+    of 128 bytes in which the pattern begins. mode: swizzling mode in bytes, 0, 32, 64 or 128.
     """
 
     start: int
@@ -57,10 +53,7 @@ class Descriptor:
         )
 
     def encoded(self) -> int:
-        """The 64-bit register. Raises ValueError if a field is not a multiple of 16 or is too large."""
-        for name, number in (("start", self.start), ("leading", self.leading), ("stride", self.stride)):
-            if number % 16 or not 0 <= number < 1 << 18:
-                raise ValueError(f"{name} = {number} is not a multiple of 16 below 2**18")
+        """The 64-bit register."""
         mode = {size: code for code, size in MODES.items()}[self.mode]
         return (
             _encoded(self.start)
@@ -78,19 +71,8 @@ class Descriptor:
         """Byte address of each element of the matrix (PTX ISA 9.7.15.5.1.2.1.3, "Canonical Layouts").
 
         The layouts there are in units of elements, T of which make 16 bytes; they are written below in bytes. The
-        swizzle comes last, on the address itself.
-
-        Args:
-            major: "k" or "mn".
-            mn: extent along M or N.
-            k: extent along K.
-            size: bytes of an element; the transposed order is only defined for 2 (9.7.15.5.2, "imm-trans").
-
-        Returns:
-            int64 (mn, k).
-
-        Raises:
-            ValueError: an MN-major matrix of elements that are not 16 bits wide.
+        swizzle comes last, on the address itself. mn: extent along M or N. size: bytes of an element, of which 2 alone
+        can be transposed (9.7.15.5.2, "imm-trans").
         """
         t = 16 // size
         rows = np.arange(mn, dtype=np.int64)[:, None]
@@ -103,8 +85,6 @@ class Descriptor:
                 # ((8, m), (T, 2k)) : ((2T | 4T | 8T, SBO), (1, T))
                 offset = rows % 8 * self.mode + rows // 8 * self.stride + columns % t * size + columns // t * 16
         else:
-            if size != 2:
-                raise ValueError(f"elements of {size} bytes cannot be transposed")
             if self.mode == 0:
                 # ((T, 1, m), (8, k)) : ((1, T, SBO), (1T, LBO))
                 offset = rows % t * size + rows // t * self.stride + columns % 8 * 16 + columns // 8 * self.leading
@@ -138,34 +118,21 @@ def multiplied(
     name: str,
     a_major: Major = "k",
     b_major: Major = "k",
-    a_sign: int = 1,
-    b_sign: int = 1,
     truncated: bool = False,
 ) -> npt.NDArray[np.float32]:
-    """D of one `wgmma.mma_async.sync.aligned.m64n{n}k*.f32.{name}.{name}` (PTX ISA 9.7.15.5.2).
+    """D of one `wgmma.mma_async.sync.aligned.m64n{n}k*.f32.{name}.{name}` (PTX ISA 9.7.15.5.2), float32 (128, n / 2).
 
-    Args:
-        memory: shared memory, uint8 (bytes,).
-        a: a descriptor, or registers uint32 (128, 4).
-        b: a descriptor.
-        accumulators: D before as float32 (128, n / 2); None stands for `scale-d` = 0.
-        n: columns of D.
-        name: type of A and B, a key of `formats.FORMATS`.
-        a_major, b_major: "mn" where `imm-trans-a` or `imm-trans-b` is 1.
-        a_sign, b_sign: `imm-scale-a`, `imm-scale-b`: 1 or -1.
-        truncated: sums of 8-bit floating-point products as Hopper makes them (`sums.hopper_fp8`).
-
-    Returns:
-        D as float32 (128, n / 2). Without `truncated` the sum is exact in float64 wherever the products' bits allow,
-        then rounded once.
+    memory: shared memory, uint8 (bytes,). a: a descriptor, or registers uint32 (128, 4). accumulators: D before; None
+    stands for `scale-d` = 0. A major is "mn" where `imm-trans-a` or `imm-trans-b` is 1. truncated: sums of 8-bit
+    products as Hopper makes them (`sums.hopper_fp8`); else a sum is exact in float64 and rounded once.
     """
     form = formats.FORMATS[name]
     if isinstance(a, Descriptor):
         left_bits = a.taken(memory, a_major, 64, form)
     else:
         left_bits = fragments.wgmma_a(form.bits).given(fragments.unpacked(a, _WORDS[form.bits]))
-    left = formats.decoded(left_bits, name) * a_sign
-    right = formats.decoded(b.taken(memory, b_major, n, form), name) * b_sign
+    left = formats.decoded(left_bits, name)
+    right = formats.decoded(b.taken(memory, b_major, n, form), name)
     layout = fragments.wgmma_d(n)
     before = np.zeros((64, n), dtype=np.float32) if accumulators is None else layout.given(accumulators)
     if truncated:
