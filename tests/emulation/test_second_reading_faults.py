@@ -57,58 +57,37 @@ KINDS = (
 MACROS = macros_of(KINDS)
 
 HEADERS = {  # header: number of the fault, and its place with «what is right¦what is wrong»
-    "emulation/shared_memory.cuh": [
-        (1, "address ^ (address >> «7¦8»"),
-        (2, "swizzle == 2 ? «3¦1» :"),
-        (3, "swizzle == 3 ? «1¦3» :"),
-    ],
+    "emulation/shared_memory.cuh": [(1, "address ^ (address >> «7¦8»"), (2, "swizzle == 2 ? «3¦1» :")],
     "emulation/wgmma.cuh": [
-        (4, "mn / 8 * «d.stride¦d.leading» + byte / 16"),
-        (5, "mn / 8 * «d.stride¦d.leading» + k / 8"),
-        (6, "mn / columns * «d.leading¦d.stride» +"),
-        (7, "mn % columns * «2¦4»"),
-        (8, "uint32_t(bits >> 16 & «0x3FFF¦0x1F») << 4"),
-        (9, "lane / 4 + 8 * («i / 2 % 2¦i % 2»)"),
-        (10, "i / 4 * 8 + «lane % 4 * 2 + i % 2¦lane % 4 + 4 * (i % 2)»"),
-        (11, "«warp % 4 * 16¦(3 - warp % 4) * 16», 16, a"),
-        (12, "d[j] = «accumulate ? d[j] + sum[j] : sum[j]¦d[j] + sum[j]»;"),
+        (3, "mn / 8 * «d.stride¦d.leading» + byte / 16"),
+        (4, "mn / 8 * «d.stride¦d.leading» + k / 8"),
+        (5, "mn / columns * «d.leading¦d.stride» +"),
+        (6, "uint32_t(bits >> 16 & «0x3FFF¦0x1F») << 4"),
+        (7, "lane / 4 + 8 * («i / 2 % 2¦i % 2»)"),
+        (8, "«warp % 4 * 16¦(3 - warp % 4) * 16», 16, a"),
+        (9, "d[j] = «accumulate ? d[j] + sum[j] : sum[j]¦d[j] + sum[j]»;"),
     ],
     "emulation/formats.cuh": [
-        (13, "rows[«(l / 4 + 8 * (w % 2)) * 8 + l % 4 + 4 * (w / 2)¦(l / 4 + 8 * (w / 2)) * 8 + l % 4 + 4 * (w % 2)»]"),
-        (14, "float_of(magnitude) * «0x1p120f¦0x1p121f»"),
-        (15, "float_of(bits & «0xFFFFE000u¦0xFFFFF000u»)"),
+        (10, "rows[«(l / 4 + 8 * (w % 2)) * 8 + l % 4 + 4 * (w / 2)¦(l / 4 + 8 * (w / 2)) * 8 + l % 4 + 4 * (w % 2)»]"),
+        (11, "float_of(magnitude) * «0x1p120f¦0x1p121f»"),
     ],
-    "emulation/mma.cuh": [
-        (16, "b_words[l / 4 * 8 + l % 4 + 4 * «w¦(1 - w)»]"),
-        (17, "sum[(l / 4 + 8 * («r / 2¦r % 2»)) * 8"),
-    ],
+    "emulation/mma.cuh": [(12, "sum[(l / 4 + 8 * («r / 2¦r % 2»)) * 8")],
     "emulation/matrix.cuh": [
-        (18, "uint32_t low = «transposed¦!transposed» ?"),
-        (19, "return «low | high << 16¦high | low << 16»;"),
-        (20, "generic_store(lane[«8 * i + k¦8 * i + 7 - k»]->row"),
+        (13, "uint32_t low = «transposed¦!transposed» ?"),
+        (14, "generic_store(lane[«8 * i + k¦8 * i + 7 - k»]->row"),
     ],
     "emulation/tma.cuh": [
-        (21, "at >= 0 && at < «static_cast<int64_t>(map.extent[d])¦static_cast<int64_t>(map.extent[d]) + 1»"),
-        (22, "inside &= at >= «0¦-1»"),
-        (23, "memset(data, «0¦0x7F», row_bytes)"),
-        (24, "lower<int64_t>(box, «extent - coordinate¦extent - coordinate - 1»)"),
+        (15, "at >= 0 && at < «static_cast<int64_t>(map.extent[d])¦static_cast<int64_t>(map.extent[d]) + 1»"),
+        (16, "memset(data, «0¦0x7F», row_bytes)"),
     ],
-    "emulation/delivery.cuh": [(25, "-int64_t(«load.bytes¦load.bytes - 16»)")],
+    "emulation/delivery.cuh": [(17, "-int64_t(«load.bytes¦load.bytes - 16»)")],
     "emulation/mbarrier.cuh": [
-        (26, "if («m.pending || m.bytes¦m.pending») return;"),
-        (27, "m.pending = «m.count¦m.count + 1»;"),
-        (28, "return «(m.phase & 1) != (parity & 1)¦(m.phase & 1) == (parity & 1)»"),
+        (18, "if («m.pending || m.bytes¦m.pending») return;"),
+        (19, "return «(m.phase & 1) != (parity & 1)¦(m.phase & 1) == (parity & 1)»"),
     ],
     "emulation/truncated_sum.cuh": [
-        (
-            29,
-            (
-                "* b.value[x * pitch + j];\n      top[j] = "
-                "upper(top[j], a.exponent[x] + «b.exponent[x * pitch + j]¦b.exponent[x * pitch + j] + 1»)"
-            ),
-        ),
-        (30, "+= int(a.value[x] * b.value[x * pitch + j] * «to_units[j]¦(to_units[j] + 0.5f * to_units[j])»)"),
-        (31, "upper(int(magnitude >> 23), «least¦1»)"),
+        (20, "+= int(a.value[x] * b.value[x * pitch + j] * «to_units[j]¦(to_units[j] + 0.5f * to_units[j])»)"),
+        (21, "upper(int(magnitude >> 23), «least¦1»)"),
     ],
 }
 FAULTS = [(header, fault) for header, faults in HEADERS.items() for fault, _ in faults]
@@ -256,29 +235,19 @@ def _addresses_exchanged(self: wgmma.Descriptor, *arguments: Any) -> Any:
     return _ADDRESSES(dataclasses.replace(self, leading=self.stride, stride=self.leading), *arguments)
 
 
-def _settled_without_bytes(self: mbarrier.Barrier) -> None:
-    if self.pending == 0:
-        self.phase += 1
-        self.pending = self.expected
-
-
-_ADDRESSES, _PIECES, _PASSES = wgmma.Descriptor.addresses, tma.TensorMap.pieces, mbarrier.Barrier.passes
-_LOADED, _STORED, _DECODED, _SPLIT = matrices.loaded, matrices.stored, formats.decoded, sums._split
+_ADDRESSES, _PASSES = wgmma.Descriptor.addresses, mbarrier.Barrier.passes
+_LOADED, _DECODED, _PIECES = matrices.loaded, formats.decoded, tma.TensorMap.pieces
 _FIRST, *_REST = swizzle.TABLES[128]
 
 SECOND: list[tuple[Check, Any, str, Any]] = [  # what sees it, and what takes whose place
     (check_products, swizzle, "TABLES", {**swizzle.TABLES, 128: (*_REST, _FIRST)}),
     (check_products, wgmma.Descriptor, "addresses", _addresses_exchanged),
     (check_mma, fragments, "_c", lambda lane, i: (lane // 4 + 8 * (i % 2), lane % 4 * 2 + i // 2)),
-    (check_matrices, matrices, "loaded", lambda memory, rows, count, transposed=False: _LOADED(memory, rows, count)),
-    (check_matrices, matrices, "stored", lambda *given: _STORED(*given[:3], not given[3])),
-    (check_boxes, tma.TensorMap, "pieces", lambda self, at: _PIECES(self, tuple(reversed(at)))),
-    (check_barriers, mbarrier.Barrier, "_settle", _settled_without_bytes),
-    (check_barriers, mbarrier.Barrier, "passes", lambda self, parity: not _PASSES(self, parity)),
-    (check_barriers, mbarrier.Barrier, "arrive_after_copies", lambda self, noinc: self.arrive()),
     (check_mma, formats, "decoded", lambda bits, name: _DECODED(bits, name) * (0.5 if name == "e4m3" else 1)),
+    (check_matrices, matrices, "loaded", lambda memory, rows, count, transposed=False: _LOADED(memory, rows, count)),
+    (check_boxes, tma.TensorMap, "pieces", lambda self, at: _PIECES(self, tuple(reversed(at)))),
+    (check_barriers, mbarrier.Barrier, "passes", lambda self, parity: not _PASSES(self, parity)),
     (check_sums, sums, "FRACTION_BITS", 12),
-    (check_sums, sums, "_split", lambda values, least: _SPLIT(values, -200)),
 ]
 
 
