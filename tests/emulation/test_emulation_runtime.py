@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,14 +144,10 @@ def starts(module: EmulatedModule, blocks: int, **how: Any) -> list[int]:
     return [int(block) for block in order.view(np.int32)]
 
 
-def test_blocks_of_two_threads_count_together(module: EmulatedModule) -> None:
-    assert sorted(starts(module, 64, threads=2)) == list(range(64))
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 64, 97, 210])
+@pytest.mark.parametrize("blocks", [1, 2, 6, 64, 97])
 def test_the_seed_picks_the_order_in_which_blocks_start(module: EmulatedModule, blocks: int) -> None:
     orders = [starts(module, blocks, threads=1, seed=seed) for seed in range(12)]
-    assert orders[0] == list(range(blocks))
+    assert sorted(starts(module, blocks, threads=2)) == orders[0] == list(range(blocks))
     assert orders[1] == list(range(blocks))[::-1]
     assert all(sorted(order) == list(range(blocks)) for order in orders)
     if blocks >= 64:
@@ -159,28 +155,18 @@ def test_the_seed_picks_the_order_in_which_blocks_start(module: EmulatedModule, 
 
 
 def test_launches_from_many_threads_do_not_mix(module: EmulatedModule) -> None:
-    failures: list[object] = []
-
     def work(seed: int) -> None:
-        for i in range(20):
-            out = EmulatedBuffer(4 * 6 * 64, "out")
+        for _ in range(10):
+            out, small = EmulatedBuffer(4 * 6 * 64, "out"), EmulatedBuffer(16, "small")
             module.launch("shape", 6, 64, 0, pointer(out), [out], seed=seed)
-            small = EmulatedBuffer(16, "small")
-            try:
+            with pytest.raises(EmulationFault) as caught:
                 module.launch("shape", 6, 64, 0, pointer(small), [small])
-                failures.append("no fault")
-            except EmulationFault as fault:
-                if fault.buffer != "small":
-                    failures.append(fault)
-            if not np.array_equal(out.view(np.uint32, (6, 64)), np.arange(6)[:, None] * 1000 + np.arange(64)):
-                failures.append((seed, i))
+            assert caught.value.buffer == "small"
+            expected = np.arange(6)[:, None] * 1000 + np.arange(64)
+            np.testing.assert_array_equal(out.view(np.uint32, (6, 64)), expected)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_buffers_start_as_nan_end_at_a_guard_and_live_as_long_as_their_arrays() -> None:
