@@ -12,42 +12,23 @@ from fakes.bench import IMAGE, KERNELS, Bench, pack, views
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 
-from gpu_actors import ContextOptions, Cubin, EmulationOptions, KernelSource, MockOptions
+from gpu_actors import ContextOptions, Cubin, EmulationOptions, MockOptions
 from gpu_actors.devices.emulation.device import EmulatedDevice
 from gpu_actors.devices.host import host_array
-from gpu_actors.devices.interface import Buffer, Device, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
+from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
 from gpu_actors.devices.mock import MockDevice
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.testing import MockClock
 
 # The first kernel doubles x into scratch; the second adds the scratch to the output and to the pool, both through a
 # table of their addresses.
-SOURCE = """
-#include "ptx/types.cuh"
-struct Params { const float* x; float* middle; float** table; int count; };
-extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
-  const int i = threadIdx.x;
-  if (i >= p.count) return;
-#if SECOND
-  p.table[0][i] += p.middle[i];
-  p.table[1][i] += p.middle[i];
-#else
-  p.middle[i] = 2 * p.x[i];
-#endif
-}
-"""
-
-
-def pack_params(buffers: Mapping[str, Buffer]) -> bytes:
-    addresses = (buffers[name].address for name in ("x", "middle", "table"))
-    return struct.pack("<3Qi4x", *addresses, buffers["x"].shape[0])
 
 
 def table(buffers: Mapping[str, Buffer]) -> bytes:
     return struct.pack("<2Q", buffers["out"].address, buffers["pool"].address)
 
 
-def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack_params) -> Launch:
+def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack) -> Launch:
     geometry = LaunchGeometry((1, 1, 1), (32, 1, 1), 0)
     return Launch(
         None,
@@ -60,17 +41,6 @@ def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack_params) ->
     )
 
 
-def emulated_kernels(device: Device) -> list[Kernel]:
-    from inside.compiling import asset_source
-
-    headers = asset_source("forward/forward_mma.cu", ("forward_mma",)).headers
-    sources = (
-        KernelSource("steps", SOURCE.replace("KERNEL", name), (name,), headers, {"SECOND": second})
-        for second, name in enumerate(("twice", "add"))
-    )
-    return [device.build(source, "sm_80") for source in sources]
-
-
 @pytest.fixture
 def emulated() -> Iterator[EmulatedDevice]:
     device = EmulatedDevice("sm_80", EmulationOptions(), ContextOptions())
@@ -78,36 +48,7 @@ def emulated() -> Iterator[EmulatedDevice]:
     device.close()
 
 
-def run(device: Device, steps: Launch) -> Any:
-    event = device.open_stream("test").launch(steps)
-    event.wait()
-    return event.outputs["out"]
-
-
 X = np.arange(1, 21, dtype=np.float32)
-
-
-def test_steps_run_in_order_over_shared_scratch(emulated: EmulatedDevice) -> None:
-    kernels = emulated_kernels(emulated)
-    pool = emulated.allocate((20,), "float32", zero=True)
-    assert (run(emulated, launch(kernels, X, pool)) == 2 * X).all()
-    assert (run(emulated, launch(kernels, X, pool)) == 2 * X).all()
-    assert (pool == 4 * X).all()
-    with pytest.raises(AssertionError):  # the other way round the second kernel finds poison in the scratch
-        np.testing.assert_array_equal(run(emulated, launch(kernels[::-1], X, pool)), 2 * X)
-
-
-def test_an_array_of_the_callers_is_changed_in_place_too(emulated: EmulatedDevice) -> None:
-    pool = np.ones(20, np.float32)
-    run(emulated, launch(emulated_kernels(emulated), X, pool))
-    assert (pool == 1 + 2 * X).all()
-
-
-def test_a_view_of_allocated_memory_is_used_where_it_lies(emulated: EmulatedDevice) -> None:
-    memory = emulated.allocate((3, 20), "float32", zero=True)
-    run(emulated, launch(emulated_kernels(emulated), X, memory[1]))
-    assert (memory[1] == 2 * X).all()
-    assert not memory[::2].any()
 
 
 @pytest.mark.parametrize("kind", ["mock", "emulated", "cuda"])
