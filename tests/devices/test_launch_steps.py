@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from fakes.bench import IMAGE, KERNELS, Bench, pack, views
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
+from inside.compiling import asset_headers
 
-from gpu_actors import ContextOptions, Cubin, EmulationOptions, MockOptions
+from gpu_actors import ContextOptions, Cubin, EmulationOptions, KernelSource, MockOptions
 from gpu_actors.devices.emulation.device import EmulatedDevice
 from gpu_actors.devices.host import host_array
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
@@ -22,6 +24,22 @@ from gpu_actors.testing import MockClock
 
 # The first kernel doubles x into scratch; the second adds the scratch to the output and to the pool, both through a
 # table of their addresses.
+SOURCE = """
+#include "ptx/types.cuh"
+struct Params { const float* x; float* middle; float** table; int count; };
+extern "C" __global__ void twice(const __grid_constant__ Params p) {
+  if (threadIdx.x < p.count) p.middle[threadIdx.x] = 2 * p.x[threadIdx.x];
+}
+extern "C" __global__ void add(const __grid_constant__ Params p) {
+  for (int i = 0; i < 2; i++)
+    if (threadIdx.x < p.count) p.table[i][threadIdx.x] += p.middle[threadIdx.x];
+}
+"""
+
+
+def pack_params(buffers: Mapping[str, Buffer]) -> bytes:
+    addresses = (buffers[name].address for name in ("x", "middle", "table"))
+    return struct.pack("<3Qi4x", *addresses, buffers["x"].shape[0])
 
 
 def table(buffers: Mapping[str, Buffer]) -> bytes:
@@ -49,6 +67,26 @@ def emulated() -> Iterator[EmulatedDevice]:
 
 
 X = np.arange(1, 21, dtype=np.float32)
+
+
+def test_steps_run_in_order_over_shared_scratch_and_change_arrays_in_place(emulated: EmulatedDevice) -> None:
+    source = KernelSource("steps", SOURCE, ("twice", "add"), asset_headers(SOURCE))
+    built = emulated.build(source, "sm_80")
+    kernels = [dataclasses.replace(built, entry=entry) for entry in ("twice", "add")]
+
+    def run(kernels: list[Kernel], pool: Any) -> Any:
+        event = emulated.open_stream("test").launch(launch(kernels, X, pool, pack_params))
+        event.wait()
+        return event.outputs["out"]
+
+    memory, own = emulated.allocate((3, 20), "float32", zero=True), np.ones(20, np.float32)
+    for pool in (memory[1], memory[1], own):
+        assert (run(kernels, pool) == 2 * X).all()
+    assert (memory[1] == 4 * X).all()
+    assert not memory[::2].any()
+    assert (own == 1 + 2 * X).all()
+    # The other way round the second kernel finds poison in the scratch.
+    assert not np.array_equal(run(kernels[::-1], memory[0]), 2 * X)
 
 
 @pytest.mark.parametrize("kind", ["mock", "emulated", "cuda"])

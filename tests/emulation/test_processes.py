@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.service import run_python
+
+from gpu_actors.devices.emulation.toolchain import Toolchain
+from gpu_actors.devices.emulation.unit import CompilerFailed, run_compiler
 
 _FORKED = """
 import ctypes, os, signal, sys, threading, time, warnings
@@ -56,31 +61,26 @@ _COMPILERS = {
     "is signalled": "for name in HUP INT QUIT TERM USR1 USR2; do kill -$name $$; done; echo whole >$last",
 }
 
-_COMPILE = """
-import signal, sys
-from pathlib import Path
-from gpu_actors.devices.emulation.toolchain import Toolchain
-from gpu_actors.devices.emulation.unit import CompilerFailed, run_compiler
 
-if sys.argv[1] == "ignored":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for compiler in sys.argv[2:]:
-    folder = Path(compiler).parent
-    try:
-        run_compiler(Toolchain("g++", (compiler,), "1"), ["made"], folder, folder, "this")
-        print((folder / "made").read_text(), end="")
-    except CompilerFailed as failure:
-        print("failed:", failure.log, end="")
-"""
+@pytest.fixture(params=[signal.SIG_IGN, signal.SIG_DFL], ids=["ignored", "awaited"])
+def children(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What this process does with those that have ended."""
+    before = signal.signal(signal.SIGCHLD, request.param)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
-@pytest.mark.parametrize("children", ["ignored", "awaited"])
-def test_a_compiler_waits_refuses_and_is_signalled(tmp_path: Path, children: str) -> None:
-    compilers = []
+@pytest.mark.usefixtures("children")
+def test_a_compiler_waits_refuses_and_is_signalled(tmp_path: Path) -> None:
     for name, work in _COMPILERS.items():
-        compilers.append(tmp_path / name / "compiler")
-        compilers[-1].parent.mkdir()
-        compilers[-1].write_text(f"#!/bin/sh\nfor last; do :; done\n{work}\n")
-        compilers[-1].chmod(0o755)
-    done = run_python(_COMPILE, children, *map(str, compilers))
-    assert done.stdout.splitlines() == ["whole", "failed: no", "whole"], done.stderr
+        compiler = tmp_path / name / "compiler"
+        compiler.parent.mkdir()
+        compiler.write_text(f"#!/bin/sh\nfor last; do :; done\n{work}\n")
+        compiler.chmod(0o755)
+        toolchain = Toolchain("g++", (str(compiler),), "1")
+        try:
+            run_compiler(toolchain, ["made"], compiler.parent, compiler.parent, "this")
+            said = (compiler.parent / "made").read_text()
+        except CompilerFailed as failure:
+            said = f"failed: {failure.log}"
+        assert said.strip() == ("failed: no" if name == "refuses" else "whole")
