@@ -22,7 +22,7 @@ PASSES = "def test_a(): pass\ndef test_b(): pass\n"
 FAILS = "def test_a(): pass\ndef test_b(): assert False\n"
 SKIPS = "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n"
 HANGS = "import time\ndef test_a(): pass\ndef test_b():\n    open({begun!r}, 'w').close()\n    time.sleep(600)\n"
-DIES = "import os\ndef test_a(): os._exit(0)\n"
+DIES = "import os\nos._exit(0)\n"
 BROKEN = "import nothing_of_this_name\n"
 
 
@@ -55,8 +55,12 @@ def steps_of(run: Any, *names: str, kind: str = "tests", seconds: float = 60.0) 
 
 def test_each_way_a_step_ends_is_told_apart_and_all_are_run(run: Any, tmp_path: Path) -> None:
     texts = {"fails": FAILS, "skips": SKIPS, "broken": BROKEN, "dies": DIES, "passes": PASSES}
-    steps = steps_of(run, *texts)
-    code = run.main(["--out", str(tmp_path)], {"part": steps}, pytest_of(texts, tmp_path), lambda: None)
+    tests, scripts = pytest_of(texts, tmp_path), script_of(texts)
+
+    def command(step: Any, work: Path, seconds: float) -> list[str]:
+        return (scripts if step.name == "dies" else tests)(step, work, seconds)
+
+    code = run.main(["--out", str(tmp_path)], {"part": steps_of(run, *texts)}, command, lambda: None)
     found = summary(tmp_path)
     assert (code, found["passed"]) == (1, False)
     statuses = ["failed", "nothing ran", "failed", "nothing ran", "passed"]
