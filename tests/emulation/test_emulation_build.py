@@ -109,6 +109,20 @@ def test_many_builders_of_one_module_compile_it_once(cache: Path) -> None:
     assert len({(module.path, module.build_seconds) for module in built}) == 1
 
 
+def test_an_executor_is_compiled_and_kept_or_refused_with_what_the_compiler_says(tmp_path: Path) -> None:
+    (compiler := tmp_path / "g++").write_text("#!/bin/sh\nfor last; do :; done\necho object >$last\n")
+    compiler.chmod(0o700)
+    for version in ("first", "refusing"):
+        executor = Executor.of(Toolchain("g++", (str(compiler),), f"{tmp_path} {version}"), {}, {})
+        if version == "first":
+            assert executor.object_in(tmp_path / "cache") == b"object\n"
+            compiler.write_text("#!/bin/sh\necho no; exit 1\n")
+            assert executor.object_in(tmp_path / "other") == b"object\n"
+        else:
+            with pytest.raises(CompileError, match=r"executor does not compile:\nno"):
+                executor.object_in(tmp_path / "cache")
+
+
 def test_an_error_names_the_line_of_the_source(cache: Path) -> None:
     source = '#include "ptx/types.cuh"\nextern "C" __global__ void k(int* p) {\n  *p = nothing;\n}\n'
     with pytest.raises(CompileError, match=r"wrong\.cu does not compile for the CPU") as caught:
