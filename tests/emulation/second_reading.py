@@ -12,17 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from isa import formats, fragments, matrices, mbarrier, tma, wgmma
-from kernel_runs import (
-    KernelRun,
-    Order,
-    Place,
-    Results,
-    TensorMapArgument,
-    emulated_module,
-    launch_emulated,
-    pointer,
-    pointers,
-)
+from kernel_runs import KernelRun, Order, Place, TensorMapArgument, emulated_module, launch_emulated, pointer, pointers
 
 from gpu_actors.devices.emulation import EmulatedModule, EmulationFault, Toolchain
 
@@ -130,11 +120,6 @@ class Products(NamedTuple):
                 )
             )
         return np.array(results)
-
-
-def launched(module: EmulatedModule, run: KernelRun, order: Order = ORDER) -> Results:
-    """The arrays after one run on the emulated device."""
-    return launch_emulated(module, run, order)
 
 
 def image_of_values(rng: np.random.Generator, element: str, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -320,7 +305,7 @@ def _fault_of(module: EmulatedModule, expected: int, sequence: Sequence[Step]) -
     arrays = {"steps": np.array(sequence, np.int32).reshape(-1, 2), "source": source}
     run = KernelRun(FILE, "barrier_steps", arrays, params, block=1, shared_bytes=4104, macros=MACROS)
     try:
-        launched(module, run, ("eager", "greedy", 0))
+        launch_emulated(module, run, ("eager", "greedy", 0))
     except EmulationFault as fault:
         return fault.kind, fault.text
     return "", ""

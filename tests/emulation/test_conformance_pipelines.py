@@ -16,8 +16,8 @@ from gpu_actors.devices.emulation import EmulationFault, build_module
 FILE = "conformance/pipelines.cu"
 
 
-def test_bulk_loads_feed_consumers_through_mbarriers(runner: Runner) -> None:
-    rounds = 7
+@pytest.mark.parametrize("rounds", [1, 2, 3, 7])
+def test_bulk_loads_feed_consumers_through_mbarriers(runner: Runner, rounds: int) -> None:
     tiles = np.random.default_rng(0).integers(-50, 50, (rounds, 512)).astype(np.float32)
     run = KernelRun(
         FILE,
@@ -92,21 +92,6 @@ def test_warps_share_the_registers_of_the_launch_and_no_others() -> None:
     with pytest.raises(EmulationFault, match=r"setmaxnreg\.inc") as fault:
         module.launch("gives", 1, 384, 0, struct.pack("<i", 32), [])
     assert fault.value.kind == "deadlock"
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_a_short_pipeline_leaves_nothing_behind(runner: Runner, rounds: int) -> None:
-    tiles = np.ones((rounds, 512), np.float32)
-    run = KernelRun(
-        FILE,
-        "bulk_pipeline",
-        {"in": tiles, "out": np.zeros(512, np.float32)},
-        lambda place: [*pointers("in", "out")(place), struct.pack("<i", rounds)],
-        block=160,
-        shared_bytes=2 * 2048 + 32,
-    )
-    for result in runner(run):
-        result.check(out=np.full(512, rounds, np.float32))
 
 
 def test_a_bulk_load_reads_what_threads_wrote_before_the_fence(runner: Runner) -> None:

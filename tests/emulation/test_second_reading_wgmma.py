@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isa import formats, swizzle, wgmma
-from kernel_runs import Runner
-from second_reading import KINDS, START, Kind, Products, image_of_values, launched, module_of, registers_of
+from kernel_runs import Runner, launch_emulated
+from second_reading import KINDS, ORDER, START, Kind, Products, image_of_values, module_of, registers_of
 
 from gpu_actors.devices.emulation import EmulationFault
 
@@ -116,6 +116,6 @@ def test_what_the_emulation_cannot_read_it_refuses(module_cache: Path, made: wgm
     image = image_of_values(rng, kind.element, IMAGE)
     before = np.zeros((1, 128, kind.n // 2), np.float32)
     with pytest.raises(EmulationFault) as caught:
-        launched(module_of(module_cache), Products(kind, image, [(plain, made)], None, before).run())
+        launch_emulated(module_of(module_cache), Products(kind, image, [(plain, made)], None, before).run(), ORDER)
     assert caught.value.kind == "descriptor"
     assert made.moved(START).addresses("k", 8, 16, 2).max() < IMAGE + START

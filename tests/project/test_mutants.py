@@ -56,9 +56,9 @@ def test_bugs_are_drawn_from_code_and_from_nothing_else() -> None:
     assert {line for line, _ in drawn} == {2, 3, 4, 5, 6}
 
 
-@pytest.mark.parametrize("changed", ASM_CHANGED)
-def test_bugs_are_drawn_from_the_text_of_instructions(changed: str) -> None:
-    assert any(changed in new for _, _, new in changes(ASM, ASM_OPERATORS))
+def test_bugs_are_drawn_from_the_text_of_instructions() -> None:
+    drawn = [new for _, _, new in changes(ASM, ASM_OPERATORS)]
+    assert [changed for changed in ASM_CHANGED if not any(changed in new for new in drawn)] == []
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -74,9 +74,3 @@ def test_a_drawn_bug_changes_one_line_of_a_kernel_of_its_family(family: str) -> 
         assert [number for number, pair in enumerate(zip(before, after, strict=True)) if len(set(pair)) == 2] == [
             bug.number
         ]
-
-
-def test_every_operator_finds_places() -> None:
-    texts = {name: text for name, text in asset_texts().items() if not name.startswith("emulation/")}
-    for operators in (OPERATORS, ASM_OPERATORS):
-        assert {operator for text in texts.values() for operator, _, _ in changes(text, operators)} == set(operators)
