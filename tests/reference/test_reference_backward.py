@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +13,7 @@ import pytest
 from cases.finite_differences import differences, disagreement
 from inside.testing import poison_tail, poison_unseen
 
+import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import (
     ReferenceGradients,
@@ -70,27 +68,12 @@ def by_differences(case: ForwardCase, dout: Array) -> dict[str, Array]:
     return differences(loss, differentiable(case))
 
 
-@pytest.mark.parametrize("seed", range(48))
-def test_every_option_agrees_with_central_differences(seed: int) -> None:
-    case, dout = small_case(seed)
-    gradients = attention_backward(dout, *case.inputs, **case.options)
-    assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE, case.repro
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("first", range(48, 1048, 50))
-def test_a_thousand_more_problems_agree_with_central_differences(first: int) -> None:
-    for seed in range(first, first + 50):
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(24, 1048, 64))])
+def test_every_option_agrees_with_central_differences(first: int) -> None:
+    for seed in range(first, first + (64 if first else 24)):
         case, dout = small_case(seed)
         gradients = attention_backward(dout, *case.inputs, **case.options)
         assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE, case.repro
-
-
-def test_the_differences_met_every_option_alone_and_together() -> None:
-    cases = [small_case(seed)[0] for seed in range(48)]
-    met = {name for case in cases for name in case.options}
-    wanted = {"causal", "window_size", "sink_tokens", "softmax_scale", "softcap", "alibi_slopes", "sinks", "bias"}
-    assert met >= wanted | {"dropout_p", "cu_seqlens_q", "alignment"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1), (2, 4)])
@@ -99,71 +82,6 @@ def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along(shape:
     case.options["bias"] = np.random.default_rng(0).normal(size=(*shape, 3, 2))
     gradients = attention_backward(dout, *case.inputs, **case.options)
     assert disagreement(by_name(gradients), by_differences(case, dout)) < TOLERANCE
-
-
-# The check itself: wrong gradients must not pass it
-
-WRONG: dict[str, dict[str, Any]] = {
-    "causal": {"causal": False},
-    "window": {"window_size": (-1, -1)},
-    "sink_tokens": {"sink_tokens": 0},
-    "scale": {"softmax_scale": 0.9},
-    "softcap": {"softcap": 0.0},
-    "alibi": {"alibi_slopes": None},
-    "dropout": {"dropout_seed": 1},
-}
-
-
-@pytest.mark.parametrize("option", WRONG)
-def test_the_check_refuses_gradients_of_other_options(option: str) -> None:
-    always = ("window", option) if option == "sink_tokens" else (option,)
-    choices: dict[str, Any] = {"seqlens": (6, 6), "varlen": False, "heads": (2, 2), "head_dim": 3, "batch": 2}
-    case, dout = small_case(2, features=always, always=always, **choices)
-    expected = by_differences(case, dout)
-    assert disagreement(by_name(attention_backward(dout, *case.inputs, **case.options)), expected) < TOLERANCE
-    wrong = attention_backward(dout, *case.inputs, **{**case.options, **WRONG[option]})
-    assert disagreement(by_name(wrong), expected) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
-def test_the_check_refuses_one_element_that_is_slightly_off(name: str) -> None:
-    case, dout = small_case(
-        4, features=("bias", "sinks"), always=("bias", "sinks"), seqlens=(3, 4), varlen=False, heads=(2, 1)
-    )
-    gradients, expected = by_name(attention_backward(dout, *case.inputs, **case.options)), by_differences(case, dout)
-    assert disagreement(gradients, expected) < TOLERANCE
-    gradients[name].flat[-1] += 1e-8 * max(1.0, np.abs(expected[name]).max())
-    assert disagreement(gradients, expected) > TOLERANCE
-
-
-BUGS = {
-    "the softcap's factor is left out": ("4 * decay / np.square(1 + decay)", "1 + 0 * decay"),
-    "dropout is left out of dP": ("dprobabilities * factors", "dprobabilities * 1"),
-    "dropout is left out of dV": ("step(probabilities * factors)", "step(probabilities * 1)"),
-    "delta is left out": ("dprobabilities - delta", "dprobabilities - 0"),
-    "dQ is not scaled": ("dscores.dtype.type(scale)", "1"),
-    "the sinks' sign": ("self._dsinks -=", "self._dsinks +="),
-    "dbias after the softcap": ("sums.add_reduced(tile, tile.dbias", "sums.add_reduced(tile, tile.dscores"),
-    "only the last tile's dK and dV": ("keys += share.swapaxes(1, 2)", "keys[...] = share.swapaxes(1, 2)"),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_check_finds_a_bug_seeded_into_the_formulas(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A softcap that bends scores of this size, and tiles of two rows, so that dK is a sum of several.
-    always = ("softcap", "dropout", "sinks", "bias")
-    case, dout = small_case(9, features=always, always=always, seqlens=(5, 4), varlen=False, heads=(2, 1), batch=1)
-    case.options.update(softcap=2.0, dropout_p=0.5)
-    expected = by_differences(case, dout)
-    source = Path(str(backward.__file__)).read_text(encoding="utf-8")
-    original, seeded = BUGS[bug]
-    assert source.count(original) == 1
-    twin = ModuleType(backward.__name__)
-    monkeypatch.setitem(sys.modules, backward.__name__, twin)
-    exec(compile(source.replace(original, seeded), backward.__file__ or "", "exec"), twin.__dict__)
-    twin.__dict__["_BLOCK_BYTES"] = 2 * 2 * 4 * 8
-    gradients = twin.__dict__["attention_backward"](dout, *case.inputs, **case.options)
-    assert disagreement(by_name(gradients), expected) > 100 * TOLERANCE
 
 
 def test_tiles_of_any_height_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,19 +115,6 @@ def test_a_row_without_keys_has_no_gradient_and_gives_none() -> None:
         assert np.array_equal(gradient, by_name(whole)[name]), name
 
 
-def test_a_batch_without_keys_or_without_rows_has_zero_gradients() -> None:
-    dout, q, k, v = three_by_two()
-    sinks = np.ones(2)
-    nothing = attention_backward(dout, q, k[:, :0], v[:, :0], sinks=sinks)
-    assert not nothing.dq.any()
-    assert nothing.dk.shape == k[:, :0].shape
-    assert nothing.dsinks is not None
-    assert not nothing.dsinks.any()
-    no_rows = attention_backward(dout[:, :0], q[:, :0], k, v)
-    assert not no_rows.dk.any()
-    assert not no_rows.dv.any()
-
-
 def test_packed_rows_past_the_last_sequence_get_and_give_nothing() -> None:
     case, dout = small_case(3, varlen=True, seqlens=(7, 9), batch=3, features=("causal", "sinks"))
     whole = attention_backward(dout, *case.inputs, **case.options)
@@ -224,7 +129,7 @@ def test_packed_rows_past_the_last_sequence_get_and_give_nothing() -> None:
 # NaN and infinities
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_poison_that_no_row_sees_changes_no_bit(seed: int) -> None:
     alignment = ("bottom_right", "top_left")[seed % 2]
     seqlens = ((5, 14), (14, 5))[seed % 2]
@@ -342,3 +247,23 @@ def test_the_slope_of_a_softcap_that_is_reached_is_not_rounded_to_0(sign: int) -
     # Both weights are 1/2 and dP is +-1, so dS is +-1/2 times the slope, and dK that times q.
     slope = 4.0 / (math.exp(25.0) + math.exp(-25.0)) ** 2
     np.testing.assert_allclose(found.dk.ravel(), [2.5 * slope, -2.5 * slope], rtol=1e-12)
+
+
+# A float32 LSE has no digits for what scores add to a far number that hides a row wholly
+
+
+@pytest.mark.parametrize("sinks", [None, np.full(2, -1e10, np.float32)])
+@pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
+def test_gradients_of_rows_that_a_far_number_hides_are_finite(low: float, sinks: Any) -> None:
+    rng = np.random.default_rng(0)
+    dout, q, k, v = (rng.standard_normal((1, 16, 2, 64)).astype(np.float16) for _ in range(4))
+    q, k = 10 * q, 10 * k  # scores of hundreds: far more than the LSE of the hidden row can tell apart
+    bias = np.zeros((1, 1, 16, 16), np.float32)
+    bias[:, :, 5] = low
+    with ga.open_context("mock") as ctx:
+        answer = ctx.flash_attn.forward(q, k, v, bias=bias, sinks=sinks, return_lse=True).result(30.0)
+        gradients = ctx.flash_attn.backward(dout, q, k, v, answer.out, answer.lse, bias=bias, sinks=sinks).result(30.0)
+        weights = np.abs(dout).sum(1, dtype=np.float64)  # of dV, were each weight 1
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert np.isfinite(getattr(gradients, name)).all(), name
+    assert (np.abs(gradients.dv) <= 3.0 * weights[:, None]).all(), "no weight is above e"
