@@ -64,15 +64,7 @@ def steps(device: str, dtype: str, kv_dtype: str, page: int, rope: ga.Rope | Non
     return done
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "float16",
-        "rotated",
-        "double",
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("quantised", "single", "eight")),
-    ],
-)
+@pytest.mark.parametrize("name", [n if n == "rotated" else pytest.param(n, marks=pytest.mark.sweep) for n in CASES])
 def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: str) -> None:
     dtype, kv_dtype = CASES[name][:2]
     rope = CASES[name][3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,10 +107,15 @@ def check_step(ctx: ga.GpuContext, step: Step, dtype: str = "float32", page_size
         check_output(out[None], lse[None], query[None], keys[None], values[None], repro=str(step), **step.options)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_each_sequence_is_as_the_oracle_has_it(name: str) -> None:
+@pytest.fixture(scope="module")
+def mock() -> Iterator[ga.GpuContext]:
     with ga.open_context("mock") as ctx:
-        check_step(ctx, STEPS[name])
+        yield ctx
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_sequence_is_as_the_oracle_has_it(mock: ga.GpuContext, name: str) -> None:
+    check_step(mock, STEPS[name])
 
 
 @pytest.mark.parametrize(
@@ -161,49 +167,31 @@ def test_the_rotation_of_q_is_an_append_of_nothing(positions: Any) -> None:
     assert turned.positions is (positions is not None)
 
 
-PLACES = np.array([3], np.int32)
+PLACES, TWO = np.array([3], np.int32), np.zeros(2, np.int32)
+TABLE = np.ones((8, 4), np.float32)
+X, FIVE = np.zeros((1, 3, HEADS, DIM), np.float32), np.zeros((1, 5, HEADS, DIM), np.float32)
+IN_TABLES = {"q": FIVE, "rope": ga.Rope(dim=8, table_rows=8), "rope_cos": TABLE, "rope_sin": TABLE}
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"positions_q": PLACES}, "positions_q", r"shape \(2,\)"),
+    ({"positions_q": np.zeros(2, np.int64)}, "positions_q", "int32"),
+    ({"positions_q": TWO, "rope": None}, "positions_q", "goes with a rope only"),
+    ({"positions_q": TWO, "k": None, "v": None, "rope": None}, "positions_q", "with k and v"),
+    ({"cu_seqlens_k_new": np.array([0, 3, 4], np.int32)}, "cu_seqlens_k_new", r"shape \(2,\)"),
+    ({"cu_seqlens_k_new": np.array([0, 3], np.int32)}, "k", r"shape \(3, 2, 64\)"),
+    ({"q_positions": PLACES}, "positions", "q has other rows"),
+    ({"k": np.zeros((2, 3, 2, 64), np.float32)}, "k", "rows of 1 sequences"),
+    ({"rope": ga.Rope(dim=8, table_rows=2)}, "rope_cos", "the rope takes tables"),
+    (IN_TABLES, "positions_q", "more rows than there are keys"),
+    ({**IN_TABLES, "positions_q": np.array([0, 1, 2, 3, 8], np.int32)}, "positions_q", "0 to 7"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "reason"),
-    [
-        ({"positions_q": PLACES}, "positions_q", r"shape \(2,\)"),
-        ({"positions_q": np.zeros(2, np.int64)}, "positions_q", "int32"),
-        ({"positions_q": np.zeros(2, np.int32), "rope": None}, "positions_q", "goes with a rope only"),
-        ({"positions_q": np.zeros(2, np.int32), "k": None, "v": None, "rope": None}, "positions_q", "with k and v"),
-        ({"cu_seqlens_k_new": np.array([0, 3, 4], np.int32)}, "cu_seqlens_k_new", r"shape \(2,\)"),
-        ({"cu_seqlens_k_new": np.array([0, 3], np.int32)}, "k", r"shape \(3, 2, 64\)"),
-        ({"q_positions": PLACES}, "positions", "q has other rows"),
-        ({"k": np.zeros((2, 3, 2, 64), np.float32)}, "k", "rows of 1 sequences"),
-        ({"rope": ga.Rope(dim=8, table_rows=2)}, "rope_cos", "the rope takes tables"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], field: str, reason: str) -> None:
-    x = np.zeros((1, 3, HEADS, DIM), np.float32)
-    given = {"k": x, "v": x, "rope": HALVES, **changes}
-    with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(num_blocks=4, page_size=5, kv_heads=HEADS, head_dim=DIM, dtype="float32") as cache,
-    ):
+def test_what_cannot_be_is_refused(mock: ga.GpuContext) -> None:
+    with mock.kv_cache(num_blocks=4, page_size=5, kv_heads=HEADS, head_dim=DIM, dtype="float32") as cache:
         seq = wait(cache.create())
-        with pytest.raises(ga.RequestError, match=reason) as refused:
-            wait(cache.attend(x[:, :2], [seq], **given))
-        assert refused.value.field == field
-        assert cache.length(seq) == 0
-
-
-def test_tables_reach_to_every_row() -> None:
-    x, q = np.zeros((1, 3, HEADS, DIM), np.float32), np.zeros((1, 5, HEADS, DIM), np.float32)
-    table = np.ones((8, 4), np.float32)
-    given = {"k": x, "v": x, "rope": ga.Rope(dim=8, table_rows=8), "rope_cos": table, "rope_sin": table}
-    with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(num_blocks=4, page_size=5, kv_heads=HEADS, head_dim=DIM, dtype="float32") as cache,
-    ):
-        seq = wait(cache.create())
-        for places, reason in ((None, "more rows than there are keys"), ([0, 1, 2, 3, 8], "0 to 7")):
-            own = {} if places is None else {"positions_q": np.array(places, np.int32)}
-            with pytest.raises(ga.InvalidRequest, match=reason) as refused:
-                wait(cache.attend(q, [seq], **given, **own))
-            assert refused.value.field == "positions_q"
+        for changes, field, reason in WRONG:
+            given = {"q": X[:, :2], "k": X, "v": X, "rope": HALVES, **changes}
+            with pytest.raises(ga.RequestError, match=reason) as refused:
+                wait(cache.attend(seqs=[seq], **given))
+            assert refused.value.field == field, changes
         assert cache.length(seq) == 0

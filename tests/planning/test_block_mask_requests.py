@@ -15,8 +15,7 @@ import gpu_actors as ga
 from gpu_actors.planning.block_masks import planned_mask
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("causal", "full"), [(True, True), (False, False)])
 def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     arrays = arrays_of("float64")
     with ga.open_context("mock") as ctx:

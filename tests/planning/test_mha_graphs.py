@@ -65,7 +65,7 @@ def without_idle_alignment(problem: ga.AttentionProblem) -> ga.AttentionProblem:
     return dataclasses.replace(problem, alignment="bottom_right") if problem.mask == "full" else problem
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(params_of(), st.sampled_from(("float16", "bfloat16", "float32", "float64")), st.booleans(), st.data())
 def test_a_forward_request_is_its_graph(params: ga.AttentionParams, dtype: str, stats: bool, data: Any) -> None:
     bias = None
@@ -83,7 +83,7 @@ def test_a_forward_request_is_its_graph(params: ga.AttentionParams, dtype: str, 
     assert problem.softmax_scale == (1 / math.sqrt(params.head_dim) if params.scale is None else params.scale)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(params_of(), st.sampled_from(("float16", "bfloat16", "float32")), st.booleans(), st.booleans())
 def test_a_backward_request_is_its_graph(
     params: ga.AttentionParams, dtype: str, with_bias: bool, deterministic: bool

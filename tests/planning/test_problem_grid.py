@@ -24,22 +24,10 @@ KERNELS: dict[tuple[Kind, str], set[str]] = {
 }
 
 
-def test_the_sample_has_a_thousand_problems_and_every_value_as_often() -> None:
-    drawn = [one for kind in EACH for one in sample(kind, EACH[kind])]
-    assert len(drawn) >= 1000
-    for kind, grid in GRIDS.items():
-        mine = [(arch, cell) for _, arch, cell in drawn if cell.kind == kind]
-        for name, values in grid.items():
-            counts = Counter(getattr(cell, name) for _, cell in mine)
-            assert set(counts) == set(values)
-            assert max(counts.values()) - min(counts.values()) <= 1
-        assert set(Counter(arch for arch, _ in mine)) == set(ARCHES)
-
-
 @pytest.mark.parametrize("kind", GRIDS)
 def test_a_few_cells_agree_with_the_oracle_on_the_mock_device(kind: Kind) -> None:
     with ga.open_context("mock") as ctx:
-        for seed, _, cell in sample(kind, 1)[::15]:
+        for seed, _, cell in sample(kind, 1)[::50]:
             answer(ctx, cell, seed)
 
 
