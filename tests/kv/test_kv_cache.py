@@ -15,70 +15,23 @@ import gpu_actors as ga
 from gpu_actors.testing import reference
 
 
-def test_attention_sees_what_was_appended() -> None:
-    rows = Rows(1)
-    with opened() as (_, cache):
-        seq, other = wait(cache.create()), wait(cache.create())
-        k, v = rows.new(13)
-        assert wait(cache.append(seq, k, v)) == 13
-        k_other, v_other = rows.new(3)
-        assert wait(cache.append([other], k_other[None], v_other[None])) == [3]
-        q = rows.q(2, 1)
-        result = wait(cache.attend(q, [seq, other], return_lse=True))
-        assert (result.out.shape, result.lse.shape) == ((2, 1, 4, DIM), (2, 4, 1))
-        np.testing.assert_allclose(result.out[0], attention(q[0], k, v), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(result.out[1], attention(q[1], k_other, v_other), rtol=1e-5, atol=1e-6)
-        alone = wait(cache.attend(q[:1], seq))
-        assert np.array_equal(alone.out, result.out[:1])
-
-
-def test_attention_and_append_in_one_request() -> None:
+def test_attention_and_append_are_one_launch_and_a_list_may_be_one_sequence() -> None:
     rows = Rows(2)
     with opened() as (ctx, cache):
-        seqs = wait(cache.create(), cache.create())
-        first = rows.new(2, 5)
-        wait(cache.append(seqs, *first))
-        q, (k, v) = rows.q(2, 4), rows.new(2, 4)
-        launched = ctx.stats()["kv_cache"].launched
-        result = wait(cache.attend(q, seqs, k=k, v=v))
-        assert ctx.stats()["kv_cache"].launched == launched + 1
-        for index, seq in enumerate(seqs):
-            whole = [np.concatenate([old[index], new[index]]) for old, new in zip(first, (k, v), strict=True)]
-            assert holds(cache, seq, *whole)
-            np.testing.assert_allclose(result.out[index], attention(q[index], *whole), rtol=1e-5, atol=1e-6)
-
-
-def test_sequences_may_bring_different_numbers_of_rows() -> None:
-    rows = Rows(3)
-    with opened() as (_, cache):
-        seqs = wait(cache.create(), cache.create(), cache.create())
-        k, v = rows.new(12)
-        ends = np.array([0, 9, 9, 12], np.int32)
-        assert wait(cache.append(seqs, k, v, cu_seqlens=ends)) == [9, 0, 3]
-        q, (k_new, v_new) = rows.q(4), rows.new(4)
-        new_ends = np.array([0, 1, 4, 4], np.int32)
-        result = wait(cache.attend(q, seqs, k=k_new, v=v_new, cu_seqlens_q=new_ends))
-        kept = [np.concatenate([k[:9], k_new[:1]]), k_new[1:4]], [np.concatenate([v[:9], v_new[:1]]), v_new[1:4]]
-        for index, part in enumerate((slice(0, 1), slice(1, 4))):
-            assert holds(cache, seqs[index], kept[0][index], kept[1][index])
-            wanted = attention(q[part], kept[0][index], kept[1][index])
-            np.testing.assert_allclose(result.out[part], wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_tree_of_drafts_is_checked_and_what_was_not_accepted_is_cut_off() -> None:
-    rows = Rows(4)
-    with opened() as (_, cache):
         seq = wait(cache.create())
-        k, v = rows.new(10)
-        wait(cache.append(seq, k, v))
-        q, (k_new, v_new) = rows.q(1, 3), rows.new(1, 3)
-        tree = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool)
-        result = wait(cache.attend(q, seq, k=k_new, v=v_new, tree_mask=tree))
-        path = [np.concatenate([old, new[0, [0, 2]]]) for old, new in ((k, k_new), (v, v_new))]
-        np.testing.assert_allclose(result.out[0, 2], attention(q[0, 2:], *path)[0], rtol=1e-5, atol=1e-6)
-        wait(cache.truncate(seq, 11))
-        assert (cache.length(seq), cache.stats().free_blocks) == (11, 6)
-        assert holds(cache, seq, np.concatenate([k, k_new[0, :1]]), np.concatenate([v, v_new[0, :1]]))
+        first = rows.new(5)
+        assert wait(cache.append(seq, *first)) == 5
+        q, (k, v) = rows.q(1, 4), rows.new(1, 4)
+        launched = ctx.stats()["kv_cache"].launched
+        result = wait(cache.attend(q, seq, k=k, v=v, return_lse=True))
+        assert (result.out.shape, result.lse.shape) == ((1, 4, 4, DIM), (1, 4, 4))
+        assert ctx.stats()["kv_cache"].launched == launched + 1
+        whole = [np.concatenate([old, new[0]]) for old, new in zip(first, (k, v), strict=True)]
+        assert holds(cache, seq, *whole)
+        np.testing.assert_allclose(result.out[0], attention(q[0], *whole), rtol=1e-5, atol=1e-6)
+        wait(cache.truncate(seq, 6))
+        assert holds(cache, seq, *(side[:6] for side in whole))
+        assert (cache.length(seq), cache.stats().free_blocks) == (6, 7)
         wait(cache.truncate(seq, 0))
         assert cache.stats().free_blocks == 8
 
@@ -103,9 +56,8 @@ def test_fp8_pools_quantise_what_comes_and_descale_what_is_read() -> None:
         np.testing.assert_allclose(result.out[0].astype(float), attention(q[0], *read), rtol=2**-8, atol=2**-9)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-def test_fp8_queries_attend_to_an_fp8_pool(dtype: Any) -> None:
-    rows = Rows(7)
+def test_fp8_queries_attend_to_an_fp8_pool() -> None:
+    rows, dtype = Rows(7), ml_dtypes.float8_e5m2
     with opened(dtype=dtype) as (_, cache):
         seqs = wait(cache.create(), cache.create())
         k, v = ((array * 2).astype(dtype) for array in rows.new(2, 9))
@@ -122,8 +74,7 @@ def test_fp8_queries_attend_to_an_fp8_pool(dtype: Any) -> None:
             wait(turned)
 
 
-@pytest.mark.parametrize("how", ["places", "positions", "tables"])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("how", "interleaved"), [("places", False), ("positions", True), ("tables", False)])
 def test_keys_and_queries_are_rotated_on_the_way(how: str, interleaved: bool) -> None:
     rows = Rows(6)
     positions = {"places": np.arange(5, 8), "positions": np.array([4, 40, 0]), "tables": np.arange(5, 8)}[how]
@@ -221,16 +172,8 @@ def test_prompts_that_begin_alike_share_whole_pages() -> None:
         assert fill(cache, tokens[:17]).cached == 16
         assert fill(cache, tokens[:16]).cached == 8, "the last token is always asked for"
         assert fill(cache, [*tokens[:8], 99, *tokens[9:]]).cached == 8
-        assert fill(cache, [99, *tokens[1:]]).cached == 0
+        assert fill(cache, [99, *tokens[1:]]).cached == 0, "a page is known by all that comes before it"
         assert (cache.stats().shared_blocks, cache.stats().prefix_hits) == (2, 6)
-
-
-def test_a_page_is_known_by_all_that_comes_before_it() -> None:
-    with opened(num_blocks=16) as (_, cache):
-        second = list(range(8, 16))
-        fill(cache, [*range(8), *second, 1])
-        fill(cache, [*range(50, 58), *second, 2])
-        assert fill(cache, [*range(50, 58), *second, 3]).cached == 16
 
 
 def test_sharing_is_by_tokens_that_were_given_and_ends_where_they_do() -> None:

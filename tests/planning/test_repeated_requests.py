@@ -44,13 +44,26 @@ def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> 
     np.testing.assert_array_equal(again.result().lse, first.lse)
 
 
-@pytest.mark.parametrize("options", [{"softmax_scale": True}, {"causal": 1}, {"sink_tokens": False}], ids=str)
-def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "sound", "equal"),
+    [
+        ("softmax_scale", 1.0, True),
+        ("causal", True, 1),
+        ("causal", False, np.float32(0)),
+        ("sink_tokens", 0, False),
+        ("window_size", (3, 0), (3.0, 0.0)),
+        ("return_lse", True, 1),
+    ],
+)
+def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, option: str, sound: Any, equal: Any) -> None:
     q = rows(5)
-    alike: dict[str, Any] = {"softmax_scale": 1.0, "causal": True, "sink_tokens": 0}
-    ctx.flash_attn.forward(q, q, q, **{name: alike[name] for name in options}).result(30.0)
-    with pytest.raises(ga.InvalidRequest, match=next(iter(options))):
-        ctx.flash_attn.forward(q, q, q, **options).result(30.0)
+    for given in (sound, equal, sound):
+        reply = ctx.flash_attn.forward(q, q, q, **{option: given})
+        if given is not equal:
+            reply.result(30.0)
+            continue
+        with pytest.raises(ga.InvalidRequest, match=option):
+            reply.result(30.0)
 
 
 @pytest.mark.parametrize("operand", ["out", "sinks", "alibi_slopes", "bias"])

@@ -25,18 +25,13 @@ PAGES = np.ones((3, 4, 2, 8), np.float32)
 ROW = X[:, :1]
 HEADS = np.ones((2, 4, 8), np.float32)
 LSE = np.zeros((1, 2, 4), np.float32)
-REQUESTS: dict[str, Any] = {
-    "forward": ga.FlashForward(q=X, k=X, v=X),
-    "backward": ga.FlashBackward(dout=X, q=X, k=X, v=X, out=X, lse=LSE),
-    "paged_forward": ga.PagedForward(
-        q=ROW,
-        k_cache=PAGES,
-        v_cache=PAGES,
-        block_table=np.array([[0, 1]], np.int32),
-        cache_seqlens=np.array([5], np.int32),
-    ),
-    "decode": ga.BatchedDecode(q=X[:, 0], k_caches=[HEADS], v_caches=[HEADS], seq_lens=np.array([3], np.int32)),
-}
+TABLES: dict[str, Any] = {"block_table": np.array([[0, 1]], np.int32), "cache_seqlens": np.array([5], np.int32)}
+REQUESTS: list[Any] = [
+    ga.FlashForward(q=X, k=X, v=X),
+    ga.FlashBackward(dout=X, q=X, k=X, v=X, out=X, lse=LSE),
+    ga.PagedForward(q=ROW, k_cache=PAGES, v_cache=PAGES, **TABLES),
+    ga.BatchedDecode(q=X[:, 0], k_caches=[HEADS], v_caches=[HEADS], seq_lens=np.array([3], np.int32)),
+]
 
 
 def error_of(reply: ga.Reply[Any]) -> BaseException | None:
@@ -55,10 +50,8 @@ def ctx() -> Iterator[ga.GpuContext]:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", HUGE)
-@pytest.mark.parametrize("request_name", REQUESTS)
-def test_every_field_of_a_request_is_refused_by_name(ctx: ga.GpuContext, request_name: str, kind: str) -> None:
-    message = REQUESTS[request_name]
-    for field in dataclasses.fields(message):
+def test_every_field_of_a_request_is_refused_by_name(ctx: ga.GpuContext, kind: str) -> None:
+    for message, field in ((sound, field) for sound in REQUESTS for field in dataclasses.fields(sound)):
         error = error_of(ctx.flash_attn.submit(dataclasses.replace(message, **{field.name: HUGE[kind]()})))
         assert isinstance(error, ga.RequestError), (field.name, error)
 

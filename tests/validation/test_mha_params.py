@@ -12,38 +12,24 @@ from gpu_actors import AttentionParams, InvalidRequest, Mask
 SIZES = {"batch": 1, "seq_q": 4, "seq_kv": 4, "heads_q": 2, "heads_kv": 1, "head_dim": 8}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (("foo",), "mask"),
-        ((None,), "mask"),
-        ((1,), "mask"),
-        ((["causal"],), "mask"),
-        ((np.zeros(3),), "mask"),
-        (("sliding_window",), "window"),
-        (("sliding_window", 0), "window"),
-        (("sliding_window", True), "window"),
-        (("sliding_window", 2.0), "window"),
-        (("sliding_window", "4"), "window"),
-        (("causal_sliding_window",), "window"),
-        (("causal_sliding_window", -5), "window"),
-        (("none", 1), "window"),
-        (("causal", 4), "window"),
-        (("causal", None), "window"),
-    ],
-)
-def test_a_mask_that_is_none_is_refused(arguments: tuple[Any, ...], field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        Mask(*arguments)
-    assert caught.value.field == field
+MASKS: list[tuple[tuple[Any, ...], str]] = [
+    *(((kind,), "mask") for kind in ("foo", None, 1, ["causal"], np.zeros(3))),
+    *((("sliding_window", width), "window") for width in (0, True, 2.0, "4", None)),
+    *((given, "window") for given in (("sliding_window",), ("causal_sliding_window",), ("causal_sliding_window", -5))),
+    *((given, "window") for given in (("none", 1), ("causal", 4), ("causal", None))),
+]
 
 
-@pytest.mark.parametrize("make", [Mask.sliding_window, Mask.causal_sliding_window])
-@pytest.mark.parametrize("width", [0, -1, True, 1.5, "2", None])
-def test_a_window_of_no_width_is_refused(make: Any, width: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        make(width)
-    assert caught.value.field == "window"
+def test_a_mask_that_is_none_is_refused() -> None:
+    for arguments, field in MASKS:
+        with pytest.raises(InvalidRequest) as caught:
+            Mask(*arguments)
+        assert caught.value.field == field, arguments
+    for make in (Mask.sliding_window, Mask.causal_sliding_window):
+        for width in (0, True, "2"):
+            with pytest.raises(InvalidRequest) as caught:
+                make(width)
+            assert caught.value.field == "window"
 
 
 def test_masks_made_directly_are_those_of_the_constructors() -> None:
@@ -57,47 +43,23 @@ def test_masks_made_directly_are_those_of_the_constructors() -> None:
     assert Mask.causal().window == Mask.none().window == (-1, -1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("scale", "x"),
-        ("scale", True),
-        ("scale", 1j),
-        ("scale", float("nan")),
-        ("scale", 10**400),
-        ("scale", np.ones(3)),
-        ("dropout_p", "x"),
-        ("dropout_p", None),
-        ("dropout_p", True),
-        ("dropout_p", 1.0),
-        ("dropout_p", -0.1),
-        ("dropout_p", float("nan")),
-        ("dropout_p", np.zeros(2)),
-        ("dropout_seed", "x"),
-        ("dropout_seed", 1.5),
-        ("dropout_seed", True),
-        ("dropout_seed", None),
-        ("dropout_seed", -1),
-        ("dropout_seed", 1 << 64),
-        ("alignment", np.zeros(3)),
-        ("alignment", "left"),
-        ("alignment", None),
-        ("alignment", ["top_left"]),
-        ("mask", "causal"),
-        ("mask", None),
-        ("batch", True),
-        ("seq_q", -1),
-        ("seq_kv", 1.0),
-        ("heads_kv", 3),
-        ("heads_kv", 4),
-        ("heads_q", "2"),
-        ("head_dim", np.ones(1)),
-    ],
-)
-def test_params_name_the_field_at_fault(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        AttentionParams(**{**SIZES, field: value})
-    assert caught.value.field == field
+WRONG: dict[str, tuple[Any, ...]] = {
+    "scale": ("x", True, 1j, float("nan"), 10**400, np.ones(3)),
+    "dropout_p": ("x", None, True, 1.0, -0.1, float("nan"), np.zeros(2)),
+    "dropout_seed": ("x", 1.5, True, None, -1, 1 << 64),
+    "alignment": (np.zeros(3), "left", None, ["top_left"]),
+    "mask": ("causal", None),
+    "batch": (True,), "seq_q": (-1,), "seq_kv": (1.0,), "heads_kv": (3, 4), "heads_q": ("2",),
+    "head_dim": (np.ones(1),),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_params_name_the_field_at_fault(field: str) -> None:
+    for value in WRONG[field]:
+        with pytest.raises(InvalidRequest) as caught:
+            AttentionParams(**{**SIZES, field: value})
+        assert caught.value.field == field, value
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -1,7 +1,6 @@
 """What tests of other rooms take from inside `actors`."""
 
 from gpu_actors.actors import cudnn_like, kv_moving, nvrtc
-from gpu_actors.actors.coalescing import Coalescer
 from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.actors.kv_store import OpenedCache
