@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,24 @@ def declared(graph: ga.OperationGraph, lists: list[Any]) -> dict[str, ga.GraphTe
     }
 
 
-def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool | str, dtype: str) -> Any:
-    """modified: by no function, by one of indices, or "keys" for one that reads a number of each key."""
+Modify = Callable[[ga.OperationGraph, ga.GraphTensor], ga.GraphTensor]
+
+
+def soft_and_near(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphTensor:
+    return graph.mask_mod(graph.tanh(scores) * 2.0, near)
+
+
+def scores_of(
+    graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool | str | Modify, dtype: str
+) -> Any:
+    """modified: by no function, by one of indices, "keys" for one that reads a number of each key, or by this one."""
     q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype=dtype)
     k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype=dtype) for uid in (K, V))
     scores = graph.matmul(q, graph.transpose(k)) * 0.2
-    if modified:
-        scores = graph.mask_mod(graph.tanh(scores) * 2.0, near)
+    if callable(modified):
+        scores = modified(graph, scores)
+    elif modified:
+        scores = soft_and_near(graph, scores)
     if modified == "keys":
         scores = scores + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
     scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
@@ -62,7 +74,7 @@ def scores_of(graph: ga.OperationGraph, lists: list[Any], causal: bool, modified
 
 
 def forward_graph(
-    lists: list[Any], causal: bool = False, modified: bool | str = True, dtype: str = "float16"
+    lists: list[Any], causal: bool = False, modified: bool | str | Modify = True, dtype: str = "float16"
 ) -> ga.OperationGraph:
     graph = ga.OperationGraph()
     (_, _, v), scores = scores_of(graph, lists, causal, modified, dtype)
@@ -139,8 +151,7 @@ def few_blocks() -> Any:
         yield
 
 
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "full"), [(True, True), (False, False)])
 def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     lists = lists_of(KINDS, full)
     arrays = arrays_of(lists)
@@ -155,10 +166,10 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
 NOT_HIDDEN = 2 * BLOCK - 1  # a key beside those that no row of KV head 0 sees
 
 
-DETERMINISTIC_LAUNCHES: tuple[dict[str, Any], ...] = (
-    {"delivery": "late", "schedule": "greedy", "seed": 0},
-    {"delivery": "random", "schedule": "random", "seed": 5},
-    {"delivery": "eager", "schedule": "round_robin", "seed": 9},
+DETERMINISTIC_LAUNCHES = (
+    ga.EmulationOptions(delivery="late", schedule="greedy"),
+    ga.EmulationOptions(delivery="random", schedule="random", seed=5),
+    ga.EmulationOptions(delivery="eager", schedule="round_robin", seed=9),
 )
 
 
@@ -187,8 +198,7 @@ def test_blocks_take_turns_at_listed_rows(causal: bool, dim: int, arch: str, mon
         given = dict(arrays)
         if number == 2:
             given |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS, seed=11))}
-        options = ga.ContextOptions(arch=arch, emulation=ga.EmulationOptions(**launch))
-        with ga.open_context("emulated", options) as ctx:
+        with ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=launch)) as ctx:
             assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
             answers.append(ctx.cudnn.execute(graph, given).result(100.0))
     for uid in (DQ, DK, DV):
@@ -244,7 +254,7 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
         np.testing.assert_allclose(found[uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True), (False, False, True)))
+@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
 def test_kernels_attend_to_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_forward(emulated, causal, modified, full)
 
@@ -257,14 +267,9 @@ def test_heads_of_512_columns_attend_to_listed_blocks(arch: str, monkeypatch: py
         check_forward(ctx, causal=True, modified=True, full=True, kernel="forward_wide")
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
-def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
-    check_forward(hopper, causal, modified, full, "forward_sm90")
-
-
-def test_hopper_reads_tensors_of_keys_up_to_the_last_key(hopper: ga.GpuContext) -> None:
-    """The last key lies inside a tile, which a list may name anywhere."""
-    check_forward(hopper, False, "keys", True, "forward_sm90")
+def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext) -> None:
+    """And reads tensors of keys up to the last one, which lies inside a tile that a list may name anywhere."""
+    check_forward(hopper, True, "keys", True, "forward_sm90")
 
 
 def test_nonfinite_values_reach_the_rows_that_see_them(hopper: ga.GpuContext) -> None:
@@ -282,22 +287,14 @@ def test_nonfinite_values_reach_the_rows_that_see_them(hopper: ga.GpuContext) ->
     np.testing.assert_allclose(found, wanted, atol=4e-3)
 
 
+TILES = [("float16", 64), ("bfloat16", 96), ("bfloat16", 128), ("float16", 192), ("bfloat16", 256)]
+TILES += [("float8_e4m3fn", 64), ("float8_e5m2", 128), ("float8_e4m3fn", 256)]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("modified", [True, "keys"], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "dim"),
-    [
-        ("float16", 64),
-        ("bfloat16", 96),
-        ("bfloat16", 128),
-        ("float16", 192),
-        ("bfloat16", 256),
-        ("float8_e4m3fn", 64),
-        ("float8_e5m2", 128),
-        ("float8_e4m3fn", 256),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "dim"), TILES)
 def test_every_tile_of_hopper(
     dtype: str, dim: int, causal: bool, modified: bool | str, hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,65 +302,49 @@ def test_every_tile_of_hopper(
     check_forward(hopper, causal, modified, True, "forward_sm90", dtype)
 
 
-def sparse(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return (q + kv) % 3 < 1
-
-
-def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext) -> None:
     """In full blocks a mask is not computed: one that hides keys of theirs does so in the other blocks alone."""
-    monkeypatch.setattr(sys.modules[__name__], "DIM", 128)
+
+    def sparse(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphTensor:
+        distance = graph.index(scores, 3) - graph.index(scores, 2)
+        scores = scores + distance * 0.01 + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
+        scores = graph.mask_mod(scores, lambda b, h, row, key: (row + key) % 3 < 1)
+        return graph.mask_mod(scores, lambda b, h, row, key: abs(key - row - 3) > 0)
+
     lists = lists_of(KINDS)
-    graph = ga.OperationGraph()
-    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, 128), dtype="float16")
-    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, 128), dtype="float16") for uid in (K, V))
-    scores = graph.matmul(q, graph.transpose(k)) * 0.05
-    distance = graph.index(scores, 3) - graph.index(scores, 2)
-    scores = scores + distance * 0.01 + graph.tensor(uid=SHIFTS, dims=(1, 1, 1, KEYS), dtype="float32")
-    scores = graph.mask_mod(graph.mask_mod(scores, sparse), lambda b, h, row, key: abs(key - row - 3) > 0)
-    scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
-    graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
     arrays = arrays_of(lists)
     arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
-    found = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
+    found = hopper.cudnn.execute(forward_graph(lists, modified=sparse), arrays).result(100.0)[OUT]
     rows, keys = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
     kinds = KINDS.repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
     seen = (kinds == 2) | ((kinds == 1) & ((rows + keys) % 3 == 0) & (keys != rows + 3))
     q, k, v = (arrays[uid].astype(np.float64) for uid in (Q, K, V))
     k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
-    weights = np.where(seen, np.exp(0.05 * q @ k.swapaxes(-1, -2) + (keys - rows) * 0.01 + arrays[SHIFTS]), 0)
+    weights = np.where(seen, np.exp(0.2 * q @ k.swapaxes(-1, -2) + (keys - rows) * 0.01 + arrays[SHIFTS]), 0)
     total = weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(found.astype(np.float64), weights / np.where(total == 0, 1, total) @ v, atol=4e-3)
 
 
-def test_a_mask_that_depends_on_the_score_is_computed_in_full_blocks() -> None:
-    lists = lists_of(KINDS)
-    for dependent in (False, True):
-        graph = ga.OperationGraph()
-        q, k = (
-            graph.tensor(uid=uid, dims=(BATCH, HEADS, n, DIM), dtype="float16") for uid, n in ((Q, ROWS), (K, KEYS))
-        )
-        scores = graph.matmul(q, graph.transpose(k))
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_mask_that_depends_on_the_score_is_computed_in_full_blocks(dependent: bool) -> None:
+    def masked(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphTensor:
         shown = scores > 0.0 if dependent else graph.index(scores, 2) > 5
-        scores = graph.mask_mod(scores, lambda *_, shown=shown: shown)
-        scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
-        v = graph.tensor(uid=V, dims=k.dims, dtype="float16")
-        graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
-        mod = match_attention(graph).problem.score_mod
-        assert mod is not None
-        assert f"#define BLOCK_MASK_SHOWS {int(not dependent)}" in mod.header
+        return graph.mask_mod(scores, lambda *_: shown)
+
+    mod = match_attention(forward_graph(lists_of(KINDS), modified=masked)).problem.score_mod
+    assert mod is not None
+    assert f"#define BLOCK_MASK_SHOWS {int(not dependent)}" in mod.header
 
 
 def test_what_a_score_mod_hides_is_hidden_in_full_blocks_too(hopper: ga.GpuContext) -> None:
     """Only mask_mods right before the lists promise to show every key of full blocks."""
+
+    def hidden(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphTensor:
+        scores = graph.select(graph.index(scores, 3) > 40, scores, -math.inf)
+        return graph.mask_mod(graph.mask(scores, ga.Mask.causal()), lambda b, h, q, kv: q >= 0)
+
     lists = lists_of(np.full_like(KINDS, 2))
-    graph = ga.OperationGraph()
-    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype="float16")
-    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype="float16") for uid in (K, V))
-    scores = graph.matmul(q, graph.transpose(k)) * 0.2
-    scores = graph.select(graph.index(scores, 3) > 40, scores, -math.inf)
-    scores = graph.mask_mod(graph.mask(scores, ga.Mask.causal()), lambda b, h, q, kv: q >= 0)
-    scores = graph.block_mask(scores, **declared(graph, lists), block_size=(BLOCK, BLOCK))
-    graph.output(graph.matmul(graph.softmax(scores), v), uid=OUT, dtype="float16")
+    graph = forward_graph(lists, modified=hidden)
     assert hopper.cudnn.inspect_plan(graph).key.kernel == "forward_sm90"
     arrays = arrays_of(lists)
     found = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
@@ -380,47 +361,47 @@ def test_only_a_select_of_minus_infinity_is_a_mask_mod() -> None:
         graph.validate()
 
 
-@pytest.mark.parametrize("fault", ["a block less", "a block more", "a block twice", "no block"])
+def wrong_lists(lists: list[Any]) -> Iterator[list[Any]]:
+    """With a block less, one more, one twice, and one that there is not, in the lists of rows."""
+    half = len(lists) // 2
+    place = next(place for place in np.ndindex(lists[half].shape) if 2 <= lists[half][place] < R)
+    count, first = lists[half][place], lists[half + 1][place]
+    unlisted = min({*range(R)} - {int(index) for index in first[:count]})
+    for more, at, block in ((-1, 0, first[0]), (1, count, unlisted), (0, 0, first[1]), (0, 0, R)):
+        counts, indices = (array.copy() for array in lists[half:][:2])
+        counts[place] += more
+        indices[place][at] = block
+        yield [*lists[:half], counts, indices, *lists[half + 2 :]]
+
+
 @pytest.mark.parametrize("full", [True, False])
-def test_lists_that_would_wait_for_ever_are_refused(fault: str, full: bool) -> None:
+def test_lists_that_would_wait_for_ever_are_refused(full: bool) -> None:
     lists = lists_of(KINDS, full)
-    counts, indices = (array.copy() for array in lists[len(lists) // 2 :][:2])
-    place = next(place for place in np.ndindex(counts.shape) if 2 <= counts[place] < R)
-    if fault == "a block less":
-        counts[place] -= 1
-    elif fault == "a block more":
-        others = {*range(R)} - {int(index) for index in indices[place][: counts[place]]}
-        indices[place][counts[place]] = min(others)
-        counts[place] += 1
-    else:
-        indices[place][0] = indices[place][1] if fault == "a block twice" else R
-    wrong = [*lists[: len(lists) // 2], counts, indices, *lists[len(lists) // 2 + 2 :]]
+    arrays = backward_arrays(lists, False, True)
+    half = len(lists) // 2
     with ga.open_context("mock") as ctx:
         graph = backward_graph(lists, deterministic=True)
-        ctx.cudnn.execute(graph, backward_arrays(lists, False, True)).result(100.0)
-        with pytest.raises(ga.InvalidRequest, match="wait by both") as refused:
-            ctx.cudnn.execute(graph, backward_arrays(lists, False, True) | dict(enumerate(wrong, LISTS))).result(100.0)
-        assert refused.value.field == f"tensor {LISTS + len(lists) // 2 + 1}"
-        given = backward_arrays(lists, False, True) | dict(enumerate(wrong[: len(lists) // 2], LISTS))
-        ctx.cudnn.execute(backward_graph(lists), given).result(100.0)
+        ctx.cudnn.execute(graph, arrays).result(100.0)
+        for wrong in wrong_lists(lists):
+            with pytest.raises(ga.InvalidRequest, match="wait by both") as refused:
+                ctx.cudnn.execute(graph, arrays | dict(enumerate(wrong, LISTS))).result(100.0)
+            assert refused.value.field == f"tensor {LISTS + half + 1}"
+        ctx.cudnn.execute(backward_graph(lists), arrays | dict(enumerate(wrong[:half], LISTS))).result(100.0)
 
 
 HOPPER_LAUNCHES = [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("modified", [True, False, "keys"], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("delivery", "schedule", "fused"), HOPPER_LAUNCHES)
-def test_hopper_in_every_delivery(
-    delivery: Any, schedule: Any, fused: bool, causal: bool, modified: bool | str
-) -> None:
+def test_hopper_in_every_delivery(delivery: Any, schedule: Any, fused: bool, causal: bool) -> None:
     emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
-    options = ga.ContextOptions(arch="sm_90a", emulation=emulation)
-    with few_blocks(), ga.open_context("emulated", options) as ctx:
-        check_forward(ctx, causal, modified, True, "forward_sm90")
+    with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch="sm_90a", emulation=emulation)) as ctx:
+        check_forward(ctx, causal, "keys", True, "forward_sm90")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
 def test_kernels_differentiate_listed_blocks(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
     check_backward(emulated, causal, modified, full)
@@ -454,54 +435,41 @@ def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int
         assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
 
 
-FORWARD_LOAD = "copy_rows<THREADS>(k_tile(n),"
-FORWARD_PRODUCT = "multiply_rows<QTile, KTile, 2>(s, q,"
-BACKWARD_LOAD = "copy_rows<THREADS>(q_tile(now),"
-BACKWARD_PRODUCT = "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10"
+# Where tiles are loaded and multiplied: the architecture, the file, the line, the thread that counts, and how often.
+COUNTED: dict[str, tuple[str, str, str, int, int]] = {
+    "forward loads": ("sm_80", "", "copy_rows<THREADS>(k_tile(n),", 0, 1),
+    "forward products": ("sm_80", "", "multiply_rows<QTile, KTile, 2>(s, q,", 0, 1),
+    "backward loads": ("sm_80", "backward/ring.cuh", "copy_rows<THREADS>(q_tile(now),", 0, 1),
+    "backward products": ("sm_80", "", "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10", 0, 1),
+    "hopper loads": ("sm_90a", "hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
+    "hopper products": (
+        "sm_90a", "hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1,
+    ),
+}  # fmt: skip
+USUALLY_COUNTED = (("forward loads", False), ("hopper loads", True))
 
 
 @pytest.mark.parametrize(
-    ("file", "place"),
+    ("what", "causal"),
     [
-        ("", FORWARD_LOAD),
-        pytest.param("", FORWARD_PRODUCT, marks=pytest.mark.sweep),
-        pytest.param("backward/ring.cuh", BACKWARD_LOAD, marks=pytest.mark.sweep),
-        pytest.param("", BACKWARD_PRODUCT, marks=pytest.mark.sweep),
+        pytest.param(what, causal, marks=[] if (what, causal) in USUALLY_COUNTED else pytest.mark.sweep)
+        for what in COUNTED
+        for causal in (False, True)[: 1 + what.startswith("hopper")]
     ],
-    ids=["forward loads", "forward products", "backward loads", "backward products"],
 )
-def test_hidden_tiles_are_neither_loaded_nor_multiplied(file: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tiles as the listed blocks have, less those behind the last row or key."""
-    count = counting(monkeypatch, file, place)
-    backward = place in (BACKWARD_LOAD, BACKWARD_PRODUCT)
+def test_hidden_tiles_are_neither_loaded_nor_multiplied(
+    what: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tiles as the listed blocks have, less those behind the last row or key, or those that no row sees."""
+    arch, file, place, thread, times = COUNTED[what]
+    count = counting(monkeypatch, file, place, thread)
     lists = lists_of(KINDS)
-    graph = backward_graph(lists, modified=False) if backward else forward_graph(lists, modified=False)
+    backward = what.startswith("backward")
+    graph = (backward_graph if backward else forward_graph)(lists, causal, False)
     arrays = backward_arrays(lists, False, False) if backward else arrays_of(lists)
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
+    with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
         key = ctx.cudnn.inspect_plan(graph).key
         ctx.cudnn.execute(graph, arrays).result(100.0)
-    macros = variants.kernel_source(key).macros
-    rows, keys = int(macros["BLOCK_M"]), int(macros["BLOCK_N"])
-    starts = [np.arange(0, extent, step) for extent, step in ((ROWS, rows), (KEYS, keys))]
-    seen = (KINDS > 0)[:, :, starts[0] // BLOCK][:, :, :, starts[1] // BLOCK]
-    assert count.value == seen.sum()
-    assert seen.sum() < 0.7 * seen.size
-
-
-HOPPER_LOAD = "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);"
-HOPPER_PRODUCT = "const uint64_t q = QBoxes::rows(shared.q(number)), k = "
-
-
-def check_counted(
-    patch: pytest.MonkeyPatch, ctx: ga.GpuContext, causal: bool, loads: bool, modified: bool = False
-) -> None:
-    """forward_sm90 loads keys and values of the listed tiles whose keys some row sees, and multiplies these."""
-    file, place = ("producer", HOPPER_LOAD) if loads else ("consumer", HOPPER_PRODUCT)
-    count = counting(patch, f"hopper/{file}.cuh", place, 0 if loads else 128)
-    lists = lists_of(KINDS)
-    graph = forward_graph(lists, causal, modified)
-    key = ctx.cudnn.inspect_plan(graph).key
-    ctx.cudnn.execute(graph, arrays_of(lists)).result(100.0)
     macros = variants.kernel_source(key).macros
     rows, keys = (np.arange(0, n, int(macros[side])) for n, side in ((ROWS, "BLOCK_M"), (KEYS, "BLOCK_N")))
     seen = (KINDS > 0)[:, :, rows // BLOCK][:, :, :, keys // BLOCK]
@@ -509,18 +477,7 @@ def check_counted(
     if causal:
         last_rows = np.minimum(rows + int(macros["BLOCK_M"]), ROWS) - 1
         seen = seen & (keys <= last_rows[:, None] + KEYS - ROWS)
-    assert count.value == (2 if loads else 1) * seen.sum()
-
-
-@pytest.mark.parametrize(
-    ("causal", "loads"),
-    [(True, True), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((True, False), (False, True)))],
-)
-def test_hopper_neither_loads_nor_multiplies_hidden_tiles(
-    causal: bool, loads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
-        check_counted(monkeypatch, ctx, causal, loads)
+    assert count.value == times * seen.sum()
 
 
 # What is refused

@@ -38,7 +38,7 @@ def differentiated(graph: ga.OperationGraph, result: int, wrt: int) -> ga.Operat
     return graph
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 20))
 def test_gradients_are_finite_differences(seed: int) -> None:
     """By the scores, and by every other float that a random graph reads."""
@@ -62,7 +62,7 @@ def test_gradients_are_finite_differences(seed: int) -> None:
     np.testing.assert_allclose((gradient * to).sum(), (slope * dsmooth).sum(), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1 << 20))
 def test_evaluation_is_elementwise(seed: int) -> None:
     """A pointwise graph gives each element what it gives that element alone, wherever it stands."""

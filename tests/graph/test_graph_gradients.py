@@ -90,7 +90,9 @@ def test_any_of_the_gradients_may_be_asked_for(emulated: ga.GpuContext, wrt: tup
     check(graph, arrays, emulated.cudnn.execute(graph, arrays).result(60.0))
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float64", 2e-6)])  # by an LSE of float32
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float32", 1e-5), pytest.param("float64", 2e-6, marks=pytest.mark.sweep)]
+)  # by an LSE of float32
 def test_gradients_in_full_precision_come_from_cuda_cores(emulated: ga.GpuContext, dtype: str, error: float) -> None:
     arrays = forward(arrays_of(dtype))
     graph = backward_graph(arrays, (Q, K, V, BIAS))
@@ -146,23 +148,6 @@ def test_deterministic_gradients_are_another_plan(emulated: ga.GpuContext) -> No
     plain, fixed = (backward_graph(arrays, (Q,), deterministic=flag) for flag in (False, True))
     assert plain.signature() != fixed.signature()
     assert [emulated.cudnn.inspect_plan(graph).key.deterministic for graph in (plain, fixed)] == [False, True]
-
-
-@pytest.mark.sweep
-def test_mha_backward_is_answered_by_the_kernels(emulated: ga.GpuContext) -> None:
-    """GQA, a bias shared by the batch, dropout and a mask, against the mock device."""
-    params = ga.AttentionParams(2, 24, 40, 4, 2, 32, mask=ga.Mask.causal(), alignment="bottom_right", scale=0.2)
-    params = params.with_dropout(0.1, 3)
-    a = arrays_of()
-    with ga.open_context("mock") as mock:
-        forward = mock.cudnn.mha_forward(params, a[Q], a[K], a[V], bias=a[BIAS], return_stats=True).result(10.0)
-        operands = (a[Q], a[K], a[V], forward.out, a[DOUT], forward.stats)
-        wanted = mock.cudnn.mha_backward(params, *operands, bias=a[BIAS]).result(10.0)
-    found = emulated.cudnn.mha_backward(params, *operands, bias=a[BIAS]).result(60.0)
-    for name in ("dq", "dk", "dv", "dbias"):
-        gradient, expected = (getattr(gradients, name) for gradients in (found, wanted))
-        assert (gradient.shape, gradient.dtype) == (expected.shape, expected.dtype)
-        np.testing.assert_allclose(gradient.astype(float), expected.astype(float), atol=8e-3, rtol=8e-3)
 
 
 # What is refused

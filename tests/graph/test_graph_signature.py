@@ -129,15 +129,6 @@ def test_seeds_and_names_are_in_no_signature() -> None:
     assert graph.signature() == build().signature()
 
 
-def test_a_seed_shares_the_plan_and_not_the_answer() -> None:
-    rng = np.random.default_rng(0)
-    arrays = {n: rng.standard_normal((2, 4, 8, 16)).astype(np.float16) for n in (1, 2, 3)}
-    with ga.open_context("mock") as ctx:
-        one, other = (ctx.cudnn.execute(build(dropout=0.5, seed=s), arrays).result(30.0)[4] for s in (1, 2))
-        assert ctx.cudnn.plan_cache_stats() == (1, 1, 0, 1)
-    assert not np.array_equal(one, other)
-
-
 def test_a_graph_that_grows_has_another_signature() -> None:
     graph = build()
     before = graph.signature()
@@ -150,8 +141,8 @@ def test_signatures_are_the_same_in_every_process() -> None:
     import gpu_actors as ga
     graph = ga.OperationGraph()
     q, k, v = (graph.tensor(uid=n, dims=(2, 4, 8, 16), dtype="float16") for n in (1, 2, 3))
-    scores = graph.mask(graph.matmul(q, graph.transpose(k)) * 0.1, ga.Mask.sliding_window(3))
+    scores = graph.mask(graph.matmul(q, graph.transpose(k)) * 0.25, ga.Mask.causal())
     graph.output(graph.matmul(graph.softmax(scores), v), uid=4, dtype="float16")
     print(graph.signature())
     """
-    assert run_python(script).stdout == run_python(script).stdout
+    assert run_python(script).stdout.strip() == str(build(**CAUSAL).signature())

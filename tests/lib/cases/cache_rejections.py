@@ -71,7 +71,10 @@ PAGED = {
     "longer than its pages": Case(paged(cache_seqlens=ints(33, 30)), "cache_seqlens", "room for, 32", value=33),
     "a negative length": Case(paged(cache_seqlens=ints(1, -1)), "cache_seqlens", "must not be negative", value=-1),
     "a negative page": Case(
-        paged(block_table=ints(-1, 1, 2, 3).reshape(2, 2)), "block_table", "page 0 of sequence 0 must lie", value=-1
+        paged(block_table=ints(-1, 1, 2, 3).reshape(2, 2)),
+        "block_table",
+        "page 0 of sequence 0 must lie in the pool",
+        value=-1,
     ),
     "rows that end elsewhere": Case(
         paged(q=array(3, 4, 8), cu_seqlens_q=ints(0, 2, 4)), "cu_seqlens_q", "with the number of rows, 3", value=4
