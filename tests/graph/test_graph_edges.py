@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,6 @@ Q, K, V, OUT, STATS, DOUT, BIAS = 1, 2, 3, 4, 5, 6, 7
 DIMS, BIAS_DIMS = (1, 2, 40, 32), (1, 2, 40, 40)  # 40 rows fill no tile of queries
 
 Build = Callable[[ga.OperationGraph, dict[int, ga.GraphTensor]], tuple[ga.GraphTensor, ga.GraphTensor]]
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[ga.GpuContext]:
-    with ga.open_context("emulated") as ctx:
-        yield ctx
-        assert ctx.cudnn.restarts == 0
 
 
 def dims_of(uid: int, keys: int) -> tuple[int, ...]:

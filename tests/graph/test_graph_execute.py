@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,6 @@ from cases.graphs import DIMS, OUT, STATS, K, Q, V, arrays_of, attention, formul
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
-        assert ctx.cudnn.restarts == 0
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[ga.GpuContext]:
-    with ga.open_context("emulated") as ctx:
-        yield ctx
-        assert ctx.cudnn.restarts == 0
-
 
 # Layouts
 

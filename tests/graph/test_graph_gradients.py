@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,6 @@ Q, K, V, OUT, STATS, DOUT, BIAS = 1, 2, 3, 4, 5, 6, 7
 NAMES = {Q: "q", K: "k", V: "v", BIAS: "bias"}
 ROWS, KEYS = (2, 4, 24, 32), (2, 2, 40, 32)
 BIAS_DIMS = (1, 4, 24, 40)
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[ga.GpuContext]:
-    with ga.open_context("emulated") as ctx:
-        yield ctx
-        assert ctx.cudnn.restarts == 0
 
 
 def arrays_of(dtype: str = "float16") -> dict[int, Any]:

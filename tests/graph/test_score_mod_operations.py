@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
-import pytest
-from cases.score_mods import BATCH, HEADS, HEADS_KV, K, Q, V
 from emulated.score_probe import run_probe
 from inside.reference import evaluate_graph
 
@@ -59,58 +56,6 @@ def test_a_nan_on_either_side_of_a_maximum_or_minimum_is_the_result() -> None:
         modification = ScoreInputs(graph, SCORE, DIMS).modification(RESULT)
         value, _ = run_probe(modification, values, values[SCORE], values[SCORE])
         np.testing.assert_array_equal(value, evaluate_graph(graph, values)[RESULT])
-
-
-def modified_attention(gradients: bool = False) -> tuple[ga.OperationGraph, dict[int, Any]]:
-    """Indices, numbers and the scaled score in a modification; output 10 and stats 13, or gradients 21, 22 and 23."""
-    rows, keys, dim = 20, 36, 32
-    graph = ga.OperationGraph()
-    q = graph.tensor(uid=Q, dims=(BATCH, HEADS, rows, dim), dtype="float16")
-    k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, keys, dim), dtype="float16") for uid in (K, V))
-    rng = np.random.default_rng(0)
-    arrays = {uid: rng.standard_normal(graph.tensors[uid].dims).astype(np.float16) for uid in (Q, K, V)}
-    scores = graph.matmul(q, graph.transpose(k)) * 0.3
-    b, h, i, j = (graph.index(scores, axis) for axis in range(4))
-    near = abs(i - 2 * j) * (1 + b) <= 6 + 2 * h
-    modified = graph.select(near, graph.tanh(scores) * 3.0, scores - 4.0)
-    modified = modified + scores / graph.sqrt(abs(scores)) * 0.1  # no number at 0, which rows past the end have
-    weights, stats = graph.softmax_with_stats(modified)
-    out = graph.matmul(weights, v)
-    if not gradients:
-        graph.output(out, uid=10)
-        graph.output(stats, uid=13)
-        return graph, arrays
-    del graph.tensors[stats.uid]
-    graph.nodes = [n if n.op != "softmax" else dataclasses.replace(n, outputs=n.outputs[:1]) for n in graph.nodes]
-    given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype="float16") for uid in (11, 14))
-    stats = graph.tensor(uid=12, dims=stats.dims, dtype="float32")
-    for uid, gradient in zip((21, 22, 23), graph.gradient(out, dout, (q, k, v), (given, stats)), strict=True):
-        graph.output(gradient, uid=uid, dtype="float16")
-    return graph, arrays
-
-
-def test_forward_mma_hands_over_places_and_the_scaled_score() -> None:
-    graph, arrays = modified_attention()
-    wanted = evaluate_graph(graph, arrays)[10]
-    graph.tensors[10].dtype = "float16"
-    graph._changed()
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-        found = ctx.cudnn.execute(graph, arrays).result(60.0)[10]
-    np.testing.assert_allclose(found.astype(np.float64), wanted, atol=4e-3)
-
-
-@pytest.mark.sweep
-def test_so_does_backward_mma() -> None:
-    graph, arrays = modified_attention()
-    forward = evaluate_graph(graph, arrays)
-    graph, _ = modified_attention(gradients=True)
-    arrays |= {11: forward[10].astype(np.float16), 12: forward[13].astype(np.float32)}
-    arrays[14] = np.random.default_rng(1).standard_normal(forward[10].shape).astype(np.float16)
-    wanted = evaluate_graph(graph, arrays)
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-        found = ctx.cudnn.execute(graph, arrays).result(60.0)
-    for uid, gradient in wanted.items():
-        np.testing.assert_allclose(found[uid].astype(np.float64), gradient, atol=8e-3, rtol=8e-3)
 
 
 def test_angles_in_float32_are_reduced_up_to_2_to_the_24() -> None:

@@ -37,12 +37,6 @@ from gpu_actors.graph.match import match_attention
 NAMES = tuple(MODIFICATIONS)
 
 
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
-
-
 @pytest.fixture(scope="module", params=["sm_90a"])
 def emulated(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
     options = ga.ContextOptions(arch=request.param, emulation=ga.EmulationOptions(arithmetic=arithmetic()))

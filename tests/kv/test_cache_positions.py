@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,11 @@ from inside.planning import merge_key, pad_request
 from inside.reference import apply_rope, rope_angles
 
 import gpu_actors as ga
-from gpu_actors.partial import Partial, merge
 from gpu_actors.reference import attention_forward
 
 KEYS, ROWS, HEADS, KV_HEADS, DIM, PAGE = 30, 3, 4, 2, 8, 8
 LENGTHS = (30, 17)
 SLOPES = np.array([0.3, 0.1, 0.6, 0.2], np.float32)
-
-
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
-        assert ctx.flash_attn.restarts == 0
 
 
 def places(*steps: tuple[int, int]) -> np.ndarray:
@@ -52,19 +43,19 @@ def pages(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ask(
-    ctx: ga.GpuContext, layout: str, q: Any, k: list[np.ndarray], v: list[np.ndarray], **options: Any
+    mock: ga.GpuContext, layout: str, q: Any, k: list[np.ndarray], v: list[np.ndarray], **options: Any
 ) -> ga.AttentionOutput:
     """The answer of a request over a cache of this layout."""
     lengths = np.array([len(keys) for keys in k], np.int32)
     options = {**options, "return_lse": True, "cache_seqlens": lengths}
     if layout == "paged":
         (k_pool, table), (v_pool, _) = pages(k), pages(v)
-        return ctx.flash_attn.paged_forward(q, k_pool, v_pool, block_table=table, **options).result(60)
+        return mock.flash_attn.paged_forward(q, k_pool, v_pool, block_table=table, **options).result(60)
     caches = [np.full((len(k), max(1, int(lengths.max())), KV_HEADS, DIM), np.nan) for _ in range(2)]
     for cache, sequences in zip(caches, (k, v), strict=True):
         for index, keys in enumerate(sequences):
             cache[index, : len(keys)] = keys
-    return ctx.flash_attn.paged_forward(q, *caches, **options).result(60)
+    return mock.flash_attn.paged_forward(q, *caches, **options).result(60)
 
 
 def whole(q: Any, k: list[np.ndarray], v: list[np.ndarray], index: int, **options: Any) -> Any:
@@ -96,13 +87,13 @@ def test_requests_that_share_a_launch_keep_their_positions() -> None:
     for positions in (padded.q_positions, padded.k_positions):
         assert positions.shape == (4, 2)
         assert positions[3].min() >= 1
-    with ga.open_context("mock") as ctx:
-        decoding = ctx._children.cells["flash_attn"].shared.decoding
+    with ga.open_context("mock") as mock:
+        decoding = mock._children.cells["flash_attn"].shared.decoding
         keys = [merge_key(decoding.plan(request), request) for request in requests]
         assert keys[0] is not None
         assert keys == keys[:1] * 3
         replies = [
-            ctx.flash_attn.paged_forward(
+            mock.flash_attn.paged_forward(
                 q[:1],
                 k_pool,
                 v_pool,
@@ -129,8 +120,8 @@ def test_each_sequence_is_rotated_from_its_own_position() -> None:
         for part in (slice(0, ROWS), slice(ROWS, 2 * ROWS))
     )
     with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(num_blocks=4, page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32") as cache,
+        ga.open_context("mock") as mock,
+        mock.kv_cache(num_blocks=4, page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32") as cache,
     ):
         seqs = [cache.create().result(60) for _ in LENGTHS]
         cache.append(seqs, *old, rope=rope, positions=before.ravel()).result(60)
@@ -153,47 +144,6 @@ def narrow_operands() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
     return q.astype(np.float32), *([keys.astype(np.float32) for keys in arrays] for arrays in (k, v))  # type: ignore[return-value]
 
 
-def test_a_cache_attends_appends_and_rotates_by_global_positions() -> None:
-    """A rope over shards: new rows are rotated by where they stand in the whole, on whichever shard they are."""
-    q, k, v = narrow_operands()
-    rope = ga.Rope(dim=DIM)
-    length = LENGTHS[0]
-    angles = rope_angles(np.arange(length), np.array(rope.frequencies))
-    rotated = apply_rope(k[0], np.cos(angles), np.sin(angles))
-    rows = apply_rope(q[0], *(part(angles[-ROWS:]) for part in (np.cos, np.sin)))
-    wanted = whole(rows[None], [rotated], v, 0, window_size=(11, 0), sink_tokens=2)
-    rows = rows.astype(np.float32)
-    partials = []
-    shared: dict[str, Any] = {"num_blocks": 8, "page_size": PAGE, "kv_heads": KV_HEADS, "head_dim": DIM}
-    with ga.open_context("mock") as ctx:
-        for shard in range(2):
-            with ctx.kv_cache(**shared, dtype="float32") as cache:
-                seq = cache.create().result(60)
-                mine = np.arange(shard, length, 2, dtype=np.int32)
-                cache.append(seq, k[0][mine], v[0][mine], rope=rope, positions=mine).result(60)
-                reply = cache.attend(
-                    rows[None], [seq], q_positions=places((length - ROWS, 1)), k_positions=places((shard, 2)),
-                    window_size=(11, 0), sink_tokens=2, return_lse=True,
-                )  # fmt: skip
-                partials.append(Partial(*reply.result(60)))
-        merged = merge(partials)
-        np.testing.assert_allclose(merged.out, wanted.out, atol=1e-5)
-        with ctx.kv_cache(**shared, dtype="float32") as cache:
-            seq = cache.create().result(60)
-            cache.append(seq, k[0][:-ROWS], v[0][:-ROWS], rope=rope).result(60)
-            at = np.array([length - ROWS], np.int32)
-            alone = cache.attend(
-                q[:1], [seq], k=k[0][None, -ROWS:], v=v[0][None, -ROWS:], rope=rope, q_positions=at,
-                window_size=(11, 0), sink_tokens=2,
-            ).result(60)  # fmt: skip
-            np.testing.assert_allclose(alone.out, wanted.out, atol=1e-5)
-            again = cache.attend(
-                rows[None], [seq], q_positions=at + 100, k_positions=at * 0 + 100, window_size=(11, 0)
-            ).result(60)  # fmt: skip
-            plain = whole(rows[None], [rotated], v, 0, window_size=(11, 0))
-            np.testing.assert_allclose(again.out, plain.out, atol=1e-5)
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"q_positions": np.zeros(3, np.int32)}, "q_positions"),
     "dtype": ({"k_positions": np.zeros(2, np.int64)}, "k_positions"),
@@ -206,31 +156,31 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_refusal_names_the_argument(ctx: ga.GpuContext, name: str) -> None:
+def test_a_refusal_names_the_argument(mock: ga.GpuContext, name: str) -> None:
     options, field = BAD[name]
     for layout in ("paged", "cache"):
         with pytest.raises(ga.InvalidRequest) as caught:
-            ask(ctx, layout, *operands(), **options)
+            ask(mock, layout, *operands(), **options)
         assert caught.value.field == field
 
 
-def test_rows_far_before_the_first_key_are_refused(ctx: ga.GpuContext) -> None:
+def test_rows_far_before_the_first_key_are_refused(mock: ga.GpuContext) -> None:
     q, k, v = operands()
     k, v = ([keys[:1] for keys in arrays] for arrays in (k, v))
     with pytest.raises(ga.InvalidRequest) as caught:
-        ask(ctx, "paged", q, k, v, k_positions=places((0, 1 << 29), (0, 1)))
+        ask(mock, "paged", q, k, v, k_positions=places((0, 1 << 29), (0, 1)))
     assert (caught.value.field, caught.value.value) == ("k_positions", -(1 << 30))
 
 
-def test_the_last_positions_that_may_be_are_taken(ctx: ga.GpuContext) -> None:
+def test_the_last_positions_that_may_be_are_taken(mock: ga.GpuContext) -> None:
     q, k, v = operands()
     first = (1 << 30) - KEYS
     at = {"k_positions": places((first, 1), (first, 1)), "q_positions": places((first + KEYS - ROWS, 1), (0, 1))}
-    answer = ask(ctx, "paged", q, k, v, **at)
+    answer = ask(mock, "paged", q, k, v, **at)
     np.testing.assert_allclose(answer.out[0], whole(q, k, v, 0).out[0], atol=1e-12)
 
 
-def test_positions_choose_a_variant_of_their_own(ctx: ga.GpuContext) -> None:
+def test_positions_choose_a_variant_of_their_own(mock: ga.GpuContext) -> None:
     q, k, v = operands()
     q, k, v = q.astype(np.float16)[..., [0] * 64], *([keys[..., [0] * 64] for keys in arrays] for arrays in (k, v))
     (k_pool, table), (v_pool, _) = (map(np.asarray, pages(arrays)) for arrays in (k, v))
@@ -238,7 +188,7 @@ def test_positions_choose_a_variant_of_their_own(ctx: ga.GpuContext) -> None:
         q=q, k_cache=k_pool.astype(np.float16), v_cache=v_pool.astype(np.float16), block_table=table,
         cache_seqlens=np.array(LENGTHS, np.int32),
     )  # fmt: skip
-    assert not ctx.flash_attn.inspect_key(request).positions
+    assert not mock.flash_attn.inspect_key(request).positions
     request.k_positions = np.zeros(2, np.int32)
-    key = ctx.flash_attn.inspect_key(request)
+    key = mock.flash_attn.inspect_key(request)
     assert (key.kernel, key.positions) == ("decode_mma", True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from properties.problems import Spec, problem_of
 import gpu_actors as ga
 
 POOL, PAGE = {"num_blocks": 8, "page_size": 16, "kv_heads": 2, "head_dim": 64, "dtype": "float16"}, 16
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 def _paged(**changes: Any) -> ga.PagedForward:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -74,12 +73,6 @@ def check(result: Any, query: dict[str, Any], keys: list[Any], **options: Any) -
     bounds = {"cu_seqlens_q": np.arange(batch + 1, dtype=np.int32) * rows, "cu_seqlens_k": ends_k, "causal": True}
     args = (out, lse, q.reshape(batch * rows, heads, -1), joined, joined[..., :latent])
     check_output(*args, softmax_scale=SCALE, **bounds, **options)
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 def test_rows_lie_side_by_side_and_values_are_the_first_columns(mock: ga.GpuContext) -> None:

@@ -93,30 +93,27 @@ def test_what_is_wrong_is_refused_by_name_and_changes_nothing() -> None:
                 wait(reply)
         with pytest.raises(ga.InvalidRequest, match="or was freed"):
             cache.length(seq)
+        with pytest.raises(ga.InvalidRequest, match="a sequence of this cache, and is one of another"):
+            cache.length(other)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"num_blocks": 0}, "num_blocks"),
-        ({"page_size": 0}, "page_size"),
-        ({"page_size": -1}, "page_size"),
-        ({"page_size": True}, "page_size"),
-        ({"page_size": "8"}, "page_size"),
-        ({"kv_heads": 0}, "kv_heads"),
-        ({"head_dim": 513}, "head_dim"),
-        ({"head_dim_v": 0}, "head_dim_v"),
-        ({"dtype": "int8"}, "dtype"),
-        ({"dtype": None}, "dtype"),
-        ({"k_descale": np.ones(2, np.float32)}, "k_descale"),
-        ({"dtype": "float8_e4m3fn", "k_descale": np.ones(3, np.float32)}, "k_descale"),
-        ({"dtype": "float8_e4m3fn", "v_descale": np.zeros(2, np.float32)}, "v_descale"),
-    ],
-)
-def test_a_pool_that_makes_no_sense_is_refused(changes: dict[str, Any], field: str) -> None:
-    with ga.open_context("mock") as ctx, pytest.raises(ga.RequestError) as caught, ctx.kv_cache(**spec(**changes)):
-        pass
-    assert caught.value.field == field
+NO_POOLS: list[tuple[dict[str, Any], str]] = [
+    *(({"num_blocks": 0}, "num_blocks"), ({"kv_heads": 0}, "kv_heads")),
+    *(({"page_size": size}, "page_size") for size in (0, -1, True, "8")),
+    *(({"head_dim": 513}, "head_dim"), ({"head_dim_v": 0}, "head_dim_v")),
+    *(({"dtype": "int8"}, "dtype"), ({"dtype": None}, "dtype")),
+    ({"k_descale": np.ones(2, np.float32)}, "k_descale"),
+    ({"dtype": "float8_e4m3fn", "k_descale": np.ones(3, np.float32)}, "k_descale"),
+    ({"dtype": "float8_e4m3fn", "v_descale": np.zeros(2, np.float32)}, "v_descale"),
+]
+
+
+def test_a_pool_that_makes_no_sense_is_refused() -> None:
+    with ga.open_context("mock") as ctx:
+        for changes, field in NO_POOLS:
+            with pytest.raises(ga.RequestError) as caught, ctx.kv_cache(**spec(**changes)):
+                pass
+            assert caught.value.field == field, changes
 
 
 # Opening and closing
@@ -132,11 +129,13 @@ async def test_a_cache_is_opened_and_closed_around_its_use() -> None:
             with pytest.raises(ga.GpuActorsError, match="entered already"):
                 await cache.__aenter__()
             pool = weakref.ref(cache._find().k_pool)
-        for reply in (cache.create(), cache.free(seq)):
+        (k, v), q = Rows().new(1), Rows().q(1, 1)
+        for reply in (cache.create(), cache.fork(seq), cache.append(seq, k, v), cache.attend(q, seq), cache.free(seq)):
             with pytest.raises(ga.StaleBuffer, match="was closed"):
                 await reply
-        with pytest.raises(ga.StaleBuffer, match="was closed"):
-            cache.stats()
+        for look in (cache.stats, lambda: cache.length(seq)):
+            with pytest.raises(ga.StaleBuffer, match="was closed"):
+                look()
         await asyncio.to_thread(eventually_freed, pool)
 
 
@@ -215,17 +214,3 @@ async def test_a_pool_is_given_back_whatever_becomes_of_who_waits_for_that(how: 
         assert closing.cancelled() == (not late)
         assert await busy == 1
         await asyncio.to_thread(eventually, lambda: not pools(ctx))
-
-
-def test_a_sequence_of_another_contexts_cache_is_refused() -> None:
-    rows = Rows(5)
-    with opened() as (_, cache), opened() as (_, other):
-        own, foreign = wait(cache.create(), other.create())
-        k, v = rows.new(2)
-        wait(cache.append(own, k, v))
-        for reply in (cache.append(foreign, k, v), cache.attend(rows.q(1, 1), [foreign]), cache.free(foreign)):
-            with pytest.raises(ga.InvalidRequest, match="a sequence of this cache, and is one of another"):
-                wait(reply)
-        with pytest.raises(ga.InvalidRequest, match="is one of another"):
-            cache.length(foreign)
-        assert holds(cache, own, k, v)

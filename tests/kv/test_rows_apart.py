@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,12 +104,6 @@ def check_step(ctx: ga.GpuContext, step: Step, dtype: str = "float32", page_size
         out, lse = (result.out[part], result.lse[:, part]) if step.packed else (result.out[index], result.lse[index])
         query = turned(q[index], own[index])
         check_output(out[None], lse[None], query[None], keys[None], values[None], repro=str(step), **step.options)
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 @pytest.mark.parametrize("name", STEPS)

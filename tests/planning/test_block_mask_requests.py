@@ -31,9 +31,11 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
 # Plans, and what is refused
 
 
+QKV = (np.zeros((2, 300, 4, 32), np.float16), *[np.zeros((2, 520, 2, 32), np.float16)] * 2)
+
+
 def dense(**options: Any) -> ga.FlashForward:
-    q, k = np.zeros((2, 300, 4, 32), np.float16), np.zeros((2, 520, 2, 32), np.float16)
-    return ga.FlashForward(q, k, k, **options)
+    return ga.FlashForward(*QKV, **options)
 
 
 def test_dense_requests_have_block_masks_too() -> None:
@@ -155,24 +157,15 @@ def test_parts_of_a_request_have_no_block_mask() -> None:
         host_operands(dense(block_mask=changed()), ("q", "k"))
 
 
-def test_gradients_want_the_lists_of_rows() -> None:
-    q, k = np.zeros((2, 300, 4, 32), np.float16), np.zeros((2, 520, 2, 32), np.float16)
+def test_gradients_want_lists_of_rows_that_agree_where_blocks_take_turns() -> None:
+    given = {"out": QKV[0], "dout": QKV[0], "lse": np.zeros((2, 4, 300), np.float32)}
     lists = dict.fromkeys(("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"))
-    request = ga.FlashBackward(
-        q, k, k, out=q, dout=q, lse=np.zeros((2, 4, 300), np.float32), block_mask=changed(**lists)
-    )
-    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest, match="walk along the lists of rows"):
-        ctx.flash_attn.submit(request).result(100.0)
-
-
-def test_deterministic_gradients_want_lists_that_agree() -> None:
-    q, k = np.zeros((2, 300, 4, 32), np.float16), np.zeros((2, 520, 2, 32), np.float16)
-    mask = changed(q_num_blocks=np.zeros((1, HEADS, C), np.int32))
-    request = ga.FlashBackward(
-        q, k, k, out=q, dout=q, lse=np.zeros((2, 4, 300), np.float32), block_mask=mask, deterministic=True
-    )
-    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest, match="the other way round"):
-        ctx.flash_attn.submit(request).result(100.0)
+    other = changed(q_num_blocks=np.zeros((1, HEADS, C), np.int32))
+    with ga.open_context("mock") as ctx:
+        for mask, said in ((changed(**lists), "walk along the lists of rows"), (other, "the other way round")):
+            request = ga.FlashBackward(*QKV, **given, block_mask=mask, deterministic=mask is other)
+            with pytest.raises(ga.InvalidRequest, match=said):
+                ctx.flash_attn.submit(request).result(100.0)
 
 
 def test_gradients_walk_along_the_lists_of_rows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +18,6 @@ from inside.kernels import (
     option_cell,
     options_of,
 )
-from support.modules import ROOT
 
 import gpu_actors as ga
 
@@ -110,12 +108,14 @@ def test_a_message_that_is_no_request_is_refused() -> None:
 # Which rows a problem asks for
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_row_is_found_for_the_problem_that_it_is_made_of(name: str) -> None:
+def problem_of(name: str) -> ga.AttentionProblem:
     fields = dict(OPTIONS[name])
-    given = {name: value for name, value in fields.items() if name not in ("dtype", "head_dim")}
-    problem = example_problem(fields.get("dtype", "bfloat16"), fields.get("head_dim", 64), **given)
-    assert options_of(problem) == [name]
+    return example_problem(fields.pop("dtype", "bfloat16"), fields.pop("head_dim", 64), **fields)
+
+
+def test_a_row_is_found_for_the_problem_that_it_is_made_of() -> None:
+    for name in OPTIONS:
+        assert options_of(problem_of(name)) == [name]
 
 
 def test_rows_are_found_for_problems_unlike_the_examples() -> None:
@@ -133,29 +133,12 @@ def test_rows_are_found_for_problems_unlike_the_examples() -> None:
     assert rows("bfloat16", alibi="batch") == ["`alibi_slopes`"]
 
 
-def test_every_cell_has_a_reason_and_the_page_prints_it() -> None:
-    page = (ROOT / "docs" / "reports" / "options.md").read_text(encoding="utf-8")
-    reasons = dict(re.findall(r"^(\d+)\. (.+)\.$", page, re.M))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
-    printed = {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[1:]}
-    assert list(printed) == list(OPTIONS)
-    for name in OPTIONS:
-        for family in FAMILIES:
-            for arch in ("sm_80", "sm_90a"):
-                cell = option_cell(name, family, arch)
-                assert cell.reason
-                number = printed[name][f"{family.name} {arch}"]
-                assert number == "x" if cell.taken else reasons[number] == cell.reason[0].upper() + cell.reason[1:]
-
-
 def test_a_cell_says_what_dispatch_does() -> None:
     """The table's request, asked as a request: the family that dispatch takes is one that the table names."""
     for name, fields in OPTIONS.items():
         if "kv_dtype" in fields and "dtype" not in fields:
             continue
-        given = {field: value for field, value in fields.items() if field not in ("dtype", "head_dim")}
-        problem = example_problem(fields.get("dtype", "bfloat16"), fields.get("head_dim", 64), **given)
         taken = [f for f in FAMILIES if f.direction == "forward" and option_cell(name, f, "sm_90a").taken]
         dense = [family.name for family in taken if family.name in DENSE]
         if dense:
-            assert dispatch_key(problem, "sm_90a").kernel == dense[0], name
+            assert dispatch_key(problem_of(name), "sm_90a").kernel == dense[0], name

@@ -23,12 +23,6 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
         yield ctx
 
 
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock", ga.ContextOptions(arch="sm_90a")) as ctx:
-        yield ctx
-
-
 def arrays(rows: int, keys: int, heads: tuple[int, int] = (8, 1), batch: int = 1, dim: int = 64) -> list[np.ndarray]:
     rng = np.random.default_rng(rows)
     shapes = ((batch, rows, heads[0], dim), (batch, keys, heads[1], dim), (batch, keys, heads[1], dim))

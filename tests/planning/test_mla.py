@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -16,12 +15,6 @@ import gpu_actors as ga
 BF16 = np.dtype(ml_dtypes.bfloat16)
 CACHE: dict[str, Any] = {"k_cache": np.zeros((1, 4, 1, 32), BF16), "cache_seqlens": np.array([3], np.int32)}
 OPTIONS = ("block_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "k_descale", "return_lse")
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 def asked_of(door: str = "paged", dims: tuple[int, int] = (576, 512), dtype: str = "bfloat16", **how: Any) -> Asked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,6 @@ from inside.arrays import DeviceArray
 
 import gpu_actors as ga
 from gpu_actors.planning.padded import packed
-
-
-@pytest.fixture(scope="module")
-def mock() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 def test_arrays_that_are_no_views_of_packed_ones(mock: ga.GpuContext) -> None:

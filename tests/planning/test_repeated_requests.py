@@ -13,32 +13,26 @@ import gpu_actors as ga
 from gpu_actors.planning.plan import PlanCache
 
 
-@pytest.fixture(scope="module")
-def ctx():
-    with ga.open_context("mock") as opened:
-        yield opened
-
-
 def recognised(reply: ga.Reply[Any]) -> bool:
     reply.result(30.0)
     return reply._call.prepared is not None
 
 
 def test_a_repeated_request_is_recognised() -> None:
-    with ga.open_context("mock") as ctx:
+    with ga.open_context("mock") as mock:
         q = rows(3)
-        assert not recognised(ctx.flash_attn.forward(q, q, q, causal=True))
-        before = ctx.flash_attn.plan_cache_stats()
-        assert recognised(ctx.flash_attn.forward(q, q, q, causal=True))
-        assert recognised(ctx.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
-        after = ctx.flash_attn.plan_cache_stats()
+        assert not recognised(mock.flash_attn.forward(q, q, q, causal=True))
+        before = mock.flash_attn.plan_cache_stats()
+        assert recognised(mock.flash_attn.forward(q, q, q, causal=True))
+        assert recognised(mock.flash_attn.forward(q + 1, q, q, causal=True)), "data does not matter"
+        after = mock.flash_attn.plan_cache_stats()
         assert (after.hits - before.hits, after.misses) == (2, before.misses), "counted once each"
 
 
-def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> None:
+def test_a_recognised_request_is_answered_like_the_first(mock: ga.GpuContext) -> None:
     q, other = rows(4), rows(4)[..., ::-1].copy()
-    first = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(30.0)
-    again = ctx.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0))
+    first = mock.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0)).result(30.0)
+    again = mock.flash_attn.forward(q, other, q, return_lse=True, window_size=(1, 0))
     assert recognised(again)
     np.testing.assert_array_equal(again.result().out, first.out)
     np.testing.assert_array_equal(again.result().lse, first.lse)
@@ -55,10 +49,10 @@ def test_a_recognised_request_is_answered_like_the_first(ctx: ga.GpuContext) -> 
         ("return_lse", True, 1),
     ],
 )
-def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, option: str, sound: Any, equal: Any) -> None:
+def test_what_is_refused_is_not_taken_for_its_equal(mock: ga.GpuContext, option: str, sound: Any, equal: Any) -> None:
     q = rows(5)
     for given in (sound, equal, sound):
-        reply = ctx.flash_attn.forward(q, q, q, **{option: given})
+        reply = mock.flash_attn.forward(q, q, q, **{option: given})
         if given is not equal:
             reply.result(30.0)
             continue
@@ -67,12 +61,12 @@ def test_what_is_refused_is_not_taken_for_its_equal(ctx: ga.GpuContext, option: 
 
 
 @pytest.mark.parametrize("operand", ["out", "sinks", "alibi_slopes", "bias"])
-def test_a_request_with_more_operands_is_left_to_the_actor(ctx: ga.GpuContext, operand: str) -> None:
+def test_a_request_with_more_operands_is_left_to_the_actor(mock: ga.GpuContext, operand: str) -> None:
     q = rows(6)
     shape = {"out": q.shape, "sinks": (1,), "alibi_slopes": (1,), "bias": (1, 1, 6, 6)}[operand]
     for _ in range(2):
         options: dict[str, Any] = {operand: np.zeros(shape, np.float32)}
-        assert not recognised(ctx.flash_attn.forward(q, q, q, **options))
+        assert not recognised(mock.flash_attn.forward(q, q, q, **options))
 
 
 class Strange:
@@ -86,11 +80,11 @@ class Strange:
 
 
 @pytest.mark.parametrize("value", [[], Strange(), np.ones(2)], ids=["list", "strange", "array"])
-def test_what_cannot_be_looked_up_is_reported_by_the_reply(ctx: ga.GpuContext, value: Any) -> None:
-    reply = ctx.flash_attn.forward(rows(), rows(), rows(), softmax_scale=value)
+def test_what_cannot_be_looked_up_is_reported_by_the_reply(mock: ga.GpuContext, value: Any) -> None:
+    reply = mock.flash_attn.forward(rows(), rows(), rows(), softmax_scale=value)
     with pytest.raises(ga.InvalidRequest):
         reply.result(30.0)
-    assert ctx.flash_attn.state == "running"
+    assert mock.flash_attn.state == "running"
 
 
 def test_looking_at_a_plan_does_not_keep_it_and_using_it_does() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,6 @@ def error_of(reply: ga.Reply[Any]) -> BaseException | None:
     except Exception as error:
         return error
     return None
-
-
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 @pytest.mark.timeout(30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -17,12 +16,6 @@ from gpu_actors.validation.forward import forward_problem
 from gpu_actors.validation.paged import decode_problem
 
 BF16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 def zeros(*shape: int, dtype: Any = BF16) -> np.ndarray:

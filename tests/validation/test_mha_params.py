@@ -49,7 +49,11 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "dropout_seed": ("x", 1.5, True, None, -1, 1 << 64),
     "alignment": (np.zeros(3), "left", None, ["top_left"]),
     "mask": ("causal", None),
-    "batch": (True,), "seq_q": (-1,), "seq_kv": (1.0,), "heads_kv": (3, 4), "heads_q": ("2",),
+    "batch": (True,),
+    "seq_q": (-1,),
+    "seq_kv": (1.0,),
+    "heads_kv": (3, 4),
+    "heads_q": ("2",),
     "head_dim": (np.ones(1),),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,6 @@ from gpu_actors.validation.overlap import check_output_memory
 
 RNG = np.random.default_rng(11)
 Q, K, V = RNG.standard_normal((3, 1, 8, 2, 16), dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as context:
-        yield context
 
 
 def answer(ctx: ga.GpuContext, *arrays: Any, **options: Any) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
 """What tests of other rooms take from inside `arrays`."""
 
-from gpu_actors.arrays.adopt import CallerNotes, adopt, caller_streams, check_output, dtype_of, restore
+from gpu_actors.arrays.adopt import CallerNotes, adopt, caller_streams, check_output, restore
 from gpu_actors.arrays.device_array import DeviceArray, Joined

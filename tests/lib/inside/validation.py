@@ -1,6 +1,5 @@
 """What tests of other rooms take from inside `validation`."""
 
-from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.fields import DTYPES, FP8, output_dtype
 from gpu_actors.validation.forward import forward_problem
 from gpu_actors.validation.paged import check_bias, own_positions, paged_problem
