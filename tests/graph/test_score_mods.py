@@ -149,13 +149,6 @@ def test_equal_modifications_share_a_cubin_and_others_do_not() -> None:
     assert sources[0].macros == sources[1].macros, "nothing but the header tells them apart"
 
 
-def test_kernels_of_graphs_can_be_compiled_ahead() -> None:
-    with ga.open_context("mock", ga.ContextOptions(arch="sm_80")) as ctx:
-        plan = ctx.cudnn.inspect_plan(forward_graph(case_of("alibi")))
-        (warmed,) = ctx.nvrtc.warm(plan.keys).result(60.0)
-    assert warmed.cubin.resources["forward_mma"].spill_bytes == 0
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(1, 25))])
 def test_random_modifications_are_right_in_the_plain_kernel(emulated: ga.GpuContext, seed: int) -> None:
     """Every operation, kind of tensor and kind of scalar, through plan, packing and kernel, in float64."""

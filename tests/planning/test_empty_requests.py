@@ -33,6 +33,8 @@ DEVICES = {"mock": np.dtype(np.float32), "emulated": np.dtype(ml_dtypes.bfloat16
 class Asker:
     """A context, arrays of ones of its dtype, and the kernels that were launched since they were last looked at."""
 
+    ctx: ga.GpuContext
+
     def __init__(self, device: str, **options: Any) -> None:
         self.events: list[Any] = []
         self.opener = ga.open_context(device, ga.ContextOptions(on_event=self.events.append, **options))
