@@ -1,8 +1,9 @@
-"""What the backward kernels hold to besides the oracle: equal bits, zeros, the reach of a NaN, memory left alone."""
+"""What the backward kernels hold to besides the oracle: equal bits, the reach of a NaN, memory left alone."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,16 @@ from emulated.backward import backward_problem_of, run, run_case
 from emulated.forward import key_of
 from emulated.gradients import (
     case_of,
-    check,
     check_padded_views,
     check_sequences_longer_than_said,
     operands_of,
     problem_and_operands,
 )
-from emulated.sweeps import LAUNCHES, Sweep, assert_same_bits, launch_of
+from emulated.sweeps import Sweep, assert_same_bits, launch_of
 from matrix.backward import SIMPLE_SWEEPS
 from matrix.backward import SWEEPS as MMA_SWEEPS
 from matrix.backward_sm90 import SWEEPS as SM90_SWEEPS
 from matrix.backward_sm90 import cancelling
-from matrix.table import FAMILIES
 from support.gate import code_faults, code_of, register_limit
 
 from gpu_actors.kernels.variants import kernel_source
@@ -37,33 +36,16 @@ def launch_by(kernel: str) -> dict[str, Any]:
     return {"kernel": kernel, "arch": "sm_90a" if kernel == SM90 else "sm_80"}
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("family", ["backward", "backward_sm90"])
-def test_they_agree_with_the_oracle_where_products_are_fused_into_sums(family: str) -> None:
-    FAMILIES[family].run("causal")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_that_see_no_key_and_keys_that_no_row_sees_have_gradients_of_zero(kernel: str) -> None:
-    gradients = check(launch_by(kernel), *operands_of(190, 20), causal=True)
-    assert (gradients.dq[:, :170] == 0).all()
-    gradients = check(launch_by(kernel), *operands_of(20, 290), causal=True, alignment="top_left")
-    assert (gradients.dk[:, 20:] == 0).all()
-    assert (gradients.dv[:, 20:] == 0).all()
-
-
 @pytest.mark.parametrize(("kernel", "rows"), [(MMA, 300), (SIMPLE, 100), (SM90, 500)])
 def test_sequences_longer_than_the_caller_said_are_answered_whole(kernel: str, rows: int) -> None:
     """A block then takes several tiles of keys, and some of none that a row sees."""
     check_sequences_longer_than_said(launch_by(kernel), rows)
 
 
-@pytest.mark.parametrize("special", [np.nan, np.inf])
 @pytest.mark.parametrize(("kernel", "rows"), [(MMA, 150), (SIMPLE, 70), (SM90, 300)])
-def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(kernel: str, rows: int, special: float) -> None:
+def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(kernel: str, rows: int) -> None:
     """A hidden pair is a 0 in a product, and 0 * NaN is NaN."""
-    for index in range(4):
+    for special, index in itertools.product((np.nan, np.inf), range(4)):
         arrays = operands_of(rows, rows)
         arrays[index][0, rows // 2, :, 3] = special
         problem, operands = problem_and_operands(*arrays, causal=True)
@@ -77,32 +59,24 @@ def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(kernel: 
 @pytest.mark.parametrize(
     ("kernel", "read", "written"),
     # 8 keeps rows on 16 bytes, what cp.async and TMA need; 3 keeps them on nothing.
-    [(MMA, 8, 8), (MMA, 1, 1), (MMA, 2, 2), (MMA, 3, 3), (SIMPLE, 3, 1), (SM90, 8, 8), (SM90, 8, 4), (SM90, 8, 3)],
+    [(MMA, 8, 8), (MMA, 2, 2), (MMA, 3, 3), (SIMPLE, 3, 1), (SM90, 8, 4), (SM90, 8, 3)],
 )
 def test_transposed_padded_views_are_read_and_written_in_place(kernel: str, read: int, written: int) -> None:
     check_padded_views(launch_by(kernel), read, written)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_dense_sequence_has_the_same_bits_alone_and_in_a_batch(kernel: str) -> None:
-    def answer(*arrays: Any) -> Any:
-        problem, operands = problem_and_operands(*arrays, causal=True)
-        return run(dataclasses.replace(problem, deterministic=kernel == SM90), operands, **launch_by(kernel))
-
-    arrays = operands_of(150, 113 if kernel == MMA else 213, batch=3, heads=4)
-    whole = answer(*arrays)
-    for index in range(3):
-        alone = answer(*(x[index : index + 1] for x in arrays))
-        for name in ("dk", "dv") if kernel == MMA else ("dq", "dk", "dv"):
-            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[index])
-
-
-def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_deterministic() -> None:
-    sweep = MMA_SWEEPS[4]
+@pytest.mark.parametrize(
+    ("kernel", "sweep"),
+    [(MMA, MMA_SWEEPS[4]), (SIMPLE, Sweep("float16", 64, None, "causal", varlen=True)), (SM90, SM90_SWEEPS[4])],
+    ids=KERNELS,
+)
+def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_deterministic(kernel: str, sweep: Sweep) -> None:
     case = case_of(sweep, 11, (100, 200), batch=3, heads=(2, 1))
     options = dict(case.options)
     ends_q, ends_k = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
-    whole = run_case(case, compute=sweep.compute, deterministic=True, arch=sweep.arch)
+    launch = {"kernel": kernel, "arch": sweep.arch}
+    how: dict[str, Any] = {"compute": sweep.compute, "deterministic": kernel != SIMPLE}
+    whole = run_case(case, **how, **launch)
     dout, q, k, v, out, lse = case.inputs
     for index, lengths in enumerate(case.forward.seqlens):
         if not all(lengths):
@@ -113,9 +87,9 @@ def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_determinist
             "cu_seqlens_k": np.array([0, keys.stop - keys.start], np.int32),
         }
         inputs = q[rows], k[keys], v[keys]
-        problem = backward_problem_of(*inputs, compute=sweep.compute, deterministic=True, **options, **ends)
+        problem = backward_problem_of(*inputs, **how, **options, **ends)
         operands = {"dout": dout[rows], "q": q[rows], "k": k[keys], "v": v[keys], "out": out[rows], **ends}
-        alone = run(problem, {**operands, "lse": np.ascontiguousarray(lse[:, rows])}, arch=sweep.arch)
+        alone = run(problem, {**operands, "lse": np.ascontiguousarray(lse[:, rows])}, **launch)
         np.testing.assert_array_equal(alone.dq, whole.dq[rows])
         np.testing.assert_array_equal(alone.dk, whole.dk[keys])
         np.testing.assert_array_equal(alone.dv, whole.dv[keys])
@@ -134,86 +108,74 @@ def test_every_delivery_and_schedule_gives_the_same_bits(
     kernel: str, sweep: Sweep, seqlens: tuple[int, int], names: tuple[str, ...]
 ) -> None:
     """Of those whose sums have an order. There are more tiles of queries than stages, so that every one is refilled."""
-    case = case_of(sweep, 5, seqlens, heads=(4, 2), batch=2 if kernel == SIMPLE else 1)
+    case = case_of(sweep, 5, seqlens, heads=(2, 1), batch=1)
     if kernel != SIMPLE:
         problem = backward_problem_of(*case.forward.inputs, **case.options)
         macros = kernel_source(key_of(problem, sweep.arch, kernel)).macros
         assert int(macros["STAGES"]) * int(macros["BLOCK_M"]) < seqlens[0]
-    assert_repeats(case, range(len(LAUNCHES)), names, kernel=kernel, arch=sweep.arch)
+    # Of each delivery one, and of each schedule but one.
+    assert_repeats(case, (0, 5, 10), names, kernel=kernel, arch=sweep.arch)
 
 
-def assert_repeats(case: BackwardCase, seeds: range, names: tuple[str, ...], **given: Any) -> Any:
-    """The gradients, of which these have the same bits in every launch."""
+def assert_repeats(case: BackwardCase, seeds: Iterable[int], names: tuple[str, ...], **given: Any) -> None:
+    """These gradients have the same bits in every launch."""
     # Like the hardware, functions would err by other amounts with each seed.
     first = run_case(case, arithmetic="nearest", **given)
     names = tuple(name for name in names if getattr(first, name) is not None)
     for seed in seeds:
         again = run_case(case, seed=seed, arithmetic="nearest", **given, **launch_of(seed))
         assert_same_bits([[getattr(result, name) for name in names] for result in (first, again)])
-    return first
 
 
-class TestDeterministic:
-    @staticmethod
-    def check_repeats(kernel: str, sweep: Sweep, count: int, case: BackwardCase) -> Any:
-        """Several key tiles add to dQ, or heads to the one dbias, from blocks that run at the same time."""
-        given = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True, "threads": 3}
-        return assert_repeats(case, range(count), GRADIENTS, **given)
+def _repeated() -> Iterator[Any]:
+    """(kernel, sweep, how often): where the rows `turns` of the matrix do not."""
+    yield pytest.param(MMA, MMA_SWEEPS[4], 8, id="mma")
+    yield pytest.param(SM90, SM90_SWEEPS[9], 6, id="sm90")
+    for kernel, sweeps, count in ((MMA, MMA_SWEEPS, 100), (SM90, SM90_SWEEPS, 20)):
+        for sweep in sweeps:
+            if sweep.deterministic:
+                marks = (pytest.mark.sweep, pytest.mark.timeout(600))
+                yield pytest.param(kernel, sweep, count, id=f"{kernel}-{sweep}", marks=marks)
 
-    @staticmethod
-    def sm90_case(sweep: Sweep) -> BackwardCase:
+
+@pytest.mark.parametrize(("kernel", "sweep", "count"), list(_repeated()))
+def test_deterministic_gradients_have_the_same_bits(kernel: str, sweep: Sweep, count: int) -> None:
+    """Several key tiles add to dQ, or heads to the one dbias, from blocks that run at the same time."""
+    if kernel == MMA:
+        case = case_of(sweep, 3, (40, 410), batch=1, heads=(2, 1))
+    else:
         biased = "bias" in sweep.options
         shape = {"seqlens": (40, 150), "heads": (4, 2)} if biased else {"seqlens": (90, 500), "heads": (1, 1)}
         case = case_of(sweep, 4, batch=1, **shape)
         if biased:  # of all heads, and of floats, which show the last bits
             case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
-        return cancelling(case)
-
-    def test_repeats_have_the_same_bits(self) -> None:
-        """Of floats, which show the last bits."""
-        sweep = MMA_SWEEPS[4]
-        self.check_repeats(MMA, sweep, 30, case_of(sweep, 3, (40, 410), batch=1, heads=(1, 1)))
-
-    @pytest.mark.parametrize(
-        ("sweep", "count"), [(SM90_SWEEPS[4], 20), (SM90_SWEEPS[18], 6), (SM90_SWEEPS[9], 6)], ids=str
-    )
-    def test_repeats_on_hopper_have_the_same_bits(self, sweep: Sweep, count: int) -> None:
-        self.check_repeats(SM90, sweep, count, self.sm90_case(sweep))
-
-    @pytest.mark.sweep
-    @pytest.mark.timeout(600)
-    @pytest.mark.parametrize("sweep", [sweep for sweep in MMA_SWEEPS if sweep.deterministic], ids=str)
-    def test_a_hundred_repeats_of_every_variant_have_the_same_bits(self, sweep: Sweep) -> None:
-        case = case_of(sweep, 3, (90, 410), batch=2, heads=(2, 1))
-        first = self.check_repeats(MMA, sweep, 100, case)
-        check_gradients(first, *case.arguments, out=case.out, lse=case.lse, compute=sweep.compute, **case.options)
-
-    @pytest.mark.sweep
-    @pytest.mark.timeout(600)
-    @pytest.mark.parametrize("sweep", [sweep for sweep in SM90_SWEEPS if sweep.deterministic], ids=str)
-    def test_repeats_of_every_variant_on_hopper_have_the_same_bits(self, sweep: Sweep) -> None:
-        self.check_repeats(SM90, sweep, 20, self.sm90_case(sweep))
-
-    @pytest.mark.parametrize("seed", [1, 6, 7], ids=["downwards", "from the third on", "every other"])
-    @pytest.mark.parametrize("kernel", [MMA, SM90])
-    def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(
-        self, kernel: str, seed: int
-    ) -> None:
-        """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
-        if kernel == MMA:
-            sweep = Sweep("float32", 96, None, "causal bias", compute="tf32", arch="sm_80", deterministic=True)
-            case = case_of(sweep, 3, (40, 200), batch=2, heads=(4, 2))
-            case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
-        else:  # packed sequences of several lengths, whose tiles of keys start by how many come after them
-            sweep = SM90_SWEEPS[4]
-            case = case_of(sweep, 3, (40, 600), batch=3, heads=(1, 1))
-        launch = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True}
-        first, again = (run_case(case, limit_seconds=20.0, **launch, **given) for given in ({}, {"seed": seed}))
-        for name in ("dq", "dk", "dv", "dbias"):
-            np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+        case = cancelling(case)
+    given = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True, "threads": 3}
+    assert_repeats(case, range(count), GRADIENTS, **given)
 
 
-@pytest.mark.parametrize("sweep", SIMPLE_SWEEPS[::3], ids=str)
+@pytest.mark.parametrize("kernel", [MMA, SM90])
+def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(kernel: str) -> None:
+    """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
+    if kernel == MMA:
+        sweep = Sweep("float32", 96, None, "causal bias", compute="tf32", arch="sm_80", deterministic=True)
+        case = case_of(sweep, 3, (40, 200), batch=2, heads=(4, 2))
+        case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
+    else:  # packed sequences of several lengths, whose tiles of keys start by how many come after them
+        sweep = SM90_SWEEPS[4]
+        case = case_of(sweep, 3, (40, 600), batch=3, heads=(1, 1))
+    launch = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True}
+    # Downwards, and from the third on.
+    first, *others = (run_case(case, limit_seconds=20.0, **launch, **given) for given in ({}, {"seed": 1}, {"seed": 6}))
+    for again, name in itertools.product(others, ("dq", "dk", "dv", "dbias")):
+        np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [pytest.param(sweep, marks=[pytest.mark.sweep] * (n not in (0, 3))) for n, sweep in enumerate(SIMPLE_SWEEPS)],
+    ids=str,
+)
 def test_machine_code_of_the_plain_kernel_has_no_faults(sweep: Sweep) -> None:
     case = case_of(sweep, 1, (40, 40), batch=1, heads=(2, 1))
     problem = backward_problem_of(*case.forward.inputs, compute=sweep.compute, **case.options)
