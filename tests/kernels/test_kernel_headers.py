@@ -1,9 +1,7 @@
-"""The headers that kernels share, function by function: element types, special functions, masks."""
+"""The headers that kernels share, function by function: element types and special functions."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import re
 import struct
 from typing import Any
@@ -16,12 +14,10 @@ from inside.emulation import EmulatedBuffer
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.reference import visible_keys
 
 # Functions of the shared headers, one kernel each.
 PROBE = """
 #include "common/philox.cuh"
-#include "common/mask.cuh"
 #include "ptx/math.cuh"
 struct Arguments { const void* in; void* out; int count; };
 #define PROBE(name, IN, OUT, expression)                                              \\
@@ -42,27 +38,22 @@ PROBE(tf32, float, float, round_significand<11>(x))
 PROBE(ex2, float, float, ptx::ex2(x))
 PROBE(lg2, float, float, ptx::lg2(x))
 PROBE(rcp, float, float, ptx::rcp(x))
-struct MaskCase { Mask mask; int row_begin, row_end, key_begin, key_end; };
-struct MaskAnswer { KeyTiles tiles; int all; };
-PROBE(tiles_of, MaskCase, MaskAnswer,
-      (MaskAnswer{x.mask.tiles<8>(x.row_begin, x.row_end),
-                  x.mask.all_visible(x.row_begin, x.row_end, x.key_begin, x.key_end)}))
 """
 
 
 ENTRIES = tuple(re.findall(r"^PROBE\((\w+)", PROBE, re.M))
 
 
-def probe_source(**changes: Any) -> KernelSource:
+def probe_source() -> KernelSource:
     q = np.zeros((1, 2, 1, 8), np.float32)
-    source = kernel_source(key_of(dataclasses.replace(problem_of(q, q, q), **changes), "sm_80"))
+    source = kernel_source(key_of(problem_of(q, q, q), "sm_80"))
     return KernelSource("probe.cu", PROBE, ENTRIES, source.headers, source.macros)
 
 
-def probe(entry: str, given: Any, out: Any, **changes: Any) -> Any:
+def probe(entry: str, given: Any, out: Any) -> Any:
     source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer(out.itemsize * len(given), "out")
     params = struct.pack("<QQi4x", source.address, result.address, len(given))
-    module_of(probe_source(**changes)).launch(entry, 1, 32, 0, params, [source, result])
+    module_of(probe_source()).launch(entry, 1, 32, 0, params, [source, result])
     return result.view(out, len(given))
 
 
@@ -126,56 +117,3 @@ class TestSharedHeaders:
             expected = np.where(np.abs(expected) < 2.0**-126, np.copysign(0, expected), expected).astype(np.float32)
         actual = probe(name, given, np.dtype(np.float32))
         np.testing.assert_allclose(actual, expected, rtol=3e-7, atol=0)
-
-    @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
-    @pytest.mark.parametrize(
-        "mask",
-        [
-            {},
-            {"causal": True},
-            {"window_size": (3, 2)},
-            {"window_size": (3, 2), "sink_tokens": 1},
-            {"causal": True, "window_size": (3, 2)},
-        ],
-        ids=["full", "causal", "window", "sinks", "causal_window"],
-    )
-    def test_key_tiles_are_those_that_hold_a_visible_key(self, mask, alignment):
-        mask = {**mask} if mask.get("sink_tokens") is None else {**mask, "causal": alignment == "top_left"}
-        cases, expected = mask_cases(mask, alignment)
-        kind = np.dtype("i4,i4,i4,i4")
-        found = probe("tiles_of", cases, kind, **mask)
-        for case, (sinks, begin, end, everything), (tiles, sees_all) in zip(
-            cases, found.tolist(), expected, strict=True
-        ):
-            assert sinks <= begin <= end, case
-            assert [*range(sinks), *range(begin, end)] == tiles, case
-            # Sink tokens may fill a tile without its being recognised as full.
-            assert everything == sees_all or (mask.get("sink_tokens") and not everything), case
-
-
-def mask_cases(mask: dict[str, Any], alignment: str) -> tuple[Any, list[tuple[list[int], bool]]]:
-    """Mask, rows and a tile of 8 keys; and the tiles with a visible key, and whether all of that tile is visible."""
-    causal, windowed = mask.get("causal", False), "window_size" in mask
-    bounds = itertools.product((0, 2, 9), (0, 5)) if windowed else [(99, 99)]
-    sinks = (1, 11) if mask.get("sink_tokens") else (0,)
-    lengths = ((1, 1), (5, 40), (40, 5), (24, 24), (17, 33), (9, 0))
-    cases, expected = [], []
-    for (left, right), tokens, (seqlen_q, seqlen_k) in itertools.product(bounds, sinks, lengths):
-        diagonal = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
-        for row_begin, key_begin in itertools.product(range(0, seqlen_q, 16), range(0, seqlen_k + 8, 8)):
-            rows = np.arange(row_begin, min(row_begin + 16, seqlen_q))
-            visible = visible_keys(
-                rows,
-                seqlen_q,
-                seqlen_k,
-                causal=causal,
-                alignment=alignment,
-                window_size=(left, right) if windowed else (-1, -1),
-                sink_tokens=tokens,
-            )
-            seen = np.ones((len(rows), seqlen_k), bool) if visible is None else visible
-            columns = np.flatnonzero(seen.any(axis=0))
-            tile = seen[:, key_begin : key_begin + 8]
-            cases.append((seqlen_k, diagonal, left, right, 0, tokens, rows[0], rows[-1] + 1, key_begin, key_begin + 8))
-            expected.append((sorted(set((columns // 8).tolist())), tile.shape[1] == 8 and bool(tile.all())))
-    return np.array(cases, "i4," * 9 + "i4"), expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -14,10 +15,27 @@ from inside.emulation import EmulatedBuffer
 from gpu_actors import KernelSource
 from gpu_actors.kernels.variants import kernel_source
 
+# Each function of a mask with each of its ways; the other combinations are for the sweep.
+USUAL = {
+    (False, "causal"),
+    (False, "window"),
+    (False, "causal sink tokens"),
+    (False, "window in a chunk"),
+    (True, "full"),
+    (True, "causal window"),
+    (True, "sink tokens"),
+    (True, "chunk and sink tokens"),
+}
 
-@pytest.mark.parametrize("positioned", [False, True])
-@pytest.mark.parametrize("mask", mask_probe.MASKS)
-def test_the_mask_agrees_with_itself_pair_by_pair(mask: str, positioned: bool) -> None:
+
+@pytest.mark.parametrize(
+    ("positioned", "mask"),
+    [
+        pytest.param(*case, marks=[pytest.mark.sweep] * (case not in USUAL))
+        for case in itertools.product((False, True), mask_probe.MASKS)
+    ],
+)
+def test_the_mask_agrees_with_itself_pair_by_pair(positioned: bool, mask: str) -> None:
     mask_probe.examine(mask, positioned=positioned)
 
 
@@ -81,6 +99,7 @@ MASKS: dict[str, dict[str, int]] = {
     "causal chunks": {"CAUSAL": 1, "WINDOW": 1, "CHUNKED": 1},
     "positions": {"CAUSAL": 1, "WINDOW": 1, "SINK_TOKENS": 1, "POSITIONS": 1},
 }
+USUAL_WHOLE = ("causal", "sink tokens", "causal chunks", "positions")
 SHAPE_COUNT = 400
 
 
@@ -104,7 +123,9 @@ def shapes(tile: tuple[int, int], largest: tuple[int, int], seed: int) -> np.nda
     return np.array(found, np.int32)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", [pytest.param(mask, marks=[pytest.mark.sweep] * (mask not in USUAL_WHOLE)) for mask in MASKS]
+)
 def test_tiles_that_forward_sm90_takes_as_whole_are_seen_by_all_rows(mask: str) -> None:
     q = np.zeros((1, 64, 1, 64), np.float16)
     source = kernel_source(key_of(problem_of(q, q, q, causal=True), "sm_90a", "forward_sm90"))
