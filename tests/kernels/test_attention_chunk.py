@@ -1,4 +1,4 @@
-"""Chunks of attention: the oracle by its definition, then gradients and caches of whole kernels."""
+"""Chunks of attention: gradients and caches of whole kernels. Forward's are rows of the matrix."""
 
 from __future__ import annotations
 
@@ -25,76 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def arrays(rows: int, keys: int, dtype: Any = np.float32, dim: int = 32) -> list[np.ndarray]:
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_forward_and_its_gradients(name: str, arch: str) -> None:
+    options, (rows, keys, dim) = OPTIONS[name], (90, 130, 32) if arch == "sm_80" else (150, 300, 64)
     rng = np.random.default_rng(3)
     shapes = ((2, rows, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim), (2, rows, 4, dim))
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-# The oracle
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_row_sees_the_keys_of_its_own_chunk(causal: bool) -> None:
-    q, k, v, dout = arrays(23, 40)
-    own = np.arange(23)[:, None] + 40 - 23
-    keys = np.arange(40)
-    seen = (own // 9 == keys // 9) & ((keys <= own) | (not causal))
-    bias = np.where(seen, 0, -np.inf).astype(np.float32)[None, None]
-    with ga.open_context("mock") as ctx:
-        chunked = ctx.flash_attn.forward(q, k, v, causal=causal, attention_chunk=9, return_lse=True).result(30)
-        biased = ctx.flash_attn.forward(q, k, v, bias=bias, return_lse=True).result(30)
-        np.testing.assert_allclose(chunked.out, biased.out, atol=1e-6)
-        np.testing.assert_allclose(chunked.lse, biased.lse, atol=1e-6)
-        found = ctx.flash_attn.backward(dout, q, k, v, *chunked, causal=causal, attention_chunk=9).result(30)
-        wanted = ctx.flash_attn.backward(dout, q, k, v, *biased, bias=bias).result(30)
-    for name in ("dq", "dk", "dv"):
-        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-5, err_msg=name)
-
-
-def test_rows_before_the_first_key_and_chunks_longer_than_the_sequence() -> None:
-    q, k, v, _ = arrays(30, 10)
-    with ga.open_context("mock") as ctx:
-        rows = ctx.flash_attn.forward(q, k, v, attention_chunk=8, return_lse=True).result(30)
-        assert np.isneginf(rows.lse[:, :, :20]).all()
-        assert (rows.out[:, :20] == 0).all()
-        assert np.isfinite(rows.lse[:, :, 20:]).all()
-        whole = ctx.flash_attn.forward(q, k, v, causal=True).result(30)
-        one = ctx.flash_attn.forward(q, k, v, causal=True, attention_chunk=10).result(30)
-    np.testing.assert_array_equal(one.out, whole.out)
-
-
-@pytest.mark.parametrize("chunk", [-1, 1.5, True, "8"])
-def test_a_chunk_is_a_count(chunk: Any) -> None:
-    q, k, v, _ = arrays(3, 3)
-    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest) as caught:
-        ctx.flash_attn.forward(q, k, v, attention_chunk=chunk).result(30)
-    assert caught.value.field == "attention_chunk"
-
-
-def test_a_row_decoded_from_a_cache_sees_what_it_sees_in_a_prefill() -> None:
-    q, k, v, _ = arrays(40, 40)
-    lengths = np.array([40, 27], np.int32)
-    with ga.open_context("mock") as ctx:
-        whole = ctx.flash_attn.forward(q, k, v, causal=True, attention_chunk=16).result(30)
-        last = q[[0, 1], lengths - 1][:, None]
-        paged = ctx.flash_attn.paged_forward(last, k, v, cache_seqlens=lengths, attention_chunk=16).result(30)
-        k_caches, v_caches = (list(np.ascontiguousarray(array.swapaxes(1, 2))) for array in (k, v))
-        single = ctx.flash_attn.decode(last[:, 0], k_caches, v_caches, lengths, attention_chunk=16).result(30)
-        with ctx.kv_cache(page_size=8, num_blocks=8, kv_heads=2, head_dim=32, dtype="float32") as cache:
-            seq = cache.create().result(30)
-            kept = cache.attend(q[:1], seq, k=k[:1], v=v[:1], attention_chunk=16).result(30)
-    np.testing.assert_allclose(paged.out[:, 0], whole.out[[0, 1], lengths - 1], atol=1e-6)
-    np.testing.assert_allclose(single.out, paged.out[:, 0], atol=1e-6)
-    np.testing.assert_allclose(kept.out, whole.out[:1], atol=1e-6)
-
-
-# Whole kernels
-
-
-def run(arch: str, options: dict[str, Any], dim: int = 32) -> None:
-    rows, keys = (90, 130) if arch == "sm_80" else (150, 300)
-    q, k, v, dout = arrays(rows, keys, ml_dtypes.bfloat16, dim)
+    q, k, v, dout = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in shapes)
     with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
         kernel = ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v, return_lse=True, **options)).kernel
         assert kernel == ("forward_sm90" if arch == "sm_90a" else "forward_mma")
@@ -103,14 +42,6 @@ def run(arch: str, options: dict[str, Any], dim: int = 32) -> None:
         for deterministic in (False, True):
             reply = ctx.flash_attn.backward(dout, q, k, v, *answer, deterministic=deterministic, **options)
             check_gradients(reply.result(300), dout, q, k, v, out=answer.out, lse=answer.lse, **options)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_forward_and_its_gradients(options: str, arch: str) -> None:
-    run(arch, OPTIONS[options], 32 if arch == "sm_80" else 64)
 
 
 @pytest.mark.timeout(600)

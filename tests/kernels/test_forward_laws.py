@@ -6,6 +6,7 @@ Its answers are compared with the oracle by the rows of `matrix`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -86,17 +87,17 @@ def test_every_delivery_and_schedule_gives_the_same_bits(kernel: Kernel) -> None
                 arithmetic="nearest",
                 **launch_of(seed),
             )
-            for seed in range(0, len(LAUNCHES), 5 if kernel.arch == "sm_90a" else 1)
+            for seed in range(0, len(LAUNCHES), 5)  # of each delivery one, and of each schedule but one
         ]
     )
 
 
 @every_kernel
 def test_a_dense_sequence_has_the_same_bits_alone_and_in_a_batch(kernel: Kernel) -> None:
-    q, k, v = kernel.operands(150, 213, batch=3, heads=4)
-    scales = {"q_descale": gaussian(5, (3, 2))} if kernel is FP8 else {}
+    q, k, v = kernel.operands(150, 213, batch=2, heads=4)
+    scales = {"q_descale": gaussian(5, (2, 2))} if kernel is FP8 else {}
     out, lse = kernel.answer(q, k, v, causal=True, blocks=2, **scales)
-    for n in range(3):
+    for n in range(2):
         own = {name: scale[n : n + 1] for name, scale in scales.items()}
         alone, alone_lse = kernel.answer(*(x[n : n + 1] for x in (q, k, v)), causal=True, **own)
         assert_same_bits([(alone[0], alone_lse[0]), (out[n], lse[n])])
@@ -127,10 +128,9 @@ def test_a_sequence_longer_than_its_maximum_is_still_computed_whole(kernel: Kern
 
 
 @every_kernel
-@pytest.mark.parametrize("special", [np.nan, np.inf])
-def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kernel, special: float) -> None:
+def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kernel) -> None:
     """Rows and keys of one tile: the weight 0 of a hidden key, times NaN, would be NaN. e4m3 has no infinities."""
-    for index in range(3):
+    for special, index in itertools.product((np.nan, np.inf), range(3)):
         operands = kernel.operands(150, 150)
         operands[index][0, 40, :, 3 :: kernel.dim - 4] = special
         out, _ = kernel.check(*operands, causal=True)
@@ -139,7 +139,7 @@ def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kerne
 
 
 PADDED = [(kernel, padding, None) for kernel, padding in ((SIMPLE, 3), (WIDE, 8), (WIDE, 3), (SM90, 8))]
-PADDED += [(MMA, padding, compute) for padding in (8, 1, 2, 3) for compute in (None, "tf32")]
+PADDED += [(MMA, 8, None), (MMA, 2, None), (MMA, 3, None), (MMA, 1, "tf32"), (MMA, 3, "tf32")]
 
 
 @pytest.mark.parametrize(("kernel", "padding", "compute"), PADDED)
@@ -166,8 +166,9 @@ def test_a_transposed_padded_view_is_read_and_written_in_place(
 # Precision
 
 
-@pytest.mark.parametrize("kernel", [MMA, SIMPLE], ids=str)
-@pytest.mark.parametrize("compute", ["tf32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "compute"), [(MMA, "tf32"), (MMA, "f16"), (MMA, "bf16"), (SIMPLE, "f16"), (SIMPLE, "bf16")]
+)
 def test_float32_computes_in_less_where_asked_and_keeps_its_range(kernel: Kernel, compute: str) -> None:
     q, k, v = kernel._replace(dtype="float32").operands(40, 100)
     exact, _ = SIMPLE.answer(q, k, v, causal=True)
@@ -217,24 +218,9 @@ def test_a_context_fuses_products_if_it_is_asked_to(fused: bool) -> None:
 # Of forward_sm90 alone
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_number_of_blocks_does_not_matter(causal: bool) -> None:
-    q, k, v = SM90.operands(300, 200, batch=3, heads=4)
-    assert_same_bits([SM90.answer(q, k, v, causal=causal, blocks=blocks) for blocks in (None, 1, 2, 7)])
-
-
-def test_the_last_section_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_actors.kernels.hopper import variant
-
-    q, k, v = SM90.operands(200, 70, heads=22)
-    results = [SM90.answer(q, k, v, causal=True, blocks=2)]
-    for section in (1, 2, 5, 11):
-        monkeypatch.setattr(variant, "_L2_BYTES", section * 70 * 256)
-        variant.sections_of.cache_clear()
-        results.append(SM90.answer(q, k, v, causal=True, blocks=2))
-    monkeypatch.undo()
-    variant.sections_of.cache_clear()
-    assert_same_bits(results)
+def test_the_number_of_blocks_does_not_matter() -> None:
+    q, k, v = SM90.operands(300, 200, batch=2, heads=4)
+    assert_same_bits([SM90.answer(q, k, v, causal=True, blocks=blocks) for blocks in (None, 1, 7)])
 
 
 def test_v_has_a_factor_of_its_own_and_the_lse_none_of_it() -> None:
@@ -262,12 +248,9 @@ def test_the_service_answers_8_bit_floats_with_it() -> None:
     padded[:, :, :2, 16:] = v
     with ga.open_context("emulated") as ctx:
         assert ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v, **descales)).kernel == "forward_sm90"
-        for values in (v, padded[:, :, :2, 16:]):
-            result = ctx.flash_attn.forward(q, k, values, causal=True, return_lse=True, **descales).result(60)
-            check_output(result.out, result.lse, q, k, v, causal=True, weights_dtype=E4M3, **descales)
-        ends = {"cu_seqlens_q": np.array([0, 150], np.int32), "cu_seqlens_k": np.array([0, 0], np.int32)}
-        one = {name: factors[:1] for name, factors in descales.items()}
-        assert (ctx.flash_attn.forward(q[0], k[0, :0], v[0, :0], causal=True, **ends, **one).result(60).out == 0).all()
+        apart = padded[:, :, :2, 16:]
+        result = ctx.flash_attn.forward(q, k, apart, causal=True, return_lse=True, **descales).result(60)
+        check_output(result.out, result.lse, q, k, v, causal=True, weights_dtype=E4M3, **descales)
 
 
 def test_every_tile_of_8_bit_floats_is_swept() -> None:
@@ -293,15 +276,9 @@ def in_dtype(dtype: str, **changes: Any) -> dict[str, Any]:
         ("forward_mma", "sm_80", in_dtype("float32", compute="tf32")),
         ("forward_simple", "sm_90a", in_dtype("float32", compute="f32")),
         ("forward_simple", "sm_90a", in_dtype("float64", compute="f64")),
-        *(
-            ("forward_wide", arch, in_dtype(dtype, compute=compute, head_dim=dim, head_dim_v=dim_v))
-            for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-            for dtype, compute, dim, dim_v in (
-                ("float16", "f16", 264, 264),
-                ("bfloat16", "bf16", 512, 256),
-                ("float16", "f16", 64, 512),
-            )
-        ),
+        ("forward_wide", "sm_80", in_dtype("float16", compute="f16", head_dim=264, head_dim_v=264)),
+        ("forward_wide", "sm_90a", in_dtype("bfloat16", compute="bf16", head_dim=512, head_dim_v=256)),
+        ("forward_wide", "sm_120a", in_dtype("float16", compute="f16", head_dim=64, head_dim_v=512)),
     ],
 )
 def test_a_kernel_takes_what_it_is_for(kernel: str, arch: str, changes: dict[str, Any]) -> None:

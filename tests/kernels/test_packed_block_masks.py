@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 from cases.block_lists import usually
+from cases.listed_tiles import listed_tiles
 from cases.packed_block_masks import (
-    BATCH,
     BLOCK,
-    KEYS,
     KINDS,
     PACKED,
-    ROWS,
     arrays_of,
     explicit,
     mask_of,
@@ -23,21 +22,15 @@ from cases.packed_block_masks import (
 from support.counting import counting
 
 import gpu_actors as ga
-from gpu_actors.kernels import variants
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Any:
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:
-        yield ctx
-
-
-@pytest.fixture(scope="module")
-def hopper() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
+def opened() -> Any:
+    """The device of an architecture, on Hopper with so few multiprocessors that each has several tiles."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
-        with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
-            yield ctx
+        options = (ga.ContextOptions(arch=arch) for arch in ("sm_80", "sm_90a"))
+        yield {each.arch: stack.enter_context(ga.open_context("emulated", each)) for each in options}
 
 
 WITHIN = {"float16": 4e-3, "bfloat16": 2e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 8e-2, "float64": 1e-12}
@@ -57,18 +50,18 @@ def check_forward(
     np.testing.assert_allclose(found.lse, lse, atol=4e-3 if dtype.startswith("float8") else 1e-3)
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True), (False, False, True)))
+@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_80", "forward_mma"), ("sm_90a", "forward_sm90")])
 def test_packed_sequences_have_lists_of_their_own(
-    emulated: ga.GpuContext, causal: bool, modified: bool, full: bool
+    opened: Any, arch: str, kernel: str, causal: bool, modified: bool, full: bool
 ) -> None:
-    check_forward(emulated, causal, modified, full, "forward_mma")
+    check_forward(opened[arch], causal, modified, full, kernel)
 
 
-@pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True), (False, True, True)))
-def test_packed_sequences_have_lists_of_their_own_on_hopper(
-    hopper: ga.GpuContext, causal: bool, modified: bool, full: bool
-) -> None:
-    check_forward(hopper, causal, modified, full, "forward_sm90")
+def assert_gradients(found: Any, wanted: Any) -> None:
+    for name in ("dq", "dk", "dv"):
+        mine, expected = (getattr(gradients, name).astype(np.float64) for gradients in (found, wanted))
+        np.testing.assert_allclose(mine, expected, atol=8e-3, rtol=8e-3, err_msg=name)
 
 
 def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
@@ -85,14 +78,12 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
         given[name][:BLOCK, 1] = np.nan
     assert ctx.flash_attn.inspect_key(ga.FlashBackward(**given, **options)).kernel == "backward_mma"
     found = ctx.flash_attn.backward(**poisoned(given), **options).result(100.0)
-    for name in ("dq", "dk", "dv"):
-        expected = getattr(wanted, name).astype(np.float64)
-        np.testing.assert_allclose(getattr(found, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+    assert_gradients(found, wanted)
 
 
 @pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
-def test_gradients_of_packed_sequences(emulated: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
-    check_backward(emulated, causal, modified, full)
+def test_gradients_of_packed_sequences(opened: Any, causal: bool, modified: bool, full: bool) -> None:
+    check_backward(opened["sm_80"], causal, modified, full)
 
 
 @pytest.mark.sweep
@@ -112,9 +103,8 @@ def test_blocks_of_packed_sequences_take_turns() -> None:
     ):
         with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", emulation=launch)) as ctx:
             answers.append(ctx.flash_attn.backward(**given, **options).result(100.0))
+    assert_gradients(answers[0], wanted)
     for name in ("dq", "dk", "dv"):
-        expected = getattr(wanted, name).astype(np.float64)
-        np.testing.assert_allclose(getattr(answers[0], name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
         np.testing.assert_array_equal(getattr(answers[1], name), getattr(answers[0], name))
 
 
@@ -170,9 +160,15 @@ COUNTED: tuple[tuple[str, str, str, int, int], ...] = (
 )
 
 
-def check_counted(patch: pytest.MonkeyPatch, arch: str, file: str, place: str, thread: int, times: int) -> None:
+@pytest.mark.parametrize(
+    ("arch", "file", "place", "thread", "times"),
+    [case if n < 1 else pytest.param(*case, marks=pytest.mark.sweep) for n, case in enumerate(COUNTED)],
+)
+def test_hidden_tiles_are_neither_loaded_nor_multiplied(
+    monkeypatch: pytest.MonkeyPatch, arch: str, file: str, place: str, thread: int, times: int
+) -> None:
     """As many tiles as the listed blocks have, less those behind the last row or key of each sequence."""
-    count = counting(patch, file, place, thread)
+    count = counting(monkeypatch, file, place, thread)
     arrays = arrays_of()
     options: dict[str, Any] = {**PACKED, "block_mask": mask_of(mask_mod=None)}
     with ga.open_context("emulated", ga.ContextOptions(arch="sm_80" if arch == "backward" else arch)) as ctx:
@@ -184,28 +180,16 @@ def check_counted(patch: pytest.MonkeyPatch, arch: str, file: str, place: str, t
             request = ga.FlashForward(**arrays, **options)
         key = ctx.flash_attn.inspect_key(request)
         ctx.flash_attn.submit(request).result(100.0)
-    macros = variants.kernel_source(key).macros
-    seen = 0
-    for n in range(BATCH):
-        rows, keys = np.arange(0, ROWS[n], int(macros["BLOCK_M"])), np.arange(0, KEYS[n], int(macros["BLOCK_N"]))
-        seen += (KINDS[n] > 0)[:, rows // BLOCK][:, :, keys // BLOCK].sum()
-    assert count.value == times * seen > 0
+    assert count.value == times * listed_tiles(key) > 0
 
 
 @pytest.mark.parametrize(
-    "counted",
-    [case if n < 2 else pytest.param(case, marks=pytest.mark.sweep) for n, case in enumerate(COUNTED)],
-    ids=lambda case: f"{case[0]} {case[2][:24]}",
+    "kernel", ["forward_mma", "forward_sm90", pytest.param("backward_mma", marks=pytest.mark.sweep)]
 )
-def test_hidden_tiles_are_neither_loaded_nor_multiplied(
-    counted: tuple[str, str, str, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_counted(monkeypatch, *counted)
-
-
-def check_longer_than_said(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, kernel: str) -> None:
+def test_what_no_list_can_name_is_hidden(kernel: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists end with the longest sequence that was said. What lengths on a device have behind that is hidden."""
-    patch.setattr("gpu_actors.planning.forward.check_cu_seqlens", lambda *_: None)
+    ctx = opened["sm_90a" if kernel == "forward_sm90" else "sm_80"]
+    monkeypatch.setattr("gpu_actors.planning.forward.check_cu_seqlens", lambda *_: None)
     arrays = arrays_of()
     said = {"max_seqlen_q": 2 * BLOCK, "max_seqlen_k": 4 * BLOCK}
     kinds = KINDS.copy()
@@ -221,28 +205,17 @@ def check_longer_than_said(ctx: ga.GpuContext, patch: pytest.MonkeyPatch, kernel
     gradients = ctx.flash_attn.backward(**arrays, **given, **PACKED, **said, block_mask=mask).result(100.0)
     with ga.open_context("mock") as mock:
         wanted = mock.flash_attn.backward(**arrays, **given, **PACKED, block_mask=mask_of(kinds)).result(100.0)
-    for name in ("dq", "dk", "dv"):
-        expected = getattr(wanted, name).astype(np.float64)
-        np.testing.assert_allclose(getattr(gradients, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+    assert_gradients(gradients, wanted)
 
 
-@pytest.mark.parametrize(
-    "kernel", ["forward_mma", "forward_sm90", pytest.param("backward_mma", marks=pytest.mark.sweep)]
-)
-def test_what_no_list_can_name_is_hidden(
-    kernel: str, emulated: ga.GpuContext, hopper: ga.GpuContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_longer_than_said(hopper if kernel == "forward_sm90" else emulated, monkeypatch, kernel)
-
-
-def test_dropout_keeps_its_seed(emulated: ga.GpuContext) -> None:
+def test_dropout_keeps_its_seed(opened: Any) -> None:
     arrays = arrays_of()
     options: dict[str, Any] = {**PACKED, "block_mask": mask_of(), "dropout_p": 0.5}
     with ga.open_context("mock") as mock:
         first, other = (
             mock.flash_attn.forward(**arrays, **options, dropout_seed=seed).result(100.0) for seed in (7, 8)
         )
-    found = emulated.flash_attn.forward(**arrays, **options, dropout_seed=7).result(100.0)
+    found = opened["sm_80"].flash_attn.forward(**arrays, **options, dropout_seed=7).result(100.0)
     np.testing.assert_allclose(found.out.astype(np.float64), first.out.astype(np.float64), atol=8e-3)
     assert abs(first.out.astype(np.float64) - other.out).max() > 0.1
 
@@ -250,7 +223,7 @@ def test_dropout_keeps_its_seed(emulated: ga.GpuContext) -> None:
 @pytest.mark.parametrize(
     "summed", ["kv", *(pytest.param(names, marks=pytest.mark.sweep) for names in ("k", "q", "qv"))]
 )
-def test_gradients_of_operands_that_a_batch_shares(emulated: ga.GpuContext, summed: str) -> None:
+def test_gradients_of_operands_that_a_batch_shares(opened: Any, summed: str) -> None:
     rng = np.random.default_rng(2)
     shapes = {"q": (2, 130, 4, 32), "k": (2, 260, 2, 32), "v": (2, 260, 2, 32)}
     given = {
@@ -263,7 +236,5 @@ def test_gradients_of_operands_that_a_batch_shares(emulated: ga.GpuContext, summ
         forward = mock.flash_attn.forward(**given, **options, return_lse=True).result(100.0)
         given |= {"dout": dout, "out": forward.out, "lse": forward.lse}
         wanted = mock.flash_attn.backward(**given, **options).result(100.0)
-    found = emulated.flash_attn.backward(**given, **options).result(100.0)
-    for name in ("dq", "dk", "dv"):
-        expected = getattr(wanted, name).astype(np.float64)
-        np.testing.assert_allclose(getattr(found, name).astype(np.float64), expected, atol=8e-3, rtol=8e-3)
+    found = opened["sm_80"].flash_attn.backward(**given, **options).result(100.0)
+    assert_gradients(found, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -105,16 +106,15 @@ def opened(arch: str) -> Any:
     return ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=emulation))
 
 
-@pytest.mark.parametrize("summed", SUMMED)
-def test_the_mock_device_adds_them_up(summed: str) -> None:
-    given = operands(summed, causal=True)
+def test_the_mock_device_adds_them_up() -> None:
     with ga.open_context("mock") as ctx:
-        for _ in range(2):  # the second finds the plan of the first
-            found = answered(ctx, given, causal=True)
-            for name, wanted in expected(given, summed, causal=True).items():
-                np.testing.assert_array_equal(getattr(found, name), wanted.astype(np.float16), err_msg=name)
-        whole = answered(ctx, repeated(given), causal=True)
-        assert whole.dk.shape == (BATCH, KEYS, HEADS_KV, DIM), "the same arrays by themselves are not shared"
+        for summed in SUMMED:
+            given = operands(summed, causal=True)
+            wanted = expected(given, summed, causal=True)
+            for _ in range(2):  # the second finds the plan of the first
+                found = answered(ctx, given, causal=True)
+                for name, sums in wanted.items():
+                    np.testing.assert_array_equal(getattr(found, name), sums.astype(np.float16), err_msg=name)
 
 
 def test_a_batch_that_repeats_an_array_has_a_gradient_for_each() -> None:
@@ -128,11 +128,12 @@ def test_a_batch_that_repeats_an_array_has_a_gradient_for_each() -> None:
 
 
 KERNELS = (
-    ("backward_mma", "sm_80", "float16", "kv", {"causal": True}),
-    ("backward_mma", "sm_90a", "bfloat16", "q", {}),
+    ("backward_mma", "sm_80", "float16", "kv", {}),  # the variant of most tests here
     ("backward_simple", "sm_80", "float64", "qv", {"window_size": (40, 3)}),
 )
 MORE = (
+    ("backward_mma", "sm_80", "float16", "kv", {"causal": True}),
+    ("backward_mma", "sm_90a", "bfloat16", "q", {}),
     ("backward_mma", "sm_80", "bfloat16", "qk", {"softcap": 5.0}),
     ("backward_mma", "sm_80", "float32", "v", {"compute": "tf32", "causal": True}),
     ("backward_simple", "sm_80", "float32", "kv", {}),
@@ -141,7 +142,11 @@ MORE = (
 )
 
 
-def check_kernels(kernel: str, arch: str, dtype: str, summed: str, options: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "arch", "dtype", "summed", "options"),
+    [*KERNELS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)],
+)
+def test_kernels_add_them_up(kernel: str, arch: str, dtype: str, summed: str, options: Mapping[str, Any]) -> None:
     math = {name: value for name, value in options.items() if name not in ("compute", "deterministic")}
     given = operands(summed, dtype, **math)
     with opened(arch) as ctx:
@@ -151,15 +156,8 @@ def check_kernels(kernel: str, arch: str, dtype: str, summed: str, options: Mapp
     check(found, given, summed, options.get("compute"), **math)
 
 
-SWEPT = [pytest.param(case, marks=pytest.mark.sweep) for case in (KERNELS[1], *MORE) if case != MORE[2]]
-
-
-@pytest.mark.parametrize("case", [KERNELS[0], KERNELS[2], MORE[2], *SWEPT], ids=str)
-def test_kernels_add_them_up(case: tuple[Any, ...]) -> None:
-    check_kernels(*case)
-
-
-def check_random(seed: int) -> None:
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 40))])
+def test_every_option_goes_with_them(seed: int) -> None:
     """Options as the seed draws them. NaN fills keys and values that no row sees, and rows that see none."""
     dtype = ("float16", "bfloat16", "float32", "float64")[seed // 2 % 4]
     rng, arch = np.random.default_rng((seed, 1)), ("sm_80", "sm_90a")[seed % 2]
@@ -185,50 +183,33 @@ def check_random(seed: int) -> None:
     check(found, given, summed, **case.options)
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 40))])
-def test_every_option_goes_with_them(seed: int) -> None:
-    check_random(seed)
-
-
-def check_schedules(kernel: str, summed: str, dtype: str = "float16") -> None:
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("kernel", "summed"), [("backward_mma", "kv"), pytest.param("backward_simple", "q", marks=pytest.mark.sweep)]
+)
+def test_they_do_so_in_every_schedule(kernel: str, summed: str, fused: bool) -> None:
     """The sum of what a batch without sharing gives in float32, to half a unit: each schedule and delivery."""
-    given = operands(summed, dtype)
+    given = operands(summed)
     whole = {name: np.broadcast_to(given[name], (BATCH, *given[name].shape[1:])) for name in "qkv"}
     problem = emulated_backward.backward_problem_of(*(whole[name] for name in "qkv"))
     problem = dataclasses.replace(problem, summed=summed)
     views = {name: emulated_backward.Strided(array, given[name]) for name, array in whole.items() if name in summed}
     sums = {f"d{name}": np.full(given[name].shape, np.nan, given[name].dtype) for name in summed}
     arrays = {**given, **views, **sums}
-    for delivery, schedule, seed in LAUNCHES:
-        launch = {"delivery": delivery, "schedule": schedule, "seed": seed}
-        found = emulated_backward.run(problem, arrays, arch="sm_80", kernel=kernel, **launch)
-        check(found, given, summed)
-
-
-SCHEDULED = (("backward_mma", "kv"), ("backward_simple", "q"))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "summed"), [SCHEDULED[1], *(pytest.param(*case, marks=pytest.mark.sweep) for case in SCHEDULED[:1])]
-)
-def test_they_do_so_in_every_schedule(kernel: str, summed: str) -> None:
-    check_schedules(kernel, summed)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("kernel", "summed"), SCHEDULED)
-def test_they_do_so_with_products_fused_and_the_hardwares_errors(kernel: str, summed: str) -> None:
-    with fused_products(), like_hardware():
-        check_schedules(kernel, summed)
+    with fused_products(fused), like_hardware() if fused else contextlib.nullcontext():
+        for delivery, schedule, seed in LAUNCHES:
+            launch = {"delivery": delivery, "schedule": schedule, "seed": seed}
+            found = emulated_backward.run(problem, arrays, arch="sm_80", kernel=kernel, **launch)
+            check(found, given, summed)
 
 
 def test_a_sum_is_rounded_once() -> None:
     """Parts that cancel but for less than a unit of one of them, and parts beyond float16's range."""
     rng = np.random.default_rng(0)
     rows, keys = 16, 1
-    q = rng.standard_normal((2, rows, 1, 32)).astype(np.float16)
-    k, v = (rng.standard_normal((1, keys, 1, 32)).astype(np.float16) for _ in range(2))
-    dout = np.zeros((2, rows, 1, 32), np.float16)
+    q = rng.standard_normal((2, rows, 1, DIM)).astype(np.float16)
+    k, v = (rng.standard_normal((1, keys, 1, dim)).astype(np.float16) for dim in (DIM, DIM_V))
+    dout = np.zeros((2, rows, 1, DIM_V), np.float16)
     # dv is the sum of dout over rows, as each row sees the one key alone.
     dout[0, :, 0, 0], dout[1, :, 0, 0] = 60000.0, -60000.0
     dout[0, 0, 0, 1], dout[1, 0, 0, 1] = 2048.0, -2048.0
@@ -237,10 +218,10 @@ def test_a_sum_is_rounded_once() -> None:
     dout[:, 1, 0, 2] = 2.0**-11  # half a unit of 1 each, rounded to even
     dout[1, 2, 0, 2] = 2.0**-12
     out = np.repeat(np.repeat(v, rows, axis=1), 2, axis=0)
-    lse = np.einsum("bihd,kjhd->bhi", q.astype(float), k.astype(float)).astype(np.float32) * np.float32(32**-0.5)
+    lse = np.einsum("bihd,kjhd->bhi", q.astype(float), k.astype(float)).astype(np.float32) * np.float32(DIM**-0.5)
     with opened("sm_80") as ctx:
         found = ctx.flash_attn.backward(dout, q, k, v, out, lse).result(100)
-    assert found.dv.shape == (1, 1, 1, 32)
+    assert found.dv.shape == (1, 1, 1, DIM_V)
     np.testing.assert_array_equal(found.dv[0, 0, 0, :3].astype(float), [0.0, 0.5, 2.0 + 2.0**-9])
 
 
@@ -275,28 +256,22 @@ def test_keys_of_sums_can_be_compiled_ahead() -> None:
         check_key(dataclasses.replace(forward, summed="k"))
 
 
-def test_padded_sequences_need_whole_batches() -> None:
-    given = operands("kv")
-    used = np.array([5, 70, 0], np.int32)
-    with ga.open_context("mock") as ctx, pytest.raises(ga.Unsupported, match="repeat it for each") as caught:
-        answered(ctx, given, seqused_q=used)
-    assert (caught.value.field, caught.value.nearest) == ("k", "a batch of 3")
-
-
 def test_batches_that_are_not_one_are_refused() -> None:
-    given = operands("")
+    """Padded sequences need whole batches."""
+    given, used = operands(""), np.array([5, 70, 0], np.int32)
     given["k"] = given["k"][:2]
-    with ga.open_context("mock") as ctx, pytest.raises(ga.InvalidRequest, match="must have q's batch, 3") as caught:
-        answered(ctx, given)
-    assert caught.value.field == "k"
+    with ga.open_context("mock") as ctx:
+        with pytest.raises(ga.InvalidRequest, match="must have q's batch, 3") as caught:
+            answered(ctx, given)
+        assert caught.value.field == "k"
+        with pytest.raises(ga.Unsupported, match="repeat it for each") as refused:
+            answered(ctx, operands("kv"), seqused_q=used)
+        assert (refused.value.field, refused.value.nearest) == ("k", "a batch of 3")
 
 
 def test_plans_of_shared_and_whole_batches_differ() -> None:
     with ga.open_context("mock") as ctx:
-        keys = {
-            ctx.flash_attn.inspect_key(ga.FlashBackward(**given))
-            for given in (operands("k"), operands("kv"), operands("q"), operands(""))
-        }
+        keys = {ctx.flash_attn.inspect_key(ga.FlashBackward(**operands(summed))) for summed in ("k", "kv", "q", "")}
     assert sorted(key.summed for key in keys) == ["", "k", "kv", "q"]
 
 

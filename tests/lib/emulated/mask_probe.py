@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from emulated.forward import key_of, problem_of
 from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
 from inside.kernels import kernel_source
-from support.gate import with_bug
 
 from gpu_actors import KernelSource
 
-__all__ = ["MASKS", "built_with_bug", "examine", "module_of", "probe_source"]
+__all__ = ["MASKS", "examine", "module_of"]
 
 _PROBE = """
 #include "common/mask.cuh"
@@ -80,7 +78,7 @@ MASKS: dict[str, dict[str, Any]] = {
 """Options of masks, by name."""
 
 
-def probe_source(mask: str, positioned: bool) -> KernelSource:
+def _probe_source(mask: str, positioned: bool) -> KernelSource:
     """The probe with the macros of a kernel of this mask."""
     q = np.zeros((1, 2, 1, 8), np.float32)
     problem = dataclasses.replace(problem_of(q, q, q, **MASKS[mask]), q_positions=2 if positioned else 0)
@@ -108,13 +106,13 @@ def _random_case(rng: np.random.Generator, mask: str, positioned: bool) -> list[
     return [seqlen_k, left, right, chunk, tokens, *steps, row_begin, row_end, key_begin, key_end, seqlen_q]
 
 
-def examine(mask: str, build: Any = module_of, cases: int = 400, positioned: bool = True) -> None:
+def examine(mask: str, positioned: bool, cases: int = 400) -> None:
     """Raise AssertionError where an answer of the mask contradicts what the rows see, pair by pair."""
     rng = np.random.default_rng(len(mask))
     given = np.array([_random_case(rng, mask, positioned) for _ in range(cases)], np.int32)
     source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 2 + 24) * 4 * cases, "out")
     params = struct.pack("<QQi4x", source.address, result.address, cases)
-    build(probe_source(mask, positioned)).launch("examine", 1, 32, 0, params, [source, result])
+    module_of(_probe_source(mask, positioned)).launch("examine", 1, 32, 0, params, [source, result])
     for case, answer in zip(given.tolist(), result.view(np.int32, (cases, -1)).tolist(), strict=True):
         _check_case(mask, case, answer)
 
@@ -165,13 +163,3 @@ def _check_case(mask: str, case: list[int], answer: list[int]) -> None:
     assert not (of_keys & ~found).any(), f"rows leave one out {case}"
     if key_end == key_begin + 1:
         np.testing.assert_array_equal(of_keys, found, f"rows hold one that sees nothing {case}")
-
-
-def built_with_bug(file: str, old: str, new: str, cache: Path) -> Any:
-    """What builds a source with a bug in it, for `examine`."""
-
-    def build(source: KernelSource) -> EmulatedModule:
-        bad = with_bug(source, file, old, new)
-        return build_module(bad.source, dict(bad.macros), dict(bad.headers), cache_dir=cache, entries=bad.entry_points)
-
-    return build
