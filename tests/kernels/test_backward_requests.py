@@ -11,7 +11,6 @@ import pytest
 from emulated.backward import backward_problem_of
 from emulated.gradients import answered, case_of
 from matrix.backward import SIMPLE_SWEEPS, SWEEPS
-from matrix.backward_sm90 import SWEEPS as SM90_SWEEPS
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain
@@ -30,25 +29,10 @@ def check(case: BackwardCase, gradients: ga.AttentionGradients) -> None:
     check_gradients(gradients, *case.arguments, repro=case.repro, **given, **case.options)
 
 
-def test_requests_of_several_lengths_share_the_kernels(ctx: ga.GpuContext) -> None:
-    cases = [case_of(SWEEPS[0], seed, lengths) for seed, lengths in enumerate(((70, 150), (1, 1), (130, 90)))]
-    replies = [ctx.flash_attn.backward(*case.inputs, **case.options) for case in cases]
-    for case, reply in zip(cases, replies, strict=True):
-        check(case, reply.result(60.0))
-
-
-def test_what_forward_answers_is_what_backward_takes(ctx: ga.GpuContext) -> None:
-    case = case_of(SWEEPS[0], 3, (90, 90))
-    dout, *inputs = case.arguments
-    out, lse = ctx.flash_attn.forward(*inputs, **case.options, return_lse=True).result(60.0)
-    gradients = ctx.flash_attn.backward(dout, *inputs, out, lse, **case.options).result(60.0)
-    check_gradients(gradients, *case.arguments, out=out, lse=lse, **case.options)
-
-
 def test_every_optional_gradient_comes_back_in_its_own_dtype() -> None:
     sweep = SWEEPS[2]
     with ga.open_context("emulated", ga.ContextOptions(arch=sweep.arch)) as ctx:
-        for seed in range(4):  # biases of either dtype, broadcast or not
+        for seed in range(2):  # biases of either dtype, broadcast or not
             case = case_of(sweep, seed, (40, 50), heads=(2, 1), batch=2)
             gradients = ctx.flash_attn.backward(*case.inputs, **case.options).result(60.0)
             check(case, gradients)
@@ -57,26 +41,15 @@ def test_every_optional_gradient_comes_back_in_its_own_dtype() -> None:
                 assert (gradient.shape, gradient.dtype) == (given.shape, given.dtype)
 
 
-def test_a_request_on_hopper_is_answered_by_its_kernels() -> None:
-    case = case_of(SM90_SWEEPS[0], 3, (90, 90), batch=1, heads=(2, 1))
-    with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
-        dout, q, k, v, out, lse = case.inputs
-        request = ga.FlashBackward(q=q, k=k, v=v, out=out, dout=dout, lse=lse, **case.options)
-        assert ctx.flash_attn.inspect_key(request).kernel == "backward_sm90"
-        check(case, ctx.flash_attn.submit(request).result(60.0))
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 40, 50), (2, 1, 40, 50), (1, 1, 1, 50), (2, 2, 1, 50)], ids=str)
-def test_a_bias_that_sequences_heads_or_rows_share_gets_the_sum_of_theirs(
-    ctx: ga.GpuContext, shape: tuple[int, ...]
-) -> None:
+def test_a_bias_that_sequences_heads_or_rows_share_gets_the_sum_of_theirs(ctx: ga.GpuContext) -> None:
     case = case_of(SIMPLE_SWEEPS[0], 9, (40, 50), batch=2, heads=(2, 1))
     whole = np.broadcast_to(case.options["bias"], (2, 2, 40, 50))
-    shared = np.ascontiguousarray(whole[tuple(slice(extent) for extent in shape)])
-    each = answered(case, case.options | {"bias": shared})
-    gradients = ctx.flash_attn.backward(*each.inputs, **each.options).result(60.0)
-    assert gradients.dbias.shape == shape
-    check(each, gradients)
+    for shape in ((1, 2, 40, 50), (2, 1, 40, 50), (1, 1, 1, 50), (2, 2, 1, 50)):
+        shared = np.ascontiguousarray(whole[tuple(slice(extent) for extent in shape)])
+        each = answered(case, case.options | {"bias": shared})
+        gradients = ctx.flash_attn.backward(*each.inputs, **each.options).result(60.0)
+        assert gradients.dbias.shape == shape
+        check(each, gradients)
 
 
 def test_a_mask_hides_keys_and_has_no_gradient(ctx: ga.GpuContext) -> None:
@@ -145,19 +118,20 @@ def dims(of_keys: int, of_values: int) -> dict[str, int]:
         ("backward_mma", "sm_80", typed("float32", "tf32")),
         ("backward_mma", "sm_80", {"softmax_scale": -0.5}),
         ("backward_mma", "sm_80", dims(32, 256)),
-        *(
-            ("backward_simple", arch, typed("float32", "f32") | changes)
-            for changes in ({}, typed("float64", "f64"), {"head_dim": 36}, dims(1, 255))
-            for arch in ("sm_80", "sm_86", "sm_90a", "sm_120a")
-        ),
-        *(
-            ("backward_sm90", "sm_90a", dims(*widths) | {"layout": layout})
-            for widths in ((32, 32), (40, 40), (64, 64), (96, 128), (128, 128), (192, 128), (136, 192), (256, 256))
-            for layout in ("dense", "varlen")
-        ),
+        ("backward_simple", "sm_80", typed("float32", "f32")),
+        ("backward_simple", "sm_90a", typed("float64", "f64")),
+        ("backward_simple", "sm_86", {"head_dim": 36}),
+        ("backward_simple", "sm_90a", dims(1, 255)),
+        *(("backward_sm90", "sm_90a", dims(*widths)) for widths in ((32, 32), (96, 128), (136, 192), (256, 256))),
         *(
             ("backward_sm90", "sm_90a", changes)
-            for changes in ({"bias": BIAS}, {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi": "heads"})
+            for changes in (
+                {"layout": "varlen"},
+                {"bias": BIAS},
+                {"dropout_p": 0.1},
+                {"softcap": 20.0},
+                {"alibi": "heads"},
+            )
         ),
     ],
 )

@@ -16,7 +16,6 @@ from inside.reference import visible_keys
 from support.timing import below, median_seconds, yardsticks
 
 from gpu_actors import AttentionProblem
-from gpu_actors.kernels.decode.params import decode_layout
 from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
 from gpu_actors.kernels.decode.variant import (
     ROW_TILES,
@@ -26,7 +25,6 @@ from gpu_actors.kernels.decode.variant import (
 )
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
-from gpu_actors.kernels.params import divider
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability
 
@@ -61,9 +59,9 @@ def walk(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
-    for seed in range(10):
+    for seed in range(3):
         case = draw(variant, seed)
-        for ranges in (1, 2, 5, 40):
+        for ranges in (1, 5, 40):
             _, _, schedule = planned(case, ranges)
             load, walked = schedule.workload, walk(schedule)
             tiles: dict[tuple[int, int], int] = {}
@@ -79,7 +77,7 @@ def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_tiles_are_those_that_hold_a_visible_key(variant):
     """Brute force over the oracle's masks. What a tile table leaves out would be a wrong number."""
-    for seed in range(6):
+    for seed in range(3):
         case = draw(variant, seed, 700)
         problem = problem_of(case, case.operands())
         key = key_of(problem, variant.arch)
@@ -111,41 +109,31 @@ def test_ranges_are_not_cut_smaller_than_it_is_worth():
     assert (plan.loads(schedule) > 0).sum() == (11 + ITEM_UNITS) // 2
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_no_range_is_as_short_as_the_beginning_of_an_item(kv_dtype):
-    lengths = np.full(1, 2048, np.int32)
-    problem = dataclasses.replace(plan.problem_of(lengths), kv_dtype=kv_dtype)
+def split_on_hopper(lengths: Any, **changes: Any) -> Schedule:
+    """Over the 132 multiprocessors of an H100."""
+    problem = dataclasses.replace(plan.problem_of(lengths), **changes)
     key = key_of(problem, "sm_90a")
-    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
     assert min_units(key) >= 2
-    used = schedule.positions[schedule.positions[:, 0] < 1][:, 1:3]
-    assert len(np.unique(used, axis=0)) == len(used) > 1, "no two ranges begin at one place"
+    return split_decode(problem, key, ranges_of(key, 132), lengths, None)
 
 
 def test_a_short_sequence_alone_keeps_nearly_all_multiprocessors_busy():
+    """No range is as short as the beginning of an item."""
     lengths = np.full(1, 2048, np.int32)
-    problem = plan.problem_of(lengths)
-    assert (problem.heads_q, problem.heads_kv, problem.head_dim) == (64, 8, 128)
-    key = key_of(problem, "sm_90a")
-    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
-    assert (plan.loads(schedule) > 0).sum() >= 0.9 * 132
+    assert (plan.loads(split_on_hopper(lengths)) > 0).sum() >= 0.9 * 132
+    for kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        positions = split_on_hopper(lengths, kv_dtype=kv_dtype).positions
+        used = positions[positions[:, 0] < 1][:, 1:3]
+        assert len(np.unique(used, axis=0)) == len(used) > 1, "no two ranges begin at one place"
 
 
-@pytest.mark.parametrize("name", plan.batches())
-def test_the_modelled_work_falls_evenly(name):
-    lengths = plan.batches()[name]
-    problem = plan.problem_of(lengths)
-    key = key_of(problem, "sm_90a")
-    schedule = split_decode(problem, key, ranges_of(key, 132), lengths, None)
-    assert 1.0 <= plan.balance(schedule) <= 1.1
-    assert (plan.loads(schedule) > 0).all(), "every block has work"
-
-
-def test_one_long_sequence_would_set_the_time_if_it_were_not_split():
-    lengths = plan.batches()["skewed_256"]
-    problem = plan.problem_of(lengths, num_splits=1)
-    key = key_of(problem, "sm_90a")
-    assert plan.balance(split_decode(problem, key, ranges_of(key, 132), lengths, None)) > 3
+def test_the_modelled_work_falls_evenly():
+    for name, lengths in plan.batches().items():
+        schedule = split_on_hopper(lengths)
+        assert 1.0 <= plan.balance(schedule) <= 1.1, name
+        assert (plan.loads(schedule) > 0).all(), "every block has work"
+    skewed = split_on_hopper(plan.batches()["skewed_256"], num_splits=1)
+    assert plan.balance(skewed) > 3, "one long sequence would set the time if it were not split"
 
 
 @pytest.mark.perf
@@ -171,12 +159,12 @@ class TestTiles:
         assert row_tile_of(wide) == 64
         assert row_tile_of(dataclasses.replace(wide, num_splits=2)) == 16
 
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
     def test_every_head_dim_has_a_tile_that_fits(self, arch):
         base = plan.problem_of(np.full(4, 100, np.int32))
         limit = shared_mem_limit(capability(arch))
         for kv_dtype, step in (("bfloat16", 8), ("float8_e4m3fn", 16)):
-            dims = range(32, 257, step)
+            dims = range(32, 257, 2 * step)
             for dim, dim_v, rows in itertools.product(dims, dims, ROW_TILES):
                 sizes = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8 * rows}
                 problem = dataclasses.replace(base, kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
@@ -184,25 +172,6 @@ class TestTiles:
                 assert tile.tile.stages >= 2
                 assert tile.shared_bytes <= limit
                 assert tile.blocks * (tile.shared_bytes + 1024) <= shared_a_multiprocessor(arch)
-
-    @pytest.mark.parametrize("page_size", [8, 16, 24, 40, 64, 104, 128, 256, 1000, 65_536, 1 << 29])
-    def test_pages_are_found_without_a_division(self, page_size):
-        factor, shift = divider(page_size)
-        edges = np.arange(
-            page_size, 1 << 30, max(page_size, (1 << 30) // 1000 // page_size * page_size), dtype=np.uint64
-        )
-        keys = np.concatenate([edges - 1, edges, edges + 1, np.array([0, 1, (1 << 30) - 1], np.uint64)])
-        keys = keys[keys < 1 << 30]
-        pages = keys * np.uint64(factor) >> np.uint64(32 + shift)
-        assert 0 <= factor < 1 << 32
-        np.testing.assert_array_equal(pages, keys // np.uint64(page_size))
-
-    def test_the_struct_is_laid_out_as_a_compiler_does(self):
-        layout = decode_layout()
-        assert layout.size % 8 == 0
-        offsets = {field.name: field.offset for field in layout.fields}
-        assert offsets["seq_lens"] % 8 == 0
-        assert offsets["attention.sinks_are_float"] < offsets["seq_lens"]
 
     def test_grids_and_scratch_do_not_depend_on_lengths(self):
         one, other = (plan.problem_of(np.full(4, length, np.int32)) for length in (64, 60))

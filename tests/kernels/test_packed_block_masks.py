@@ -33,21 +33,16 @@ def opened() -> Any:
         yield {each.arch: stack.enter_context(ga.open_context("emulated", each)) for each in options}
 
 
-WITHIN = {"float16": 4e-3, "bfloat16": 2e-2, "float8_e4m3fn": 8e-2, "float8_e5m2": 8e-2, "float64": 1e-12}
-
-
-def check_forward(
-    ctx: ga.GpuContext, causal: bool, modified: bool, full: bool, kernel: str, dtype: str = "float16"
-) -> None:
-    arrays = arrays_of(dtype)
+def check_forward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool, kernel: str) -> None:
+    arrays = arrays_of()
     mask = mask_of(full=full, mask_mod=near if modified else None)
     options: dict[str, Any] = {**PACKED, "causal": causal, "block_mask": mask, "return_lse": True}
     given = poisoned(arrays)
     assert ctx.flash_attn.inspect_key(ga.FlashForward(**given, **options)).kernel == kernel
     found = ctx.flash_attn.forward(**given, **options).result(100.0)
     out, lse = explicit(arrays, causal, modified)
-    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=WITHIN[dtype])
-    np.testing.assert_allclose(found.lse, lse, atol=4e-3 if dtype.startswith("float8") else 1e-3)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3)
+    np.testing.assert_allclose(found.lse, lse, atol=1e-3)
 
 
 @pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
@@ -124,30 +119,6 @@ def test_packed_sequences_in_every_delivery(
         check_forward(ctx, causal, True, True, kernel)
         if arch == "sm_80":
             check_backward(ctx, causal, True, True)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(
-    ("dtype", "dim"),
-    [
-        ("float16", 64),
-        ("bfloat16", 96),
-        ("bfloat16", 128),
-        ("float16", 256),
-        ("bfloat16", 320),
-        ("float64", 32),
-        ("float8_e4m3fn", 128),
-    ],
-)
-def test_every_tile_of_packed_sequences(arch: str, dtype: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if arch == "sm_80" and dtype.startswith("float8"):
-        pytest.skip("Hopper alone multiplies 8-bit floats in forward_sm90")
-    monkeypatch.setattr("cases.packed_block_masks.DIM", dim)
-    kernel = "forward_sm90" if arch == "sm_90a" else "forward_mma"
-    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
-        kernel = "forward_simple" if dtype == "float64" else "forward_wide" if dim > 256 else kernel
-        check_forward(ctx, True, True, True, kernel, dtype)
 
 
 COUNTED: tuple[tuple[str, str, str, int, int], ...] = (

@@ -55,15 +55,15 @@ def caches_of(arrays: dict[str, Any], page_size: int) -> dict[str, Any]:
     return found | ({"block_table": table} if page_size else {})
 
 
-def check(ctx: ga.GpuContext, page_size: int, causal: bool, modified: bool, dtype: str = "float16") -> None:
-    arrays = arrays_of(dtype)
+def check(ctx: ga.GpuContext, page_size: int, causal: bool, modified: bool) -> None:
+    arrays = arrays_of()
     mask = mask_of(mask_mod=near if modified else None)
     options: dict[str, Any] = {"softmax_scale": 0.2, "causal": causal, "block_mask": mask, "return_lse": True}
     given = caches_of(poisoned(arrays), page_size)
     assert ctx.flash_attn.inspect_key(ga.PagedForward(**given, **options)).kernel == "forward_sm90"
     found = ctx.flash_attn.paged_forward(**given, **options).result(100.0)
     out, lse = explicit(arrays, causal, modified)
-    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3 if dtype == "float16" else 2e-2)
+    np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3)
     np.testing.assert_allclose(found.lse, lse, atol=1e-3)
 
 
@@ -88,16 +88,6 @@ def test_lists_name_keys_wherever_their_pages_lie(
     hopper: ga.GpuContext, page_size: int, causal: bool, modified: bool
 ) -> None:
     check(hopper, page_size, causal, modified)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("page_size", [64, 0])
-def test_every_tile_over_caches(
-    hopper: ga.GpuContext, page_size: int, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cases.packed_block_masks.DIM", dim)
-    check(hopper, page_size, True, True, "bfloat16")
 
 
 @pytest.mark.sweep
