@@ -7,13 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import dispatch_key, program_of
-from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.support import example_problem
-from gpu_actors.kernels.variants import block_threads, kernel_source
 from gpu_actors.testing import check_gradients, check_output
 
 LLAMA: dict[str, Any] = {"causal": True, "attention_chunk": 50}
@@ -60,17 +55,3 @@ def test_rows_over_pages(arch: str) -> None:
     for n, length in enumerate(lengths):
         own = [array[n : n + 1, :length] for array in gathered]
         check_output(answer.out[n : n + 1], answer.lse[n : n + 1], q[n : n + 1], *own, causal=True, **options)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_variants_pass_the_gate(arch: str, direction: Any) -> None:
-    for causal in (True, False):
-        problem = example_problem(
-            "bfloat16", 64, direction=direction, causal=causal, attention_chunk=128, return_lse=direction == "forward"
-        )
-        for key in program_of(problem, dispatch_key(problem, arch)).keys:
-            code = code_of(kernel_source(key), key.kernel)
-            assert code_faults(code, register_limit(block_threads(key))) == [], key
-        assert check_key(dispatch_key(problem, arch)).attention_chunk

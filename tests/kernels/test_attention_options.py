@@ -135,6 +135,8 @@ def test_the_variants_pass_the_gate(arch: str) -> None:
         {"bias": ("bool", True, True), "direction": "backward"},
         {"alibi": "heads", "alibi_signed": True, "direction": "backward"},
         {"out_dtype": "float32", "layout": "cache", "seqlen_q": 1, "total_q": 1},
+        {"attention_chunk": 128, "causal": True}, {"attention_chunk": 128, "causal": True, "direction": "backward"},
+        {"attention_chunk": 128}, {"attention_chunk": 128, "direction": "backward"},
     ]  # fmt: skip
     for fields in features:
         problem = example_problem("bfloat16", 64, **fields)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated.backward import backward_problem_of
 from emulated.gradients import answered, case_of
 from matrix.backward import SIMPLE_SWEEPS, SWEEPS
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import dispatch_key, explain
 from gpu_actors.testing import BackwardCase, check_gradients
 
 
@@ -95,68 +92,3 @@ def test_the_key_says_whether_it_is_deterministic(ctx: ga.GpuContext) -> None:
     request = ga.FlashBackward(q=q, k=k, v=v, out=out, dout=dout, lse=lse, deterministic=True)
     key = ctx.flash_attn.inspect_key(request)
     assert (key.kernel, key.direction, key.deterministic) == ("backward_mma", "backward", True)
-
-
-def typed(dtype: str, compute: str) -> dict[str, Any]:
-    return {"dtype": dtype, "kv_dtype": dtype, "out_dtype": dtype, "compute": compute}
-
-
-Q = np.zeros((2, 200, 4, 64), np.float16)
-KV = np.zeros((2, 300, 2, 64), np.float16)
-BASE = backward_problem_of(Q, KV, KV)
-BIAS = ("float16", False, False)
-
-
-def dims(of_keys: int, of_values: int) -> dict[str, int]:
-    return {"head_dim": of_keys, "head_dim_v": of_values}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "arch", "changes"),
-    [
-        *(("backward_mma", arch, {}) for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")),
-        ("backward_mma", "sm_80", typed("float32", "tf32")),
-        ("backward_mma", "sm_80", {"softmax_scale": -0.5}),
-        ("backward_mma", "sm_80", dims(32, 256)),
-        ("backward_simple", "sm_80", typed("float32", "f32")),
-        ("backward_simple", "sm_90a", typed("float64", "f64")),
-        ("backward_simple", "sm_86", {"head_dim": 36}),
-        ("backward_simple", "sm_90a", dims(1, 255)),
-        *(("backward_sm90", "sm_90a", dims(*widths)) for widths in ((32, 32), (96, 128), (136, 192), (256, 256))),
-        *(
-            ("backward_sm90", "sm_90a", changes)
-            for changes in (
-                {"layout": "varlen"},
-                {"bias": BIAS},
-                {"dropout_p": 0.1},
-                {"softcap": 20.0},
-                {"alibi": "heads"},
-            )
-        ),
-    ],
-)
-def test_the_fastest_kernel_that_can_takes_a_problem(kernel: str, arch: str, changes: dict[str, Any]) -> None:
-    assert dispatch_key(dataclasses.replace(BASE, **changes), arch).kernel == kernel
-
-
-@pytest.mark.parametrize(
-    ("kernel", "changes", "taker", "nearest", "reason"),
-    [
-        ("backward_mma", {"head_dim": 36}, "backward_simple", 40, "multiples of 8"),
-        ("backward_mma", {"head_dim_v": 4}, "backward_simple", 8, "from 8 to 256"),
-        ("backward_mma", typed("float32", "f32"), "backward_simple", "tf32", "no float32"),
-        ("backward_mma", typed("float64", "f64"), "backward_simple", "bfloat16", "float16, float32, bfloat16"),
-        ("backward_sm90", {"bias": BIAS, "softcap": 20.0, "head_dim": 136}, "backward_mma", 128, "beside a derivative"),
-        ("backward_sm90", {"head_dim": 36}, "backward_simple", 40, "multiples of 8"),
-        ("backward_sm90", {"softmax_scale": 2.0**-40}, "backward_mma", 2.0**-30, "in fp32"),
-    ],
-)
-def test_what_a_kernel_refuses_another_takes_and_explain_says_why_and_what_comes_nearest(
-    kernel: str, changes: dict[str, Any], taker: str, nearest: object, reason: str
-) -> None:
-    problem, arch = dataclasses.replace(BASE, **changes), "sm_90a" if kernel == "backward_sm90" else "sm_80"
-    assert dispatch_key(problem, arch).kernel == taker
-    verdict = next(verdict for verdict in explain(problem, arch) if verdict.family == kernel)
-    assert not verdict.taken
-    assert reason in verdict.reason
-    assert f"nearest supported: {nearest!r}" in verdict.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,83 @@ class TestExplain:
         (verdict,) = explain(problem(head_dim=600), "sm_90a", SIMPLE)
         assert not verdict.taken
         assert "head_dim=600" in verdict.reason
+
+
+def forward(dtype: str = "float16", **changes: Any) -> AttentionProblem:
+    return dataclasses.replace(example_problem(dtype, 64), **changes)
+
+
+def backward(dtype: str = "float16", **changes: Any) -> AttentionProblem:
+    return dataclasses.replace(example_problem(dtype, 64, direction="backward"), **changes)
+
+
+def dims(of_keys: int, of_values: int) -> dict[str, int]:
+    return {"head_dim": of_keys, "head_dim_v": of_values}
+
+
+TF32 = {"compute": "tf32"}
+FP8 = "float8_e4m3fn"
+BIAS = {"bias": ("float16", False, False)}
+TAKEN = [
+    ("forward_mma", "sm_80", forward(**dims(32, 256))),
+    ("forward_mma", "sm_80", forward("float32", **TF32)),
+    ("forward_simple", "sm_90a", forward("float32", compute="f32")),
+    ("forward_simple", "sm_90a", forward("float64")),
+    ("forward_wide", "sm_80", forward(**dims(264, 264))),
+    ("forward_wide", "sm_90a", forward("bfloat16", **dims(512, 256))),
+    ("forward_wide", "sm_120a", forward(**dims(64, 512))),
+    *(("backward_mma", arch, backward()) for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")),
+    ("backward_mma", "sm_80", backward("float32", **TF32)),
+    ("backward_mma", "sm_80", backward(softmax_scale=-0.5)),
+    ("backward_mma", "sm_80", backward(**dims(32, 256))),
+    ("backward_simple", "sm_80", backward("float32", compute="f32")),
+    ("backward_simple", "sm_90a", backward("float64")),
+    ("backward_simple", "sm_86", backward(head_dim=36)),
+    ("backward_simple", "sm_90a", backward(**dims(1, 255))),
+    *(
+        ("backward_sm90", "sm_90a", backward(**dims(*widths)))
+        for widths in ((32, 32), (96, 128), (136, 192), (256, 256))
+    ),
+    *(
+        ("backward_sm90", "sm_90a", backward(**changes))
+        for changes in ({"layout": "varlen"}, BIAS, {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi": "heads"})
+    ),
+]
+# A family, the architecture, a problem, the kernel that takes it, and words of why the family does not.
+REFUSED = [
+    ("forward_mma", "sm_80", forward(head_dim=36), "forward_simple", "multiples of 8"),
+    ("forward_mma", "sm_80", forward(head_dim_v=4), "forward_simple", "from 8 to 256"),
+    ("forward_mma", "sm_80", forward(softmax_scale=0.0), "forward_simple", "positive scale"),
+    ("forward_mma", "sm_80", forward(softmax_scale=-1.0), "forward_simple", "positive scale"),
+    ("forward_wide", "sm_80", forward(**dims(500, 512)), "forward_simple", "multiples of 8 from 8 to 512"),
+    ("forward_wide", "sm_80", forward(**dims(512, 300)), "forward_simple", "multiples of 8"),
+    ("forward_wide", "sm_80", forward(**dims(512, 512), softmax_scale=-1.0), "forward_simple", "positive scale"),
+    ("forward_wide", "sm_80", forward("float32", **dims(512, 512), **TF32), "forward_simple", "float16, bfloat16"),
+    ("forward_sm90", "sm_90a", forward(FP8, head_dim=40), "forward_simple", ""),
+    ("forward_sm90", "sm_90a", forward(FP8, head_dim_v=72), "forward_simple", ""),
+    ("backward_mma", "sm_80", backward(head_dim=36), "backward_simple", "from 8 to 256 (nearest supported: 40)"),
+    ("backward_mma", "sm_80", backward(head_dim_v=4), "backward_simple", "from 8 to 256 (nearest supported: 8)"),
+    ("backward_mma", "sm_80", backward("float32", compute="f32"), "backward_simple", "nearest supported: 'tf32'"),
+    ("backward_mma", "sm_80", backward("float64"), "backward_simple", "float16, float32, bfloat16"),
+    ("backward_sm90", "sm_90a", backward(**BIAS, softcap=20.0, head_dim=136), "backward_mma", "beside a derivative"),
+    ("backward_sm90", "sm_90a", backward(head_dim=36), "backward_simple", "nearest supported: 40"),
+    ("backward_sm90", "sm_90a", backward(softmax_scale=2.0**-40), "backward_mma", "in fp32"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "arch", "given"), TAKEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_fastest_kernel_that_can_takes_a_problem(kernel, arch, given):
+    assert dispatch_key(given, arch).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "given", "taker", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_a_kernel_refuses_another_takes_and_explain_says_why(family, arch, given, taker, words):
+    assert dispatch_key(given, arch).kernel == taker
+    verdict = next(verdict for verdict in explain(given, arch) if verdict.family == family)
+    assert not verdict.taken
+    assert words in verdict.reason
 
 
 class TestSources:

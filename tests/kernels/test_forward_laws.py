@@ -19,7 +19,7 @@ from inside.package import ScoreMod
 from matrix import forward_sm90_fp8
 
 import gpu_actors as ga
-from gpu_actors.kernels.dispatch import dispatch_key, explain
+from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.tiles import TILES, tile_of
 from gpu_actors.kernels.variants import kernel_source
@@ -260,55 +260,6 @@ def test_every_tile_of_8_bit_floats_is_swept() -> None:
         problems.append(problem_of(*case.inputs, **case.options))
     found = {tile_of(key_of(problem, "sm_90a", "forward_sm90")) for problem in problems}
     assert found == {row.tile for row in TILES if row.kernel == "forward_sm90" and E4M3 in (row.dtypes or ())}
-
-
-# Dispatch
-
-
-def in_dtype(dtype: str, **changes: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), dtype), **changes}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "arch", "changes"),
-    [
-        ("forward_mma", "sm_80", {"head_dim": 32, "head_dim_v": 256}),
-        ("forward_mma", "sm_80", in_dtype("float32", compute="tf32")),
-        ("forward_simple", "sm_90a", in_dtype("float32", compute="f32")),
-        ("forward_simple", "sm_90a", in_dtype("float64", compute="f64")),
-        ("forward_wide", "sm_80", in_dtype("float16", compute="f16", head_dim=264, head_dim_v=264)),
-        ("forward_wide", "sm_90a", in_dtype("bfloat16", compute="bf16", head_dim=512, head_dim_v=256)),
-        ("forward_wide", "sm_120a", in_dtype("float16", compute="f16", head_dim=64, head_dim_v=512)),
-    ],
-)
-def test_a_kernel_takes_what_it_is_for(kernel: str, arch: str, changes: dict[str, Any]) -> None:
-    assert dispatch_key(dataclasses.replace(example_problem("float16", 64), **changes), arch).kernel == kernel
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dim", "changes", "reason"),
-    [
-        ("forward_mma", 64, {"head_dim": 36}, "multiples of 8"),
-        ("forward_mma", 64, {"head_dim_v": 4}, "from 8 to 256"),
-        ("forward_mma", 64, {"softmax_scale": 0.0}, "positive scale"),
-        ("forward_mma", 64, {"softmax_scale": -1.0}, "positive scale"),
-        ("forward_wide", 512, {"head_dim": 500}, "multiples of 8 from 8 to 512"),
-        ("forward_wide", 512, {"head_dim_v": 300}, "multiples of 8"),
-        ("forward_wide", 512, {"softmax_scale": -1.0}, "positive scale"),
-        ("forward_wide", 512, in_dtype("float32", compute="tf32"), "float16, bfloat16"),
-        ("forward_sm90", 64, in_dtype(E4M3, out_dtype="bfloat16", compute="fp8", head_dim=40), ""),
-        ("forward_sm90", 64, in_dtype(E4M3, out_dtype="bfloat16", compute="fp8", head_dim_v=72), ""),
-    ],
-)
-def test_what_a_kernel_refuses_goes_to_the_plain_one_and_explain_says_why(
-    kernel: str, dim: int, changes: dict[str, Any], reason: str
-) -> None:
-    arch = "sm_90a" if kernel == "forward_sm90" else "sm_80"
-    problem = dataclasses.replace(example_problem("bfloat16", dim), **changes)
-    assert dispatch_key(problem, arch).kernel == "forward_simple"
-    verdict = next(verdict for verdict in explain(problem, arch) if verdict.family == kernel)
-    assert not verdict.taken
-    assert reason in verdict.reason
 
 
 def test_tiles_of_block_masks_divide_the_blocks_of_wide_heads() -> None:
