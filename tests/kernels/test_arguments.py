@@ -128,6 +128,13 @@ class TestPacking:
             assert (packed["window_left"], packed["window_right"]) == expected
             assert packed["sink_tokens"] == UNBOUNDED
 
+    def test_dropout_packs_all_of_its_seed_with_threshold_and_scale(self):
+        seed = (1 << 64) - 3
+        problem = dataclasses.replace(DENSE, dropout_p=0.25)
+        packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES), dropout_seed=seed))
+        names = ("dropout_seed", "dropout_threshold", "dropout_scale")
+        assert [packed[name] for name in names] == [seed, 1 << 30, 1 / 0.75]
+
     @pytest.mark.parametrize("seed", [-1, 1 << 64])
     def test_a_seed_outside_64_bits_is_refused(self, seed):
         with pytest.raises(InvalidRequest, match="dropout_seed"):
