@@ -221,7 +221,7 @@ class TestDeviceArrays:
             caplog.set_level("INFO", logger="gpu_actors")
             assert ctx.flash_attn.inspect_key(request).kernel == kernel
             assert ("without TMA" in caplog.text) == (kernel != KERNEL)
-            ctx.flash_attn.submit(request).result(20)
+            ctx.flash_attn.submit(request).result(60)
             assert launched == [kernel]
 
     @pytest.mark.parametrize(("pitch", "kernel"), [(64, "backward_sm90"), (66, "backward_mma")])
@@ -239,7 +239,7 @@ class TestDeviceArrays:
         with service(cuda, monkeypatch) as ctx:
             for offset in (0, 2, 0):
                 operands = [self.array(cuda, shape, strides, offset) for _ in range(3)]
-                ctx.flash_attn.forward(*operands).result(20)
+                ctx.flash_attn.forward(*operands).result(60)
             assert launched == [KERNEL, "forward_mma", KERNEL]
 
     @pytest.mark.parametrize(("offset", "kernel"), [(0, KERNEL), (4, "forward_mma")])
@@ -250,7 +250,7 @@ class TestDeviceArrays:
         graph.output(out, uid=4, dtype="bfloat16")
         arrays = {uid: self.array(cuda, shape, (5120, 2560, 64, 1), offset) for uid in (1, 2, 3)}
         with service(cuda, monkeypatch) as ctx:
-            ctx.cudnn.execute(graph, arrays).result(20)
+            ctx.cudnn.execute(graph, arrays).result(60)
         assert launched == [kernel]
 
 
