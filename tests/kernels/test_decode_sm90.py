@@ -20,6 +20,7 @@ CASE = DecodeCase(
     random_batch(4, (300, 0, 5, 64), rows=8, heads=(4, 2), dim=128, dtype="bfloat16"), options={"causal": True}
 )
 PROBLEM = problem_of(CASE, CASE.operands())
+FP8_ROWS = {**dict.fromkeys(("dtype", "kv_dtype"), "float8_e4m3fn"), "out_dtype": "bfloat16", "compute": "fp8"}
 
 
 class TestDispatch:
@@ -33,6 +34,8 @@ class TestDispatch:
             ({"layout": "cache", "page_size": 0, "head_dim": 128, "head_dim_v": 40}, 64),
             ({"kv_dtype": "float8_e4m3fn", "descales": True}, 64),
             ({"kv_dtype": "float8_e5m2", "seqlen_q": 40}, 128),
+            # New rows of 8 bits, which forward_sm90 does not take over a cache.
+            ({**FP8_ROWS, "seqlen_q": 100}, 128),
         ],
     )
     def test_it_takes_sixteen_packed_rows_and_more(self, changes: dict[str, Any], row_tile: int) -> None:
