@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from cases.cached_batches import Batch, random_batch, tree_bits
 from support.service import eventually, has_handled
+from support.supervision import break_down
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan, MockClock
 
-TASKS = 512
+TASKS = 128
 
 
 def ask_pages(ctx: ga.GpuContext, batch: Batch, page_size: int = 16) -> Callable[..., ga.Reply[ga.AttentionOutput]]:
@@ -42,9 +43,8 @@ def ask_arrays(ctx: ga.GpuContext, batch: Batch) -> Callable[..., ga.Reply[ga.At
     return ask
 
 
-@pytest.mark.parametrize("ask_for", [ask_pages, ask_arrays])
-@pytest.mark.parametrize("num_splits", [0, 4])
-def test_512_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any, num_splits: int) -> None:
+@pytest.mark.parametrize(("ask_for", "num_splits"), [(ask_pages, 4), (ask_arrays, 0)])
+def test_128_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any, num_splits: int) -> None:
     lengths = np.random.default_rng(0).integers(0, 70, TASKS)
     batch = random_batch(1, lengths.tolist(), dtype="bfloat16")
 
@@ -61,7 +61,7 @@ def test_512_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any
                 options.clock.advance(1.0)
             return await asked, ctx.stats()["flash_attn"]
 
-    # Behind one launch all others wait together. Without it the scheduler says how many meet: 3 launches or 50.
+    # Behind one launch all others wait together. Without it the scheduler says how many meet.
     together, stats = asyncio.run(decode(one_at_a_time()))
     freely, _ = asyncio.run(decode(ga.ContextOptions()))
     alone, unmerged = asyncio.run(decode(ga.ContextOptions(coalesce_max=1)))
@@ -110,29 +110,6 @@ def test_results_are_views_of_one_output() -> None:
     assert launched == 1
     assert len({id(result.out.base) for result in results}) == 1
     assert all(result.out.shape == (1, 1, 4, 16) and result.lse.shape == (1, 4, 1) for result in results)
-
-
-def test_what_differs_in_anything_that_matters_is_launched_apart() -> None:
-    with ga.open_context("mock", one_at_a_time()) as ctx:
-        batch = random_batch(3, (30,) * 2, rows=2)
-        ask = ask_pages(ctx, batch)
-        other = ask_pages(ctx, batch)
-        sinks = np.ones(4, np.float32)
-        slopes = np.linspace(0.1, 0.4, 4, dtype=np.float32)
-        different: list[dict[str, Any]] = [
-            {}, {"softcap": 3.0}, {"softcap": 4.0}, {"softmax_scale": 0.5}, {"causal": False}, {"window_size": (3, -1)},
-            {"window_size": (4, -1)}, {"sinks": sinks}, {"sinks": sinks + 1}, {"alibi_slopes": slopes},
-            {"alibi_slopes": slopes * 2}, {"num_splits": 2}, {"sink_tokens": 1},
-            {"tree_mask": np.ones((1, 2), np.uint64)},
-        ]  # fmt: skip
-        results, launched = launches_of(
-            ctx, lambda: [ask(index % 2, **one) for index in range(4) for one in different] + [other(0)]
-        )
-        assert launched == len(different) + 1
-        for index, one in enumerate(different):
-            alone = ask(0, **one).result(10.0)
-            assert np.array_equal(results[index].out, alone.out)
-            assert np.array_equal(results[index].lse, alone.lse)
 
 
 @pytest.mark.parametrize("form", ["bool", "bits"])
@@ -298,26 +275,10 @@ def test_an_actor_that_dies_answers_what_it_had_gathered() -> None:
     options = ga.ContextOptions(coalesce_delay_us=1e6, clock=MockClock())
     with ga.open_context("mock", options) as ctx:
         ask = ask_pages(ctx, random_batch(11, (5,)))
-        for reply in (ask(0), ctx.flash_attn.submit(_Raise())):  # the first waits for others
-            with pytest.raises(ga.ActorFailed):
-                reply.result(10.0)
-
-
-class _Raise:
-    """A message whose very look-up raises."""
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        raise ZeroDivisionError("on purpose")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("coalesce_max", 0), ("coalesce_delay_us", -1.0), ("coalesce_delay_us", "1")]
-)
-def test_options_that_make_no_sense_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ga.InvalidRequest) as caught:
-        ga.ContextOptions(**{field: value})
-    assert caught.value.field == field
+        waiting = ask(0)
+        break_down(ctx.flash_attn)
+        with pytest.raises(ga.ActorFailed):
+            waiting.result(10.0)
 
 
 def test_requests_that_one_kernel_takes_alone_are_answered_by_it_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,90 +72,68 @@ def test_plans_are_cached_by_everything_that_matters() -> None:
         assert ctx.cudnn.plan_cache_stats().misses == len(variants)
 
 
-def test_plans_are_bounded_and_the_least_recently_used_goes() -> None:
-    with ga.open_context("mock") as ctx:
-
-        def ask(scale: float) -> None:
-            params = ga.AttentionParams(1, 1, 1, 1, 1, 8, scale=scale)
-            ctx.cudnn.mha_forward(params, *operands(params)).result(30.0)
-
-        for number in range(256):
-            ask(1.0 + number)
-        ask(1.0)
-        assert ctx.cudnn.plan_cache_stats() == (1, 256, 0, 256)
-        ask(1000.0)
-        assert ctx.cudnn.plan_cache_stats() == (1, 257, 1, 256)
-        ask(1.0)
-        assert ctx.cudnn.plan_cache_stats().hits == 2, "used lately, so kept"
-        ask(2.0)
-        assert ctx.cudnn.plan_cache_stats() == (2, 258, 2, 256)
-
-
 # Refusals
 
 
-WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"batch": -1}, "batch"),
-    ({"seq_q": -1}, "seq_q"),
-    ({"seq_kv": -1}, "seq_kv"),
-    ({"heads_q": 1.0}, "heads_q"),
-    ({"heads_kv": True}, "heads_kv"),
-    ({"head_dim": "16"}, "head_dim"),
-    ({"heads_kv": 3}, "heads_kv"),
-    ({"mask": "causal"}, "mask"),
-    ({"scale": float("nan")}, "scale"),
-    ({"scale": float("inf")}, "scale"),
-    ({"dropout_p": 1.0}, "dropout_p"),
-    ({"dropout_p": -0.5}, "dropout_p"),
-    ({"dropout_seed": -1}, "dropout_seed"),
-    ({"dropout_seed": 1 << 64}, "dropout_seed"),
-    ({"alignment": "middle"}, "alignment"),
-    ({"alignment": None}, "alignment"),
-    ({"scale": "1"}, "scale"),
-    ({"scale": 10**400}, "scale"),
-    ({"dropout_p": "0.5"}, "dropout_p"),
-    ({"dropout_seed": 1.5}, "dropout_seed"),
+def gradient_arrays(dtype: Any = np.float32) -> dict[str, Any]:
+    """All arrays of a backward request."""
+    q, k, v = operands(dtype=dtype)
+    return {"q": q, "k": k, "v": v, "o": q, "do": q, "stats": np.zeros((2, 4, 5, 1), np.float32)}
+
+
+WRONG_ARRAYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"q": normal(3, 4, 5, 16)}, "q", "(2, 4, 5, 16)"),
+    ({"q": normal(2, 5, 4, 16)}, "q", "(2, 4, 5, 16)"),
+    ({"q": normal(4, 5, 16)}, "q", "4 axes (batch, heads, seq, dim)"),
+    ({"k": normal(2, 4, 7, 16)}, "k", "(2, 2, 7, 16)"),
+    ({"k": normal(2, 2, 5, 16)}, "k", "(2, 2, 7, 16)"),
+    ({"v": normal(2, 2, 7, 8)}, "v", "(2, 2, 7, 16)"),
+    ({"v": [1.0]}, "v", "must be an array"),
+    ({"params": None}, "params", "must be AttentionParams"),
+    ({"bias": normal(1, 1, 7, 5)}, "bias", "(1, 1, 5, 7)"),
+    ({"k": normal(2, 2, 7, 16, dtype=np.float16)}, "k", "must have q's dtype"),
+]
+WRONG_GRADIENTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"o": normal(2, 4, 4, 16)}, "o", "must have the shape that the params give it, (2, 4, 5, 16)"),
+    ({"do": normal(2, 4, 4, 16)}, "do", "must have the shape that the params give it, (2, 4, 5, 16)"),
+    ({"stats": normal(2, 4, 4, 1)}, "stats", "must have the shape that the params give it, (2, 4, 5, 1)"),
+    ({"k": normal(2, 2, 6, 16)}, "k", "must have the shape that the params give it, (2, 2, 7, 16)"),
+    *(({name: None}, name, "") for name in ("o", "do", "stats")),
+    *(({name: normal(2, 4, 5, 16, dtype=np.float64)}, name, "") for name in ("o", "do")),
+    ({"stats": np.zeros((2, 4, 5, 1), np.float16)}, "stats", ""),
+    ({"deterministic": 1}, "deterministic", ""),
 ]
 
 
-@pytest.mark.parametrize(("changes", "field"), WRONG_PARAMS)
-def test_params_that_contradict_themselves_are_refused_when_made(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ga.InvalidRequest) as caught:
-        dataclasses.replace(PARAMS, **changes)
-    assert (caught.value.field, repr(caught.value.value)) == (field, repr(changes[field]))
-    assert "must" in caught.value.reason
+def test_arrays_that_disagree_with_the_params_are_refused_by_name(ctx: ga.GpuContext) -> None:
+    sound = {"params": PARAMS, **gradient_arrays()}
+    forward = {name: sound[name] for name in ("params", "q", "k", "v")}
+    asked = [(ga.MhaForward(**{**forward, **wrong[0]}), wrong) for wrong in WRONG_ARRAYS]
+    asked += [(ga.MhaBackward(**{**sound, **wrong[0]}), wrong) for wrong in WRONG_GRADIENTS]
+    for message, (_, field, reason) in asked:
+        with pytest.raises(ga.InvalidRequest) as caught:
+            ctx.cudnn.submit(message).result(30.0)
+        assert caught.value.field == field
+        assert reason in caught.value.reason
 
 
-@pytest.mark.parametrize("width", [0, -1, 1.0, True, "2", None])
-@pytest.mark.parametrize("mask", [ga.Mask.sliding_window, ga.Mask.causal_sliding_window])
-def test_a_window_without_the_rows_own_key_is_refused(mask: Any, width: Any) -> None:
-    with pytest.raises(ga.InvalidRequest, match="must be an int >= 1") as caught:
-        mask(width)
-    assert caught.value.field == "window"
+def test_forward_and_either_kind_of_backward_are_plans_of_their_own() -> None:
+    with ga.open_context("mock") as ctx:
+        arrays = gradient_arrays()
+        for _ in range(2):
+            for params in (PARAMS, PARAMS.with_dropout(0.0, 7)):
+                ctx.cudnn.mha_forward(params, *operands(), return_stats=True).result(30.0)
+                for deterministic in (False, True):
+                    ctx.cudnn.mha_backward(params, **arrays, deterministic=deterministic).result(30.0)
+        assert ctx.cudnn.plan_cache_stats().misses == 3
 
 
-WRONG_ARRAYS = {
-    "q's batch": ({"q": normal(3, 4, 5, 16)}, "q", "(2, 4, 5, 16)"),
-    "q in BSHD": ({"q": normal(2, 5, 4, 16)}, "q", "(2, 4, 5, 16)"),
-    "q's axes": ({"q": normal(4, 5, 16)}, "q", "4 axes (batch, heads, seq, dim)"),
-    "k's heads": ({"k": normal(2, 4, 7, 16)}, "k", "(2, 2, 7, 16)"),
-    "k's seq": ({"k": normal(2, 2, 5, 16)}, "k", "(2, 2, 7, 16)"),
-    "v's dim": ({"v": normal(2, 2, 7, 8)}, "v", "(2, 2, 7, 16)"),
-    "a list": ({"v": [1.0]}, "v", "must be an array"),
-    "no params": ({"params": None}, "params", "must be AttentionParams"),
-    "bias' shape": ({"bias": normal(1, 1, 7, 5)}, "bias", "(1, 1, 5, 7)"),
-    "mixed dtypes": ({"k": normal(2, 2, 7, 16, dtype=np.float16)}, "k", "must have q's dtype"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ARRAYS)
-def test_arrays_that_disagree_with_the_params_are_refused_by_name(ctx: ga.GpuContext, name: str) -> None:
-    changes, field, reason = WRONG_ARRAYS[name]
-    q, k, v = operands()
-    with pytest.raises(ga.InvalidRequest) as caught:
-        ctx.cudnn.submit(ga.MhaForward(**{"params": PARAMS, "q": q, "k": k, "v": v, **changes})).result(30.0)
-    assert caught.value.field == field
-    assert reason in caught.value.reason
+def test_a_scale_that_no_kernel_takes_is_refused_by_the_name_that_the_params_have() -> None:
+    params = ga.AttentionParams(1, 8, 8, 1, 1, 32, scale=1e37)
+    q = np.ones((1, 1, 8, 32), np.float16)
+    with ga.open_context("emulated") as emulated, pytest.raises(ga.Unsupported) as caught:
+        emulated.cudnn.mha_forward(params, q, q, q).result(30.0)
+    assert (caught.value.field, caught.value.nearest) == ("scale", 1e36)
 
 
 def test_params_describe_themselves() -> None:

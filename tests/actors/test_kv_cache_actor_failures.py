@@ -19,6 +19,7 @@ from support.kv_cache import (
     wait,
 )
 from support.service import eventually
+from support.supervision import break_down
 
 import gpu_actors as ga
 from gpu_actors.actors.kv_cache import _KvCoalescer
@@ -66,10 +67,8 @@ def test_an_actor_that_dies_answers_what_it_had_gathered_and_takes_no_pages_for_
         lost = cache.append(seq, *rows.new(20))
         gathered(ctx, 1)
         handle = ctx.actor(ga.KvCacheActor)
-        broken = handle.submit(BrokenMessage(cache._number))
-        for reply in (lost, broken):
-            with pytest.raises(ga.ActorFailed):
-                wait(reply)
+        break_down(handle, cache=cache._number)
+        assert isinstance(outcome(lost), ga.ActorFailed)
         eventually(lambda: handle.restarts == 1 and handle.state == "running")
         assert (cache.length(seq), cache.stats().free_blocks) == (3, 7)
         fork = wait(cache.fork(seq))
@@ -105,23 +104,12 @@ def test_calls_that_wait_for_a_launch_outlive_the_actor() -> None:
         fork = cache.fork(seq)
         taken(ctx)
         handle = ctx.actor(ga.KvCacheActor)
-        assert isinstance(outcome(handle.submit(BrokenMessage(cache._number))), ga.ActorFailed)
+        break_down(handle, cache=cache._number, error=SystemExit)
         eventually(lambda: handle.restarts == 1 and handle.state == "running")
         assert not fork.done()
         clock.advance(LATER)
         assert wait(appended) == 3
         assert wait(fork).cached == 3
-
-
-class BrokenMessage:
-    """Raises in the actor that looks at it."""
-
-    def __init__(self, cache: int) -> None:
-        self.cache = cache
-
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        raise SystemExit("on purpose")
 
 
 def test_a_fault_of_the_actor_is_not_blamed_on_the_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,44 +27,9 @@ from support.kv_cache import (
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors import ServiceActor
 from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_store import OpenedCache
-from gpu_actors.testing import FaultPlan, MockClock
-
-
-@pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
-def test_an_append_that_fails_leaves_no_trace(error: Any) -> None:
-    rows = Rows(1)
-    with opened(ga.ContextOptions(fault_plan=FaultPlan().fail(2, error).fail(4, error))) as (_, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(5)
-        wait(cache.append(seq, k, v))
-        before = cache.stats()
-        with pytest.raises(error):
-            wait(cache.append(seq, *rows.new(20)))
-        assert (cache.stats(), cache.length(seq)) == (before, 5)
-        fork = wait(cache.fork(seq))
-        wait(cache.append(fork, *rows.new(1)))
-        with pytest.raises(error):
-            wait(cache.attend(rows.q(1, 2), fork, k=rows.new(1, 2)[0], v=rows.new(1, 2)[1]))
-        assert cache.length(fork) == 6
-        assert holds(cache, seq, k, v)
-        wait(cache.free(seq), cache.free(fork))
-        assert cache.stats()[:4] == (8, 8, 0, 0)
-
-
-def test_a_copied_page_goes_back_when_the_launch_that_copied_it_fails() -> None:
-    rows = Rows(2)
-    with opened(ga.ContextOptions(fault_plan=FaultPlan().fail(2))) as (_, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(5)
-        wait(cache.append(seq, k, v))
-        fork = wait(cache.fork(seq))
-        with pytest.raises(ga.LaunchError):
-            wait(cache.append(fork, *rows.new(1)))
-        assert (cache.stats().free_blocks, cache.stats().shared_blocks) == (7, 1)
-        assert holds(cache, fork, k, v)
+from gpu_actors.testing import FaultPlan
 
 
 @pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
@@ -99,56 +64,6 @@ def test_what_was_launched_on_top_of_a_failed_append_fails_with_it(error: Any) -
         assert wait(cache.append(seq, *rows.new(2))) == 7
         stats = ctx.stats()["kv_cache"]
         assert (stats.launched, stats.failed) == (7, 4), "nothing is launched twice"
-
-
-def test_what_two_sequences_share_fails_only_where_a_failed_launch_wrote() -> None:
-    """A request that reads two sequences fails with either; what reads only the other sequence goes on."""
-    rows = Rows(20)
-    clock, options = slow(FaultPlan().fail(2), 2)
-    with opened(options) as (ctx, cache):
-        first, second, third = (wait(cache.create()) for _ in range(3))
-        wait(cache.append([first, second, third], *rows.new(3, 4)))
-        q, new = rows.q(2, 1), rows.new(2, 1)
-        lost = cache.append(first, *rows.new(1))
-        in_flight(ctx, 1)
-        both = cache.attend(q, [first, second], k=new[0], v=new[1])
-        in_flight(ctx, 2)
-        through = cache.append([second], *rows.new(1, 2))
-        in_flight(ctx, 3)
-        apart = cache.append(third, *rows.new(6))
-        in_flight(ctx, 4)
-        clock.advance(LATER)
-        error = outcome(lost)
-        assert isinstance(error, ga.LaunchError)
-        assert outcome(both) is error
-        assert outcome(through) is error, "it was to follow rows that the one before it did not write"
-        assert wait(apart) == 10
-        assert [cache.length(seq) for seq in (first, second, third)] == [4, 4, 10]
-
-
-def test_a_fork_whose_page_was_copied_by_a_failed_launch_is_untouched() -> None:
-    """Both copies of a shared page are in flight; the one that fails gives its page back, and the other stands."""
-    rows = Rows(21)
-    clock, options = slow(FaultPlan().fail(2), 2)
-    with opened(options) as (ctx, cache):
-        seq = wait(cache.create())
-        k, v = rows.new(5)
-        wait(cache.append(seq, k, v))
-        fork = wait(cache.fork(seq))
-        own = rows.new(2)
-        lost = cache.append(seq, *rows.new(2))
-        in_flight(ctx, 1)
-        kept = cache.append(fork, *own)
-        in_flight(ctx, 2)
-        clock.advance(LATER)
-        assert isinstance(outcome(lost), ga.LaunchError)
-        assert wait(kept) == 7
-        assert holds(cache, seq, k, v)
-        assert holds(cache, fork, *(np.concatenate(pair) for pair in zip((k, v), own, strict=True)))
-        assert (cache.stats().free_blocks, cache.stats().shared_blocks) == (6, 0)
-        more = rows.new(1)
-        assert wait(cache.append(seq, *more)) == 6
-        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip((k, v), more, strict=True)))
 
 
 def test_what_comes_later_waits_for_a_launch_and_sees_the_sequence_without_what_failed() -> None:
@@ -321,57 +236,3 @@ def test_a_shared_read_that_fails_takes_no_append_with_it() -> None:
         again = cache.attend(q[1:], seqs[1])
         launched(4)
         np.testing.assert_allclose(wait(again).out[0], attention(q[1], *kept[1]), rtol=1e-5, atol=1e-6)
-
-
-def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows: Rows) -> list[Any]:
-    """Three appends that waited together behind a launch, which has ended: sequence, rows and reply of each."""
-    seqs = [wait(cache.create()) for _ in range(4)]
-    first = cache.append(seqs[3], *rows.new(1))
-    in_flight(ctx, 1)
-    asked = [(seq, new, cache.append(seq, *new)) for seq in seqs[:3] for new in [rows.new(2)]]
-    clock.advance(LATER)
-    wait(first)
-    return asked
-
-
-def test_a_shared_launch_that_fails_fails_each_of_its_requests_and_no_page_is_lost() -> None:
-    rows = Rows(6)
-    clock, options = slow(FaultPlan().fail(2), 1, max_in_flight=1)
-    with opened(options) as (ctx, cache):
-        asked = shared_appends(ctx, cache, clock, rows)
-        errors = [outcome(reply) for _, _, reply in asked]
-        assert isinstance(errors[0], ga.LaunchError)
-        assert errors == [errors[0]] * 3
-        assert ctx.stats()["kv_cache"].launched == 2
-        assert [cache.length(seq) for seq, _, _ in asked] == [0, 0, 0]
-        assert cache.stats().free_blocks == 7
-        for seq, new, _ in asked:
-            assert wait(cache.append(seq, *new)) == 2
-            assert holds(cache, seq, *new)
-
-
-def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad_one_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A device refuses a launch at once where it has no memory for it, and nothing can have been launched behind it."""
-    rows = Rows(23)
-    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
-    launch, made = ServiceActor.launch, []
-
-    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
-        made.append(len(calls))
-        if len(calls) > 1 or len(made) == 4:
-            raise ga.OutOfDeviceMemory("no memory for scratch")
-        launch(self, calls, *arguments)
-
-    monkeypatch.setattr(ServiceActor, "launch", refusing)
-    with opened(options) as (ctx, cache):
-        asked = shared_appends(ctx, cache, clock, rows)
-        behind = cache.append(asked[0][0], *rows.new(1))
-        assert [type(outcome(reply)) for _, _, reply in asked] == [int, ga.OutOfDeviceMemory, int]
-        assert wait(behind) == 3
-        assert made[:5] == [1, 3, 1, 1, 1]
-        for index, (seq, new, _) in enumerate(asked):
-            assert cache.length(seq) == (3, 0, 2)[index]
-            assert index != 2 or holds(cache, seq, *new)
-        assert cache.stats().free_blocks == 8 - 3

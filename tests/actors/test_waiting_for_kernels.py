@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from inside.devices import Kernel
 from support.service import Gate, ask, eventually, has_handled, rows
+from support.supervision import break_down
 
 import gpu_actors as ga
 from gpu_actors.actors import nvrtc
@@ -61,18 +62,6 @@ def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compil
         assert len(compiling.compiled) == 1
 
 
-def test_a_request_that_waits_for_its_kernel_can_be_cancelled_and_can_expire(compiling: Compilations) -> None:
-    with ga.open_context("mock", COMPILING) as ctx:
-        cancelled, expired, patient = ask(ctx), ask(ctx, timeout=0.05), ask(ctx)
-        assert compiling.entered.wait(30.0)
-        assert cancelled.cancel()
-        with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
-            expired.result(30.0)
-        compiling.open()
-        patient.result(30.0)
-        assert ctx.stats()["flash_attn"].launched == 1
-
-
 def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Compilations) -> None:
     clock = MockClock()
     options = ga.ContextOptions(compile_on_mock=True, default_timeout=1.0, drain_timeout=2.0, clock=clock)
@@ -113,22 +102,11 @@ def test_the_wait_for_a_kernel_outlives_both_actors(compiling: Compilations) -> 
         waiting = ask(ctx)
         assert compiling.entered.wait(30.0)
         for actor in (ctx.flash_attn, ctx.nvrtc):
-            crash(actor)
+            break_down(actor)
             eventually(lambda actor=actor: actor.restarts == 1 and actor.state == "running")
         assert not waiting.done()
         compiling.open()
         assert waiting.result(30.0).out.shape == (1, 1, 1, 8)
-
-
-def crash(actor: ga.ActorHandle) -> None:
-    def broken(self: Any, call: Any) -> None:
-        raise ZeroDivisionError
-
-    actor_type = actor._cell.actor_type
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actor_type, "handle", broken)
-        with pytest.raises(ga.ActorFailed):
-            actor.submit(None).result(30.0)
 
 
 def test_requests_that_wait_for_a_kernel_count_towards_the_mailboxs_capacity(compiling: Compilations) -> None:

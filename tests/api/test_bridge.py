@@ -11,12 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import pytest
 from inside.bench import bridge, imports
-from inside.runtime import Outbox
 from support.loops import LOOPS, run
-from support.service import NO_COMPUTE, Gate, Scripted, answer, comes_true, eventually, launches, raises, rows, scripted
+from support.service import NO_COMPUTE, Gate, Scripted, answer, comes_true, eventually, launches, rows, scripted
 from support.timing import below, median_seconds, yardsticks
 
 import gpu_actors as ga
@@ -45,28 +43,8 @@ def in_threads(*targets: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_request_is_answered_on_every_kind_of_loop(loop: str) -> None:
-    async def main() -> None:
-        async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
-            assert (await ctx.flash_attn.forward(rows(), rows(), rows())).out.shape == (1, 1, 1, 8)
-            actor = ctx.actor(Scripted)
-            assert await asyncio.gather(*(actor.submit(answer(number)) for number in range(300))) == list(range(300))
-            with pytest.raises(ga.LaunchError):
-                await actor.submit(raises(ga.LaunchError("x")))
-            with pytest.raises(ga.DeadlineExceeded):
-                await actor.submit(lambda actor, call: None, timeout=0.01)
-            reply = actor.submit(lambda actor, call: None)
-            with anyio.move_on_after(0.01):
-                await reply
-            with pytest.raises(ga.RequestCancelled):
-                await reply
-
-    run(loop, main())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_4096_awaits_on_each_of_two_loops_lose_nothing(loop: str) -> None:
-    count = 4096
+def test_1024_awaits_on_each_of_two_loops_lose_nothing(loop: str) -> None:
+    count = 1024
     with scripted(mailbox_capacity=2 * count) as (ctx, actor):
 
         async def main(offset: int) -> None:
@@ -77,155 +55,6 @@ def test_4096_awaits_on_each_of_two_loops_lose_nothing(loop: str) -> None:
         in_threads(lambda: run(loop, main(0)), lambda: run(loop, main(count)))
         stats = ctx.stats()["scripted"]
     assert (stats.submitted, stats.completed, stats.queued) == (2 * count, 2 * count, 0)
-
-
-def test_waiters_of_many_loops_and_threads_mixed_all_get_their_own_answer() -> None:
-    with scripted(mailbox_capacity=10_000) as (_, actor):
-
-        async def main(offset: int) -> None:
-            for number in range(offset, offset + 100):
-                assert await actor.submit(answer(number)) == number
-
-        def block(offset: int) -> None:
-            for number in range(offset, offset + 100):
-                assert actor.submit(answer(number)).result(30.0) == number
-
-        in_threads(
-            *(lambda loop=loop, offset=offset: run(loop, main(offset)) for loop in LOOPS for offset in (0, 1000)),
-            *(lambda offset=offset: block(offset) for offset in (2000, 3000)),
-        )
-
-
-async def test_a_reply_may_cross_from_one_loop_to_another() -> None:
-    gate = Gate()
-    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
-        reply = ctx.actor(Scripted).submit(launches(gate, "crossed"))
-
-        async def wait() -> str:
-            return await reply
-
-        elsewhere = asyncio.create_task(asyncio.to_thread(run, "uvloop", wait()))
-        here = asyncio.create_task(wait())
-        await asyncio.to_thread(eventually, lambda: len(reply._call._waiters or ()) == 2)
-        gate.open()
-        assert await asyncio.gather(elsewhere, here) == ["crossed", "crossed"]
-
-
-async def test_anyio_task_groups_gather_replies() -> None:
-    results: list[int] = []
-    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
-
-        async def ask(number: int) -> None:
-            results.append(await ctx.actor(Scripted).submit(answer(number)))
-
-        async with anyio.create_task_group() as group:
-            for number in range(100):
-                group.start_soon(ask, number)
-    assert sorted(results) == list(range(100))
-
-
-async def test_an_error_in_a_task_group_cancels_the_requests_of_its_siblings() -> None:
-    options = ga.ContextOptions(actors=(Scripted,), max_in_flight=1)
-    gate = Gate()
-    async with ga.open_context("mock", options) as ctx:
-        actor = ctx.actor(Scripted)
-        busy = actor.submit(launches(gate))
-        await asyncio.to_thread(gate.entered.wait, 30.0)
-        siblings = [actor.submit(answer(None)) for _ in range(5)]
-
-        async def wait(reply: ga.Reply[Any]) -> None:
-            await reply
-
-        async def fail() -> None:
-            await actor.submit(answer(None), priority="x")  # type: ignore[arg-type]
-
-        async def group() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for reply in siblings:
-                    tasks.create_task(wait(reply))
-                tasks.create_task(fail())
-
-        with pytest.raises(ExceptionGroup) as caught:
-            await group()
-        assert caught.group_contains(ga.InvalidRequest)
-        assert ctx.stats()["scripted"].cancelled == 5
-        gate.open()
-        await busy
-
-
-async def test_replies_work_with_asyncios_own_helpers() -> None:
-    async with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
-        actor = ctx.actor(Scripted)
-        assert await asyncio.wait_for(actor.submit(answer(1)), 30.0) == 1
-        assert await asyncio.shield(actor.submit(answer(2))) == 2
-        done, _ = await asyncio.wait([asyncio.ensure_future(actor.submit(answer(3)))], timeout=30.0)
-        assert [task.result() for task in done] == [3]
-        async with asyncio.timeout(30.0):
-            assert await actor.submit(answer(4)) == 4
-        assert [await reply for reply in asyncio.as_completed([actor.submit(answer(5))])] == [5]
-
-
-async def test_a_shielded_request_is_not_cancelled() -> None:
-    gate = Gate()
-    options = ga.ContextOptions(actors=(Scripted,), max_in_flight=1)
-    async with ga.open_context("mock", options) as ctx:
-        actor = ctx.actor(Scripted)
-        actor.submit(launches(gate))
-        reply = actor.submit(launches(lambda: None, "kept"))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(reply), 0.01)
-        gate.open()
-        assert await reply == "kept"
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_that_ends_with_requests_in_flight_leaves_the_others_alone(loop: str) -> None:
-    gate = Gate()
-    with scripted(max_in_flight=1, mailbox_capacity=300) as (ctx, actor):
-        first = actor.submit(launches(gate, "first"))
-        assert gate.entered.wait(30.0)
-        abandoned: list[ga.Reply[Any]] = []
-
-        async def leave() -> None:
-            abandoned.extend(actor.submit(answer(number)) for number in range(100))
-            tasks = [asyncio.ensure_future(reply) for reply in abandoned]
-            await comes_true(lambda: all(reply._call._waiters for reply in abandoned))
-            assert not any(task.done() for task in tasks)
-
-        run(loop, leave())  # the runner cancels what its main task leaves, and that cancels the requests
-        assert all(reply.done() for reply in abandoned)
-        assert ctx.stats()["scripted"].cancelled == 100
-
-        async def stay() -> tuple[str, int]:
-            asyncio.get_running_loop().call_later(0.01, gate.open)
-            return await first, await actor.submit(answer(2))
-
-        assert run(loop, stay()) == ("first", 2)
-
-
-def test_an_outbox_wakes_each_loop_once_a_batch() -> None:
-    class CountingLoop:
-        def __init__(self) -> None:
-            self.calls: list[list[Any]] = []
-
-        def call_soon_threadsafe(self, function: Any, futures: list[Any]) -> None:
-            self.calls.append(futures)
-
-    class ClosedLoop(CountingLoop):
-        def call_soon_threadsafe(self, function: Any, futures: list[Any]) -> None:
-            raise RuntimeError("Event loop is closed")
-
-    class FakeWaiter:
-        def __init__(self, loop: CountingLoop) -> None:
-            self.loop = loop
-
-    one, closed, two = CountingLoop(), ClosedLoop(), CountingLoop()
-    outbox = Outbox()
-    for loop in (one, closed, two, one, two, one):
-        outbox.add([FakeWaiter(loop)])  # type: ignore[arg-type]
-    outbox.flush()
-    outbox.flush()
-    assert ([len(futures) for futures in one.calls], [len(futures) for futures in two.calls]) == ([3], [2])
 
 
 async def test_a_burst_of_answers_wakes_the_loop_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,14 +97,6 @@ async def test_a_handler_that_is_slow_does_not_hold_up_answers_of_launches() -> 
         assert await held_up == "slow"
 
 
-async def test_the_loop_is_never_blocked_by_submitting() -> None:
-    """With the actor stuck and its mailbox full, a thousand submissions return."""
-    async with stuck_actor() as (actor, stuck):
-        replies = [actor.submit(answer(None)) for _ in range(1000)]
-        assert sum(reply.done() for reply in replies) == 990
-        stuck.open()
-
-
 @pytest.mark.perf
 async def test_a_refused_submission_takes_half_a_millisecond_at_most() -> None:
     """2.2 yardsticks."""
@@ -304,7 +125,7 @@ def test_answers_survive_a_hostile_switch_interval() -> None:
         with scripted(mailbox_capacity=4096) as (ctx, actor):
 
             async def main() -> None:
-                for turn in range(30):
+                for turn in range(10):
                     replies = [actor.submit(answer((turn, number)), timeout=30.0) for number in range(20)]
                     replies[turn % 20].cancel()
                     results = await asyncio.gather(*replies, return_exceptions=True)
@@ -313,12 +134,12 @@ def test_answers_survive_a_hostile_switch_interval() -> None:
                         assert cancelled or result == (turn, number)
 
             def block() -> None:
-                for number in range(300):
+                for number in range(100):
                     assert actor.submit(answer(number)).result(30.0) == number
 
             in_threads(lambda: run("asyncio", main()), block, block)
             stats = ctx.stats()["scripted"]
-        assert stats.submitted == stats.completed + stats.failed + stats.cancelled == 1200
+        assert stats.submitted == stats.completed + stats.failed + stats.cancelled == 400
     finally:
         sys.setswitchinterval(interval)
 
@@ -326,8 +147,9 @@ def test_answers_survive_a_hostile_switch_interval() -> None:
 # What it costs
 
 
-def test_the_bridge_benchmark_measures_both_sides_in_one_run() -> None:
-    figures = bridge.run(concurrency=(16,), latencies=100, requests=256, rounds=2)
+def test_the_bridge_benchmark_measures_both_sides_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "_CROWD", 64)
+    figures = bridge.run(concurrency=(16,), latencies=100, requests=64, rounds=2)
     for loop in LOOPS:
         measured = figures[loop]
         assert set(measured["latency_us"]) == {"service", "to_thread", "ratio", "ratio_of_each_round"}

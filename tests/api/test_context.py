@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 from inside.runtime import Mailbox
-from support.service import Scripted, ask, eventually, no_threads_left, raises, rows, scripted
+from support.service import Scripted, answer, ask, eventually, no_threads_left, raises, scripted
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan
@@ -31,27 +30,15 @@ def test_a_fresh_context_says_what_it_runs_on() -> None:
         assert (health.state, health.ready, health.reason, health.generation) == ("ready", True, "", 1)
         assert health.actors == dict.fromkeys(("nvrtc", "flash_attn", "cudnn", "kv_cache", "kernels"), "running")
         assert health.oldest_launch is None
+        assert health.device is ctx.info
 
 
-def test_the_arch_can_be_chosen() -> None:
-    with ga.open_context("mock", ga.ContextOptions(arch="sm_80")) as ctx:
-        assert ctx.info.arch == "sm_80"
-        request = ga.FlashForward(q=rows(), k=rows(), v=rows())
-        assert ctx.flash_attn.inspect_key(request).arch == "sm_80"
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "", "MOCK", None, 0, b"mock"])
-def test_a_device_that_does_not_exist_is_refused_by_name(device: Any) -> None:
-    with pytest.raises(ga.InvalidRequest, match='must be "auto", "cuda"') as caught:
-        ga.open_context(device)
-    assert (caught.value.field, caught.value.value) == ("device", device)
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_1", "hopper", "90a"])
-def test_an_arch_that_does_not_exist_keeps_the_context_from_opening(arch: str) -> None:
-    with no_threads_left(), pytest.raises(ga.RequestError) as caught:
-        ga.open_context("mock", ga.ContextOptions(arch=arch))
-    assert (caught.value.field, caught.value.value) == ("arch", arch)
+def test_a_device_that_does_not_exist_is_refused_by_name() -> None:
+    digits = ("cuda:٣", "cuda:1٣", "cuda:²", "mock\n", "cuda:0\n")
+    for device in ("gpu", "cuda:", "cuda:x", "cuda:-1", "", "MOCK", None, 0, b"mock", *digits):
+        with pytest.raises(ga.InvalidRequest, match='must be "auto", "cuda"') as caught:
+            ga.open_context(device)  # type: ignore[arg-type]
+        assert (caught.value.field, caught.value.value) == ("device", device)
 
 
 @pytest.fixture
@@ -103,13 +90,6 @@ def test_a_program_that_makes_the_warning_an_error_opens_nothing(way: str) -> No
         WAYS[way](opener)
 
 
-@pytest.mark.usefixtures("no_driver")
-def test_a_device_that_was_asked_for_by_name_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    with ga.open_context("mock"):
-        pass
-    assert not caplog.records
-
-
 # Without "async with"
 
 
@@ -120,15 +100,6 @@ async def test_a_context_can_be_awaited_and_closed_later() -> None:
     assert (await reply).out.shape == (1, 1, 1, 8)
     assert ctx.health().state == "stopped"
     await ctx.aclose()
-
-
-async def test_an_awaited_opener_makes_a_context_each_time() -> None:
-    opener = ga.open_context("mock")
-    one, two = await opener, await opener
-    assert one.number != two.number
-    await one.aclose()
-    assert two.health().ready
-    await two.aclose()
 
 
 @pytest.mark.parametrize("use", ["async with", "await", "aclose", "reply", "cache"])
@@ -218,28 +189,6 @@ def test_a_completion_thread_that_cannot_be_started_is_tried_again(no_more_threa
 # Sharing
 
 
-def test_one_context_serves_several_threads_and_loops() -> None:
-    shapes: list[tuple[int, ...]] = []
-    with ga.open_context("mock", ga.ContextOptions(mailbox_capacity=4096)) as ctx:
-
-        async def wait() -> None:
-            results = await asyncio.gather(*(ask(ctx) for _ in range(50)))
-            shapes.extend(result.out.shape for result in results)
-
-        def block() -> None:
-            shapes.extend(ask(ctx).result(30.0).out.shape for _ in range(50))
-
-        threads = [threading.Thread(target=asyncio.run, args=(wait(),)) for _ in range(3)]
-        threads += [threading.Thread(target=block) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10.0)
-        stats = ctx.stats()["flash_attn"]
-    assert shapes == [(1, 1, 1, 8)] * 300
-    assert (stats.submitted, stats.completed) == (300, 300)
-
-
 def test_a_message_of_the_wrong_kind_is_refused_by_every_actor() -> None:
     with ga.open_context("mock") as ctx:
         for actor in (ctx.flash_attn, ctx.cudnn, ctx.nvrtc):
@@ -254,13 +203,16 @@ def test_a_child_can_be_found_by_its_type() -> None:
     with scripted() as (ctx, actor):
         assert ctx.actor(ga.FlashAttnActor) is ctx.flash_attn
         assert ctx.actor(Scripted) is actor
+        assert (actor.label, actor.state, actor.restarts) == ("scripted", "running", 0)
         with pytest.raises(KeyError, match=r"ContextOptions\(actors=\.\.\.\)"):
             ctx.actor(ga.ServiceActor)
 
 
-def test_stats_of_a_failed_request_are_there_when_its_waiter_wakes() -> None:
+def test_stats_of_a_request_are_there_when_its_waiter_wakes() -> None:
     with scripted() as (ctx, actor):
         for number in range(1, 20):
             with pytest.raises(ga.LaunchError):
                 actor.submit(raises(ga.LaunchError("x"))).result(30.0)
             assert ctx.stats()["scripted"].failed == number
+            actor.submit(answer(None)).result(30.0)
+            assert ctx.stats()["scripted"].completed == number

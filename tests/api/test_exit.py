@@ -47,59 +47,90 @@ def run(program: str, *, check: bool = True) -> subprocess.CompletedProcess[str]
     return run_python(PRELUDE + textwrap.dedent(program), check=check)
 
 
-def test_a_thread_that_waits_for_a_hung_launch_does_not_keep_the_program_from_ending() -> None:
-    done = run(
-        """
-        ctx = hung().__enter__()
-        replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
-        until_launched(ctx)
-        threads = [threading.Thread(target=report, args=(n, reply.result)) for n, reply in enumerate(replies)]
-        for thread in threads:
-            thread.start()
-        print("main ends", flush=True)
-        """
-    )
-    assert done.stdout.splitlines()[0] == "main ends"
-    assert sorted(done.stdout.splitlines()[1:]) == [
-        "0 ActorStopped the context is closed",
-        "1 ActorStopped the context is closed",
-    ]
-    assert done.stderr == ""
+WAITERS = """
+ctx = hung().__enter__()
+replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
+until_launched(ctx)
+
+def unreferenced():
+    ctx = hung().__enter__()
+    reply = ctx.flash_attn.forward(q, q, q)
+    until_launched(ctx)
+    return reply
+
+unheld = unreferenced()
+import gc; gc.collect()
+
+async def wait():
+    results = await asyncio.gather(*(ctx.flash_attn.forward(q, q, q) for _ in range(3)), return_exceptions=True)
+    say("loop", *(type(result).__name__ for result in results))
+
+def go_on():
+    threading.main_thread().join()
+    while ga.context.open_contexts():
+        time.sleep(0.001)
+    report("late", ctx.flash_attn.forward(q, q, q).result)
+
+threads = [threading.Thread(target=report, args=(name, reply.result)) for name, reply in zip("ab", replies)]
+threads.append(threading.Thread(target=report, args=("unreferenced", unheld.result)))
+threads += [threading.Thread(target=asyncio.run, args=(wait(),)), threading.Thread(target=go_on)]
+for thread in threads:
+    thread.start()
+while ctx.stats()["flash_attn"].submitted < 5:
+    time.sleep(0.001)
+say("main ends")
+"""
 
 
-def test_a_context_without_references_still_answers() -> None:
-    done = run(
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise KeyError('bug')"])
+def test_however_the_main_thread_ends_waiters_of_a_hung_launch_are_answered(ending: str) -> None:
+    """Threads and a loop that wait, for a context without a reference too; and a request that is made at the end."""
+    done = run(WAITERS + ending, check=False)
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1)
+    first, *answers = done.stdout.splitlines()
+    assert first == "main ends"
+    stopped = "ActorStopped the context is closed"
+    names = ("a", "b", "late", "unreferenced")
+    assert sorted(answers) == sorted([*(f"{name} {stopped}" for name in names), "loop" + 3 * " ActorStopped"])
+    assert "KeyError" in ending or done.stderr == ""
+
+
+def test_interrupting_a_program_that_waits_closes_its_context() -> None:
+    """In a thread's wait and in a task's."""
+    program = PRELUDE + textwrap.dedent(
         """
-        def ask():
-            ctx = hung().__enter__()
+        with hung(drain_timeout=0.1) as ctx:
             reply = ctx.flash_attn.forward(q, q, q)
             until_launched(ctx)
-            return reply
+            report("main", lambda: (say("waiting"), reply.result()))
+        report("after", reply.result)
 
-        reply = ask()
-        import gc; gc.collect()
-        threading.Thread(target=report, args=("waiter", reply.result)).start()
+        async def main():
+            global reply
+            async with hung(drain_timeout=0.1) as ctx:
+                reply = ctx.flash_attn.forward(q, q, q)
+                await asyncio.to_thread(until_launched, ctx)
+                say("waiting")
+                await reply
+
+        report("main", lambda: asyncio.run(main()))
+        report("after", reply.result)
         """
     )
-    assert done.stdout == "waiter ActorStopped the context is closed\n"
-    assert done.stderr == ""
-
-
-def test_a_loop_in_another_thread_is_answered_at_the_end() -> None:
-    done = run(
-        """
-        ctx = hung().__enter__()
-
-        async def wait():
-            results = await asyncio.gather(*(ctx.flash_attn.forward(q, q, q) for _ in range(3)), return_exceptions=True)
-            print([type(result).__name__ for result in results], flush=True)
-
-        threading.Thread(target=asyncio.run, args=(wait(),)).start()
-        until_launched(ctx)
-        """
-    )
-    assert done.stdout == "['ActorStopped', 'ActorStopped', 'ActorStopped']\n"
-    assert done.stderr == ""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        lines = []
+        for _ in range(2):
+            lines.append(process.stdout.readline())
+            interrupt(process.pid)
+            lines += [process.stdout.readline(), process.stdout.readline()]
+        try:
+            output, _ = process.communicate(timeout=200.0)
+        finally:
+            process.kill()
+    assert "".join(lines) == 2 * "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
+    assert output == ""
 
 
 def test_an_async_program_may_end_without_leaving_its_context() -> None:
@@ -122,106 +153,14 @@ def test_an_async_program_may_end_without_leaving_its_context() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "raise KeyError('bug')"])
-def test_however_the_main_thread_ends_waiters_are_answered(ending: str) -> None:
-    done = run(
-        f"""
-        ctx = hung().__enter__()
-        reply = ctx.flash_attn.forward(q, q, q)
-        until_launched(ctx)
-        threading.Thread(target=report, args=("waiter", reply.result)).start()
-        {ending}
-        """,
-        check=False,
-    )
-    assert done.stdout == "waiter ActorStopped the context is closed\n"
-    assert done.returncode == (1 if "KeyError" in ending else 3)
-
-
-def test_requests_made_while_the_program_ends_are_answered_too() -> None:
-    done = run(
-        """
-        ctx = ga.open_context("mock").__enter__()
-
-        def go_on():
-            threading.main_thread().join()
-            while ga.context.open_contexts():
-                time.sleep(0.001)
-            report("late", ctx.flash_attn.forward(q, q, q).result)
-
-        threading.Thread(target=go_on).start()
-        """
-    )
-    assert done.stdout == "late ActorStopped the context is closed\n"
-
-
-def test_interrupting_a_program_that_waits_ends_it() -> None:
-    program = PRELUDE + textwrap.dedent(
-        """
-        with hung(drain_timeout=0.1) as ctx:
-            reply = ctx.flash_attn.forward(q, q, q)
-            until_launched(ctx)
-            report("main", lambda: (print("waiting", flush=True), reply.result()))
-        report("after", reply.result)
-        """
-    )
-    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
-
-
-def test_interrupting_an_async_program_closes_its_context() -> None:
-    program = PRELUDE + textwrap.dedent(
-        """
-        async def main():
-            global reply
-            async with hung(drain_timeout=0.1) as ctx:
-                reply = ctx.flash_attn.forward(q, q, q)
-                await asyncio.to_thread(until_launched, ctx)
-                print("waiting", flush=True)
-                await reply
-
-        report("main", lambda: asyncio.run(main()))
-        report("after", reply.result)
-        """
-    )
-    assert interrupted(program) == "waiting\nmain KeyboardInterrupt \nafter ActorStopped the context is closed\n"
-
-
-def interrupted(program: str) -> str:
-    """What a program prints that is sent SIGINT once it has printed "waiting" and waits."""
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        interrupt(process.pid)
-        try:
-            output, _ = process.communicate(timeout=200.0)
-        finally:
-            process.kill()
-    return first + output
-
-
-def test_a_program_that_closed_its_context_ends_with_no_thread_of_ours() -> None:
-    done = run(
-        """
-        before = set(threading.enumerate())
-        with ga.open_context("mock") as ctx:
-            ctx.flash_attn.forward(q, q, q, timeout=5).result()
-        left = [thread for thread in threading.enumerate() if thread not in before]
-        for thread in left:
-            thread.join(30.0)
-        print([thread.name for thread in left if thread.is_alive()])
-        """
-    )
-    assert done.stdout == "[]\n"
-
-
 def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
-    """Threads do not survive a fork: the child's copy of a context answers no request."""
+    """Threads do not survive a fork: the child's copy of a context answers no request. The child is another process."""
     done = run(
         """
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
-        clock = MockClock()
+        from gpu_actors.process import incarnation
+        before, clock = incarnation(), MockClock()
         options = ga.ContextOptions(fault_plan=FaultPlan().delay(1.0, launch=2), clock=clock)
         with ga.open_context("mock", options) as ctx:
             ctx.flash_attn.forward(q, q, q).result()
@@ -232,21 +171,23 @@ def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
             if child == 0:
                 report("child", ctx.flash_attn.forward(q, q, q, timeout=5).result)
                 report("child's copy", pending.result)
-                print(ctx.health().state, flush=True)
+                say(ctx.health().state, len(before), len(incarnation()), before == incarnation())
                 sys.exit()  # leaves the context, which is not the child's to close
             os.waitpid(child, 0)
             clock.advance(1.0)
             report("parent", ctx.flash_attn.forward(q, q, q).result)
             report("pending", pending.result)
+            say(before == incarnation())
         """
     )
     stayed_behind = "ActorStopped the context belongs to the process that opened it"
     assert done.stdout.splitlines() == [
         f"child {stayed_behind}",
         f"child's copy {stayed_behind}",
-        "failed",
+        "failed 8 8 False",
         "parent answered",
         "pending answered",
+        "True",
     ]
 
 

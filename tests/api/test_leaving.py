@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -36,7 +35,7 @@ class SlowOpening(Scripted):
         type(self).gate()
 
 
-@pytest.mark.parametrize("how", ["task", "task twice", "scope", "timeout"])
+@pytest.mark.parametrize("how", ["task twice", "scope"])
 async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) -> None:
     SlowOpening.gate = gate = Gate()
     with no_threads_left():
@@ -45,36 +44,30 @@ async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) ->
             async with ga.open_context("mock", ga.ContextOptions(actors=(SlowOpening,))):
                 await anyio.sleep_forever()
 
-        if how.startswith("task"):
-            task = asyncio.create_task(open_it())
-            await asyncio.to_thread(gate.entered.wait, 30.0)
-            for _ in how.split():
-                task.cancel()
-                await asyncio.sleep(0)  # in which the task hears of it
-            gate.open()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        elif how == "scope":
+        if how == "scope":
             with anyio.move_on_after(0.03):
                 threading.Timer(0.1, gate.open).start()
                 await open_it()
-        else:
-            with contextlib.suppress(TimeoutError):
-                threading.Timer(0.1, gate.open).start()
-                await asyncio.wait_for(open_it(), 0.03)
+            return
+        task = asyncio.create_task(open_it())
+        await asyncio.to_thread(gate.entered.wait, 30.0)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)  # in which the task hears of it
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 @pytest.mark.usefixtures("patient_closing")
-@pytest.mark.parametrize("how", ["task", "scope", "timeout"])
+@pytest.mark.parametrize("how", ["task", "scope"])
 async def test_a_task_that_is_cancelled_while_it_leaves_still_closes(how: str) -> None:
     with no_threads_left():
-        replies: list[ga.Reply[Any]] = []
         drain = 0.3 if how == "scope" else 60.0
         options = ga.ContextOptions(fault_plan=FaultPlan().hang(launch=1), drain_timeout=drain)
         opener = ga.open_context("mock", options)
         context = await opener.__aenter__()
-        replies.append(ask(context))
-        leaving = asyncio.Event()
+        reply, leaving = ask(context), asyncio.Event()
 
         async def leave() -> None:
             leaving.set()
@@ -87,16 +80,13 @@ async def test_a_task_that_is_cancelled_while_it_leaves_still_closes(how: str) -
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        elif how == "scope":
+        else:
             with anyio.move_on_after(0.1):
                 await leave()
-        else:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(leave(), 0.1)
         assert time.monotonic() - began < AT_ONCE
         assert context.health().state == "stopped"
         with pytest.raises(ga.ActorStopped):
-            await replies[0]
+            await reply
 
 
 async def test_leaving_needs_none_of_the_threads_that_wait_for_its_replies() -> None:
@@ -142,13 +132,6 @@ def test_drain_refuses_new_requests_and_waits_for_what_is_queued_and_in_flight()
         assert (in_flight.result(0.0), queued.result(0.0)) == ("in flight", "queued")
         assert ctx.drain().result(30.0) is None
         assert ctx.health().state == "draining", "draining is not undone"
-
-
-async def test_drain_can_be_awaited() -> None:
-    async with ga.open_context("mock") as ctx:
-        replies = [ask(ctx) for _ in range(50)]
-        await ctx.drain()
-        assert all(reply.done() for reply in replies)
 
 
 def test_drain_waits_for_a_launch_whose_deadline_has_passed() -> None:
@@ -221,20 +204,7 @@ def test_drain_of_a_lost_context_does_not_wait_for_launches_that_never_end() -> 
             hung.result(30.0)
 
 
-def test_drain_of_a_closed_context_is_over_at_once() -> None:
-    with scripted() as (ctx, _):
-        pass
-    assert ctx.drain(1.0).result(30.0) is None
-
-
 # Leaving
-
-
-def test_leaving_waits_for_what_was_asked() -> None:
-    options = ga.ContextOptions(mock=ga.MockOptions(latency=0.005))
-    with ga.open_context("mock", options) as ctx:
-        replies = [ask(ctx) for _ in range(10)]
-    assert [reply.result(0.0).out.shape for reply in replies] == [(1, 1, 1, 8)] * 10
 
 
 def test_leaving_by_an_exception_waits_and_passes_it_on() -> None:
@@ -251,13 +221,6 @@ def test_leaving_by_an_exception_waits_and_passes_it_on() -> None:
         assert replies[0].result(0.0).out.shape == (1, 1, 1, 8)
 
 
-async def test_leaving_by_a_cancelled_scope_closes_the_context() -> None:
-    with no_threads_left(), anyio.move_on_after(0.02):
-        async with ga.open_context("mock") as ctx:
-            await anyio.sleep_forever()
-    assert ctx.health().state == "stopped"
-
-
 @pytest.mark.usefixtures("patient_closing")
 def test_leaving_is_bounded_by_the_drain_timeout_even_on_a_mock_clock(caplog: pytest.LogCaptureFixture) -> None:
     with no_threads_left():
@@ -267,18 +230,6 @@ def test_leaving_is_bounded_by_the_drain_timeout_even_on_a_mock_clock(caplog: py
         assert 0.05 <= time.monotonic() - began < AT_ONCE
     with pytest.raises(ga.ActorStopped, match="the context is closed"):
         reply.result(0.0)
-    assert "not drained within 0.05 s" in caplog.text
-
-
-@pytest.mark.usefixtures("patient_closing")
-async def test_leaving_an_async_context_is_bounded_too(caplog: pytest.LogCaptureFixture) -> None:
-    options = ga.ContextOptions(actors=(Scripted,), drain_timeout=0.05, clock=MockClock())
-    async with ga.open_context("mock", options) as ctx:
-        reply = ctx.actor(Scripted).submit(lambda actor, call: None)
-        began = time.monotonic()
-    assert 0.05 <= time.monotonic() - began < AT_ONCE
-    with pytest.raises(ga.ActorStopped):
-        await reply
     assert "not drained within 0.05 s" in caplog.text
 
 

@@ -97,63 +97,6 @@ def test_sinks_beyond_the_range_of_exp_are_merged(sink: float) -> None:
     assert_equal(merge([attend(q, k, v)], sinks=sinks), attend(q, k, v, sinks=sinks))
 
 
-# The rules for a shard of keys
-
-
-def test_sinks_given_to_every_shard_would_count_twice() -> None:
-    q, k, v = whole(3, 10)
-    sinks = random(HEADS, seed=9)
-    halves = [slice(0, 5), slice(5, 10)]
-    expected = attend(q, k, v, sinks=sinks)
-    assert_equal(merge([attend(q, k[:, half], v[:, half]) for half in halves], sinks=sinks), expected)
-    twice = merge([attend(q, k[:, half], v[:, half], sinks=sinks) for half in halves])
-    assert np.abs(twice.out - expected.out).max() > 1e-3
-
-
-@pytest.mark.parametrize("new", [1, 3])
-def test_a_causal_chunk_sees_old_keys_unmasked_and_its_own_rows_causally(new: int) -> None:
-    q, k, v = whole(new, 12)
-    old = 12 - new
-    interleaved = [slice(shard, old, 3) for shard in range(3)]
-    partials = [attend(q, k[:, own], v[:, own]) for own in interleaved]
-    partials.append(attend(q, k[:, old:], v[:, old:], causal=True))
-    assert_equal(merge(partials), attend(q, k, v, causal=True))
-
-
-def test_causal_prefill_by_blocks_of_rows_and_keys() -> None:
-    q, k, v = whole(12, 12)
-    blocks = [slice(0, 4), slice(4, 8), slice(8, 12)]
-    rows = []
-    for at, row in enumerate(blocks):
-        before = [attend(q[:, row], k[:, key], v[:, key]) for key in blocks[:at]]
-        rows.append(merge([*before, attend(q[:, row], k[:, row], v[:, row], causal=True)]))
-    joined = Partial(np.concatenate([row.out for row in rows], 1), np.concatenate([row.lse for row in rows], 2))
-    assert_equal(joined, attend(q, k, v, causal=True))
-
-
-def test_a_window_reaches_into_the_shards_before_the_row() -> None:
-    q, k, v = whole(1, 20)
-    left = 11
-    partials = []
-    for shard in (slice(0, 5), slice(5, 14), slice(14, 20)):
-        reach = left - (19 - (shard.stop - 1))
-        if reach < 0:
-            partials.append(empty((1, 1, HEADS, DIM), dtype="float64"))
-        else:
-            partials.append(attend(q, k[:, shard], v[:, shard], causal=True, window_size=(reach, 0)))
-    assert_equal(merge(partials), attend(q, k, v, causal=True, window_size=(left, 0)))
-
-
-def test_alibi_of_one_row_moves_the_lse_of_shards_behind_it() -> None:
-    q, k, v = whole(1, 20)
-    slopes = np.array([0.5, 0.25, 0.125, 1.0])
-    partials = []
-    for shard in (slice(0, 7), slice(7, 20)):
-        part = attend(q, k[:, shard], v[:, shard], causal=True, alibi_slopes=slopes)
-        partials.append(Partial(part.out, part.lse - (slopes * (20 - shard.stop))[None, :, None]))
-    assert_equal(merge(partials), attend(q, k, v, causal=True, alibi_slopes=slopes))
-
-
 # The gradient of the merge itself
 
 

@@ -61,19 +61,6 @@ def test_dropout_bits_follow_the_stated_counter_and_lane() -> None:
         assert int(bits[b, h, r, j]) == expected
 
 
-def test_a_longer_sequence_or_another_tile_does_not_move_the_bits() -> None:
-    whole = dropout_bits(5, np.array([2]), np.arange(64), 97)
-    part = dropout_bits(5, np.array([2]), np.arange(16, 48), 35)
-    assert np.array_equal(whole[:, 16:48, :35], part)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.9])
-def test_the_dropped_share_is_p(dropout_p: float) -> None:
-    keep = dropout_keep(dropout_p, 1234, np.arange(4), np.arange(128), 250)
-    deviation = np.sqrt(max(dropout_p * (1 - dropout_p), 1e-30) / keep.size)
-    assert abs((1 - keep.mean()) - dropout_p) <= 5 * deviation
-
-
 def test_threshold_is_exact_and_a_draw_at_it_is_kept() -> None:
     assert dropout_threshold(0.0) == 0
     assert dropout_threshold(0.5) == 1 << 31

@@ -285,14 +285,15 @@ def _small_collections() -> None:
 
 
 @pytest.mark.usefixtures("_small_collections")
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 11))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 12))])
 def test_random_operations_answer_every_request_exactly_once(seed: int) -> None:
-    """At least 4,000 operations; ten times more in the sweep."""
+    """At least 1,200 operations; thirty times more in the sweep."""
+    sweep = seed > 1
     operations.clear()
     run_state_machine_as_test(
         hypothesis.seed(seed)(type("Service", (Service,), {})),
         settings=settings(
-            max_examples=30,
+            max_examples=30 if sweep else 10,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
@@ -301,5 +302,5 @@ def test_random_operations_answer_every_request_exactly_once(seed: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert sum(operations.values()) >= 4_000, operations
+    assert sum(operations.values()) >= (4_000 if sweep else 1_200), operations
     assert len(operations) == 10, operations

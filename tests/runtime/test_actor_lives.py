@@ -10,7 +10,7 @@ import pykka
 import pytest
 from inside.devices import MockDevice
 from support.service import AT_ONCE, Gate, answer, eventually, no_threads_left, rows
-from support.supervision import Sibling, Worker, alive, crash, hold, supervised
+from support.supervision import Sibling, Vital, Worker, alive, crash, hold, supervised
 
 import gpu_actors as ga
 from gpu_actors.testing import MockClock
@@ -31,16 +31,6 @@ def test_an_actor_that_cannot_open_at_first_keeps_the_context_from_opening(error
         with pytest.raises(ga.ActorFailed, match="the context could not open") as caught, supervised():
             pass
         assert caught.value.__cause__ is error
-
-
-async def test_a_context_that_cannot_open_raises_in_async_programs_too() -> None:
-    def fail(number: int) -> None:
-        raise ga.OutOfDeviceMemory("no room for the weights")
-
-    Worker.openings = staticmethod(fail)
-    with no_threads_left(), pytest.raises(ga.OutOfDeviceMemory, match="no room"):
-        async with ga.open_context("mock", ga.ContextOptions(actors=(Worker,))):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -147,10 +137,9 @@ def test_a_watcher_hears_once_when_an_actor_stops() -> None:
     assert heard == [ga.Terminated("worker", None)]
 
 
-def test_a_watcher_hears_why_an_actor_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "vital", True)
+def test_a_watcher_hears_why_an_actor_failed_for_good() -> None:
     heard: list[ga.Terminated] = []
-    with supervised(ga.RestartPolicy(max_restarts=0)) as (_, worker, sibling):
+    with supervised(ga.RestartPolicy(max_restarts=0), Vital) as (_, worker, sibling):
         for actor in (worker, sibling):
             actor.watch(heard.append)
         crash(worker)

@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[1] / "lib/support/collected.py"
 
 
-@pytest.mark.parametrize("how", ["plain", "traced"])
-def test_tasks_that_the_collector_ends_take_their_requests_back(how: str) -> None:
-    command = [sys.executable, "-X", "faulthandler", str(SCRIPT), how]
+def test_tasks_that_the_collector_ends_take_their_requests_back() -> None:
+    command = [sys.executable, "-X", "faulthandler", str(SCRIPT)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.service import Scripted, answer, ask, eventually, launch_of, occupied, raises, scripted
+from support.service import answer, eventually, launch_of, occupied, raises, scripted
 
 import gpu_actors as ga
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
-from gpu_actors.testing import MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
@@ -31,42 +30,26 @@ def test_a_full_mailbox_answers_overloaded_at_once_and_recovers() -> None:
             refused.result()
         assert caught.value.retry_after > 0
         assert ctx.stats()["scripted"].queued == 4
+        assert waiting[2].cancel()
+        waiting[2] = actor.submit(answer("in its place"))
         gate.open()
-        assert [reply.result(30.0) for reply in waiting] == [0, 1, 2, 3]
+        assert [reply.result(30.0) for reply in waiting] == [0, 1, "in its place", 3]
         assert actor.submit(answer("room again")).result(30.0) == "room again"
-
-
-def test_a_cancelled_request_makes_room() -> None:
-    with scripted(mailbox_capacity=1, max_in_flight=1) as (_, actor):
-        gate = occupied(actor)
-        assert actor.submit(answer(1)).cancel()
-        second = actor.submit(answer(2))
-        assert not second.done()
-        gate.open()
-        assert second.result(30.0) == 2
 
 
 def test_cancelled_requests_do_not_pile_up() -> None:
     with scripted(max_in_flight=1) as (_, actor):
         gate = occupied(actor)
-        for _ in range(5000):
+        for _ in range(1000):
             assert actor.submit(answer(None)).cancel()
         assert len(actor._cell.mailbox._order) < 200
-        gate.open()
-
-
-def test_a_sender_is_never_blocked() -> None:
-    with scripted(mailbox_capacity=2, max_in_flight=1) as (_, actor):
-        gate = occupied(actor)
-        replies = [actor.submit(answer(None)) for _ in range(1000)]
-        assert sum(reply.done() for reply in replies) == 998
         gate.open()
 
 
 # Launches in flight
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.parametrize("limit", [1, 3])
 def test_max_in_flight_is_never_exceeded(limit: int) -> None:
     lock = threading.Lock()
     now = most = 0
@@ -104,26 +87,6 @@ def test_max_in_flight_is_never_exceeded(limit: int) -> None:
         eventually(lambda: ctx.stats()["scripted"].in_flight == 0)
 
 
-def test_flash_attn_keeps_to_max_in_flight_under_latency() -> None:
-    clock = MockClock()
-    seen: set[int] = set()
-    options = ga.ContextOptions(mock=ga.MockOptions(latency=1.0), clock=clock, max_in_flight=2, hang_timeout=math.inf)
-    with ga.open_context("mock", options) as ctx:
-        replies = [ask(ctx) for _ in range(24)]
-        eventually(lambda: ctx.stats()["flash_attn"].in_flight == 2)
-
-        def go_on() -> bool:
-            seen.add(ctx.stats()["flash_attn"].in_flight)
-            clock.advance(0.5)
-            return all(reply.done() for reply in replies)
-
-        eventually(go_on)
-        eventually(lambda: ctx.stats()["flash_attn"].completed == 24)
-        stats = ctx.stats()["flash_attn"]
-    assert max(seen) == 2
-    assert (stats.submitted, stats.launched, stats.completed) == (24, 24, 24)
-
-
 # Order
 
 
@@ -148,7 +111,7 @@ def order_of(priorities: list[int], **options: Any) -> list[int]:
 
 
 def test_equal_priorities_go_in_order_of_submission() -> None:
-    assert order_of([0] * 600) == list(range(600))
+    assert order_of([0] * 50) == list(range(50))
 
 
 def test_higher_priorities_go_first() -> None:
@@ -233,13 +196,6 @@ def test_stats_account_for_every_request() -> None:
         stats = ctx.stats()["scripted"]
     assert (stats.completed, stats.failed, stats.cancelled, stats.queued, stats.in_flight) == (3, 4, 1, 0, 0)
     assert stats.submitted == stats.completed + stats.failed + stats.cancelled
-
-
-def test_a_waiter_finds_its_request_in_the_stats() -> None:
-    with scripted() as (ctx, actor):
-        for number in range(200):
-            actor.submit(answer(None)).result(30.0)
-            assert ctx.stats()["scripted"].completed == number + 1
 
 
 class Batching(ga.ServiceActor):
@@ -337,24 +293,6 @@ def answer_all(actor: ga.ServiceActor, calls: list[Call[Any]]) -> None:
 # Many senders
 
 
-def test_several_threads_share_one_actor_and_nothing_is_lost() -> None:
-    with scripted(mailbox_capacity=10_000) as (ctx, actor):
-        results: list[list[int]] = [[] for _ in range(8)]
-
-        def send(mine: list[int]) -> None:
-            replies = [actor.submit(answer(number)) for number in range(250)]
-            mine.extend(reply.result(10.0) for reply in replies)
-
-        threads = [threading.Thread(target=send, args=(mine,)) for mine in results]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stats = ctx.stats()["scripted"]
-    assert results == [list(range(250))] * 8
-    assert (stats.submitted, stats.completed) == (2000, 2000)
-
-
 def test_a_closed_mailbox_refuses_with_a_fresh_error_each_time() -> None:
     mailbox = Mailbox("closed", 4, 1)
     mailbox.close(lambda: ga.ActorStopped("over"))
@@ -372,14 +310,6 @@ def test_an_answered_call_is_not_queued() -> None:
     mailbox.put(call)
     stats = mailbox.stats()
     assert (stats.submitted, stats.failed, stats.queued) == (1, 1, 0)
-
-
-def test_a_scripted_handle_names_its_actor() -> None:
-    with scripted() as (ctx, actor):
-        assert (actor.label, actor.state, actor.restarts) == ("scripted", "running", 0)
-        assert ctx.actor(Scripted) is actor
-        with pytest.raises(KeyError, match="Batching is not an actor of this context"):
-            ctx.actor(Batching)
 
 
 def test_an_actor_without_a_handle_of_its_own_refuses_calls_and_lives_on() -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support.service import ask, eventually, run_python
@@ -44,33 +45,28 @@ def enter() -> None:
         pass
 
 
-async def aenter() -> None:
-    async with ga.open_context("mock"):
-        pass
+def enter_on_a_loop() -> None:
+    async def aenter() -> None:
+        async with ga.open_context("mock"):
+            pass
+
+    asyncio.run(aenter())
 
 
-@pytest.mark.parametrize("number", range(7))
-@pytest.mark.parametrize("door", [enter, lambda: asyncio.run(aenter())], ids=["with", "async with"])
-def test_an_open_without_threads_raises_a_typed_error_and_leaves_nothing(
-    grant: Callable[[int], None], number: int, door: Callable[[], None]
-) -> None:
+def test_an_open_without_threads_raises_a_typed_error_and_leaves_nothing(grant: Callable[[int], None]) -> None:
     enter()
     before = descriptors()
-    grant(number)
-    with pytest.raises(ga.GpuActorsError, match="can't start new thread"):
-        door()
+    for number, door in [*((number, enter) for number in range(7)), (0, enter_on_a_loop), (6, enter_on_a_loop)]:
+        grant(number)
+        with pytest.raises(ga.GpuActorsError, match="can't start new thread"):
+            door()
     eventually(lambda: descriptors() <= before)
 
 
-def test_a_deadline_that_no_thread_can_watch_is_refused_by_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_that_no_thread_can_watch_is_refused_by_the_reply(no_more_threads: Any) -> None:
     # A context in a child process sets its first timer here, for the first deadline.
     with ga.open_context("mock", isolation="process") as ctx:
-
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+        with no_more_threads():
             reply = ask(ctx, timeout=30.0)
         with pytest.raises(ga.GpuActorsError, match="no thread for deadlines can be started"):
             reply.result(30.0)

@@ -23,32 +23,49 @@ async def with_actor(use: Callable[[ga.ActorHandle], Awaitable[Any]]) -> Any:
         return await use(ctx.actor(Scripted))
 
 
+def asked(actor: ga.ActorHandle) -> list[Any]:
+    return [actor.submit(answer(number)) for number in range(3)]
+
+
 async def group(actor: ga.ActorHandle) -> list[Any]:
     async with asyncio.TaskGroup() as tasks:
-        made = [tasks.create_task(actor.submit(answer(number)).wait()) for number in range(3)]
+        made = [tasks.create_task(reply.wait()) for reply in asked(actor)]
     return [task.result() for task in made]
 
 
 async def anyio_group(actor: ga.ActorHandle) -> list[Any]:
     async with anyio.create_task_group() as tasks:
-        replies = [actor.submit(answer(number)) for number in range(3)]
+        replies = asked(actor)
         for reply in replies:
             tasks.start_soon(reply.wait)
     return [reply.result() for reply in replies]
 
 
 async def waited(actor: ga.ActorHandle, **options: Any) -> list[Any]:
-    replies: list[Any] = [actor.submit(answer(number)) for number in range(3)]
+    replies = asked(actor)
     done, pending = await asyncio.wait(replies, **options)
     assert (done | pending, done & pending) == (set(replies), set())
     return [await reply for reply in replies]
+
+
+async def one_by_one(actor: ga.ActorHandle) -> list[Any]:
+    return sorted([await reply for reply in asyncio.as_completed(asked(actor))])
+
+
+async def each(actor: ga.ActorHandle, make: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+    return [await made for made in [make(reply) for reply in asked(actor)]]
 
 
 WAYS: dict[str, Callable[[ga.ActorHandle], Awaitable[list[Any]]]] = {
     "wait": waited,
     "wait for the first": lambda actor: waited(actor, return_when=asyncio.FIRST_COMPLETED),
     "wait for an exception": lambda actor: waited(actor, return_when=asyncio.FIRST_EXCEPTION, timeout=30.0),
-    "gather": lambda actor: asyncio.gather(*(actor.submit(answer(number)) for number in range(3))),
+    "gather": lambda actor: asyncio.gather(*asked(actor)),
+    "as_completed": one_by_one,
+    "wait_for": lambda actor: each(actor, lambda reply: asyncio.wait_for(reply, 30.0)),
+    "shield": lambda actor: each(actor, asyncio.shield),
+    "ensure_future": lambda actor: each(actor, asyncio.ensure_future),
+    "create_task": lambda actor: each(actor, lambda reply: asyncio.create_task(reply.wait())),
     "TaskGroup": group,
     "anyio": anyio_group,
 }
@@ -58,14 +75,6 @@ WAYS: dict[str, Callable[[ga.ActorHandle], Awaitable[list[Any]]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reply_goes_where_asyncio_takes_it(way: str, loop: str) -> None:
     assert run(loop, with_actor(WAYS[way])) == [0, 1, 2]
-
-
-async def test_tasks_are_made_of_replies() -> None:
-    async def use(actor: ga.ActorHandle) -> list[Any]:
-        tasks = [asyncio.ensure_future(actor.submit(answer(0))), asyncio.create_task(actor.submit(answer(1)).wait())]
-        return [await task for task in tasks]
-
-    assert await with_actor(use) == [0, 1]
 
 
 async def test_create_task_says_what_to_write() -> None:
@@ -174,25 +183,6 @@ def test_a_callback_can_be_taken_back() -> None:
     assert seen == ["kept"]
 
 
-def test_who_has_a_callback_waits_for_the_request() -> None:
-    """A task that gives up does not cancel it."""
-    with scripted(max_in_flight=1) as (_, actor):
-        gate = Gate()
-        actor.submit(launches(gate))
-        assert gate.entered.wait(30.0)
-        reply = actor.submit(answer("kept"))
-        seen: list[Any] = []
-        reply.add_done_callback(seen.append)
-
-        async def give_up() -> None:
-            with anyio.move_on_after(0.01):
-                await reply
-
-        asyncio.run(give_up())
-        gate.open()
-        assert reply.result(30.0) == "kept"
-
-
 def test_a_loop_that_was_closed_is_not_called() -> None:
     gate = Gate()
     seen: list[Any] = []
@@ -237,17 +227,7 @@ def test_requests_and_results_are_shown_in_a_line() -> None:
     assert repr(ga.FlashForward(q, 1, None, causal=True)) == (
         "FlashForward(q=ndarray float32[1, 128, 1, 8], k=1, v=None, causal=True)"
     )
-    params = ga.AttentionParams(1, 1, 2, 2, 1, 8)
-    for shown in (
-        ga.AttentionGradients(q, q, q),
-        ga.FlashBackward(q=q, k=q, v=q),
-        ga.PagedForward(q=q, k_cache=q, v_cache=q, cache_seqlens=q),
-        ga.BatchedDecode(q=q, k_caches=[q], v_caches=[q], seq_lens=q),
-        ga.MhaForward(params=params, q=q, k=q, v=q),
-        ga.MhaBackward(params=params, q=q, k=q, v=q, o=q, do=q, stats=q),
-        ga.AppendRows(cache=1, seqs=[], k=q, v=q),
-        ga.AttendCache(cache=1, seqs=[], q=q),
-    ):
+    for shown in (ga.AttentionGradients(q, q, q), ga.BatchedDecode(q=q, k_caches=[q], v_caches=[q], seq_lens=q)):
         assert repr(shown).startswith(f"{type(shown).__name__}(")
-        assert "ndarray float32[1, 128, 1, 8]" in repr(shown)
+        assert repr(shown).count("ndarray float32[1, 128, 1, 8]") >= 3
         assert len(repr(shown)) < 600

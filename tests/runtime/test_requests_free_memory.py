@@ -86,24 +86,37 @@ async def test_a_failed_reply_makes_no_reference_cycle(options: dict) -> None:
         await comes_true(lambda: gone(inputs))
 
 
-@pytest.mark.usefixtures("no_collector")
-def test_a_request_that_crashed_its_actor_is_released_too() -> None:
-    class Cargo:
-        def __call__(self, actor, call) -> None:
-            payload = np.ones(3)
-            raise ZeroDivisionError(payload.sum())
+class Cargo:
+    """A message that fails in its handler, in what finishes its launch, or in the launch."""
 
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, actor: ga.ServiceActor, call: ga.Call) -> None:
+        if self.where == "handler":
+            raise ZeroDivisionError(np.ones(3).sum())
+        call.claim()
+        work, finish = (self.fail, lambda outputs: (None,)) if self.where == "launch" else (lambda: None, self.fail)
+        actor.launch((call,), launch_of(work), finish)
+
+    def fail(self, *outputs: object) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("where", ["handler", "finish", "launch"])
+def test_a_request_that_fails_by_a_bug_is_released_too(where: str) -> None:
     with scripted() as (_, actor):
-        cargo = Cargo()
+        cargo = Cargo(where)
         reference = weakref.ref(cargo)
         reply = actor.submit(cargo)
         del cargo
-        assert_fails(reply)
+        assert_fails(reply, ga.LaunchError if where == "launch" else ga.ActorFailed)
         del reply
         eventually(lambda: gone(reference))
 
 
-def assert_fails(reply: ga.Reply, error: type[ga.GpuActorsError] = ga.ActorFailed) -> None:
+def assert_fails(reply: ga.Reply, error: type[ga.GpuActorsError]) -> None:
     try:
         reply.result(30.0)
     except error:
@@ -111,46 +124,6 @@ def assert_fails(reply: ga.Reply, error: type[ga.GpuActorsError] = ga.ActorFaile
     finally:
         del reply
     raise AssertionError("answered")
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_finish_that_raises_makes_no_reference_cycle() -> None:
-    class Cargo:
-        def __call__(self, actor, call) -> None:
-            call.claim()
-            actor.launch((call,), launch_of(lambda: None), self.finish)
-
-        def finish(self, outputs):
-            raise ZeroDivisionError
-
-    with scripted() as (_, actor):
-        cargo = Cargo()
-        reference = weakref.ref(cargo)
-        reply = actor.submit(cargo)
-        del cargo
-        assert_fails(reply)
-        del reply
-        eventually(lambda: gone(reference))
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_launch_that_raises_makes_no_reference_cycle() -> None:
-    class Cargo:
-        def __call__(self, actor, call) -> None:
-            call.claim()
-            actor.launch((call,), launch_of(self.work), lambda outputs: (None,))
-
-        def work(self) -> None:
-            raise ZeroDivisionError
-
-    with scripted() as (_, actor):
-        cargo = Cargo()
-        reference = weakref.ref(cargo)
-        reply = actor.submit(cargo)
-        del cargo
-        assert_fails(reply, ga.LaunchError)
-        del reply
-        eventually(lambda: gone(reference))
 
 
 def test_the_repr_says_what_became_of_the_request() -> None:

@@ -37,12 +37,6 @@ def test_wake_ups_before_the_wait_end_one_wait_alone() -> None:
         pipe.wait()
 
 
-def test_a_ring_before_the_wait_is_not_lost() -> None:
-    pipe = WakePipe()
-    pipe.wake()
-    pipe.wait()
-
-
 def test_a_ring_ends_the_wait_of_another_thread() -> None:
     pipe, woken = WakePipe(), threading.Event()
 

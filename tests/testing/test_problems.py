@@ -10,7 +10,7 @@ import pytest
 from gpu_actors.testing.problems import POISON_PAGE, cast, paginate, poison_unseen, random_forward
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_repro_line_rebuilds_its_case(seed: int) -> None:
     choices: list[dict[str, Any]] = [
         {"seqlens": (30, 50)},

@@ -194,22 +194,24 @@ def check_correct_kernel(seed: int, dtype: str, kind: Any) -> None:
     assert check_output(out, lse, *case.inputs, repro=case.repro, **case.options) <= 1.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 @pytest.mark.parametrize("seed", range(len(SEQLENS)))
-def test_a_correct_kernel_passes_on_the_whole_grid(seed: int, dtype: str) -> None:
-    check_correct_kernel(seed, dtype, INPUT_KINDS[(seed + len(dtype)) % len(INPUT_KINDS)])
+def test_a_correct_kernel_passes(seed: int) -> None:
+    check_correct_kernel(seed, DTYPES[seed % 3], INPUT_KINDS[seed % len(INPUT_KINDS)])
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", INPUT_KINDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(len(SEQLENS)))
 def test_a_correct_kernel_passes_on_the_whole_grid_with_every_kind(seed: int, dtype: str, kind: Any) -> None:
     check_correct_kernel(seed, dtype, kind)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_option_and_layout_has_bounds_that_single_precision_meets(seed: int, dtype: str) -> None:
     case = random_forward(seed, dtype=dtype, seqlens=SEQLENS[seed % 10], head_dim=40, alignment="top_left")
     accumulate: Any = "float64" if dtype == "float64" else "float32"

@@ -166,14 +166,12 @@ def test_a_disk_that_is_full_is_told_on_entering() -> None:
         pass
 
 
-def test_a_disk_that_fails_later_fails_no_request(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(self: object, file: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_disk_that_fails_later_fails_no_request(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(ga.StreamedTrace):
+        def _write(self, file: object) -> None:
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ga.StreamedTrace, "_write", full)
-    with ga.StreamedTrace(path) as trace, scripted(on_event=trace) as (_, actor):
+    with Full(path) as trace, scripted(on_event=trace) as (_, actor):
         eventually(lambda: "ends here" in caplog.text)
         for _ in range(100):
             assert actor.submit(answer(1)).result(AT_ONCE) == 1

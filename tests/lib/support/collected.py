@@ -58,9 +58,9 @@ async def _wait(reply: ga.Reply[Any]) -> Any:
 async def while_collecting(forgotten: Forgotten, act: Callable[[], Any]) -> None:
     """Do something again and again while almost every object that is made begins a collection."""
     ended = 0
-    for _ in range(20):
+    for _ in range(5):
         gc.disable()
-        forgotten.prepare(200)
+        forgotten.prepare(100)
         gc.collect()
         gc.freeze()
         gc.callbacks.append(forgotten.forget_one)
@@ -71,7 +71,7 @@ async def while_collecting(forgotten: Forgotten, act: Callable[[], Any]) -> None
         gc.callbacks.clear()
         gc.collect()
         ended += forgotten.check()
-    assert ended > 20, "the collector found too few of them"
+    assert ended > 5, "the collector found too few of them"
 
 
 async def main(traced: bool) -> None:
@@ -117,5 +117,6 @@ async def main(traced: bool) -> None:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)  # rather than hang
     threading.excepthook = lambda arguments: sys.exit(f"a thread ended: {arguments}")
-    asyncio.run(main(sys.argv[1] == "traced"))
+    for traced in (False, True):
+        asyncio.run(main(traced))
     sys.stdout.write("done\n")

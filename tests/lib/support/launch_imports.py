@@ -1,7 +1,7 @@
-"""What is imported while requests are answered, as JSON: python launch_imports.py DEVICE FOLDER plain|recorded
+"""What is imported while requests are answered, as JSON: python launch_imports.py DEVICE FOLDER
 
 Every kind of request is made of a context on ``mock``, ``emulated`` or ``cuda``, which here has a fake driver, and
-cubins that no compiler made. They are cached in FOLDER.
+cubins that no compiler made. They are cached in FOLDER. Launches are plain in a first context, and recorded in another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from inside.devices import select
 
 import gpu_actors as ga
 
-KERNEL = 'extern "C" __global__ void k(int* p) { p[threadIdx.x] = 1; }\n'
 OWN = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }'
 
 
@@ -129,20 +128,21 @@ def own_kernel(ctx: ga.GpuContext) -> None:
 
 
 def main() -> int:
-    spec, cubins, how = sys.argv[1:]
+    spec, cubins = sys.argv[1:]
     if spec == "cuda":
         pretend_cuda()
     if spec == "emulated":
         build_few()
     os.environ["GPU_ACTORS_CACHE_DIR"] = cubins
-    with ga.open_context(spec, ga.ContextOptions(record_launches=how == "recorded")) as ctx:
-        before = set(sys.modules)
-        imported: dict[str, list[str]] = {}
+    imported: dict[str, list[str]] = {}
+    before: set[str] = set()
 
-        def after(name: str) -> None:
-            imported[name] = sorted(set(sys.modules) - before)
-            before.update(sys.modules)
+    def after(name: str) -> None:
+        imported[name] = sorted(set(sys.modules) - before)
+        before.update(sys.modules)
 
+    with ga.open_context(spec, ga.ContextOptions(record_launches=False)) as ctx:
+        before.update(sys.modules)
         for name, ask in requests(ctx).items():
             ask().result(120)
             after(name)
@@ -164,6 +164,12 @@ def main() -> int:
             after("build")
             own_kernel(ctx)
             after("own kernel")
+    with ga.open_context(spec, ga.ContextOptions(record_launches=True)) as ctx:
+        before.update(sys.modules)
+        for _ in range(2):
+            for name, ask in requests(ctx).items():
+                ask().result(120)
+                after(f"recorded {name}")
     sys.stdout.write(json.dumps(imported) + "\n")
     return 0
 

@@ -27,17 +27,26 @@ class Worker(ga.ServiceActor):
         call.message(self, call)
 
 
+class Vital(Worker):
+    """A worker that the context cannot do without."""
+
+    vital = True
+
+
 class Sibling(Worker):
     label = "sibling"
 
 
 @contextmanager
-def supervised(policy: ga.RestartPolicy | None = None, **options: Any) -> Iterator[tuple[ga.GpuContext, Any, Any]]:
-    """A context with a Worker and a Sibling, and their handles."""
+def supervised(
+    policy: ga.RestartPolicy | None = None, kind: type[Worker] = Worker, **options: Any
+) -> Iterator[tuple[ga.GpuContext, Any, Any]]:
+    """A context with a Worker, or another kind of one, and a Sibling, and their handles."""
+    Vital.incarnations = 0
     options.setdefault("drain_timeout", 1.0)
     policy = policy or ga.RestartPolicy(backoff=0.0)
-    with ga.open_context("mock", ga.ContextOptions(actors=(Worker, Sibling), restart=policy, **options)) as ctx:
-        yield ctx, ctx.actor(Worker), ctx.actor(Sibling)
+    with ga.open_context("mock", ga.ContextOptions(actors=(kind, Sibling), restart=policy, **options)) as ctx:
+        yield ctx, ctx.actor(kind), ctx.actor(Sibling)
 
 
 def crash(actor: ga.ActorHandle, error: BaseException | None = None) -> ga.ActorFailed:
@@ -51,6 +60,24 @@ def alive(actor: ga.ActorHandle, times: int = 1) -> None:
     """Wait until the actor has been restarted so often and answers."""
     eventually(lambda: actor.restarts == times and actor.state == "running")
     assert actor.submit(answer("alive")).result(30.0) == "alive"
+
+
+class Broken:
+    """A message whose very look-up raises, in whichever actor it comes to."""
+
+    def __init__(self, cache: int = 0, error: type[BaseException] = ZeroDivisionError) -> None:
+        self.cache = cache
+        self._error = error
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise self._error("on purpose")
+
+
+def break_down(actor: ga.ActorHandle, **how: Any) -> None:
+    """Make any actor raise."""
+    with pytest.raises(ga.ActorFailed):
+        actor.submit(Broken(**how)).result(30.0)
 
 
 def hold(actor: ga.ServiceActor, call: ga.Call[Any]) -> None:
