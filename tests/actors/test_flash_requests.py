@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases.rejections import backward as sound_request
-from support.forward import agrees, forward, normal, operands
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward, attention_forward
@@ -22,6 +22,26 @@ def ctx() -> Iterator[ga.GpuContext]:
     with ga.open_context("mock") as ctx:
         yield ctx
         assert ctx.flash_attn.restarts == 0
+
+
+def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def operands(seed: int = 0, dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k, v of batch 2, 5 and 7 rows, 4 heads on 2, head_dim 16."""
+    shapes = ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
+    q, k, v = (normal(*shape, dtype=dtype, seed=seed + index) for index, shape in enumerate(shapes))
+    return q, k, v
+
+
+def forward(ctx: ga.GpuContext, *arrays: np.ndarray, **options: Any) -> ga.AttentionOutput:
+    return ctx.flash_attn.forward(*arrays, **options).result(10.0)
+
+
+def agrees(result: ga.AttentionOutput, *arrays: np.ndarray, **options: Any) -> None:
+    """The mock device's answer is the oracle's, rounded once."""
+    np.testing.assert_array_equal(result.out, attention_forward(*arrays, **options).out.astype(np.float32))
 
 
 # Outputs of the caller's

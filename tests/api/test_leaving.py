@@ -234,6 +234,18 @@ def test_leaving_is_bounded_by_the_drain_timeout_even_on_a_mock_clock(caplog: py
 
 
 @pytest.mark.usefixtures("patient_closing")
+async def test_leaving_an_async_context_is_bounded_too(caplog: pytest.LogCaptureFixture) -> None:
+    options = ga.ContextOptions(actors=(Scripted,), drain_timeout=0.05, clock=MockClock())
+    async with ga.open_context("mock", options) as ctx:
+        reply = ctx.actor(Scripted).submit(lambda actor, call: None)
+        began = time.monotonic()
+    assert 0.05 <= time.monotonic() - began < AT_ONCE
+    with pytest.raises(ga.ActorStopped):
+        await reply
+    assert "not drained within 0.05 s" in caplog.text
+
+
+@pytest.mark.usefixtures("patient_closing")
 async def test_the_loop_runs_on_while_a_context_opens_and_closes() -> None:
     """The loop itself opens the gates that opening, draining and closing wait for."""
     opening, launched, closing = Gate(), Gate(), Gate()

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inside.openai_api import ServerCollector
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
-from support.openai_server import Serving
 from support.service import ask
 
 import gpu_actors as ga
@@ -104,17 +102,4 @@ def test_nothing_is_exported_once_it_is_closed(reader: InMemoryMetricReader) -> 
         assert exported(reader)
         metrics.close()
         assert not any(exported(reader).values())
-    provider.shutdown()
-
-
-def test_a_servers_texts_are_exported_too(reader: InMemoryMetricReader) -> None:
-    provider = MeterProvider([reader])
-    with Serving() as serving:
-        OtelMetrics(ServerCollector(serving.state), provider)
-        serving.complete()
-        serving.until_idle()
-        points = exported(reader)
-        reasons = {point.attributes["reason"]: point.value for point in points["gpu_actors_texts_ended"]}
-        assert reasons["length"] >= 1
-        assert [point.value for point in points["gpu_actors_kv_pages_shared"]] == [0]
     provider.shutdown()

@@ -42,14 +42,6 @@ def test_an_ndarray_is_adopted_as_it_is(dtype: str) -> None:
     assert restore(array, adopted) is array
 
 
-def test_a_memory_map_is_adopted_without_a_copy(tmp_path: Any) -> None:
-    mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=(4, 4))
-    adopted = adopt(mapped, "q")
-    assert type(adopted.array) is np.ndarray
-    assert np.shares_memory(adopted.array, mapped)
-    assert adopted.source is mapped
-
-
 @pytest.mark.parametrize(
     ("array", "words"),
     [

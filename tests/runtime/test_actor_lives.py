@@ -135,6 +135,8 @@ def test_a_watcher_hears_once_when_an_actor_stops() -> None:
         alive(worker)
         assert not heard, "a restart is no death"
     assert heard == [ga.Terminated("worker", None)]
+    worker.watch(heard.append)
+    assert len(heard) == 2, "of the dead at once"
 
 
 def test_a_watcher_hears_why_an_actor_failed_for_good() -> None:
@@ -148,14 +150,6 @@ def test_a_watcher_hears_why_an_actor_failed_for_good() -> None:
     for terminated in heard:
         assert isinstance(terminated.error, ga.ActorFailed)
         assert isinstance(terminated.error.__cause__, ZeroDivisionError)
-
-
-def test_a_watcher_of_the_dead_hears_at_once() -> None:
-    heard: list[ga.Terminated] = []
-    with supervised() as (_, worker, _):
-        pass
-    worker.watch(heard.append)
-    assert heard == [ga.Terminated("worker", None)]
 
 
 @pytest.mark.usefixtures("patient_closing")

@@ -80,30 +80,20 @@ def test_what_no_plan_can_hold_is_refused(field: str, wrong: Any) -> None:
 # Failing
 
 
-def test_launches_count_from_one() -> None:
-    with faulty(FaultPlan().fail(launch=2)) as ctx:
-        assert [outcome(ask(ctx)) for _ in range(3)] == ["answered", "LaunchError", "answered"]
-        assert ctx.health().ready
-        stats = ctx.stats()["flash_attn"]
-    assert (stats.launched, stats.completed, stats.failed) == (3, 2, 1)
-
-
-def test_a_failed_launch_ends_with_the_error_that_the_plan_names() -> None:
-    plan = FaultPlan().fail(1, ga.OutOfDeviceMemory).fail(2, ga.LaunchError("mine")).fail(3, ga.StaleBuffer("old"))
-    with faulty(plan) as ctx:
+def test_launches_of_the_whole_context_count_from_one_and_fail_with_the_error_that_the_plan_names() -> None:
+    plan = FaultPlan().fail(2, ga.OutOfDeviceMemory).fail(3, ga.LaunchError("mine")).fail(4, ga.StaleBuffer("old"))
+    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
+    with faulty(plan.fail(5)) as ctx:
+        assert outcome(ctx.cudnn.mha_forward(params, rows(), rows(), rows())) == "answered"
         with pytest.raises(ga.OutOfDeviceMemory, match="fault plan"):
             ask(ctx).result(30.0)
         with pytest.raises(ga.LaunchError, match=r"^mine$"):
             ask(ctx).result(30.0)
-        assert outcome(ask(ctx)) == "StaleBuffer"
-
-
-def test_launches_count_over_the_whole_context() -> None:
-    params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
-    with faulty(FaultPlan().fail(launch=2)) as ctx:
-        assert outcome(ctx.cudnn.mha_forward(params, rows(), rows(), rows())) == "answered"
-        assert outcome(ask(ctx)) == "LaunchError"
-        assert outcome(ctx.cudnn.mha_forward(params, rows(), rows(), rows())) == "answered"
+        assert outcome(ask(ctx, softcap=-1.0)) == "InvalidRequest", "no launch"
+        assert [outcome(ask(ctx)) for _ in range(3)] == ["StaleBuffer", "LaunchError", "answered"]
+        assert ctx.health().ready
+        stats = ctx.stats()["flash_attn"]
+    assert (stats.launched, stats.completed, stats.failed) == (5, 1, 5)
 
 
 def test_a_key_limits_a_fault_to_its_launches_and_counts_those_alone() -> None:
@@ -114,12 +104,6 @@ def test_a_key_limits_a_fault_to_its_launches_and_counts_those_alone() -> None:
         causal = [outcome(ask(ctx, causal=True)) for _ in range(3)]
     assert plain == ["answered"] * 3
     assert causal == ["answered", "LaunchError", "answered"]
-
-
-def test_a_request_that_is_refused_is_no_launch() -> None:
-    with faulty(FaultPlan().fail(launch=1)) as ctx:
-        assert outcome(ask(ctx, softcap=-1.0)) == "InvalidRequest"
-        assert outcome(ask(ctx)) == "LaunchError"
 
 
 # Delaying

@@ -110,12 +110,9 @@ def order_of(priorities: list[int], **options: Any) -> list[int]:
     return handled
 
 
-def test_equal_priorities_go_in_order_of_submission() -> None:
-    assert order_of([0] * 50) == list(range(50))
-
-
-def test_higher_priorities_go_first() -> None:
+def test_higher_priorities_go_first_and_equal_ones_in_order_of_submission() -> None:
     assert order_of([0, 5, -1, 5, 0, 9]) == [5, 1, 3, 0, 4, 2]
+    assert order_of([0] * 50) == list(range(50))
 
 
 def test_a_request_that_has_waited_while_many_came_goes_before_newer_ones_of_higher_priority() -> None:

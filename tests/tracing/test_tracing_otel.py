@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import pytest
 from support.service import Scripted, ask, run_python
@@ -14,9 +13,8 @@ import gpu_actors as ga
 pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
-@pytest.fixture(scope="module")
-def spans() -> dict[str, Any]:
-    """What a program with a tracer provider exports. The provider is global, so it has a process of its own."""
+def test_a_requests_span_lies_under_the_callers_with_its_launch_below() -> None:
+    """The provider is global, so it has a process of its own."""
     done = run_python(
         """
         import asyncio, json, threading
@@ -77,43 +75,28 @@ def spans() -> dict[str, Any]:
         ]))
         """
     )
-    recorded = json.loads(done.stdout)
-    return {"all": recorded, "requests": [span for span in recorded if span["name"] == "gpu_actors.request"]}
-
-
-def test_a_requests_span_lies_under_the_callers(spans: dict[str, Any]) -> None:
-    assert [span["parent"] for span in spans["requests"]].count(None) == 1
-    assert {span["parent"] for span in spans["requests"]} == {"first", "second", "refused", "lost", None}
-    for span in spans["requests"]:
+    spans = json.loads(done.stdout)
+    requests = [span for span in spans if span["name"] == "gpu_actors.request"]
+    assert [span["parent"] for span in requests].count(None) == 1
+    assert {span["parent"] for span in requests} == {"first", "second", "refused", "lost", None}
+    by_name, by_parent = ({span[key]: span for span in found} for key, found in (("name", spans), ("parent", requests)))
+    for span in requests:
         assert span["attributes"] == {"gpu_actors.actor": "flash_attn", "gpu_actors.message": "FlashForward"}
-
-
-def test_a_launch_is_a_child_span(spans: dict[str, Any]) -> None:
-    launches = [span for span in spans["all"] if span["name"] == "gpu_actors.launch"]
-    assert {span["parent"] for span in launches} == {"gpu_actors.request"}
-    assert sorted(str(span["grandparent"]) for span in launches) == ["None", "first", "lost", "second"]
-    assert all("kernel=" in span["attributes"]["gpu_actors.key"] for span in launches)
-    assert {span["attributes"]["gpu_actors.kernel"] for span in launches} == {"oracle"}
-
-
-def test_a_failed_requests_span_says_so(spans: dict[str, Any]) -> None:
-    by_parent = {span["parent"]: span for span in spans["requests"]}
-    refused = by_parent["refused"]
-    assert (refused["status"], refused["events"]) == ("ERROR", ["exception"])
-    assert "softcap=-1.0" in refused["description"]
-    assert by_parent["lost"]["status"] == "ERROR"
-    assert by_parent["first"]["status"] == "UNSET"
-    (lost,) = [span for span in spans["all"] if span["name"] == "gpu_actors.context.lost"]
-    assert lost["attributes"]["gpu_actors.generation"] == "1"
-
-
-def test_spans_have_the_callers_time(spans: dict[str, Any]) -> None:
-    by_name = {span["name"]: span for span in spans["all"]}
-    for span in spans["requests"]:
         assert span["start"] <= span["end"]
         if span["parent"] is not None:
             caller = by_name[span["parent"]]
             assert caller["start"] - 5_000_000 <= span["start"] <= caller["end"] + 5_000_000
+    launches = [span for span in spans if span["name"] == "gpu_actors.launch"]
+    assert {span["parent"] for span in launches} == {"gpu_actors.request"}
+    assert sorted(str(span["grandparent"]) for span in launches) == ["None", "first", "lost", "second"]
+    assert all("kernel=" in span["attributes"]["gpu_actors.key"] for span in launches)
+    assert {span["attributes"]["gpu_actors.kernel"] for span in launches} == {"oracle"}
+    refused = by_parent["refused"]
+    assert (refused["status"], refused["events"]) == ("ERROR", ["exception"])
+    assert "softcap=-1.0" in refused["description"]
+    assert (by_parent["lost"]["status"], by_parent["first"]["status"]) == ("ERROR", "UNSET")
+    (lost,) = [span for span in spans if span["name"] == "gpu_actors.context.lost"]
+    assert lost["attributes"]["gpu_actors.generation"] == "1"
 
 
 def test_without_a_provider_no_listener_is_made() -> None:

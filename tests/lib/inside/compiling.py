@@ -1,6 +1,6 @@
 """What tests of other rooms take from inside `compiling`."""
 
-from gpu_actors.compiling import compiler, cubin_cache, cubin_folder, toolchain
+from gpu_actors.compiling import cubin_cache, cubin_folder, toolchain
 from gpu_actors.compiling.assets import asset_headers, asset_text, asset_texts, kernel_file
 from gpu_actors.compiling.compiler import Compiler, supported_archs
 from gpu_actors.compiling.parameter_sizes import parameter_sizes

@@ -20,4 +20,4 @@ from gpu_actors.devices.interface import (
     zero_launch,
 )
 from gpu_actors.devices.mock import MockDevice
-from gpu_actors.devices.select import check_device, choose_device
+from gpu_actors.devices.select import choose_device

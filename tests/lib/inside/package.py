@@ -1,6 +1,6 @@
 """What tests take from the inner modules that lie beside the rooms."""
 
-from gpu_actors.clock import SYSTEM_CLOCK, SystemClock
+from gpu_actors.clock import SystemClock
 from gpu_actors.compiled_kernel import LaunchKernel
 from gpu_actors.extras import cuda_hint, install_hint
 from gpu_actors.gpu_context import BUILT_IN
