@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases.rejections import backward as sound_request
+from inside.reference import rounder
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward, attention_forward
@@ -167,3 +168,15 @@ def test_backward_may_accumulate_in_float32_too() -> None:
         found = ctx.flash_attn.backward(*case.inputs, **case.options).result(10.0)
     expected = attention_backward(*case.arguments, out=case.out, lse=case.lse, accumulate="float32", **case.options)
     np.testing.assert_array_equal(found.dq, expected.dq)
+
+
+@pytest.mark.parametrize("compute", ["tf32", "f16", "bf16"])
+def test_backward_rounds_what_it_multiplies_in_less(ctx: ga.GpuContext, compute: str) -> None:
+    """dout is multiplied, too; out and lse are not."""
+    case = random_backward(2, compute=compute, dtype="float32", seqlens=(13, 17), head_dim=16)
+    found = ctx.flash_attn.backward(*case.inputs, **case.options, compute=compute).result(10.0)
+    step = rounder({"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}[compute])
+    rounded = (step(array) for array in case.arguments)
+    expected = attention_backward(*rounded, out=case.out, lse=case.lse, **case.options)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name).astype(np.float32))
