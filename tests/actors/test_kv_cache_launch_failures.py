@@ -27,9 +27,10 @@ from support.kv_cache import (
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors import ServiceActor
 from gpu_actors.actors.kv_cache import _KvCoalescer
 from gpu_actors.actors.kv_store import OpenedCache
-from gpu_actors.testing import FaultPlan
+from gpu_actors.testing import FaultPlan, MockClock
 
 
 @pytest.mark.parametrize("error", [ga.LaunchError, ga.OutOfDeviceMemory])
@@ -64,6 +65,31 @@ def test_what_was_launched_on_top_of_a_failed_append_fails_with_it(error: Any) -
         assert wait(cache.append(seq, *rows.new(2))) == 7
         stats = ctx.stats()["kv_cache"]
         assert (stats.launched, stats.failed) == (7, 4), "nothing is launched twice"
+
+
+def test_a_fork_whose_page_was_copied_by_a_failed_launch_is_untouched() -> None:
+    """Both copies of a shared page are in flight; the one that fails gives its page back, and the other stands."""
+    rows = Rows(21)
+    clock, options = slow(FaultPlan().fail(2), 2)
+    with opened(options) as (ctx, cache):
+        seq = wait(cache.create())
+        k, v = rows.new(5)
+        wait(cache.append(seq, k, v))
+        fork = wait(cache.fork(seq))
+        own = rows.new(2)
+        lost = cache.append(seq, *rows.new(2))
+        in_flight(ctx, 1)
+        kept = cache.append(fork, *own)
+        in_flight(ctx, 2)
+        clock.advance(LATER)
+        assert isinstance(outcome(lost), ga.LaunchError)
+        assert wait(kept) == 7
+        assert holds(cache, seq, k, v)
+        assert holds(cache, fork, *(np.concatenate(pair) for pair in zip((k, v), own, strict=True)))
+        assert (cache.stats().free_blocks, cache.stats().shared_blocks) == (6, 0)
+        more = rows.new(1)
+        assert wait(cache.append(seq, *more)) == 6
+        assert holds(cache, seq, *(np.concatenate(pair) for pair in zip((k, v), more, strict=True)))
 
 
 def test_what_comes_later_waits_for_a_launch_and_sees_the_sequence_without_what_failed() -> None:
@@ -236,3 +262,41 @@ def test_a_shared_read_that_fails_takes_no_append_with_it() -> None:
         again = cache.attend(q[1:], seqs[1])
         launched(4)
         np.testing.assert_allclose(wait(again).out[0], attention(q[1], *kept[1]), rtol=1e-5, atol=1e-6)
+
+
+def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows: Rows) -> list[Any]:
+    """Three appends that waited together behind a launch, which has ended: sequence, rows and reply of each."""
+    seqs = [wait(cache.create()) for _ in range(4)]
+    first = cache.append(seqs[3], *rows.new(1))
+    in_flight(ctx, 1)
+    asked = [(seq, new, cache.append(seq, *new)) for seq in seqs[:3] for new in [rows.new(2)]]
+    clock.advance(LATER)
+    wait(first)
+    return asked
+
+
+def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device refuses a launch at once where it has no memory for it, and nothing can have been launched behind it."""
+    rows = Rows(23)
+    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
+    launch, made = ServiceActor.launch, []
+
+    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
+        made.append(len(calls))
+        if len(calls) > 1 or len(made) == 4:
+            raise ga.OutOfDeviceMemory("no memory for scratch")
+        launch(self, calls, *arguments)
+
+    monkeypatch.setattr(ServiceActor, "launch", refusing)
+    with opened(options) as (ctx, cache):
+        asked = shared_appends(ctx, cache, clock, rows)
+        behind = cache.append(asked[0][0], *rows.new(1))
+        assert [type(outcome(reply)) for _, _, reply in asked] == [int, ga.OutOfDeviceMemory, int]
+        assert wait(behind) == 3
+        assert made[:5] == [1, 3, 1, 1, 1]
+        for index, (seq, new, _) in enumerate(asked):
+            assert cache.length(seq) == (3, 0, 2)[index]
+            assert index != 2 or holds(cache, seq, *new)
+        assert cache.stats().free_blocks == 8 - 3

@@ -94,12 +94,14 @@ def test_a_program_that_makes_the_warning_an_error_opens_nothing(way: str) -> No
 
 
 async def test_a_context_can_be_awaited_and_closed_later() -> None:
-    ctx = await ga.open_context("mock")
+    opener = ga.open_context("mock")
+    ctx, other = await opener, await opener
     reply = ask(ctx)
     await ctx.aclose()
     assert (await reply).out.shape == (1, 1, 1, 8)
-    assert ctx.health().state == "stopped"
+    assert (ctx.health().state, other.health().state) == ("stopped", "ready")
     await ctx.aclose()
+    await other.aclose()
 
 
 @pytest.mark.parametrize("use", ["async with", "await", "aclose", "reply", "cache"])

@@ -52,7 +52,7 @@ def test_counters_broadcast_and_each_is_drawn_on_its_own() -> None:
 def test_dropout_bits_follow_the_stated_counter_and_lane() -> None:
     seed, heads = 0x9ABCDEF012345678, 3
     sequence_head = np.arange(2 * heads).reshape(2, heads)
-    rows = np.array([4, 5, 900])
+    rows = np.array([21, 5, 900])
     bits = dropout_bits(seed, sequence_head, rows, 11)
     assert bits.shape == (2, heads, 3, 11)
     for b, h, r, j in np.ndindex(2, heads, 3, 11):
