@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,24 +68,23 @@ def test_a_model_of_ones_own(capsys, tmp_path: Path):
     assert found[-1]["largest drift"] < 0.02
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_done_ends_with_one_sentence_and_1(capsys):
+    for arguments, message in (
         (["--model", "/nowhere"], "config.json"),
         (["--blocks", "1"], "pages"),
         (["--device", "tpu"], "device"),
         (["--page-size", "0"], "page_size"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
-    ],
-)
-def test_what_cannot_be_done_ends_with_one_sentence_and_1(capsys, arguments, message):
-    assert generate.main([*QUICK, *arguments]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    ):
+        assert generate.main([*QUICK, *arguments]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.splitlines()) == 1
 
 
-def test_it_runs_as_a_script():
-    command = [sys.executable, str(EXAMPLES / "generate.py"), *QUICK, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    assert json.loads(done.stdout.splitlines()[-1])["event"] == "summary"
+def test_it_runs_as_a_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", *QUICK, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "generate.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["event"] == "summary"
