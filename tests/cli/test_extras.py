@@ -38,13 +38,12 @@ def come_from(monkeypatch: pytest.MonkeyPatch, url: str | None) -> None:
 
 
 def test_in_a_clone_the_hint_installs_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where there is no working directory."""
     monkeypatch.chdir(REPOSITORY)
     assert extras.install_hint("cuda13") == 'pip install -e ".[cuda13]"'
+    assert extras.cuda_hint() == ('pip install -e ".[cuda13]" (for a CUDA 12 driver: pip install -e ".[cuda12]")')
     monkeypatch.chdir(tmp_path)
     assert extras.install_hint("cuda13") == f'pip install -e "{REPOSITORY}[cuda13]"'
-
-
-def test_the_hint_is_there_where_the_working_directory_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -97,8 +96,3 @@ def test_a_shell_takes_whatever_the_path_holds(monkeypatch: pytest.MonkeyPatch, 
     odd.mkdir()
     come_from(monkeypatch, odd.as_uri())
     assert shlex.split(extras.install_hint("demo")) == ["pip", "install", f"{odd}[demo]"]
-
-
-def test_both_generations_of_cuda_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    assert extras.cuda_hint() == ('pip install -e ".[cuda13]" (for a CUDA 12 driver: pip install -e ".[cuda12]")')

@@ -22,32 +22,28 @@ def counts(**some: int) -> dict[str, int]:
 NONE = counts()
 
 
-@pytest.mark.parametrize(
-    ("recent", "minute", "grade", "title"),
-    [
-        (NONE, NONE, "", ""),
-        (counts(invalid=9, gone=9), counts(invalid=9, gone=9), "", ""),
-        (counts(answered=100), counts(answered=1000), "good", ""),
-        (counts(answered=10), counts(answered=99, deadline=1), "good", ""),
-        (counts(answered=10), counts(answered=98, deadline=2), "warn", "Misses deadlines"),
-        (counts(answered=10), counts(answered=98, failed=2, refused=50), "warn", "Requests fail"),
-        (counts(answered=10), counts(answered=98, refused=2), "warn", "Overloaded"),
-        (counts(refused=10), counts(answered=98, refused=10), "bad", "Refuses all"),
-        (counts(refused=9, deadline=1), counts(answered=98, refused=9, deadline=1), "bad", "All fail"),
-        (counts(failed=3, invalid=5), counts(answered=98, failed=3, invalid=5), "bad", "All fail"),
-        (NONE, counts(deadline=7), "bad", "All fail"),
-        (counts(failed=1), counts(failed=1), "warn", "Requests fail"),
-        (counts(failed=2), counts(failed=50), "bad", "All fail"),
-        (counts(answered=1, failed=99), counts(answered=1, failed=500), "warn", "Requests fail"),
-    ],
-)
-def test_the_verdict(recent: dict[str, int], minute: dict[str, int], grade: str, title: str) -> None:
-    found = judge(recent, minute)
-    assert (found["grade"], found["title"]) == (grade, title)
-    assert bool(found["reason"]) == (grade in ("warn", "bad"))
+VERDICTS = [
+    (NONE, NONE, "", ""),
+    (counts(invalid=9, gone=9), counts(invalid=9, gone=9), "", ""),
+    (counts(answered=100), counts(answered=1000), "good", ""),
+    (counts(answered=10), counts(answered=99, deadline=1), "good", ""),
+    (counts(answered=10), counts(answered=98, deadline=2), "warn", "Misses deadlines"),
+    (counts(answered=10), counts(answered=98, failed=2, refused=50), "warn", "Requests fail"),
+    (counts(answered=10), counts(answered=98, refused=2), "warn", "Overloaded"),
+    (counts(refused=10), counts(answered=98, refused=10), "bad", "Refuses all"),
+    (counts(refused=9, deadline=1), counts(answered=98, refused=9, deadline=1), "bad", "All fail"),
+    (counts(failed=3, invalid=5), counts(answered=98, failed=3, invalid=5), "bad", "All fail"),
+    (NONE, counts(deadline=7), "bad", "All fail"),
+    (counts(failed=1), counts(failed=1), "warn", "Requests fail"),
+    (counts(answered=1, failed=99), counts(answered=1, failed=500), "warn", "Requests fail"),
+]
 
 
-def test_the_reason_has_every_share() -> None:
+def test_the_verdict() -> None:
+    for recent, minute, grade, title in VERDICTS:
+        found = judge(recent, minute)
+        assert (found["grade"], found["title"]) == (grade, title)
+        assert bool(found["reason"]) == (grade in ("warn", "bad"))
     minute = counts(answered=900, deadline=15, failed=5, refused=80, invalid=1000)
     reason = "Of 1,000 requests of the last minute 1.5% missed their deadline, 0.5% failed, 8.0% got 429."
     assert judge(minute, minute)["reason"] == reason

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 from inside.kv import page_map
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
+from support.cli import Run
 from support.page import page_application, reading, service_of
 from support.served import Served
 from support.service import NO_COMPUTE, REPOSITORY, Scripted, ask, eventually, no_threads_left, raises, rows
@@ -89,34 +91,30 @@ def test_pages_are_free_used_shared_or_kept() -> None:
     with ga.open_context("mock") as ctx:
         board = watched(ctx)
         spec: Any = {"num_blocks": 8, "page_size": 16, "kv_heads": 1, "head_dim": 64, "dtype": "float16"}
+
+        def counted() -> tuple[dict[str, int], dict[str, int]]:
+            (shown,) = board.snapshot()["caches"]
+            full = {name: shown["map"][name].count("9") for name in ("used", "shared", "kept")}
+            return {name: shown[name] for name in ("pages", "free", "shared", "kept")}, full
+
         with ctx.kv_cache(**spec) as cache:
             prompt = list(range(33))
             first = cache.create(prompt).result()
             new = np.zeros((33, 1, 64), np.float16)
             cache.append(first, new, new, tokens=np.array(prompt)).result()
-            cache.fork(first).result()
+            second = cache.fork(first).result()
             alone = cache.create().result()
             cache.append(alone, new[:1], new[:1]).result()
-            (shown,) = board.snapshot()["caches"]
-            counts = {name: shown[name] for name in ("pages", "free", "shared", "kept")}
+            counts, full = counted()
             assert counts == {"pages": 8, "free": 4, "shared": 3, "kept": 0}
-            assert (shown["map"]["shared"].count("9"), shown["map"]["used"].count("9")) == (3, 1)
-            cache.free(alone).result()
+            assert (full["shared"], full["used"]) == (3, 1)
+            for sequence in (alone, first, second):
+                cache.free(sequence).result()
+            counts, full = counted()
+            assert counts == {"pages": 8, "free": 6, "shared": 0, "kept": 2}
+            assert full["kept"] == 2
         assert board.snapshot()["caches"] == []
         board.close()
-
-
-def test_a_prefix_that_is_kept_shows_as_kept() -> None:
-    with ga.open_context("mock") as ctx:
-        board = watched(ctx)
-        with ctx.kv_cache(num_blocks=4, page_size=16, kv_heads=1, head_dim=64, dtype="float16") as cache:
-            sequence = cache.create(list(range(17))).result()
-            new = np.zeros((17, 1, 64), np.float16)
-            cache.append(sequence, new, new, tokens=np.arange(17)).result()
-            cache.free(sequence).result()
-            (shown,) = board.snapshot()["caches"]
-        board.close()
-    assert (shown["kept"], shown["free"], shown["map"]["kept"].count("9")) == (1, 3, 1)
 
 
 def test_a_large_pool_is_drawn_in_cells() -> None:
@@ -136,26 +134,23 @@ def test_a_context_in_another_process_is_shown_as_well() -> None:
         with ctx.kv_cache(num_blocks=4, page_size=16, kv_heads=1, head_dim=64, dtype="float16"):
             found = board.snapshot()
         board.close()
-    assert found["caches"][0]["map"]["used"] == "0000"
-    assert found["kernels"] == []
-    assert found["verdict"]["state"] == "ready"
+    shown = (found["caches"][0]["map"]["used"], found["kernels"], found["verdict"]["state"])
+    assert shown == ("0000", [], "ready")
 
 
-def test_kernels_are_shown_with_registers_and_where_they_came_from(tmp_path: Any) -> None:
+def test_kernels_are_shown_with_registers_and_where_they_came_from(tmp_path: Path) -> None:
     options = ga.ContextOptions(mock=NO_COMPUTE, compile_on_mock=True, arch="sm_80", cache_dir=tmp_path)
-    origins = []
-    for _ in range(2):
+    q = rows(16, dim=64, dtype=np.float16)
+    for source in ("compiled", "cache"):
         with ga.open_context("mock", options) as ctx:
             board = watched(ctx)
-            q = rows(16, dim=64, dtype=np.float16)
             with pytest.raises(ga.MockModeError):
                 ctx.flash_attn.forward(q, q, q).result()
             (kernel,) = board.snapshot()["kernels"]
             board.close()
         assert 0 < kernel["registers"] <= 255
-        assert (kernel["arch"], kernel["asked"], kernel["spill_bytes"]) == ("sm_80", 1, 0)
-        origins.append(kernel["source"])
-    assert origins == ["compiled", "cache"]
+        shown = (kernel["arch"], kernel["asked"], kernel["spill_bytes"], kernel["source"])
+        assert shown == ("sm_80", 1, 0, source)
 
 
 # Events
@@ -174,7 +169,13 @@ def test_events_are_bounded_numbered_and_short() -> None:
     assert found.since(25) == ([], 25, 0)
 
 
-def test_watching_makes_no_request_an_event() -> None:
+def test_watching_makes_no_request_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "gpu_actors.trace"), ga.open_context("mock") as ctx:
+        board = watched(ctx)
+        ask(ctx).result(10)
+        assert "request.completed" in caplog.text
+        assert board.happenings.since(0).items == [], "nor one that is logged"
+        board.close()
     with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE, actors=(Scripted,))) as ctx:
         board = watched(ctx)
         assert not ctx._children.trace.active(), "each request would build events"
@@ -187,14 +188,6 @@ def test_watching_makes_no_request_an_event() -> None:
         failure(ctx.actor(Scripted).submit(raises(RuntimeError("another"))))
         eventually(lambda: ctx._children.cells["scripted"].restarts == 2)
         assert len(board.happenings.since(0).items) == seen, "a closed board watches no more"
-
-
-def test_requests_that_are_logged_are_still_no_events_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("DEBUG", "gpu_actors.trace"), ga.open_context("mock") as ctx:
-        board = watched(ctx)
-        ask(ctx).result(10)
-        assert "request.completed" in caplog.text
-        assert board.happenings.since(0).items == []
 
 
 # Streams
@@ -250,8 +243,9 @@ def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
         board.end_streams()
 
 
-def test_all_viewers_share_the_looks_and_too_many_are_refused() -> None:
-    app = page_application()
+@pytest.mark.parametrize("guard", [True, False])
+def test_all_viewers_share_the_looks_and_too_many_are_refused(guard: bool) -> None:
+    app = page_application(guard=guard)
     with Served(app) as served:
         board = service_of(app).board
         board.max_viewers = 3
@@ -266,8 +260,7 @@ def test_all_viewers_share_the_looks_and_too_many_are_refused() -> None:
             assert looks <= seconds / 0.5 + 2
             refused = served.ask("/status/events")
             assert (refused.status, refused.json["reason"]) == (503, "3 viewers look already")
-            board.end_streams()
-        eventually(lambda: not board._viewers)
+        eventually(lambda: not board._viewers)  # those that go give their places back
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,17 +277,6 @@ def test_a_reader_that_does_not_read_delays_nobody_and_is_dropped(monkeypatch: p
             eventually(lambda: not board._viewers)
 
 
-@pytest.mark.parametrize("guard", [True, False])
-def test_a_viewer_that_goes_gives_its_place_back(guard: bool) -> None:
-    app = page_application(guard=guard)
-    with Served(app) as served:
-        board = service_of(app).board
-        with reading(served) as reader:
-            reader.until(lambda event, data: event == "state")
-            assert len(board._viewers) == 1
-        eventually(lambda: not board._viewers)
-
-
 def test_a_page_that_is_opened_while_the_server_leaves_shows_that() -> None:
     app = page_application()
     with Served(app) as served:
@@ -307,7 +289,7 @@ def test_a_page_that_is_opened_while_the_server_leaves_shows_that() -> None:
 
 
 def test_a_stream_ends_well_before_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "STREAM_SECONDS", 2.0)
+    monkeypatch.setattr(endpoints, "STREAM_SECONDS", 0.5)
     app = page_application()
     with Served(app) as served:
         reply = served.ask("/status/events")
@@ -315,7 +297,7 @@ def test_a_stream_ends_well_before_a_deadline(monkeypatch: pytest.MonkeyPatch) -
         assert reply.body.endswith(b"}\n\n")
         monkeypatch.setattr(endpoints, "STREAM_SECONDS", 60.0)
         # At the deadline the guard would cut the stream off, which its reader sees.
-        reply = served.ask("/status/events", headers={"X-Deadline-Ms": "5000"})
+        reply = served.ask("/status/events", headers={"X-Deadline-Ms": "2500"})
         assert (reply.status, reply.body.endswith(b"\n\n")) == (200, True)
 
 
@@ -386,17 +368,14 @@ def test_a_page_lies_elsewhere_or_nowhere() -> None:
         assert served.ask("/inner/ops/").status == 200
         assert served.ask("/inner/ops/status.json").json["verdict"]["ready"] is True
         assert served.ask("/").status == 404
+    with Served(page_application(), lifespan="off") as served:  # and without a context it says why
+        for path in ("/status.json", "/status/events"):
+            reply = served.ask(path)
+            assert (reply.status, "lifespan" in reply.json["reason"]) == (503, True)
     assert [route.path for route in asgi.routes(None) if isinstance(route, Route)] == ["/livez", "/readyz", "/metrics"]
     for page in ("ops", "/ops", "", "/{x}/", 1):
         with pytest.raises(ga.InvalidRequest, match="page"):
             asgi.routes(page)  # type: ignore[arg-type]
-
-
-def test_without_a_context_the_page_says_why() -> None:
-    with Served(page_application(), lifespan="off") as served:
-        for path in ("/status.json", "/status/events"):
-            reply = served.ask(path)
-            assert (reply.status, "lifespan" in reply.json["reason"]) == (503, True)
 
 
 def test_a_report_is_one_file_in_which_no_text_is_markup() -> None:
@@ -414,25 +393,20 @@ def test_a_report_is_one_file_in_which_no_text_is_markup() -> None:
         report({"a": 1})
 
 
-@pytest.mark.timeout(180)
-def test_the_command_writes_a_report_of_a_server(tmp_path: Any) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gpu_actors.cli", "report", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path)
-
+def test_the_command_writes_a_report_of_a_server(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with Served(page_application()) as served:
-        done = run(served.url, "-o", "there.html")
-        assert (done.returncode, ", ready" in done.stderr) == (0, True)
-        shown = run(f"{served.url}/", "--json")
-        (tmp_path / "saved.json").write_text(shown.stdout)
-        assert run("saved.json").returncode == 0
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert "<!doctype html>" in (tmp_path / "there.html").read_text()
-    refused = run(served.url)
-    assert (refused.returncode, "Traceback" in refused.stderr, "cannot be read" in refused.stderr) == (1, False, True)
-    (tmp_path / "odd.json").write_text("[]")
-    assert run("odd.json").returncode == 2
-    assert run("absent.json").returncode != 0
+        code, _, err = run("report", served.url, "-o", "there.html")
+        assert (code, ", ready" in err) == (0, True)
+        Path("saved.json").write_text(run("report", f"{served.url}/", "--json")[1])
+        assert run("report", "saved.json")[0] == 0
+    assert Path("report.html").read_text().startswith("<!doctype html>")
+    assert "<!doctype html>" in Path("there.html").read_text()
+    code, _, err = run("report", served.url)
+    assert (code, "cannot be read" in err) == (1, True)
+    Path("odd.json").write_text("[]")
+    assert run("report", "odd.json")[0] == 2
+    assert run("report", "absent.json")[0] == 1
 
 
 def test_looks_go_on_while_threads_change_everything() -> None:

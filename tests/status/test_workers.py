@@ -29,27 +29,21 @@ FAILED = Verdict(False, "failed", "the context is lost")
 DRAINING = Verdict(False, "draining", "the context is draining")
 
 
-@pytest.mark.parametrize(
-    ("workers", "ready", "state"),
-    [
+def test_the_verdict_on_a_pool() -> None:
+    for workers, ready, state in (
         ([WELL, WELL], True, "ready"),
-        ([WELL, SHAKY], True, "degraded"),
-        ([WELL, REPLACED], True, "degraded"),
-        ([FAILED, WELL], True, "degraded"),
-        ([STALLED, WELL], True, "degraded"),
+        *(([WELL, other], True, "degraded") for other in (SHAKY, REPLACED, FAILED, STALLED)),
         ([SHAKY], True, "degraded"),
         ([REPLACED, REPLACED], False, "degraded"),
         ([REPLACED, FAILED], False, "degraded"),
         ([STALLED, FAILED], False, "stalled"),
         ([FAILED, FAILED], False, "failed"),
         ([DRAINING, DRAINING], False, "draining"),
-    ],
-)
-def test_the_verdict_on_a_pool(workers: list[Verdict], ready: bool, state: str) -> None:
-    found = verdict_of_workers({f"worker-{number}": one for number, one in enumerate(workers)})
-    assert (found.ready, found.state) == (ready, state)
-    for number, one in enumerate(workers):
-        assert (f"worker-{number}: {one.reason}" in found.reason) == (one != WELL)
+    ):
+        found = verdict_of_workers({f"worker-{number}": one for number, one in enumerate(workers)})
+        assert (found.ready, found.state) == (ready, state)
+        for number, one in enumerate(workers):
+            assert (f"worker-{number}: {one.reason}" in found.reason) == (one != WELL)
 
 
 def test_a_board_shows_each_worker_by_its_name() -> None:
@@ -140,7 +134,9 @@ def test_a_dead_worker_degrades_the_pool_and_no_worker_fails_it() -> None:
         assert "worker-2: " in answered.json["reason"]
 
 
-def test_a_worker_that_does_not_answer_costs_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_answer_costs_one_question_and_a_report_of_a_pool_is_a_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as one:
         board = StatusBoard()
         board.watch({"one": one})
@@ -152,17 +148,10 @@ def test_a_worker_that_does_not_answer_costs_one_question(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(one._children.cells["nvrtc"].shared, "uses", silent)
         for _ in range(3):
-            (worker,) = board.snapshot()["workers"]
+            snapshot = board.snapshot()
+            (worker,) = snapshot["workers"]
             assert (worker["kernels"], worker["caches"]) == (None, None)
         assert len(asked) == 1
-        board.close()
-
-
-def test_a_report_of_a_pool_is_a_page() -> None:
-    with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as one:
-        board = StatusBoard()
-        board.watch({"one": one})
-        snapshot = board.snapshot()
         board.close()
     assert '"name":"one"' in report(snapshot)
     del snapshot["workers"]
