@@ -93,20 +93,6 @@ def test_every_metric_is_of_the_chosen_instances_and_workers(known: dict[str, se
             assert matchers.split(", ")[: len(wanted)] == wanted, expression
 
 
-def test_workers_are_compared_by_outcome_queue_latency_and_batch() -> None:
-    asked = [expression for expression in EXPRESSIONS if re.search(r"by \([^)]*\bworker\b", expression)]
-    shown = {name for expression in asked for name in re.findall(r"gpu_actors_(\w+)", expression)}
-    assert shown == {
-        "requests_total",
-        "requests_waiting",
-        "launches_in_flight",
-        "request_seconds_bucket",
-        "request_queue_seconds_bucket",
-        "launch_requests_sum",
-        "launch_requests_count",
-    }
-
-
 def test_every_alert_asks_for_what_exists_and_is_explained(known: dict[str, set[str]]) -> None:
     rows = re.findall(r"^\| ([A-Z]\w+(?:, [A-Z]\w+)*) \|", OPERATE, re.M)
     explained = {name for row in rows for name in row.split(", ")}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.generation import hugging_face_json, write_model
+from support.generation import write_model, write_tokenizer
 from support.openai_server import CHAT, HELLO, STREAM, Serving, chat_text_of, text_of
 
 from gpu_actors.generation import LlamaConfig, plain_logits
@@ -51,14 +51,13 @@ def test_a_text_is_the_plain_models(serving: Serving) -> None:
 
 
 def test_an_answer_has_every_field(serving: Serving) -> None:
-    answer = serving.complete()
+    answer, other = serving.complete(), serving.chat()
     assert answer["id"].startswith("cmpl-")
     assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
     assert answer["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
     assert answer["choices"][0]["finish_reason"] == "length"
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (6, 8, 14)
-    other = serving.chat()
     assert other["id"].startswith("chatcmpl-")
     assert other["object"] == "chat.completion"
     assert other["choices"][0]["message"]["role"] == "assistant"
@@ -88,9 +87,11 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(serving: Se
 
 
 def test_a_stream_without_usage_does_not_name_it(serving: Serving) -> None:
-    answered = serving.post("/v1/completions", {**HELLO, "stream": True})
-    assert b'"usage"' not in answered.body
-    assert answered.body.endswith(b"data: [DONE]\n\n")
+    for path, content in (("/v1/completions", HELLO), ("/v1/chat/completions", CHAT)):
+        answered = serving.post(path, {**content, "stream": True})
+        assert b'"usage"' not in answered.body
+        assert answered.body.endswith(b"data: [DONE]\n\n")
+        assert answered.headers["x-accel-buffering"] == "no", "a proxy is told not to hold events back"
 
 
 def test_one_seed_gives_one_text(serving: Serving) -> None:
@@ -154,47 +155,31 @@ def test_what_clients_send_without_meaning_it_is_taken(serving: Serving) -> None
 # A model of one's own
 
 
-def trained_tokenizer() -> Any:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
-    )
-    made.train_from_iterator(["the cat sat on the mat, naïve 🙂"] * 4, trainer)
-    return made
-
-
 def test_a_folder_is_served_by_its_own_tokenizer_and_template(tmp_path: Path) -> None:
     folder = tmp_path / "cat"
     folder.mkdir()
-    tokenizer = trained_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = LlamaConfig.tiny(vocab=300, hidden=32, layers=1, heads=4, kv_heads=4, head_dim=16)
-    write_model(folder, config, bos_token_id=0, eos_token_id=1)
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
-    said = json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
-    (folder / "tokenizer_config.json").write_text(said)
+    said = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    tokenizer = write_tokenizer(folder, said, special=["<s>", "</s>"])
+    config = LlamaConfig.tiny(vocab=258, hidden=32, layers=1, heads=4, kv_heads=4, head_dim=16)
+    write_model(folder, config, bos_token_id=256, eos_token_id=257)
     with Serving(models=(str(folder),)) as serving:
         assert [card["id"] for card in serving.ask("/v1/models").json["data"]] == ["cat"]
         answer = serving.chat(model="cat", messages=[{"role": "user", "content": "the naïve cat 🙂"}], max_tokens=40)
         prompt = tokenizer.encode("<s>user=the naïve cat 🙂;", add_special_tokens=False).ids
         assert answer["usage"]["prompt_tokens"] == len(prompt)
-        assert prompt[0] == 0
+        assert prompt[0] == 256
         asked = {"model": "cat", "prompt": prompt, "max_tokens": 40, "temperature": 0}
         assert text_of(serving.stream("/v1/completions", asked)) == answer["choices"][0]["message"]["content"]
-        wrong = serving.post("/v1/completions", {**asked, "prompt": [300]})
+        wrong = serving.post("/v1/completions", {**asked, "prompt": [258]})
         assert (wrong.status, wrong.json["error"]["param"]) == (400, "prompt[0]")
     (folder / "tokenizer_config.json").unlink()
     with Serving(models=(f"mine={folder}",)) as serving:
-        refused = serving.post("/v1/chat/completions", {**CHAT, "model": "mine"})
-        assert (refused.status, refused.json["error"]["param"]) == (400, "model")
-        assert "has no chat template" in refused.json["error"]["message"]
-        refused = serving.post("/tokenize", {"messages": CHAT["messages"]})
-        assert (refused.status, refused.json["error"]["param"]) == (400, "model")
-        assert "has no chat template" in refused.json["error"]["message"]
+        messages = {"messages": CHAT["messages"]}
+        for path, content in (("/v1/chat/completions", {**CHAT, "model": "mine"}), ("/tokenize", messages)):
+            refused = serving.post(path, content)
+            assert (refused.status, refused.json["error"]["param"]) == (400, "model")
+            assert "has no chat template" in refused.json["error"]["message"]
         serving.complete(model="mine")
 
 
@@ -281,29 +266,16 @@ def test_no_request_imports_a_module() -> None:
         assert sorted(set(sys.modules) - before) == []
 
 
-def test_a_config_file_of_its_generation_has_the_last_word_on_the_end(tmp_path: Path) -> None:
-    config = LlamaConfig.tiny()
-    (tmp_path / "config.json").write_text(json.dumps(hugging_face_json(config)))
-    assert LlamaConfig.load(tmp_path).stop_tokens == (257,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert LlamaConfig.load(tmp_path).stop_tokens == (5, 6)
-
-
 @pytest.mark.timeout(180)
-def test_without_a_model_named_smollm2_answers_in_english_where_it_is_installed() -> None:
+def test_without_a_model_named_the_installed_ones_answer() -> None:
     with Serving(models=(), cache_mib=64) as serving:
         card = serving.ask("/v1/models/smollm2").json
-        precision = (card["weights"], card["dtype"], card["cache_dtype"])
-        assert precision == ("Q4_1, Q8_0", "float32", "float32")
-        asked = [{"role": "user", "content": "What is the capital of France?"}]
-        answered = serving.chat(model="smollm2", messages=asked, max_tokens=32)["choices"][0]
-        assert answered["finish_reason"] == "stop"
-        assert answered["message"]["content"] == "The capital of France is Paris."
-        events = serving.stream("/v1/chat/completions", {"model": "smollm2", "messages": asked, "temperature": 0})
-        streamed = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-        assert streamed == "The capital of France is Paris."
+        assert (card["weights"], card["dtype"], card["cache_dtype"]) == ("Q4_1, Q8_0", "float32", "float32")
         said = "<|im_start|>user\nHi<|im_end|>\nok  🙂 b"
         scored = serving.complete(model="smollm2", prompt=said, echo=True, logprobs=0, max_tokens=1)["choices"][0]
         offsets = scored["logprobs"]["text_offset"]
         assert offsets == [0, 12, 16, 17, 19, 29, 30, 32, 33, 35, len(said)]
+        asked = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        events = serving.stream("/v1/chat/completions", {**asked, "temperature": 0, "max_tokens": 4})
+        assert chat_text_of(events) == "The capital of France"
         assert serving.ask(f"/v1/models/{MINILM}").status == 200

@@ -38,197 +38,120 @@ def refused(serving: Serving, path: str, content: Any, status: int = 400) -> dic
 LONG = "k" * 100_000
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
+def test_a_name_that_a_client_made_up_comes_back_short(serving: Serving) -> None:
+    for path, content in (
         (COMPLETIONS, {**HELLO, LONG: 1}),
         (CHATS, {**CHAT, "messages": [{"role": "user", "content": "a", LONG: 1}]}),
         (CHATS, {**CHAT, "metadata": {LONG: 1}}),
         (EMBEDDINGS, {**EMBED, LONG: 1}),
         ("/tokenize", {"prompt": "a", LONG: 1}),
-    ],
-    ids=["a completion", "a message", "metadata", "embeddings", "tokenize"],
-)
-def test_a_name_that_a_client_made_up_comes_back_short(serving: Serving, path: str, content: Any) -> None:
-    error = refused(serving, path, content)
-    assert "kkk" in error["param"]
-    assert len(error["param"]) < 200
-    assert error["accepted"] in error["message"], "the reason is there too"
+    ):
+        error = refused(serving, path, content)
+        assert "kkk" in error["param"]
+        assert len(error["param"]) < 200
+        assert error["accepted"] in error["message"], "the reason is there too"
 
 
 BOTH: list[tuple[str, Any, str]] = [
-    *(("temperature", value, "must be") for value in (NAN, INFINITY, -INFINITY, -0.1, 2.1, "1", True, [], 10**400)),
-    *(("top_p", value, "must be") for value in (0, -1, 1.01, NAN, "0.5", {})),
+    *(("temperature", value, "must be") for value in (NAN, -INFINITY, -0.1, 2.1, "1", True, [], 10**400)),
+    *(("top_p", value, "must be") for value in (0, 1.01, NAN, "0.5", {})),
     *(("seed", value, "must be") for value in (1.5, "1", True, 1 << 63, -(1 << 64))),
-    *(("max_tokens", value, "must be") for value in (0, -1, 1.5, "5", True, 5000, 1 << 31, 10**30, NAN)),
-    *(("n", value, "must be") for value in (0, 2, "1", 1.5, 10**20)),
-    *(("stream", value, "must be a valid boolean") for value in (1, "true", [])),
+    *(("max_tokens", value, "must be") for value in (0, -1, 1.5, "5", True, 5000, 10**30, NAN)),
+    *(("stream", value, "must be a valid boolean") for value in (1, "true")),
     *(("stop", value, "must be a string or up to 16") for value in (1, [1], [""], "", ["a"] * 17, "a" * 257, {})),
-    *((name, value, "must be") for name in ("presence_penalty", "frequency_penalty") for value in (0.5, -1, NAN)),
-    ("logit_bias", {"50256": -100}, "must have at most 0 items"),
+    ("frequency_penalty", NAN, "must be"),
     ("stream_options", {"include_usage": True}, "must be left out unless stream is true"),
     ("stream_options.include_usage", None, "must be a valid boolean"),
-    ("user", 1, "must be a valid string"),
-    ("model", 1, "must be a valid string"),
-    ("model", None, "must be a valid string"),
-    ("guided_json", {}, "is not a field that this server knows"),
-    ("top_k", 5, "is not a field that this server knows"),
+    *((name, 1, "must be a valid string") for name in ("user", "model")),
     ("__class__", "x", "is not a field that this server knows"),
 ]
 
 
 @pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, HELLO), (CHATS, CHAT)], ids=["plain", "chat"])
-@pytest.mark.parametrize(("field", "value", "accepted"), BOTH, ids=lambda value: repr(value)[:30])
-def test_a_wrong_value_is_named_with_what_is_accepted(
-    serving: Serving, path: str, base: Any, field: str, value: Any, accepted: str
-) -> None:
-    content = {**base, field: value}
-    if "." in field:
-        content = {**base, "stream": True, "stream_options": {"include_usage": "yes"}}
-    error = refused(serving, path, content)
-    assert error["param"] == field
-    assert error["accepted"].startswith(accepted)
-    assert "value" in error
-    assert field in error["message"]
+def test_a_wrong_value_is_named_with_what_is_accepted(serving: Serving, path: str, base: Any) -> None:
+    for field, value, accepted in BOTH:
+        content = {**base, field: value}
+        if "." in field:
+            content = {**base, "stream": True, "stream_options": {"include_usage": "yes"}}
+        error = refused(serving, path, content)
+        assert error["param"] == field, (field, value)
+        assert error["accepted"].startswith(accepted), (field, value)
+        assert "value" in error
+        assert field in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("value", "field"),
-    [
-        ("", "prompt"),
-        ([], "prompt"),
-        ([[]], "prompt"),
-        ([""], "prompt"),
-        (None, "prompt"),
-        (5, "prompt"),
-        ({"text": "a"}, "prompt"),
-        ([1.5], "prompt"),
-        ([True], "prompt"),
-        ([1, "a"], "prompt"),
-        (["a", "b"], "prompt"),
-        ([[1], [2]], "prompt"),
-        ([258], "prompt[0]"),
-        ([1, -1], "prompt[1]"),
-        ([10**30], "prompt[0]"),
-        ("a" * 4096, "prompt"),
-        ([1] * 4096, "prompt"),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_prompts_that_are_none(serving: Serving, value: Any, field: str) -> None:
+NO_PROMPTS: list[Any] = ["", [], [[]], [""], None, 5, {"text": "a"}, [1.5], [True], [1, "a"], [[1], [2]]]
+
+
+@pytest.mark.parametrize("value", [*NO_PROMPTS, "a" * 4096, [1] * 4096], ids=lambda value: repr(value)[:30])
+def test_prompts_that_are_none(serving: Serving, value: Any) -> None:
     error = refused(serving, COMPLETIONS, {**HELLO, "prompt": value})
-    assert error["param"] == field
+    assert error["param"] == "prompt"
     assert error["accepted"].startswith("must ")
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": {}}, "messages"),
-        ({"messages": [{}]}, "messages[0].role"),
-        ({"messages": ["hello"]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "image": "b"}]}, "messages[0].image"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs"),
-        ({"modalities": ["audio"]}, "modalities[0]"),
-        ({"store": True}, "store"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_conversations_that_are_none(serving: Serving, changes: Any, field: str) -> None:
-    assert refused(serving, CHATS, {**CHAT, **changes})["param"] == field
+USER = {"role": "user", "content": "a"}
+# What is wrong in each kind of request.
+WRONG: list[tuple[str, Any, Any, str]] = [
+    *(
+        (COMPLETIONS, HELLO, {"prompt": prompt}, f"prompt[{n}]")
+        for prompt, n in (([258], 0), ([1, -1], 1), ([10**30], 0))
+    ),
+    *((COMPLETIONS, HELLO, {"logprobs": value}, "logprobs") for value in (6, True)),
+    *((CHATS, CHAT, {"messages": value}, "messages") for value in ([], "hello", {}, [{**USER, "content": "a" * 5000}])),
+    *((CHATS, CHAT, {"messages": [value]}, "messages[0].role") for value in ({}, {**USER, "role": "tool"})),
+    *(
+        (CHATS, CHAT, {"messages": [{"role": "user", **content}]}, "messages[0].content")
+        for content in (
+            *({}, {"content": None}, {"content": []}, {"content": [{"type": "image_url"}]}),
+            {"content": [{"type": "text", "text": 1}]},
+        )
+    ),
+    (CHATS, CHAT, {"messages": ["hello"]}, "messages[0]"),
+    (CHATS, CHAT, {"messages": [{**USER, "image": "b"}]}, "messages[0].image"),
+    (CHATS, CHAT, {"messages": [{**USER, "role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    *((CHATS, CHAT, {"max_completion_tokens": value}, "max_completion_tokens") for value in (0, 1 << 40)),
+    (CHATS, CHAT, {"logprobs": 1}, "logprobs"),
+    *(
+        (CHATS, CHAT, changes, "top_logprobs")
+        for changes in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 1})
+    ),
+    *((EMBEDDINGS, EMBED, {"input": value}, "input") for value in (None, [], [1, 2], [[1, 2]], ["a", 1], ["a"] * 5)),
+    *((EMBEDDINGS, EMBED, {"input": value}, f"input[{n}]") for value, n in (("", 0), (["a", ""], 1))),
+    (EMBEDDINGS, EMBED, {"encoding_format": "int8"}, "encoding_format"),
+    *((EMBEDDINGS, EMBED, {"dimensions": value}, "dimensions") for value in (256, "384")),
+    (EMBEDDINGS, EMBED, {"truncate": 1}, "truncate"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"best_of": 2}, "best_of"),
-        ({"suffix": "end"}, "suffix"),
-    ],
-)
-def test_completions_that_are_not_done_here(serving: Serving, changes: Any, field: str) -> None:
-    assert refused(serving, COMPLETIONS, {**HELLO, **changes})["param"] == field
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ""}, "input[0]"),
-        ({"input": ["a", ""]}, "input[1]"),
-        ({"input": [1, 2]}, "input"),
-        ({"input": [[1, 2]]}, "input"),
-        ({"input": ["a", 1]}, "input"),
-        ({"input": ["a"] * 5}, "input"),
-        ({"encoding_format": "int8"}, "encoding_format"),
-        ({"dimensions": 256}, "dimensions"),
-        ({"dimensions": "384"}, "dimensions"),
-        ({"truncate": 1}, "truncate"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_embeddings_that_are_none(serving: Serving, changes: Any, field: str) -> None:
-    assert refused(serving, EMBEDDINGS, {**EMBED, **changes})["param"] == field
+@pytest.mark.parametrize(("path", "base", "changes", "field"), WRONG, ids=lambda value: str(value)[:50])
+def test_what_is_none_of_its_kind_is_named(serving: Serving, path: str, base: Any, changes: Any, field: str) -> None:
+    assert refused(serving, path, {**base, **changes})["param"] == field
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, EMBEDDINGS])
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_bodies_that_are_no_object(serving: Serving, path: str) -> None:
+    for body in (
         b"",
         b"{",
         b"null",
         b"[]",
         b'"text"',
-        b"\xff\xfe{}",
         b'{"model": "\xff"}',
-        b'{"model": "\\ud800"}',
         b"[" * 100_000,
-        b'{"a":' * 20_000,
-        b"\x00" * 100,
         json.dumps(HELLO).encode() + b" x",
-        json.dumps(HELLO).encode("utf-16"),
-    ],
-    ids=lambda body: repr(body[:12]),
-)
-def test_bodies_that_are_no_object(serving: Serving, path: str, body: bytes) -> None:
-    error = refused(serving, path, body)
-    assert (error["param"], error["value"]) == ("body", f"{len(body)} bytes")
-    assert error["accepted"].startswith("must be ")
+    ):
+        error = refused(serving, path, body)
+        assert (error["param"], error["value"]) == ("body", f"{len(body)} bytes")
+        assert error["accepted"].startswith("must be ")
+    assert refused(serving, path, {**HELLO, "prompt": "x" * 300_000}, status=413)["code"] == "BodyTooLarge"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, EMBEDDINGS])
-def test_a_body_that_is_too_long_is_413_in_the_same_form(serving: Serving, path: str) -> None:
-    error = refused(serving, path, {**HELLO, "prompt": "x" * 300_000}, status=413)
-    assert error["code"] == "BodyTooLarge"
-
-
-@pytest.mark.parametrize(
-    ("path", "content"), [(COMPLETIONS, HELLO), (CHATS, CHAT), (EMBEDDINGS, EMBED)], ids=["plain", "chat", "embed"]
-)
-def test_a_model_that_is_not_here_is_404(serving: Serving, path: str, content: Any) -> None:
-    for name in ("gpt-4o", "", "a" * 10_000, "tiny\n"):
-        error = refused(serving, path, {**content, "model": name}, status=404)
-        assert (error["param"], error["code"]) == ("model", "NotFound")
+def test_a_model_that_is_not_here_is_404(serving: Serving) -> None:
+    for path, content in ((COMPLETIONS, HELLO), (CHATS, CHAT), (EMBEDDINGS, EMBED)):
+        for name in ("gpt-4o", "", "a" * 10_000, "tiny\n"):
+            error = refused(serving, path, {**content, "model": name}, status=404)
+            assert (error["param"], error["code"]) == ("model", "NotFound")
 
 
 def test_a_model_is_not_asked_for_what_it_does_not_do(serving: Serving) -> None:
@@ -236,18 +159,13 @@ def test_a_model_is_not_asked_for_what_it_does_not_do(serving: Serving) -> None:
     assert refused(serving, EMBEDDINGS, {**EMBED, "model": "tiny"}, 404)["accepted"] == "must be all-MiniLM-L6-v2"
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "status"), [("/v1/x", "GET", 404), (COMPLETIONS, "GET", 405), ("/x", "GET", 404)]
-)
-def test_paths_and_methods_that_are_not_there(serving: Serving, path: str, method: str, status: int) -> None:
-    answered = serving.ask(path, method)
-    assert (answered.status, answered.json["error"]["type"]) == (status, "invalid_request_error")
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "3600001"])
-def test_a_deadline_that_is_none_is_named(serving: Serving, value: str) -> None:
-    answered = serving.post(COMPLETIONS, HELLO, X_Deadline_Ms=value)
-    assert (answered.status, answered.json["error"]["param"]) == (400, "X-Deadline-Ms")
+def test_paths_methods_and_deadlines_that_are_none(serving: Serving) -> None:
+    for path, status in (("/v1/x", 404), (COMPLETIONS, 405), ("/x", 404)):
+        answered = serving.ask(path)
+        assert (answered.status, answered.json["error"]["type"]) == (status, "invalid_request_error")
+    for value in ("0", "soon", "3600001"):
+        answered = serving.post(COMPLETIONS, HELLO, X_Deadline_Ms=value)
+        assert (answered.status, answered.json["error"]["param"]) == (400, "X-Deadline-Ms")
 
 
 def test_the_longest_text_that_is_taken_is_answered(serving: Serving) -> None:

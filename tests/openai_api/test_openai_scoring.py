@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.openai_server import CHAT, HELLO, STREAM, Serving, sent, text_of
-from support.served import Answered
+from support.openai_server import CHAT, HELLO, STREAM, Serving, text_of
+from support.streams import asking
 
 import gpu_actors as ga
 from gpu_actors.generation import plain_logits
@@ -40,8 +39,7 @@ def wanted(serving: Serving, tokens: list[int]) -> list[float]:
     return [float(row[token]) for row, token in zip(scores, tokens[1:], strict=True)]
 
 
-@pytest.mark.parametrize("tokens", [[5], [256, 7], [256, *b"The quick brown fox"], LONG], ids=len)
-@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize(("tokens", "new"), [([5], 3), ([256, 7], 0), ([256, *b"The quick brown fox"], 1), (LONG, 3)])
 def test_the_scores_of_a_prompt_are_the_plain_models(serving: Serving, tokens: list[int], new: int) -> None:
     for again in range(2):  # the second time its pages are known
         if again:
@@ -60,14 +58,14 @@ def test_the_scores_of_a_prompt_are_the_plain_models(serving: Serving, tokens: l
 
 
 def test_prompts_that_are_scored_at_once_have_the_same_scores(serving: Serving) -> None:
-    prompts = [[256, *(number * part % 250 for number in range(20 * part))] for part in range(1, 9)]
+    prompts = [[256, *(number * part % 250 for number in range(20 * part))] for part in (1, 3, 5, 8)]
 
     def scores(prompt: list[int]) -> list[float]:
         answer = serving.complete(prompt=prompt, max_tokens=1, echo=True, logprobs=0)
         found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:-1]
         return found
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(4) as pool:
         for prompt, found in zip(prompts, pool.map(scores, prompts), strict=True):
             assert found == pytest.approx(wanted(serving, prompt), abs=2e-2)
 
@@ -80,6 +78,8 @@ def test_a_text_begins_with_its_prompt(serving: Serving) -> None:
         assert echoed["logprobs"] is None
         assert serving.complete(prompt=prompt, echo=True, max_tokens=0)["choices"][0]["text"] == "hello"
         assert serving.complete(prompt=prompt, echo=False)["choices"][0]["text"] == alone
+    found = serving.complete(prompt="Text", echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]
+    assert (found["tokens"], found["text_offset"]) == (["", *"Text"], [0, 0, 1, 2, 3])
 
 
 def test_a_stream_begins_with_its_prompt(serving: Serving) -> None:
@@ -103,32 +103,6 @@ def test_a_prompt_that_is_scored_may_be_as_long_as_a_text(settings: Any) -> None
         for changes in ({"max_tokens": 1}, {"max_tokens": None}, {"prompt": [97] * (longest + 1)}):
             answered = serving.post(COMPLETIONS, {**asked, **changes})
             assert (answered.status, answered.json["error"]["param"]) == (400, "prompt")
-
-
-def test_offsets_are_those_of_the_text(serving: Serving) -> None:
-    choice = serving.complete(prompt="Text", echo=True, logprobs=0, max_tokens=0)["choices"][0]
-    found = choice["logprobs"]
-    assert found["tokens"] == ["", *"Text"]
-    assert found["text_offset"] == [0, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 0, "echo": False}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
-        ({"echo": 1}, "echo"),
-        ({"echo": "yes"}, "echo"),
-        ({"echo": True, "logprobs": 6}, "logprobs"),
-        ({"echo": True, "prompt": ["a", "b"]}, "prompt"),
-        ({"echo": True, "prompt": "a" * 4096}, "prompt"),
-    ],
-    ids=str,
-)
-def test_an_echo_that_is_none_is_named(serving: Serving, changes: Any, field: str) -> None:
-    answered = serving.post(COMPLETIONS, {**HELLO, **changes})
-    assert (answered.status, answered.json["error"]["param"]) == (400, field)
 
 
 def test_a_prompt_that_cannot_be_scored_costs_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,35 +136,32 @@ def test_a_text_is_cut_into_its_tokens_and_back(serving: Serving) -> None:
     assert serving.post("/detokenize", {"model": "tiny", "tokens": []}).json == {"prompt": ""}
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "status", "field"),
-    [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, 400, "prompt"),
-        ("/tokenize", {"prompt": 1}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens"),
-        ("/tokenize", {"prompt": "a", "return_token_strs": True}, 400, "return_token_strs"),
-        ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False}, 400, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "a", "model": "b"}, 404, "model"),
-        ("/detokenize", {}, 400, "tokens"),
-        ("/detokenize", {"tokens": [258]}, 400, "tokens[0]"),
-        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
-        ("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
-        ("/tokenize", {"prompt": "a" * 4097}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a" * 4097, "add_special_tokens": False}, 400, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 4097}]}, 400, "messages"),
-        ("/detokenize", {"tokens": [97] * 4097}, 400, "tokens"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_what_is_no_text_and_no_tokens_is_named(
-    serving: Serving, path: str, content: Any, status: int, field: str
-) -> None:
+ECHO = {**HELLO, "echo": True}
+MESSAGES = CHAT["messages"]
+NAMED: list[tuple[str, Any, str]] = [
+    *((COMPLETIONS, {**HELLO, "max_tokens": 0, **changes}, "max_tokens") for changes in ({}, {"echo": False})),
+    (COMPLETIONS, {**ECHO, "max_tokens": -1}, "max_tokens"),
+    *((COMPLETIONS, {**HELLO, "echo": value}, "echo") for value in (1, "yes")),
+    (COMPLETIONS, {**ECHO, "logprobs": 6}, "logprobs"),
+    *((COMPLETIONS, {**ECHO, "prompt": prompt}, "prompt") for prompt in (["a", "b"], "a" * 4096)),
+    *(("/tokenize", content, "prompt") for content in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 1})),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "model": "b"}, "model"),
+    *(("/tokenize", {"prompt": "a" * 4097, "add_special_tokens": value}, "prompt") for value in (True, False)),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * 4097}]}, "messages"),
+    *(("/detokenize", content, "tokens") for content in ({}, {"tokens": "a"}, {"tokens": [97] * 4097})),
+    *(("/detokenize", {"tokens": [value]}, "tokens[0]") for value in (258, 10**30)),
+    *(("/detokenize", {"tokens": [1, value]}, "tokens[1]") for value in (-1, True)),
+]
+
+
+@pytest.mark.parametrize(("path", "content", "field"), NAMED, ids=lambda value: str(value)[:60])
+def test_what_is_no_text_and_no_tokens_is_named(serving: Serving, path: str, content: Any, field: str) -> None:
     answered = serving.post(path, content)
-    assert (answered.status, answered.json["error"]["param"]) == (status, field), answered.body
+    assert (answered.status, answered.json["error"]["param"]) == (404 if field == "model" else 400, field)
 
 
 TEXTS = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}
@@ -198,26 +169,18 @@ TEXTS = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}
 
 def test_texts_are_not_cut_for_one_who_may_have_no_more() -> None:
     asked = {**HELLO, **STREAM, "max_tokens": 4000}
-
-    async def ask(serving: Serving) -> list[tuple[Answered, ...]]:
-        async with sent(serving.port, COMPLETIONS, asked, "Authorization: Bearer client-one") as running:
-            await running.readuntil(b"data: ")
-            return await asyncio.to_thread(
-                lambda: [
-                    tuple(serving.post(path, content, Authorization=f"Bearer client-{key}") for key in ("one", "two"))
-                    for path, content in TEXTS.items()
-                ]
-            )
-
-    with Serving(max_per_client=1, api_keys=("client-one", "client-two")) as serving:
-        answered = asyncio.run(ask(serving))
-    for refused, other in answered:
-        assert (refused.status, refused.json["error"]["code"], other.status) == (429, "Overloaded", 200)
+    with (
+        Serving(max_per_client=1, api_keys=("client-one", "client-two")) as serving,
+        asking(serving.port, COMPLETIONS, asked, "Authorization: Bearer client-one"),
+    ):
+        for path, content in TEXTS.items():
+            refused = serving.post(path, content, Authorization="Bearer client-one")
+            assert (refused.status, refused.json["error"]["code"]) == (429, "Overloaded")
+            assert serving.post(path, content, Authorization="Bearer client-two").status == 200
 
 
-@pytest.mark.parametrize("path", TEXTS)
 def test_texts_are_cut_and_spelled_by_the_readers_of_their_size(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, path: str
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, threads = [], []
     readers_of, dumps = State.readers_of, json.dumps
@@ -232,10 +195,10 @@ def test_texts_are_cut_and_spelled_by_the_readers_of_their_size(
 
     monkeypatch.setattr(State, "readers_of", of)
     monkeypatch.setattr("gpu_actors.openai_api.vllm.json", SimpleNamespace(dumps=noted))
-    body = json.dumps(TEXTS[path]).encode() + b" " * 70_000
-    assert serving.post(path, body).status == 200
-    assert set(sizes) == {len(body)}
-    assert threads == ["AnyIO worker thread"]
+    bodies = {path: json.dumps(content).encode() + b" " * 70_000 for path, content in TEXTS.items()}
+    assert [serving.post(path, body).status for path, body in bodies.items()] == [200, 200]
+    assert set(sizes) == set(map(len, bodies.values()))
+    assert threads == ["AnyIO worker thread"] * 2
 
 
 def test_health_is_readiness_without_a_body() -> None:
@@ -249,71 +212,58 @@ def test_health_is_readiness_without_a_body() -> None:
 # The surface is closed
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    ("field", "value", "kind"),
-    [
-        *(("n", value, "several texts") for value in (True, 2, 0, 1.0, "1", [1])),
-        *((name, [{}], "calls of tools") for name in ("tools", "functions")),
-        *((name, value, "a grammar") for name, value in (("guided_json", {}), ("grammar", "root"), ("regex", ""))),
-        ("structured_outputs", {"json": {}}, "a grammar"),
-        *((name, 1, "change logits") for name in ("top_k", "min_p", "repetition_penalty")),
-        ("presence_penalty", 0.1, "change logits"),
-        ("logit_bias", {"1": 1}, "change logits"),
-        ("prompt_logprobs", 1, "score prompts"),
-        ("reasoning_effort", "low", "think aloud"),
-        ("previous_response_id", "a", "keep what they answer"),
+KINDS: dict[str, list[tuple[str, Any]]] = {
+    "several texts": [("n", value) for value in (True, 2, 0, 1.0, "1", [1])],
+    "calls of tools": [(name, [{}]) for name in ("tools", "functions")],
+    "a grammar": [("guided_json", {}), ("grammar", "root"), ("regex", ""), ("structured_outputs", {"json": {}})],
+    "change logits": [
+        *((name, 1) for name in ("top_k", "min_p", "repetition_penalty")),
+        *(("presence_penalty", 0.1), ("frequency_penalty", -1), ("logit_bias", {"1": 1})),
     ],
-    ids=str,
-)
-def test_a_refusal_says_which_servers_have_it(serving: Serving, path: str, field: str, value: Any, kind: str) -> None:
-    base = HELLO if path == COMPLETIONS else CHAT
-    answered = serving.post(path, {**base, field: value})
-    error = answered.json["error"]
-    assert (answered.status, error["param"]) == (400, field), answered.body
-    assert kind in error["accepted"]
-    assert "have it" in error["message"]
+    "score prompts": [("prompt_logprobs", 1)],
+    "think aloud": [("reasoning_effort", "low")],
+    "keep what they answer": [("previous_response_id", "a")],
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_says_which_servers_have_it(serving: Serving, path: str, kind: str) -> None:
+    for field, value in KINDS[kind]:
+        answered = serving.post(path, {**(HELLO if path == COMPLETIONS else CHAT), field: value})
+        error = answered.json["error"]
+        assert (answered.status, error["param"]) == (400, field), answered.body
+        assert kind in error["accepted"]
+        assert "have it" in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("path", "changes", "field", "kind"),
+    ("base", "changes", "field", "kind"),
     [
-        (COMPLETIONS, {"best_of": True}, "best_of", "several texts"),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "several texts"),
-        (COMPLETIONS, {"suffix": " "}, "suffix", "fill in the middle"),
-        ("/v1/chat/completions", {"store": True}, "store", "keep what they answer"),
-        ("/v1/chat/completions", {"store": 0}, "store", "keep what they answer"),
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type", "a grammar"),
-        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "calls of tools"),
-        ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities[0]", "hear, see or speak"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
-            "messages[0].tool_call_id",
-            "calls of tools",
-        ),
+        (HELLO, {"best_of": 2}, "best_of", "several texts"),
+        (HELLO, {"prompt": ["a", "b"]}, "prompt", "several texts"),
+        (HELLO, {"suffix": " "}, "suffix", "fill in the middle"),
+        *((CHAT, {"store": value}, "store", "keep what they answer") for value in (True, 0)),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", "a grammar"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "calls of tools"),
+        (CHAT, {"modalities": ["audio"]}, "modalities[0]", "hear, see or speak"),
+        (CHAT, {"messages": [{**MESSAGES[0], "tool_call_id": "b"}]}, "messages[0].tool_call_id", "calls of tools"),
     ],
     ids=str,
 )
 def test_a_refusal_says_it_wherever_the_field_lies(
-    serving: Serving, path: str, changes: Any, field: str, kind: str
+    serving: Serving, base: Any, changes: Any, field: str, kind: str
 ) -> None:
-    base = HELLO if path == COMPLETIONS else CHAT
+    path = COMPLETIONS if base is HELLO else "/v1/chat/completions"
     error = serving.post(path, {**base, **changes}).json["error"]
     assert error["param"] == field
     assert kind in error["accepted"]
 
 
-NOTHING: list[dict[str, Any]] = [
-    {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "a", "stop": None},
-    {"n": None, "logit_bias": None, "stream": False, "seed": None},
-]
-
-
-@pytest.mark.parametrize("changes", NOTHING)
-def test_a_field_that_asks_for_nothing_is_taken(serving: Serving, changes: dict[str, Any]) -> None:
-    serving.complete(**changes, best_of=1, suffix="", echo=False)
-    serving.chat(**changes, tools=[], store=False, response_format={"type": "text"}, tool_choice="none")
+def test_a_field_that_asks_for_nothing_is_taken(serving: Serving) -> None:
+    changes: dict[str, Any] = {"n": None, "logit_bias": None, "stream": False, "seed": None}
+    serving.complete(**changes, suffix="")
+    serving.chat(**changes, tool_choice="none")
 
 
 def test_the_longest_body_of_errors_is_told_by_its_first(serving: Serving) -> None:

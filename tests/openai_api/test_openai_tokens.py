@@ -60,22 +60,11 @@ def test_the_tokenizers_end_ends_a_text_and_special_tokens_do_not_show(serving: 
     assert (answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]) == (SAID, 1)
 
 
-@pytest.mark.parametrize(
-    ("stop", "text"),
-    [
-        ("<|turn|>", "BC d"),
-        (["nothing", "d<|turn|>e"], "BC "),
-        ("<|turn|>\n", SAID),
-        (" d", "BC"),
-        ("|>e\n", "BC d"),
-        ("</s>", SAID),
-        ("\n🙂", "BC de"),
-    ],
-)
-def test_a_stop_string_may_name_a_special_token(serving: Serving, stop: Any, text: str) -> None:
-    answer = serving.complete(**ASKED, stop=stop)["choices"][0]
-    assert (answer["text"], answer["finish_reason"]) == (text, "stop")
-    assert text_of(serving.stream("/v1/completions", {**ASKED, "stop": stop})) == text
+def test_a_stop_string_may_name_a_special_token(serving: Serving) -> None:
+    for stop, text in (("<|turn|>", "BC d"), (["nothing", "d<|turn|>e"], "BC "), ("<|turn|>\n", SAID), ("</s>", SAID)):
+        answer = serving.complete(**ASKED, stop=stop)["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == (text, "stop")
+        assert text_of(serving.stream("/v1/completions", {**ASKED, "stop": stop})) == text
 
 
 def test_parts_of_characters_have_their_bytes(serving: Serving) -> None:
@@ -93,24 +82,17 @@ def test_a_character_cut_by_the_last_token_shows_once(serving: Serving) -> None:
         assert serving.complete(**{**ASKED, "max_tokens": most})["choices"][0]["text"] == "BC de\n�"[: most - 1]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "shown", "offsets"),
-    [
-        ("<s>A<|turn|>é\nA", "<s>A<|turn|>é\nA", [0, 3, 4, 12, 12, 13, 14]),
-        ([START, 65, TURN, *b"\xc3"], "A\ufffd", [0, 0, 1, 1]),
-    ],
-    ids=["text", "tokens"],
-)
-def test_the_offsets_of_a_prompt_are_those_of_the_text_that_shows(
-    serving: Serving, prompt: Any, shown: str, offsets: list[int]
-) -> None:
-    if not isinstance(prompt, str):
-        tokenizer = serving.state.models.generator_of("said").tokenizer
-        prompt = [START, *tokenizer.encode("A"), TURN, *tokenizer.encode("é")[:1]]
-    asked = {**ASKED, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
-    choice = serving.complete(**asked)["choices"][0]
-    assert choice["text"].startswith(shown)
-    assert choice["logprobs"]["text_offset"] == [*offsets, len(shown)]
+def test_the_offsets_of_a_prompt_are_those_of_the_text_that_shows(serving: Serving) -> None:
+    tokenizer = serving.state.models.generator_of("said").tokenizer
+    text = "<s>A<|turn|>é\nA"
+    for prompt, shown, offsets in (
+        (text, text, [0, 3, 4, 12, 12, 13, 14]),
+        ([START, *tokenizer.encode("A"), TURN, *tokenizer.encode("é")[:1]], "A\ufffd", [0, 0, 1, 1]),
+    ):
+        asked = {**ASKED, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+        choice = serving.complete(**asked)["choices"][0]
+        assert choice["text"].startswith(shown)
+        assert choice["logprobs"]["text_offset"] == [*offsets, len(shown)]
 
 
 def test_the_first_space_of_a_continuation_is_kept(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, StaticSampler
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from support.openai_server import CHAT, HELLO, Serving, sent
+from support.openai_server import CHAT, HELLO, Serving
 from support.service import eventually
+from support.streams import asking
 
 import gpu_actors as ga
 from gpu_actors.openai_api.server import JsonLines
@@ -125,54 +125,40 @@ def test_one_trace_leads_from_the_clients_span_to_the_launches(exporter: InMemor
 
 
 def test_the_programs_own_propagator_finds_the_parent(exporter: InMemorySpanExporter, request: Any) -> None:
+    """Of a text or an embedding, whose requests lie under it."""
+
     class Plain(TraceContextTextMapPropagator):
         _TRACEPARENT_HEADER_NAME = "x-parent"
 
     former = propagate.get_global_textmap()
     request.addfinalizer(lambda: propagate.set_global_textmap(former))
     propagate.set_global_textmap(Plain())
-    with Serving() as serving:
-        assert serving.post(COMPLETIONS, HELLO, X_Parent=TRACEPARENT).status == 200
-        spans = spans_of(exporter)
-    assert {spans.trace_of(span) for span in spans.of(f"POST {COMPLETIONS}")} == {TRACE}
+    with Serving(models=("minilm",)) as serving:
+        exporter.clear()
+        asked = {"model": "all-MiniLM-L6-v2", "input": ["hello"]}
+        assert serving.post("/v1/embeddings", asked, X_Parent=TRACEPARENT).status == 200
+        spans = spans_of(exporter, name="POST /v1/embeddings")
+    requests = spans.of("gpu_actors.request")
+    assert requests
+    assert all(spans.names_above(span) == ["POST /v1/embeddings"] for span in requests)
+    assert {spans.trace_of(span) for span in requests} == {TRACE}
 
 
 def test_a_step_is_linked_to_every_text_that_it_serves(exporter: InMemorySpanExporter) -> None:
     with Serving(options=SLOW) as serving:
         serving.until_idle()
         exporter.clear()
-
-        async def two() -> None:
-            first = {**HELLO, "prompt": "a long one", "max_tokens": 60, "stream": True}
-            async with sent(serving.port, COMPLETIONS, first) as one:
-                await one.readuntil(b"data: ")
-                await asyncio.to_thread(serving.complete, prompt="another")
-                await one.read()
-
-        asyncio.run(two())
+        with asking(serving.port, COMPLETIONS, {**HELLO, "max_tokens": 60, "stream": True}) as one:
+            serving.complete(prompt="another")
+            one.answer()
         serving.until_idle()
         spans = spans_of(exporter, 2)
     texts = {spans.id_of(text) for text in spans.of("gpu_actors.text")}
-    assert len({spans.trace_of(text) for text in spans.of("gpu_actors.text")}) == 2, (
-        "each client has a trace of its own"
-    )
+    traces = {spans.trace_of(text) for text in spans.of("gpu_actors.text")}
+    assert len(traces) == 2, "each client has a trace of its own"
     shared = [step for step in spans.of("gpu_actors.step") if (step.attributes or {})["gpu_actors.texts"] == 2]
     assert shared
     assert all(spans.linked(step) == texts for step in shared)
-
-
-def test_an_embedding_lies_under_its_request(exporter: InMemorySpanExporter) -> None:
-    path = "/v1/embeddings"
-    with Serving(models=("minilm",)) as serving:
-        exporter.clear()
-        assert (
-            serving.post(path, {"model": "all-MiniLM-L6-v2", "input": ["hello"]}, traceparent=TRACEPARENT).status == 200
-        )
-        spans = spans_of(exporter, name=f"POST {path}")
-    requests = spans.of("gpu_actors.request")
-    assert requests
-    assert all(spans.names_above(span) == [f"POST {path}"] for span in requests)
-    assert {spans.trace_of(span) for span in requests} == {TRACE}
 
 
 def test_a_request_that_misses_its_deadline_is_an_error_and_probes_are_no_spans(exporter: InMemorySpanExporter) -> None:
@@ -191,27 +177,21 @@ def test_a_request_that_misses_its_deadline_is_an_error_and_probes_are_no_spans(
     assert (server.attributes or {})["http.response.status_code"] == 504
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["", "00-0-0-01", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", "x" * 5000],
-)
-def test_a_traceparent_that_is_none_begins_a_new_trace(exporter: InMemorySpanExporter, given: str) -> None:
+def test_a_traceparent_that_is_none_begins_a_new_trace(exporter: InMemorySpanExporter) -> None:
+    zeros = (f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01")
     with Serving() as serving:
-        exporter.clear()
-        assert serving.post(COMPLETIONS, HELLO, traceparent=given, tracestate="vendor=1").status == 200
-        spans = spans_of(exporter)
-    (server,) = spans.of(f"POST {COMPLETIONS}")
-    assert server.parent is None
-    assert spans.trace_of(server) != TRACE
-
-
-def test_a_trace_that_its_client_does_not_record_is_not_recorded(exporter: InMemorySpanExporter) -> None:
-    with Serving() as serving:
+        for given in ("", "00-0-0-01", *zeros, f"ff-{TRACE}-{PARENT}-01", "x" * 5000):
+            exporter.clear()
+            assert serving.post(COMPLETIONS, HELLO, traceparent=given, tracestate="vendor=1").status == 200
+            spans = spans_of(exporter)
+            (server,) = spans.of(f"POST {COMPLETIONS}")
+            assert server.parent is None
+            assert spans.trace_of(server) != TRACE
         serving.until_idle()
         exporter.clear()
         assert serving.post(COMPLETIONS, HELLO, traceparent=f"00-{TRACE}-{PARENT}-00").status == 200
         serving.until_idle()
-        assert exporter.get_finished_spans() == ()
+        assert exporter.get_finished_spans() == (), "its client does not record it"
 
 
 def test_a_sampler_that_raises_fails_no_request(
@@ -228,11 +208,11 @@ def test_a_sampler_that_raises_fails_no_request(
     assert "the span text could not be recorded" in caplog.text
 
 
-def line_of(caplog: pytest.LogCaptureFixture, **headers: str) -> Any:
+def line_of(serving: Serving, caplog: pytest.LogCaptureFixture, **headers: str) -> Any:
     caplog.set_level(logging.INFO, "gpu_actors.access")
-    with Serving() as serving:
-        serving.post("/v1/chat/completions", CHAT, **headers)
-        eventually(lambda: caplog.records)
+    caplog.clear()
+    serving.post("/v1/chat/completions", CHAT, **headers)
+    eventually(lambda: caplog.records)
     record = caplog.records[0]
     line = json.loads(JsonLines().format(record))
     assert line.get("trace_id", "") in record.getMessage()
@@ -240,28 +220,26 @@ def line_of(caplog: pytest.LogCaptureFixture, **headers: str) -> Any:
 
 
 def test_the_log_names_the_trace(caplog: pytest.LogCaptureFixture, exporter: InMemorySpanExporter) -> None:
-    line = line_of(caplog)
+    with Serving() as serving:
+        line = line_of(serving, caplog)
     spans = spans_of(exporter, name="POST /v1/chat/completions")
     (server,) = spans.of("POST /v1/chat/completions")
     assert line["trace_id"] == spans.trace_of(server)
     assert line["request_id"] == (server.attributes or {})["gpu_actors.request_id"]
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (TRACEPARENT, TRACE),
-        (f"01-{TRACE}-{PARENT}-01-later", TRACE),
-        (f"{TRACEPARENT}-later", None),
-        (f"00-{TRACE.upper()}-{PARENT}-01", None),
-        (f"00-{TRACE}-{PARENT}-01, 00-{TRACE}-{PARENT}-01", None),
-        ("00-x", None),
-    ],
-)
-def test_without_opentelemetry_the_log_names_the_clients_trace(
-    caplog: pytest.LogCaptureFixture, given: str, named: str | None
-) -> None:
-    assert line_of(caplog, traceparent=given).get("trace_id") == named
+def test_without_opentelemetry_the_log_names_the_clients_trace(caplog: pytest.LogCaptureFixture) -> None:
+    with Serving() as serving:
+        for given, named in {
+            TRACEPARENT: TRACE,
+            f"01-{TRACE}-{PARENT}-01-later": TRACE,
+            f"{TRACEPARENT}-later": None,
+            f"00-{TRACE.upper()}-{PARENT}-01": None,
+            f"00-{TRACE}-{PARENT}-01, 00-{TRACE}-{PARENT}-01": None,
+            "00-x": None,
+        }.items():
+            assert line_of(serving, caplog, traceparent=given).get("trace_id") == named
+        assert serving.engine.submit([1, 2], max_new_tokens=1).work is None, "without a listener a text has no span"
 
 
 def test_a_trace_file_leads_from_a_request_to_its_launches(tmp_path: Path) -> None:
@@ -291,9 +269,3 @@ def test_a_trace_file_leads_from_a_request_to_its_launches(tmp_path: Path) -> No
     ends = {(record["cat"], record["id"]) for record in records if record["ph"] == "e"}
     assert {(record["cat"], record["id"]) for record in begun} == ends
     assert "service" in {record["args"]["name"] for record in records if record["name"] == "process_name"}
-
-
-def test_without_a_listener_a_text_has_no_span() -> None:
-    with Serving() as serving:
-        generation = serving.engine.submit([1, 2], max_new_tokens=1)
-        assert generation.work is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from inside.openai_api import State
@@ -96,20 +94,6 @@ def text_of(events: Iterable[Any]) -> str:
 
 def chat_text_of(events: Iterable[Any]) -> str:
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
-
-
-@asynccontextmanager
-async def sent(port: int, path: str, content: Any, *headers: str) -> AsyncIterator[asyncio.StreamReader]:
-    """The connection of a client that has sent a request and hangs up when this is left."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps(content).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
-    lines += ["Content-Type: application/json", *headers]
-    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-    try:
-        yield reader
-    finally:
-        writer.close()
 
 
 def body_of(raw: bytes) -> tuple[int, bytes]:
