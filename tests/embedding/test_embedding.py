@@ -98,16 +98,16 @@ async def test_embeddings_are_those_of_sentence_transformers(
 async def test_the_projects_own_kernels_give_the_same_vectors(model: MiniLM, tokenizer: Tokenizer) -> None:
     reference = np.load(DATA / "minilm_reference.npz")["embeddings"]
     async with open_context("emulated") as context:
-        result = await Embedder(context, model, tokenizer, dtype="float32").embed(TEXTS[:8])
-    np.testing.assert_allclose(result.vectors, reference[:8], atol=2e-6, rtol=0)
+        result = await Embedder(context, model, tokenizer, dtype="float32").embed(TEXTS[:2])
+    np.testing.assert_allclose(result.vectors, reference[:2], atol=2e-6, rtol=0)
 
 
 async def test_a_device_with_kernels_attends_in_bfloat16(model: MiniLM, tokenizer: Tokenizer) -> None:
-    reference = np.load(DATA / "minilm_reference.npz")["embeddings"][:8]
+    reference = np.load(DATA / "minilm_reference.npz")["embeddings"][:3]
     seen: list[TraceEvent] = []
     async with open_context("emulated", ContextOptions(on_event=seen.append)) as context:
         embedder = Embedder(context, model, tokenizer)
-        vectors = (await embedder.embed(TEXTS[:8])).vectors
+        vectors = (await embedder.embed(TEXTS[:3])).vectors
     assert embedder.dtype == "bfloat16"
     launched = [event.fields for event in seen if event.name == "request.launched"]
     assert {fields["kernel"] for fields in launched} == {"forward_sm90"}
@@ -117,13 +117,6 @@ async def test_a_device_with_kernels_attends_in_bfloat16(model: MiniLM, tokenize
     assert cosines.min() >= 0.9999
 
 
-async def test_the_oracle_attends_in_float32(context: GpuContext, model: MiniLM, tokenizer: Tokenizer) -> None:
-    assert Embedder(context, model, tokenizer).dtype == "float32"
-    for dtype in ("float64", "", "bf16"):
-        with pytest.raises(InvalidRequest, match="must be bfloat16 or float32"):
-            Embedder(context, model, tokenizer, dtype=dtype)
-
-
 def test_gelu_is_the_exact_one_to_float32_rounding() -> None:
     x = np.concatenate([np.linspace(-15, 15, 60_001), np.geomspace(1e-30, 1e-2, 500)]).astype(np.float32)
     exact = np.array([0.5 * value * math.erfc(-value / math.sqrt(2)) for value in x.tolist()])
@@ -131,19 +124,16 @@ def test_gelu_is_the_exact_one_to_float32_rounding() -> None:
     # The positive side ends in one subtraction, whose own rounding comes on top.
     rounding = np.where(x > 0, 0.5 * np.spacing(exact.astype(np.float32)), 0.0)
     assert np.all(error <= 8e-8 + rounding)
-
-
-def test_gelu_works_in_place_on_arrays_longer_than_a_block() -> None:
-    x = np.full((3, 70_000), 2.0, np.float32)
-    assert gelu_inplace(x) is x
-    np.testing.assert_allclose(x, 1.9544997, rtol=1e-6)
+    long = np.full((3, 70_000), 2.0, np.float32)  # more than a block of it
+    assert gelu_inplace(long) is long
+    np.testing.assert_allclose(long, 1.9544997, rtol=1e-6)
 
 
 async def test_vectors_do_not_depend_on_how_texts_are_batched(
     context: GpuContext, model: MiniLM, tokenizer: Tokenizer
 ) -> None:
-    together = await Embedder(context, model, tokenizer, batch_tokens=10_000).embed(TEXTS[:20])
-    apart = await Embedder(context, model, tokenizer, batch_tokens=1).embed(TEXTS[:20])
+    together = await Embedder(context, model, tokenizer, batch_tokens=10_000).embed(TEXTS[:8])
+    apart = await Embedder(context, model, tokenizer, batch_tokens=1).embed(TEXTS[:8])
     np.testing.assert_allclose(together.vectors, apart.vectors, atol=1e-6, rtol=0)
 
 
@@ -155,7 +145,9 @@ async def test_every_layer_is_one_varlen_request_a_batch_and_batches_overlap(
 ) -> None:
     recorder: Any = Recorder(context, together=2)
     embedder = Embedder(recorder, model, tokenizer, batch_tokens=100, batches_in_flight=3, threads=2)
-    result = await embedder.embed(TEXTS[:16])
+    seen: list[tuple[int, int]] = []
+    result = await embedder.embed(TEXTS[:16], progress=lambda texts, tokens: seen.append((texts, tokens)))
+    assert [sum(counts) for counts in zip(*seen, strict=True)] == [16, result.tokens.sum()]
     sizes = [len(batch.ids) for batch in token_batches(tokenizer, TEXTS[:16], 100)]
     assert len(sizes) >= 3
     assert max(sizes) <= 100
@@ -171,6 +163,8 @@ async def test_every_layer_is_one_varlen_request_a_batch_and_batches_overlap(
         assert call["softmax_scale"] == pytest.approx(32**-0.5)
     assert 2 <= recorder.peak <= 3
     assert result.vectors.shape == (16, 384)
+    nothing = await embedder.embed([])
+    assert (nothing.vectors.shape, len(nothing.tokens), len(nothing.truncated)) == ((0, 384), 0, 0)
 
 
 async def test_matrix_products_stay_off_the_event_loop(
@@ -188,22 +182,6 @@ async def test_matrix_products_stay_off_the_event_loop(
     await Embedder(context, model, tokenizer).embed(TEXTS[:2])
     assert threads
     assert threading.get_ident() not in threads
-
-
-async def test_progress_counts_every_text_and_token(context: GpuContext, model: MiniLM, tokenizer: Tokenizer) -> None:
-    seen: list[tuple[int, int]] = []
-    result = await Embedder(context, model, tokenizer, batch_tokens=64).embed(
-        TEXTS[:10], progress=lambda texts, tokens: seen.append((texts, tokens))
-    )
-    assert len(seen) > 1
-    assert sum(texts for texts, _ in seen) == 10
-    assert sum(tokens for _, tokens in seen) == result.tokens.sum()
-
-
-async def test_no_texts_give_no_rows(context: GpuContext, model: MiniLM, tokenizer: Tokenizer) -> None:
-    result = await Embedder(context, model, tokenizer).embed([])
-    assert result.vectors.shape == (0, 384)
-    assert len(result.tokens) == len(result.truncated) == 0
 
 
 async def test_a_failed_launch_surfaces_as_its_own_error_and_ends_the_rest(model: MiniLM, tokenizer: Tokenizer) -> None:
@@ -282,11 +260,16 @@ async def test_a_lone_surrogate_is_refused_by_the_number_of_its_text(
     assert caught.value.field == "texts[300]"
 
 
-@pytest.mark.parametrize("name", ["batch_tokens", "batches_in_flight", "threads"])
-def test_sizes_below_one_are_refused_by_name(name: str, model: MiniLM, tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="must be an int >= 1") as caught:
-        Embedder(SimpleNamespace(), model, tokenizer, **{name: 0})  # type: ignore[arg-type]
-    assert caught.value.field == name
+def test_sizes_and_dtypes_that_are_none_are_refused_by_name(model: MiniLM, tokenizer: Tokenizer) -> None:
+    nowhere: Any = SimpleNamespace(info=SimpleNamespace(runs_kernels=False))
+    assert Embedder(nowhere, model, tokenizer).dtype == "float32", "the oracle's"
+    for name in ("batch_tokens", "batches_in_flight", "threads"):
+        with pytest.raises(InvalidRequest, match="must be an int >= 1") as caught:
+            Embedder(nowhere, model, tokenizer, **{name: 0})
+        assert caught.value.field == name
+    for dtype in ("float64", "", "bf16"):
+        with pytest.raises(InvalidRequest, match="must be bfloat16 or float32"):
+            Embedder(nowhere, model, tokenizer, dtype=dtype)
 
 
 # Ranking
@@ -300,12 +283,3 @@ def test_rank_gives_the_best_first_and_keeps_ties_in_order() -> None:
     assert len(rank(query, passages, 9)) == 4
     with pytest.raises(InvalidRequest, match="top"):
         rank(query, passages, 0)
-
-
-async def test_a_question_finds_the_passage_that_answers_it(
-    context: GpuContext, model: MiniLM, tokenizer: Tokenizer
-) -> None:
-    passages = [text for text in TEXTS if len(text) < 140]
-    result = await Embedder(context, model, tokenizer).embed([*passages, "My login does not work any more"])
-    best = rank(result.vectors[-1], result.vectors[:-1], 1)[0]
-    assert passages[best.index] == "How do I reset my password?"

@@ -78,20 +78,17 @@ def write_json(path: Path, content: Any) -> None:
 def write_folder(folder: Path, modules: list[str] | None = None, dtype: Any = np.float32, prefix: str = "") -> Path:
     """An encoder, and modules.json with these modules in folders that are named after them."""
     config = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "vocab_size": len(WORDS),
-    }
-    sizes = {"intermediate_size": INNER, "max_position_embeddings": POSITIONS, "layer_norm_eps": 1e-12}
-    write_json(folder / "config.json", {"model_type": "bert", **config, **sizes})
+        "model_type": "bert", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "vocab_size": len(WORDS), "intermediate_size": INNER, "max_position_embeddings": POSITIONS,
+        "layer_norm_eps": 1e-12,
+    }  # fmt: skip
+    write_json(folder / "config.json", config)
     save_file({prefix + name: tensor.astype(dtype) for name, tensor in TENSORS.items()}, folder / "model.safetensors")
     write_tokenizer(folder)
     if modules is not None:
-        named = ["Transformer", *modules]
         listed = [
             {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": ROOM + name}
-            for n, name in enumerate(named)
+            for n, name in enumerate(["Transformer", *modules])
         ]
         write_json(folder / "modules.json", listed)
     return folder
@@ -230,28 +227,22 @@ async def test_modules_are_taken_in_their_order(tmp_path: Path) -> None:
     close(await vectors(tmp_path), right(lambda x: np.tanh(dense(unit(x.mean(0)), bias=0)))[:, :3])
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize(("dtype", "prefix"), [(np.float16, ""), (ml_dtypes.bfloat16, "bert."), (np.float64, "")])
 async def test_a_folder_of_any_float_without_modules(tmp_path: Path, dtype: Any, prefix: str) -> None:
     write_folder(tmp_path, dtype=dtype, prefix=prefix)
     close(await vectors(tmp_path), right(lambda x: unit(x.mean(0))))
 
 
-@pytest.mark.parametrize(
-    ("files", "most"),
-    [
-        ({}, POSITIONS),
-        ({"tokenizer_config.json": {"model_max_length": 10**30}}, POSITIONS),
-        ({"tokenizer_config.json": {"model_max_length": 20}}, 20),
-        ({"sentence_bert_config.json": {"max_seq_length": 12}, "tokenizer_config.json": {"model_max_length": 20}}, 12),
-        ({"sentence_bert_config.json": {"max_seq_length": None}}, POSITIONS),
-    ],
-)
-async def test_texts_are_cut_where_sentence_transformers_cuts_them(tmp_path: Path, files: Any, most: int) -> None:
+async def test_texts_are_cut_where_sentence_transformers_cuts_them(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    for name, content in files.items():
-        write_json(tmp_path / name, content)
-    close(await vectors(tmp_path), right(lambda x: unit(x.mean(0)), most=most))
+    for file, content, most in (
+        ("tokenizer_config.json", {"model_max_length": 10**30}, POSITIONS),
+        ("tokenizer_config.json", {"model_max_length": 20}, 20),
+        ("sentence_bert_config.json", {"max_seq_length": 12}, 12),
+        ("sentence_bert_config.json", {"max_seq_length": None}, 20),
+    ):
+        write_json(tmp_path / file, content)
+        close(await vectors(tmp_path), right(lambda x: unit(x.mean(0)), most=most))
 
 
 async def test_a_default_prompt_is_put_before_every_text(tmp_path: Path) -> None:
@@ -274,80 +265,74 @@ async def test_a_default_prompt_is_put_before_every_text(tmp_path: Path) -> None
     assert not any(row.truncated for row in tokenizer.encode(pieces))
 
 
-@pytest.mark.parametrize(
-    ("module", "config", "error", "field"),
-    [
-        ("Pooling", {"pooling_mode_weightedmean_tokens": True}, Unsupported, "weightedmean"),
-        ("Pooling", {"pooling_mode_lasttoken": True}, Unsupported, "lasttoken"),
-        ("Pooling", {"pooling_mode_mean_tokens": True, "pooling_mode_mean_sqrt_len_tokens": True}, Unsupported, "sqrt"),
-        ("Pooling", {"pooling_mode": "rms"}, Unsupported, "pooling_mode"),
-        ("Pooling", {"pooling_mode": [[]]}, Unsupported, "pooling_mode"),
-        ("Pooling", {"pooling_mode": []}, InvalidRequest, "pooling_mode"),
-        ("Pooling", {"pooling_mode": None}, InvalidRequest, "pooling_mode"),
-        ("Pooling", [], InvalidRequest, "1_Pooling"),
-        ("Dense", {"activation_function": "torch.nn.modules.activation.Softmax"}, Unsupported, "activation_function"),
-        ("Dense", {"activation_function": "mine.Tanh"}, Unsupported, "activation_function"),
-        ("Dense", {"use_residual": True}, Unsupported, "use_residual"),
-        ("Dense", {"module_input_name": "token_embeddings"}, Unsupported, "module_input_name"),
-        ("Dense", {"in_features": 3}, InvalidRequest, "in_features"),
-        ("Dense", {"out_features": 6}, InvalidRequest, "linear.bias"),
-        ("Dense", {"out_features": None}, InvalidRequest, "out_features"),
-        ("Normalize", {"module_input_name": "token_embeddings"}, Unsupported, "module_input_name"),
-    ],
-)
-def test_what_is_not_computed_is_refused_by_name(
-    tmp_path: Path, module: str, config: Any, error: type[Exception], field: str
-) -> None:
+NOT_COMPUTED: list[tuple[str, Any, type[Exception], str]] = [
+    ("Pooling", {"pooling_mode_weightedmean_tokens": True}, Unsupported, "weightedmean"),
+    ("Pooling", {"pooling_mode_lasttoken": True}, Unsupported, "lasttoken"),
+    ("Pooling", {"pooling_mode_mean_tokens": True, "pooling_mode_mean_sqrt_len_tokens": True}, Unsupported, "sqrt"),
+    *(("Pooling", {"pooling_mode": mode}, Unsupported, "pooling_mode") for mode in ("rms", [[]])),
+    *(("Pooling", {"pooling_mode": mode}, InvalidRequest, "pooling_mode") for mode in ([], None)),
+    ("Pooling", [], InvalidRequest, "1_Pooling"),
+    *(
+        ("Dense", {"activation_function": name}, Unsupported, "activation_function")
+        for name in ("torch.nn.modules.activation.Softmax", "mine.Tanh")
+    ),
+    ("Dense", {"use_residual": True}, Unsupported, "use_residual"),
+    ("Dense", {"in_features": 3}, InvalidRequest, "in_features"),
+    ("Dense", {"out_features": 6}, InvalidRequest, "linear.bias"),
+    ("Dense", {"out_features": None}, InvalidRequest, "out_features"),
+    *(
+        (name, {"module_input_name": "token_embeddings"}, Unsupported, "module_input")
+        for name in ("Dense", "Normalize")
+    ),
+]
+
+
+def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
     named = ["Pooling", "Dense", "Normalize"]
     write_folder(tmp_path, named)
-    write_json(tmp_path / "1_Pooling" / "config.json", {})
-    write_dense(tmp_path / "2_Dense")
-    path = tmp_path / f"{named.index(module) + 1}_{module}" / "config.json"
-    if isinstance(config, dict) and path.is_file():
-        config = {**json.loads(path.read_text()), **config}
-    write_json(path, config)
-    with pytest.raises(error, match=field):
-        MiniLM.load(tmp_path)
+    for module, config, error, field in NOT_COMPUTED:
+        write_json(tmp_path / "1_Pooling" / "config.json", {})
+        write_dense(tmp_path / "2_Dense")
+        path = tmp_path / f"{named.index(module) + 1}_{module}" / "config.json"
+        if isinstance(config, dict) and path.is_file():
+            config = {**json.loads(path.read_text()), **config}
+        write_json(path, config)
+        with pytest.raises(error, match=field):
+            MiniLM.load(tmp_path)
 
 
-@pytest.mark.parametrize("modules", [["LSTM", "Pooling"], ["Pooling", "LayerNorm"], ["Pooling", "WordWeights"], []])
-def test_other_modules_are_refused_by_name(tmp_path: Path, modules: list[str]) -> None:
-    write_folder(tmp_path, modules)
-    for n, name in enumerate(modules, 1):
-        if name == "Pooling":
-            write_json(tmp_path / f"{n}_{name}" / "config.json", {})
-    with pytest.raises(Unsupported, match=next((name for name in modules if name != "Pooling"), "Transformer")):
-        MiniLM.load(tmp_path)
+def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
+    for modules in (["LSTM", "Pooling"], ["Pooling", "LayerNorm"], ["Pooling", "WordWeights"], []):
+        write_folder(tmp_path, modules)
+        for n, name in enumerate(modules, 1):
+            if name == "Pooling":
+                write_json(tmp_path / f"{n}_{name}" / "config.json", {})
+        with pytest.raises(Unsupported, match=next((name for name in modules if name != "Pooling"), "Transformer")):
+            MiniLM.load(tmp_path)
 
 
 def module(name: str, **entries: str) -> dict[str, str]:
     return {"type": ROOM + name, **entries}
 
 
-@pytest.mark.parametrize(
-    ("modules", "error", "match"),
-    [
+def test_broken_lists_of_modules_and_prompts_are_refused(tmp_path: Path) -> None:
+    pooling = module("Pooling", path="1_Pooling")
+    write_folder(tmp_path)
+    for modules, error, match in (
         ({}, InvalidRequest, "list"),
         (["Pooling"], InvalidRequest, r"modules\.json"),
-        ([module("Transformer", path="0_Transformer"), module("Pooling", path="1_Pooling")], Unsupported, "path"),
-        ([{"type": "custom_st.Transformer"}, module("Pooling", path="1_Pooling")], Unsupported, "custom_st"),
+        ([module("Transformer", path="0_Transformer"), pooling], Unsupported, "path"),
+        ([{"type": "custom_st.Transformer"}, pooling], Unsupported, "custom_st"),
         ([module("Transformer"), module("Pooling", path="missing")], InvalidRequest, "missing"),
-    ],
-)
-def test_a_broken_list_of_modules_is_refused(tmp_path: Path, modules: Any, error: type[Exception], match: str) -> None:
-    write_json(write_folder(tmp_path) / "modules.json", modules)
-    with pytest.raises(error, match=match):
-        MiniLM.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"default_prompt_name": "x"}, {"default_prompt_name": "x", "prompts": {"x": 1}}, {"default_prompt_name": []}, []],
-)
-def test_broken_prompts_are_refused(tmp_path: Path, settings: Any) -> None:
-    write_json(write_folder(tmp_path) / "config_sentence_transformers.json", settings)
-    with pytest.raises(InvalidRequest):
-        Tokenizer(tmp_path)
+    ):
+        write_json(tmp_path / "modules.json", modules)
+        with pytest.raises(error, match=match):
+            MiniLM.load(tmp_path)
+    name = "default_prompt_name"
+    for settings in ({name: "x"}, {name: "x", "prompts": {"x": 1}}, {name: []}, []):
+        write_json(tmp_path / "config_sentence_transformers.json", settings)
+        with pytest.raises(InvalidRequest):
+            Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,9 +175,3 @@ def test_every_text_is_computed_once_and_in_order(rows, lengths):
                     one.tokens.append(1000 + len(one.tokens))
     for one in texts:
         assert seen[id(one)] == one.tokens
-
-
-def test_an_empty_engine_has_nothing_to_do():
-    assert Batcher(4, 4).next_rows() is None
-    with pytest.raises(AttributeError):
-        Batcher(4, 4).next_rows().counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -133,23 +134,21 @@ class TestSampling:
         assert [token for token, _ in scores.top] == np.argsort(-given, kind="stable")[:top].tolist()
         assert scores.chosen == pytest.approx(float(given[7] - np.log(np.exp(given).sum())), abs=1e-4)
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_logits_that_are_not_finite_are_an_error(self, value):
-        for temperature in (0.0, 1.0):
+    def test_logits_that_are_not_finite_are_an_error(self):
+        for value, temperature in itertools.product((math.nan, math.inf, -math.inf), (0.0, 1.0)):
             with pytest.raises(LaunchError, match="not finite"):
                 Sampler(Sampling(temperature=temperature)).draw(logits(0, value))
 
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            *(("temperature", value) for value in (-1, math.nan, math.inf, "1", True, None)),
-            *(("top_p", value) for value in (0, -0.1, 1.1, math.nan, "1")),
-            *(("seed", value) for value in (1.0, True, 1 << 64, -(1 << 63) - 1)),
-            *(("top_logprobs", value) for value in (-1, 21, 1.0, True)),
-            *(("score_prompt", value) for value in (True, 1, None)),
-        ],
-    )
-    def test_values_out_of_range_are_refused_by_name(self, field: str, value: Any):
-        with pytest.raises(InvalidRequest) as caught:
-            Sampling(**{field: value})
-        assert caught.value.field == field
+    def test_values_out_of_range_are_refused_by_name(self):
+        wrong: dict[str, tuple[Any, ...]] = {
+            "temperature": (-1, math.nan, math.inf, "1", True, None),
+            "top_p": (0, -0.1, 1.1, math.nan, "1"),
+            "seed": (1.0, True, 1 << 64, -(1 << 63) - 1),
+            "top_logprobs": (-1, 21, 1.0, True),
+            "score_prompt": (True, 1, None),
+        }
+        for field, values in wrong.items():
+            for value in values:
+                with pytest.raises(InvalidRequest) as caught:
+                    Sampling(**{field: value})
+                assert caught.value.field == field

@@ -35,10 +35,6 @@ def content(error: BaseException) -> Any:
     return json.loads(problem(error).body(), parse_constant=refuse)
 
 
-def test_the_table_has_every_error() -> None:
-    assert STATUS.keys() == set(errors.__all__)
-
-
 @pytest.mark.parametrize("name", sorted(STATUS))
 def test_an_error_has_its_status_its_name_and_its_words(name: str) -> None:
     error = made(name)
@@ -59,14 +55,11 @@ def test_an_error_of_a_body_has_its_status(error: ga.GpuActorsError, status: int
     assert (problem(error).status, problem(error).detail) == (status, str(error))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (2.1, "3"), (float("inf"), "1"), (float("nan"), "1")]
-)
-def test_retry_after_is_a_whole_number_of_seconds_from_1_up(seconds: float, told: str) -> None:
-    assert problem(ga.Overloaded("full", seconds)).headers["Retry-After"] == told
-
-
-def test_retry_after_is_told_where_a_retry_may_help() -> None:
+def test_retry_after_is_told_where_a_retry_may_help_in_whole_seconds_from_1_up() -> None:
+    times = {0.0: "1", 0.2: "1", 1.0: "1", 2.1: "3", float("inf"): "1", float("nan"): "1"}
+    for seconds, told_to in times.items():
+        assert problem(ga.Overloaded("full", seconds)).headers["Retry-After"] == told_to
+    assert STATUS.keys() == set(errors.__all__)
     told = {name for name in STATUS if "Retry-After" in problem(made(name)).headers}
     busy = {"CacheFull", "OutOfDeviceMemory", "Overloaded", "RequestCancelled"}
     assert told == busy | {"ContextLost", "WorkerLost", "ActorStopped"}
@@ -79,43 +72,38 @@ def test_a_request_at_fault_is_told_field_value_and_what_is_accepted() -> None:
     assert "nearest" not in content(ga.Unsupported("head_dim", 300, "is too wide"))
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
+def test_a_value_of_any_kind_is_json_and_short() -> None:
+    for value, shown in (
         (np.zeros((2, 3), np.float32), "ndarray float32[2, 3]"),
         (float("nan"), "nan"),
         (float("-inf"), "-inf"),
         (1 << 60, str(1 << 60)),
-        (True, True),
-        (None, None),
-        (2.5, 2.5),
+        *((same, same) for same in (True, None, 2.5)),
         ("x" * 1000, "x" * 317 + "..."),
         (b"\xff", "b'\\xff'"),
         (object, "<class 'object'>"),
-    ],
-)
-def test_a_value_of_any_kind_is_json_and_short(value: Any, shown: Any) -> None:
-    assert content(ga.InvalidRequest("q", value, "must be another"))["value"] == shown
+    ):
+        assert content(ga.InvalidRequest("q", value, "must be another"))["value"] == shown
 
 
 def test_long_words_are_cut() -> None:
     assert len(content(ga.InvalidRequest("q", 1, "x" * 5000))["accepted"]) == 320
     assert len(content(ga.Overloaded("x" * 5000))["detail"]) == 320
+    shown = content(ga.InvalidRequest("k" * 100_000, 1, "must be left out"))
+    assert len(shown["field"]) < 400
+    assert len(json.dumps(shown)) < 2000
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_what_only_the_log_may_know_is_not_shown() -> None:
+    for error in (
         KeyError("a secret"),
         ga.ActorFailed("flash_attn failed while it handled the request: KeyError('a secret')"),
         ga.ActorStopped("the context has failed: flash_attn failed, last with KeyError('a secret')"),
         ga.CompileError("a secret", "a secret", "a secret"),
         ExceptionGroup("a secret", [ga.Overloaded("full"), KeyError("a secret")]),
-    ],
-)
-def test_what_only_the_log_may_know_is_not_shown(error: BaseException) -> None:
-    assert problem(error).status >= 500
-    assert b"secret" not in problem(error).body()
+    ):
+        assert problem(error).status >= 500
+        assert b"secret" not in problem(error).body()
 
 
 def test_a_group_of_errors_is_answered_as_its_gravest() -> None:
@@ -126,9 +114,3 @@ def test_a_group_of_errors_is_answered_as_its_gravest() -> None:
 def test_members_of_ones_own_are_added() -> None:
     shown = json.loads(problem(ga.Overloaded("full")).body(instance="/embed#1", request_id="1"))
     assert (shown["instance"], shown["request_id"], shown["title"]) == ("/embed#1", "1", "Overloaded")
-
-
-def test_a_field_s_name_is_shown_short() -> None:
-    shown = content(ga.InvalidRequest("k" * 100_000, 1, "must be left out"))
-    assert len(shown["field"]) < 400
-    assert len(json.dumps(shown)) < 2000

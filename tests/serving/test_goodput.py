@@ -107,12 +107,16 @@ async def crowd(clients: int, deadline: float, impatient: bool, seconds: float) 
 
 @cache
 def of_16(seconds: float) -> int:
-    return simulated(crowd(16, 3.0, False, seconds)).counts["in time"]
+    """Few clients are never refused."""
+    counts = simulated(crowd(16, 1.0, False, seconds)).counts
+    assert counts.keys() == {"in time"}
+    return counts["in time"]
 
 
-@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "impatient"])
-@pytest.mark.parametrize("deadline", [1.0, 1.5, 3.0])
-@pytest.mark.parametrize("clients", [256, 1024])
+@pytest.mark.parametrize(
+    ("clients", "deadline", "impatient"),
+    [(256, 1.0, False), (256, 3.0, False), (256, 1.0, True), (1024, 1.5, False)],
+)
 def test_crowds_with_deadlines_get_nearly_as_much_as_16_clients(clients: int, deadline: float, impatient: bool) -> None:
     seconds = 3.0
     found = simulated(crowd(clients, deadline, impatient, seconds))
@@ -121,14 +125,9 @@ def test_crowds_with_deadlines_get_nearly_as_much_as_16_clients(clients: int, de
     assert (found.counts["refused"] > 0) == (clients > 80 * deadline * 1.4)
 
 
-def test_few_clients_are_never_refused() -> None:
-    found = simulated(crowd(16, 1.0, False, 5.0))
-    assert found.counts.keys() == {"in time"}
-
-
 def test_who_returns_when_told_is_let_in() -> None:
     """A second wave finds room: each was given a time of its own."""
-    found = simulated(crowd(512, 1.5, False, 8.0))
+    found = simulated(crowd(512, 1.5, False, 6.0))
     assert found.counts["refused"] < found.counts["in time"]
     assert max(found.waits) <= 60.0
 
@@ -136,44 +135,9 @@ def test_who_returns_when_told_is_let_in() -> None:
 def test_many_run_where_that_is_worth_it_and_few_where_it_is_not() -> None:
     async def limit(text: float) -> int:
         device = Device(places=64, step=0.01, text=text)
-        found = Clients(device, device.time() + 10.0)
+        found = Clients(device, device.time() + 5.0)
         await found.all_of(*(found.ask(300.0, tokens=4) for _ in range(100)))
         return device.admission.stats().limit
 
     assert simulated(limit(0.0)) == 64, "a step takes the same time for any number of texts"
     assert simulated(limit(0.01)) <= 16, "a device that is full with one"
-
-
-def test_one_greedy_client_leaves_the_others_their_turn() -> None:
-    async def unfair() -> tuple[Counter[str], Counter[str]]:
-        device = Device()
-        until = device.time() + 6.0
-        greedy, others = Clients(device, until), Clients(device, until)
-
-        async def later() -> None:
-            await asyncio.sleep(0.5)
-            await asyncio.gather(*(others.ask(1.5, client=str(number)) for number in range(8)))
-
-        await greedy.all_of(later(), *(greedy.ask(60.0, tokens=500, client="greedy") for _ in range(200)))
-        return greedy.counts, others.counts
-
-    greedy, others = simulated(unfair())
-    assert others["in time"] > 10 * (others["refused"] + others["late"])
-    assert others["in time"] > 30
-    assert greedy["in time"] > 0, "and it goes on itself"
-
-
-def test_short_work_of_a_client_is_not_kept_waiting_by_its_own_long_work() -> None:
-    async def mixed() -> Counter[str]:
-        device = Device()
-        found, long = (Clients(device, device.time() + 4.0) for _ in range(2))
-
-        async def later() -> None:
-            await asyncio.sleep(1.0)
-            await asyncio.gather(*(found.ask(1.5) for _ in range(4)))
-
-        await long.all_of(later(), *(long.ask(60.0, tokens=2000) for _ in range(150)))
-        return found.counts
-
-    counts = simulated(mixed())
-    assert counts["in time"] > 10 * (counts["refused"] + counts["late"])

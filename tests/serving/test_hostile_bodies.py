@@ -36,9 +36,8 @@ def embeddings() -> Any:
 
 
 def openai() -> Any:
-    return create_app(
-        ServeSettings(device="mock", models=("tiny", "minilm"), options=ga.ContextOptions(mock=MOCK.mock))
-    )
+    options = ga.ContextOptions(mock=MOCK.mock)
+    return create_app(ServeSettings(device="mock", models=("tiny", "minilm"), options=options, default_max_tokens=4))
 
 
 def fast() -> Any:
@@ -72,35 +71,21 @@ SERVERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fastapi": (fast, {"/echo": {"a": [1, "b"]}}),
 }
 
+# One of each kind: `test_json_bodies` has them all, without a server.
 BODIES: dict[str, bytes] = {
-    "nothing": b"",
     "half": b'{"a": [1',
-    "no json": b"not json",
-    "a comma too many": b"[1,]",
-    "two": b"{} {}",
-    "bytes": bytes(range(256)),
-    "utf-16": '{"a": 1}'.encode("utf-16"),
     "half a character": b'{"a": "\xc3"}',
     "half a pair": b'{"texts": ["\\ud800"], "prompt": "\\ud800"}',
-    "half a pair as a key": b'{"\\udfff": 1}',
-    "NaN": b"[NaN]",
-    "infinity": b'{"a": -Infinity}',
     "too large a float": b"[1e999]",
-    "too large an int": b"[" + b"9" * 400 + b"]",
     "an int of a megabyte": b"[" + b"9" * (1 << 19) + b"]",
     "a key twice": b'{"texts": ["a"], "texts": 1, "prompt": "a", "prompt": 1, "input": "a", "input": 1}',
-    "deep lists": b"[" * DEEP + b"]" * DEEP,
     "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
     "deep to the bound": b"[" * 32 + b"1" + b"]" * 32,
-    "deep without an end": b"[" * (1 << 19),
-    "many keys": b"{" + b",".join(b'"%d":1' % number for number in range(100_000)) + b"}",
-    "many objects": b'{"messages":[' + b",".join([b"{}"] * 200_000) + b"]}",
 }
 
-CONTENTS: list[Any] = [None, True, 0, -1.5, "", "text", [], {}, [None], [True], [[]], [[1.0]], [{}], ["a", 1], {"a": 1}]
-CONTENTS += [[1e300] * 8, [-3e38] * 8, [1e-320] * 8, [0] * 8, [1.0] * 7, [2**63] * 8, [1] * 10_000]
-CONTENTS += [{"": ""}, {"__class__": "x"}, {"model": "tiny"}, {"texts": None}, {"prompt": {}}, {"messages": [[]]}]
-VALUES: list[Any] = [None, True, 1.5, -1, 10**19, "", [], {}, [[]], [{}], "\0", "a\u2028b", [None, 1], {"a": {"b": []}}]
+CONTENTS: list[Any] = [None, "text", [], {}, [[1.0]], [{}], ["a", 1], {"a": 1}, [1e300] * 8, [1e-320] * 8, [1.0] * 7]
+CONTENTS += [[2**63] * 8, [1] * 10_000, {"": ""}, {"model": "tiny"}, {"prompt": {}}, {"messages": [[]]}]
+VALUES: list[Any] = [None, True, -1, 10**19, "", {}, [[]], [{}], "a\u2028b", [None, 1]]
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -128,21 +113,21 @@ def test_a_server_answers_what_is_sound(server: tuple[Served, dict[str, Any]]) -
         assert answered.status == 200, answered.body
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_a_body_at_fault_gets_a_sentence(server: tuple[Served, dict[str, Any]], name: str) -> None:
+def test_a_body_at_fault_gets_a_sentence(server: tuple[Served, dict[str, Any]]) -> None:
     served, paths = server
     for path in paths:
-        answered = served.ask(path, "POST", body=BODIES[name], headers={"Content-Type": JSON})
-        if name == "deep to the bound" and path == "/echo":
-            assert answered.status == 200
-        else:
-            sentence(answered)
+        for name, body in BODIES.items():
+            answered = served.ask(path, "POST", body=body, headers={"Content-Type": JSON})
+            if name == "deep to the bound" and path == "/echo":
+                assert answered.status == 200
+            else:
+                sentence(answered)
 
 
 def test_a_body_of_another_type_gets_a_sentence(server: tuple[Served, dict[str, Any]]) -> None:
     served, paths = server
     for path, content in paths.items():
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", None):
+        for kind in ("text/plain", None):
             headers = {} if kind is None else {"Content-Type": kind}
             answered = served.ask(path, "POST", body=json.dumps(content), headers=headers)
             assert answered.status == 415

@@ -45,7 +45,7 @@ async def stream(request: Request) -> Response:
     return StreamingResponse(pieces())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     routes = [
         *asgi.routes(),
@@ -81,18 +81,22 @@ def test_each_answer_counts_once_by_route_status_and_outcome(served: Served) -> 
         served.ask(path)
     served.ask("/plain", "DELETE")
     served.ask("/plain", headers={"X-Deadline-Ms": "soon"})
-    eventually(lambda: sum(sum(one.statuses.values()) for one in traffic_of(served).routes().values()) == 9)
+    for tenant in ("one", "two", "three"):
+        assert served.ask(f"/of/{tenant}/plain").status == 200
+    eventually(lambda: sum(sum(one.statuses.values()) for one in traffic_of(served).routes().values()) == 12)
     assert counted(served, "/inner/plain/{name:path}") == ({200: 1}, {"answered": 1})
     assert counted(served, "/plain") == ({200: 2, 405: 1}, {"answered": 2, "invalid": 1})
     assert counted(served, "/raises/{kind}") == ({429: 1, 503: 1, 500: 1}, {"refused": 1, "failed": 2})
     # The guard refuses the malformed deadline before the application looks for a route.
     assert counted(served, OTHER) == ({404: 1, 400: 1}, {"invalid": 2})
-
-
-def test_each_tenant_of_a_mounted_application_is_no_route(served: Served) -> None:
-    for tenant in ("one", "two", "three"):
-        assert served.ask(f"/of/{tenant}/plain").status == 200
-    eventually(lambda: counted(served, "/of/{tenant}/plain")[0] == {200: 3})
+    assert counted(served, "/of/{tenant}/plain")[0] == {200: 3}, "a tenant is no route"
+    for path in ("/livez", "/readyz", "/metrics", "/", "/status.json", "/status/page.css"):
+        assert served.ask(path).status == 200
+    assert not {"/livez", "/readyz", "/metrics", "/", "/status.json"} & traffic_of(served).routes().keys()
+    text = served.ask("/metrics").body.decode()
+    assert re.search(r'^gpu_actors_http_answers_total\{route="/plain",status="200"\} 2', text, re.M)
+    assert re.search(r'^gpu_actors_http_outcomes_total\{outcome="deadline",route="/plain"\} 0', text, re.M)
+    assert re.search(r'^gpu_actors_http_seconds_count\{route="/plain"\} 3', text, re.M)
 
 
 @pytest.mark.parametrize(("path", "status"), [("/sleeps", 504), ("/stream", 200)])
@@ -119,21 +123,6 @@ def test_an_answer_that_breaks_off_has_failed(served: Served) -> None:
     with served.raw("GET /stream?broken=1 HTTP/1.1", "Host: x", "Connection: close") as client:
         until_closed(client)
     eventually(lambda: counted(served, "/stream")[1].get("failed") == 1)
-
-
-def test_probes_and_the_page_are_not_counted(served: Served) -> None:
-    for path in ("/livez", "/readyz", "/metrics", "/", "/status.json", "/status/page.css"):
-        assert served.ask(path).status == 200
-    assert not {"/livez", "/readyz", "/metrics", "/", "/status.json"} & traffic_of(served).routes().keys()
-
-
-def test_metrics_tell_statuses_outcomes_and_times_by_route(served: Served) -> None:
-    served.ask("/plain")
-    eventually(lambda: 200 in counted(served, "/plain")[0])
-    text = served.ask("/metrics").body.decode()
-    assert re.search(r'^gpu_actors_http_answers_total\{route="/plain",status="200"\} \d', text, re.M)
-    assert re.search(r'^gpu_actors_http_outcomes_total\{outcome="deadline",route="/plain"\} 0', text, re.M)
-    assert re.search(r'^gpu_actors_http_seconds_count\{route="/plain"\} [1-9]', text, re.M)
 
 
 def test_requests_without_a_lifespan_count_where_the_guard_is_told() -> None:
