@@ -17,7 +17,7 @@ from fakes.saboteur import Saboteur
 from support.service import eventually, suspend
 
 import gpu_actors as ga
-from gpu_actors.isolation import generations, spawning
+from gpu_actors.isolation import spawning
 from gpu_actors.remote import InProcess, Order, open_remote
 
 ROOT = Path(__file__).parents[2]
@@ -113,16 +113,22 @@ def test_a_program_that_ignores_its_children_keeps_its_other_contexts(tmp_path: 
 
 # What the system refuses
 
+# In the zygote the third child's fork fails, and the descriptor of the second one: the first is the program's.
 _FAILS_ONCE = """
 import errno, os, sys
-if "isolation.zygote" in " ".join(sys.orig_argv):
-    real, calls = {name}, []
+
+def failing(name, number):
+    real, calls = getattr(os, name), []
     def once(*given):
         calls.append(given)
-        if len(calls) == {at}:
-            raise OSError(errno.{error}, os.strerror(errno.{error}))
+        if len(calls) == 3:
+            raise OSError(number, os.strerror(number))
         return real(*given)
-    {name} = once
+    setattr(os, name, once)
+
+if "isolation.zygote" in " ".join(sys.orig_argv):
+    failing("fork", errno.EAGAIN)
+    failing("pidfd_open", errno.EMFILE)
 """
 
 _THREE = """
@@ -132,18 +138,43 @@ with contextlib.ExitStack() as stack:
 """
 
 
-@pytest.mark.parametrize(("name", "at", "error"), [("os.fork", 3, "EAGAIN"), ("os.pidfd_open", 4, "EMFILE")])
-def test_a_fork_that_fails_once_is_tried_again_and_harms_no_other(
-    tmp_path: Path, name: str, at: int, error: str
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_FAILS_ONCE.format(name=name, at=at, error=error))
+def test_a_fork_that_fails_once_is_tried_again_and_harms_no_other(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_FAILS_ONCE)
     assert run(_THREE, tmp_path) == ["(True, 1) (True, 1) (True, 1)"]
 
 
-_NO_DESCRIPTORS = """
+_LITTLE = """
+def limit(name, most):
+    which = getattr(resource, name)
+    least, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (hard if most is None else most, hard))
+
+# Memory
+limit("RLIMIT_AS", 2 << 30)
+for most in (64 << 20, None):
+    limit("RLIMIT_FSIZE", most)
+    with ga.open_context("mock", isolation="process") as ctx:
+        try:
+            ctx.flash_attn.forward(np.zeros((1, 1 << 19, 2, 64), np.float32), q, q).result(20.0)
+        except ga.InvalidRequest as error:
+            print(answers(ctx), "must fit into shared memory" in str(error))
+limit("RLIMIT_FSIZE", 4096)
+print(opens())
+limit("RLIMIT_FSIZE", None)
+
+# Threads
+def none(thread):
+    raise RuntimeError("can't start new thread")
+before = len(os.listdir("/proc/self/fd"))
+start, threading.Thread.start = threading.Thread.start, none
+print(opens(), opens())
+threading.Thread.start = start
+print(len(os.listdir("/proc/self/fd")) - before)
+
+# Descriptors
 with ga.open_context("mock", isolation="process") as ctx:
     answers(ctx)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    limit("RLIMIT_NOFILE", 64)
     taken = []
     with contextlib.suppress(OSError):
         while True:
@@ -159,8 +190,15 @@ with ga.open_context("mock", isolation="process") as ctx:
 """
 
 
-def test_a_context_outlives_a_moment_without_descriptors(tmp_path: Path) -> None:
-    assert run(_NO_DESCRIPTORS, tmp_path) == ["degraded GpuActorsError", "True 2"]
+def test_where_memory_threads_and_descriptors_lack(tmp_path: Path) -> None:
+    """Shared memory is smaller, a limit that leaves none is named, nothing stays open, and a context outlives it."""
+    by_file, by_space, none, threads, open_files, *descriptors = run(_LITTLE, tmp_path)
+    assert by_file == by_space == "True True"
+    assert none.startswith("GpuActorsError: no shared memory for a context's process: ")
+    assert "ulimit" in none
+    assert threads == " ".join(["GpuActorsError: the context could not open: can't start new thread"] * 2)
+    assert open_files == "0"
+    assert descriptors == ["degraded GpuActorsError", "True 2"]
 
 
 class Refusing(InProcess):
@@ -224,63 +262,34 @@ def test_a_context_that_is_closed_between_two_workers_closes_at_once() -> None:
             waiting.result(30.0)
 
 
-_LIMITS = """
-resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
+# Odd programs
+
+# Partial functions that bind, as those of Python 3.14.
+_PARTIAL = """
+import functools, sys, types, _functools
+if sys.version_info < (3, 14):
+    class partial(_functools.partial):
+        def __get__(self, instance, owner=None):
+            return self if instance is None else types.MethodType(self, instance)
+    functools.partial = partial
+"""
+
+# A path that is no string, a working directory that is deleted, and many descriptors.
+_ODD = """
+import pathlib, tempfile
+sys.path[:0] = [pathlib.Path("/"), None]
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+os.rmdir(folder)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
 print(opens())
 """
 
 
-@pytest.mark.parametrize(("limit", "nbytes"), [("RLIMIT_AS", 2 << 30), ("RLIMIT_FSIZE", 64 << 20)])
-def test_limits_make_shared_memory_smaller(tmp_path: Path, limit: str, nbytes: int) -> None:
-    program = _LIMITS.replace("sys.argv[1]", repr(limit)).replace("sys.argv[2]", str(nbytes))
-    program += """
-with ga.open_context("mock", isolation="process") as ctx:
-    try:
-        ctx.flash_attn.forward(np.zeros((1, 1 << 19, 2, 64), np.float32), q, q).result(20.0)
-    except ga.InvalidRequest as error:
-        print("must fit into shared memory" in str(error))
-"""
-    assert run(program, tmp_path) == ["answers", "True"]
-
-
-def test_a_limit_that_leaves_no_shared_memory_is_named(tmp_path: Path) -> None:
-    (line,) = run(_LIMITS.replace("sys.argv[1]", "'RLIMIT_FSIZE'").replace("sys.argv[2]", "4096"), tmp_path)
-    assert line.startswith("GpuActorsError: no shared memory for a context's process: ")
-    assert "ulimit" in line
-
-
-_NO_THREADS = """
-def none(thread):
-    raise RuntimeError("can't start new thread")
-before = len(os.listdir("/proc/self/fd"))
-start, threading.Thread.start = threading.Thread.start, none
-for _ in range(3):
-    print(opens())
-threading.Thread.start = start
-print(len(os.listdir("/proc/self/fd")) - before)
-"""
-
-
-def test_a_context_for_which_there_is_no_thread_leaves_nothing_open(tmp_path: Path) -> None:
-    said = "GpuActorsError: the context could not open: can't start new thread"
-    assert run(_NO_THREADS, tmp_path) == [said, said, said, "0"]
-
-
-# Odd programs
-
-_ODD = {
-    "a path that is no string": "import pathlib; sys.path[:0] = [pathlib.Path('/'), None]",
-    "a deleted working directory": "import tempfile; d = tempfile.mkdtemp(); os.chdir(d); os.rmdir(d)",
-    "many descriptors": """
-resource.setrlimit(resource.RLIMIT_NOFILE, (1100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
-""",
-}
-
-
-@pytest.mark.parametrize("odd", list(_ODD))
-def test_odd_programs_have_contexts(tmp_path: Path, odd: str) -> None:
-    assert run(_ODD[odd] + "\nprint(opens())", tmp_path) == ["answers"]
+def test_an_odd_program_where_warnings_raise_has_contexts(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_PARTIAL)
+    assert run(_ODD, tmp_path, "-W", "error") == ["answers"]
 
 
 def test_programs_without_an_interpreter_are_refused(tmp_path: Path) -> None:
@@ -318,21 +327,6 @@ def test_a_program_that_starts_itself_does_so_no_more(tmp_path: Path) -> None:
     assert "the process that forks contexts has ended" in last
 
 
-_PARTIAL = """
-import functools, sys, types, _functools
-if sys.version_info < (3, 14):
-    class partial(_functools.partial):
-        def __get__(self, instance, owner=None):
-            return self if instance is None else types.MethodType(self, instance)
-    functools.partial = partial
-"""
-
-
-def test_partial_functions_that_bind_and_warnings_that_raise_harm_nothing(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_PARTIAL)
-    assert run("print(opens())", tmp_path, "-W", "error") == ["answers"]
-
-
 # Imports
 
 _ACTOR = """
@@ -344,81 +338,69 @@ class Doubler(ga.ServiceActor):
     def handle(self, call):
         call.resolve(call.message, self.outbox)
 
-class Message:
-    pass
 """
-
-_OPEN = f"""
+_FROM_A_THREAD = """
 import threading
+thread = threading.Thread(target=use, args=(Doubler,))
+thread.start()
+thread.join()
+"""
+_OPENING = f"""{_BOUND}
 import gpu_actors as ga
 
-bound = {_BOUND!r}
-
 def use(actor, message=21):
-    exec(bound)
     try:
         with ga.open_context("mock", ga.ContextOptions(actors=(actor,)), isolation="process") as ctx:
             print("answer", type(ctx.actor(actor).submit(message).result(10.0)).__name__, flush=True)
     except ga.GpuActorsError as error:
         print(type(error).__name__, "is being imported" in str(error), flush=True)
 """
-
-_FROM_A_THREAD = """
-thread = threading.Thread(target=use, args=(Doubler,))
-thread.start()
-thread.join()
-"""
-
-_IMPORTED: dict[str, tuple[dict[str, str], str]] = {
-    "its own actor": ({"app.py": _ACTOR + _OPEN + "use(Doubler)"}, "InvalidRequest True"),
-    "its own actor, from a thread": ({"app.py": _ACTOR + _OPEN + _FROM_A_THREAD}, "InvalidRequest True"),
-    "an actor of its package": (
-        {"app/actors.py": _ACTOR, "app/__init__.py": _OPEN + "from app.actors import Doubler\nuse(Doubler)"},
-        "InvalidRequest True",
-    ),
-    "an actor of another module": (
-        {"other.py": _ACTOR, "app.py": _OPEN + "from other import Doubler\nuse(Doubler)"},
-        "answer int",
-    ),
-    "its own message": (
-        {"other.py": _ACTOR, "app.py": _OPEN + "class Own: pass\nfrom other import Doubler\nuse(Doubler, Own())"},
-        "InvalidRequest True",
-    ),
-    "an answer of its own class": (
-        {
-            "other.py": _ACTOR.replace("call.resolve(call.message", "import app; call.resolve(app.Own()"),
-            "app.py": _OPEN
-            + "class Own: pass\nimport os\nfrom other import Doubler\n"
-            + "if 'GPU_ACTORS_TEST' not in os.environ:\n    os.environ['GPU_ACTORS_TEST'] = '1'\n    use(Doubler)",
-        },
-        "answer Own",
-    ),
+_USE = "from opening import use\n"
+_ONCE = "import os\nif 'GPU_ACTORS_TEST' not in os.environ:\n    os.environ['GPU_ACTORS_TEST'] = '1'\n    use(Doubler)"
+_FILES = {
+    "opening.py": _OPENING,
+    "other.py": _ACTOR,
+    "own_actor.py": _USE + _ACTOR + "use(Doubler)",
+    "own_actor_from_a_thread.py": _USE + _ACTOR + _FROM_A_THREAD,
+    "its_package/actors.py": _ACTOR,
+    "its_package/__init__.py": _USE + "from its_package.actors import Doubler\nuse(Doubler)",
+    "another_modules_actor.py": _USE + "from other import Doubler\nuse(Doubler)",
+    "own_message.py": _USE + "class Own: pass\nfrom other import Doubler\nuse(Doubler, Own())",
+    "answering.py": _ACTOR.replace("call.resolve(call.message", "import own_answer; call.resolve(own_answer.Own()"),
+    "own_answer.py": _USE + "class Own: pass\nfrom answering import Doubler\n" + _ONCE,
+    "late.py": "import opening, gpu_actors as ga\nclass Late: pass\n"
+    "ga.open_context('mock', isolation='process').__enter__().close()",
 }
+_IMPORTED = {
+    "own_actor": "InvalidRequest True",
+    "own_actor_from_a_thread": "InvalidRequest True",
+    "its_package": "InvalidRequest True",
+    "another_modules_actor": "answer int",
+    "own_message": "InvalidRequest True",
+    "own_answer": "answer Own",
+}
+_IMPORTING = """
+import importlib
+for name in {names}:
+    print(name, end=" ", flush=True)
+    importlib.import_module(name)
 
-
-@pytest.mark.parametrize("case", list(_IMPORTED))
-def test_a_context_in_the_body_of_a_module_is_open_or_refused(tmp_path: Path, case: str) -> None:
-    files, said = _IMPORTED[case]
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert run("import app", tmp_path) == [said]
-
-
-def test_a_module_that_the_process_imports_opens_no_context_there(tmp_path: Path) -> None:
-    (tmp_path / "other.py").write_text(_ACTOR)
-    late = "import gpu_actors as ga\nclass Late: pass\nga.open_context('mock', isolation='process').__enter__().close()"
-    (tmp_path / "app.py").write_text(_BOUND + late)
-    program = """
-import app, other
+import late, other  # the process of a context imports late too, which opens no context there
 with ga.open_context("mock", ga.ContextOptions(actors=(other.Doubler,)), isolation="process") as ctx:
     try:
-        ctx.actor(other.Doubler).submit(app.Late()).result(10.0)
+        ctx.actor(other.Doubler).submit(late.Late()).result(10.0)
     except ga.InvalidRequest as error:
         print("a module opens this context as it is imported" in str(error))
     print(ctx.actor(other.Doubler).submit(3).result(10.0), ctx.generation)
 """
-    assert run(program, tmp_path) == ["True", "3 1"]
+
+
+def test_a_context_in_the_body_of_a_module_is_open_or_refused(tmp_path: Path) -> None:
+    for name, text in _FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    said = [f"{name} {line}" for name, line in _IMPORTED.items()]
+    assert run(_IMPORTING.format(names=list(_IMPORTED)), tmp_path) == [*said, "True", "3 1"]
 
 
 # Processes that stop
@@ -452,13 +434,9 @@ def test_a_zygote_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
     zygotes.close()
 
 
-@pytest.mark.parametrize("device", ["mock", "emulated"])
-def test_a_process_that_stops_is_lost_sooner_than_a_launch_may_take(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generations, "_SILENCE", 0.8)
-    options = ga.ContextOptions(actors=(Saboteur,))
-    with ga.open_context(device, options, isolation="process") as ctx:
+def test_a_process_that_stops_is_lost_and_a_busy_one_is_not() -> None:
+    options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=0.8)
+    with ga.open_context("mock", options, isolation="process") as ctx:
         busy = ctx.actor(Saboteur).submit(("sleep", 1.6))
         assert busy.result(30.0) == 1.6  # it answers pings meanwhile
         assert ctx.generation == 1
