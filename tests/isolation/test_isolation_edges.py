@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from fakes.saboteur import Failing, Saboteur
 from prometheus_client import CollectorRegistry, generate_latest
+from support.service import comes_true, run_python
 
 import gpu_actors as ga
 from gpu_actors.isolation.context import IsolatedContext
@@ -25,10 +24,6 @@ ACTORS = (Saboteur, Failing)
 
 def rows() -> np.ndarray[Any, Any]:
     return np.ones((1, 4, 2, 16), np.float32)
-
-
-class Nested(ga.ServiceActor):
-    label = "nested"
 
 
 def local_actor() -> type[ga.ServiceActor]:
@@ -169,8 +164,7 @@ def test_a_forked_child_of_the_program_does_not_disturb(isolated: ga.GpuContext)
 
 async def test_tasks_that_the_collector_ends_cancel_their_requests(isolated: ga.GpuContext) -> None:
     before = isolated.flash_attn.stats()
-    loop = asyncio.get_running_loop()
-    for turn in range(200):
+    for turn in range(40):
         reply = isolated.flash_attn.forward(rows(), rows(), rows())
         waiting = reply.__await__()
         if not reply.done():
@@ -181,31 +175,31 @@ async def test_tasks_that_the_collector_ends_cancel_their_requests(isolated: ga.
             gc.collect()
         del waiting, cycle, reply
     gc.collect()
-    assert loop is not None
     assert (await isolated.flash_attn.forward(rows(), rows(), rows())).out is not None
-    for _ in range(200):
+
+    def all_told() -> bool:
         after = isolated.flash_attn.stats()
-        if after.submitted - before.submitted == sum(
-            getattr(after, name) - getattr(before, name) for name in ("completed", "failed", "cancelled")
-        ):
-            break
-        await asyncio.sleep(0.02)
-    else:
-        raise AssertionError(after)
+        told = ("completed", "failed", "cancelled")
+        return after.submitted - before.submitted == sum(getattr(after, n) - getattr(before, n) for n in told)
+
+    await comes_true(all_told)
 
 
 def test_an_auto_context_warns_here_and_nothing_of_isolation_is_imported_without_it() -> None:
-    program = (
-        "import sys, warnings, gpu_actors as ga\n"
-        "with ga.open_context('mock'): pass\n"
-        "assert not [name for name in sys.modules if 'isolation' in name]\n"
-        "with warnings.catch_warnings(record=True) as seen:\n"
-        "    warnings.simplefilter('always')\n"
-        "    with ga.open_context('auto', isolation='process') as ctx: kind = ctx.info.kind\n"
-        "assert kind == 'cuda' or [each.category for each in seen] == [ga.MockDeviceWarning], seen\n"
-        "assert 'cupy' not in sys.modules\n"
+    run_python(
+        """
+        import sys, warnings, gpu_actors as ga
+        with ga.open_context("mock"):
+            pass
+        assert not [name for name in sys.modules if "isolation" in name]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with ga.open_context("auto", isolation="process") as ctx:
+                kind = ctx.info.kind
+        assert kind == "cuda" or [each.category for each in seen] == [ga.MockDeviceWarning], seen
+        assert "cupy" not in sys.modules
+        """
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=55.0, check=False).returncode == 0
 
 
 def test_two_contexts_share_a_zygote_and_nothing_else() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
+import itertools
 import os
 import random
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +18,6 @@ import numpy as np
 import pytest
 
 import gpu_actors as ga
-from gpu_actors import AttentionProblem
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import INLINE, Argument, pack, unpack
 from gpu_actors.isolation.pipe import PipeChannel, Unreadable
@@ -43,24 +44,22 @@ def sent(record: Any, arena: Arena, known: list[Argument] | None = None, own: An
     return found, (packed, arguments), returned
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "uint64", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [4, 40])
-def test_an_array_crosses_as_it_is(form: str, dtype: Any, size: int) -> None:
+def test_an_array_crosses_as_it_is(form: str) -> None:
     arena = Arena(size=1 << 24)
-    whole = np.arange(6 * size * 32).reshape(6, size, 32).astype(dtype)
-    given = np.asarray(FORMS[form](whole))
-    (got,), (packed, arguments), returned = sent((given,), arena)
-    assert (got.shape, got.dtype, got.strides) == (given.shape, given.dtype, given.strides)
-    assert got.tobytes() == given.tobytes()
-    assert got.flags.writeable == given.flags.writeable
-    assert bool(packed.blocks) == (arena.used() > 0)
-    if packed.blocks:
-        del got, arguments
-        gc.collect()
-        assert returned == packed.blocks
-        arena.give(returned[0])
-        assert arena.used() == 0
+    dtypes: tuple[Any, ...] = ("float32", "float16", "bool", "uint64", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2)
+    for dtype, size in itertools.product(dtypes, (4, 40)):
+        given = np.asarray(FORMS[form](np.arange(6 * size * 32).reshape(6, size, 32).astype(dtype)))
+        (got,), (packed, arguments), returned = sent((given,), arena)
+        assert (got.shape, got.dtype, got.strides) == (given.shape, given.dtype, given.strides)
+        assert got.tobytes() == given.tobytes()
+        assert got.flags.writeable == given.flags.writeable
+        assert bool(packed.blocks) == (arena.used() > 0)
+        if packed.blocks:
+            del got, arguments
+            assert returned == packed.blocks
+            arena.give(returned[0])
+            assert arena.used() == 0
 
 
 def test_an_array_of_structures_and_one_of_another_byte_order_cross() -> None:
@@ -164,27 +163,48 @@ def test_a_record_that_cannot_be_read_gives_all_blocks_back(beside: Any, copies:
     assert len(packed.blocks) == 3
 
 
-def test_an_answer_that_cannot_be_read_frees_its_blocks_and_those_of_its_request() -> None:
-    requests, answers = Arena(size=1 << 24), Arena(size=1 << 24)
-    asked: list[Any] = []
-    answered: list[Any] = []
-    here, there = socket.socketpair()
-    program = PipeChannel(here, True, requests, answers, lambda _, record: answered.append(record))
-    worker = PipeChannel(there, False, answers, requests, lambda _, record: asked.append(record))
-    program.post(1, program.pack(Ask(1, "flash_attn", (np.ones(10000),), None, 0), 1))
-    worker.take_in()
-    worker.forget(1)
-    asked.clear()
+class Channels:
+    """A program's end and a worker's, and what each has received."""
+
+    def __init__(self) -> None:
+        self.requests, self.answers = Arena(size=1 << 24), Arena(size=1 << 24)
+        self.asked: list[Any] = []
+        self.answered: list[Any] = []
+        here, there = socket.socketpair()
+        self.program = PipeChannel(
+            here, True, self.requests, self.answers, lambda _, record: self.answered.append(record)
+        )
+        self.worker = PipeChannel(
+            there, False, self.answers, self.requests, lambda _, record: self.asked.append(record)
+        )
+
+    def ask(self, number: int, record: Any) -> None:
+        self.program.post(number, self.program.pack(record, number))
+        self.worker.take_in()
+
+    def answer(self, record: Any) -> None:
+        self.worker.post(1, self.worker.pack(record, 1))
+        self.program.take_in()
+
+
+@pytest.fixture
+def channels() -> Iterator[Channels]:
+    both = Channels()
+    yield both
+    both.program.close()
+    both.worker.close()
+
+
+def test_an_answer_that_cannot_be_read_frees_its_blocks_and_those_of_its_request(channels: Channels) -> None:
+    channels.ask(1, Ask(1, "flash_attn", (np.ones(10000),), None, 0))
+    channels.worker.forget(1)
+    channels.asked.clear()
     gc.collect()
-    worker.post(1, worker.pack(Answer(1, (np.ones(10000), Unknown()), None, None, None), 1))
-    program.take_in()
-    assert isinstance(answered.pop(), Unreadable)
-    assert requests.used() == 0
-    program.post(2, program.pack(Ping()))
-    worker.take_in()
-    assert answers.used() == 0
-    program.close()
-    worker.close()
+    channels.answer(Answer(1, (np.ones(10000), Unknown()), None, None, None))
+    assert isinstance(channels.answered.pop(), Unreadable)
+    assert channels.requests.used() == 0
+    channels.ask(2, Ping())
+    assert channels.answers.used() == 0
 
 
 def refuse() -> None:
@@ -196,21 +216,13 @@ class Refusing:
         return refuse, ()
 
 
-def test_the_error_of_a_request_that_cannot_be_read_holds_no_block() -> None:
-    requests, answers = Arena(size=1 << 24), Arena(size=1 << 24)
-    asked: list[Any] = []
-    here, there = socket.socketpair()
-    program = PipeChannel(here, True, requests, answers, lambda *_: None)
-    worker = PipeChannel(there, False, answers, requests, lambda _, record: asked.append(record))
-    program.post(1, program.pack(Ask(1, "flash_attn", (np.ones(10000), Refusing()), None, 0), 1))
-    worker.take_in()
-    assert isinstance(asked[0].error, ga.InvalidRequest)
+def test_the_error_of_a_request_that_cannot_be_read_holds_no_block(channels: Channels) -> None:
+    channels.ask(1, Ask(1, "flash_attn", (np.ones(10000), Refusing()), None, 0))
+    error = channels.asked[0].error
+    assert isinstance(error, ga.InvalidRequest)
     gc.collect()
-    worker.post(1, worker.pack(Answer(1, None, asked[0].error, None, None), 1))
-    program.take_in()
-    assert requests.used() == 0
-    program.close()
-    worker.close()
+    channels.answer(Answer(1, None, error, None, None))
+    assert channels.requests.used() == 0
 
 
 def test_free_memory_that_stays_resident_is_bounded() -> None:
@@ -218,7 +230,7 @@ def test_free_memory_that_stays_resident_is_bounded() -> None:
     draw = random.Random(7)
     held: list[int] = []
     mib = 1 << 20
-    for _ in range(300):
+    for _ in range(100):
         if held and draw.random() < 0.5:
             arena.give(held.pop(draw.randrange(len(held))))
         else:
@@ -231,8 +243,11 @@ def test_free_memory_that_stays_resident_is_bounded() -> None:
         assert resident <= arena.used() + 64 * mib
     for start in held:
         arena.give(start)
-    assert os.fstat(arena.fd).st_blocks * 512 > 0  # some of it is kept for the next blocks
+    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 64 * mib  # some of it is kept for the next blocks
+    fd = arena.fd
     arena.unmap()
+    with pytest.raises(OSError):
+        os.fstat(fd)
 
 
 class Local:
@@ -281,7 +296,6 @@ def test_errors_and_plain_messages_cross_whole() -> None:
     rope = ga.Rope(dim=16)
     for plain in (rope, ga.KvSequence(1, 2, 3), ga.Mask.causal(), ga.AttentionParams(1, 2, 3, 4, 2, 16)):
         assert sent((plain,), arena)[0] == (plain,)
-    assert AttentionProblem is not None
 
 
 class Urgent(enum.IntEnum):
@@ -410,22 +424,6 @@ def test_a_block_is_free_after_its_last_user() -> None:
     arena.give(start)
     assert arena.used() == 0
     assert arena.find(np.ones(3).__array_interface__["data"][0]) is None
-
-
-def test_memory_that_no_block_uses_goes_back_to_the_system() -> None:
-    arena = Arena()
-    for _ in range(3):
-        starts = [arena.take(8 << 20) for _ in range(24)]
-        for start in starts:
-            arena.memory(start, 8 << 20)[::4096] = 1
-        assert os.fstat(arena.fd).st_blocks * 512 >= 192 << 20
-        for start in starts:
-            arena.give(start)
-        assert os.fstat(arena.fd).st_blocks * 512 <= 72 << 20
-    fd = arena.fd
-    arena.unmap()
-    with pytest.raises(OSError):
-        os.fstat(fd)
 
 
 @pytest.mark.parametrize("shape", [7, (), (3, 0), (2, 3)])
