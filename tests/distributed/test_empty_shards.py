@@ -53,30 +53,20 @@ def merged(*shape: int) -> Ask:
     return lambda flash: flash.merge([nothing, nothing])
 
 
-ENDS = {"cu_seqlens_q": ints(0), "cu_seqlens_k": ints(0)}
 STEPS = np.zeros((0, 2), np.int32)
+# tests/planning/test_empty_requests.py has those without positions, pages and room.
 SHARDS: dict[str, Ask] = {
-    "forward, no keys": dense(array(2, 3, 4, 64), array(2, 0, 2, 64)),
     "forward, no keys, positions": dense(array(2, 3, 4, 64), array(2, 0, 2, 64), q_positions=ints(3, 4), causal=True),
-    "forward, no sequences": dense(array(0, 3, 4, 64), array(0, 5, 2, 64)),
     "forward, no sequences, positions": dense(array(0, 3, 4, 64), array(0, 5, 2, 64), k_positions=STEPS),
-    "forward, no rows": dense(array(2, 0, 4, 64), array(2, 5, 2, 64)),
-    "varlen, no sequences": dense(array(0, 4, 64), array(0, 2, 64), **ENDS),
-    "varlen, no keys": dense(array(3, 4, 64), array(0, 2, 64), cu_seqlens_q=ints(0, 3), cu_seqlens_k=ints(0, 0)),
-    "pages, no sequences": paged(array(0, 1, 4, 64)),
     "pages, no sequences, positions": paged(array(0, 1, 4, 64), k_positions=STEPS),
     "pages, packed rows of no sequences": paged(array(0, 4, 64), cu_seqlens_q=ints(0)),
-    "pages, no rows": paged(array(2, 0, 4, 64), 0, 5),
-    "pages, no keys": paged(array(2, 1, 4, 64), 0, 0),
     "pages, no keys, positions": paged(array(2, 3, 4, 64), 0, 0, k_positions=ints(7, 0)),
     "pages, no columns": paged(array(2, 1, 4, 64), 0, 0, columns=0),
     "pages, none": paged(array(2, 1, 4, 64), 0, 0, pool=NONE),
     "pages, none, splits": paged(array(2, 1, 4, 64), 0, 0, pool=NONE, columns=0, num_splits=3),
     "cache, no sequences": cached(array(0, 1, 4, 64), array(0, 8, 2, 64)),
     "cache, no room": cached(array(2, 1, 4, 64), array(2, 0, 2, 64), 0, 0),
-    "pointers, no sequences": pointers(array(0, 4, 64), []),
     "pointers, none in one array": pointers(array(0, 4, 64), array(0, 2, 8, 64)),
-    "pointers, no keys": pointers(array(2, 4, 64), array(2, 2, 8, 64), 0, 0),
     "pointers, no keys, positions": pointers(array(2, 4, 64), array(2, 2, 8, 64), 0, 0, k_positions=ints(7, 0)),
     "pointers, no room": pointers(array(2, 4, 64), array(2, 2, 0, 64), 0, 0),
     "merge, no sequences": merged(0, 3, 4, 64),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -167,22 +167,24 @@ async def test_a_move_that_is_given_up(two: Two, step: str, way: str) -> None:
     await stays(two)
 
 
-async def _between_contexts(
-    use: Callable[[ga.KvCache, ga.KvSequence, ga.KvCache], Awaitable[None]], **changed: Any
-) -> None:
+async def test_caches_of_one_process_move_sequences_too() -> None:
     async with (
         ga.open_context("mock") as one,
         ga.open_context("mock") as other,
         one.kv_cache(**SPEC) as source,
-        other.kv_cache(**{**SPEC, **changed}) as target,
+        other.kv_cache(**SPEC) as target,
+        other.kv_cache(**{**SPEC, "page_size": 16}) as strange,
     ):
         seq = await source.create()
         await source.append(seq, ROWS, ROWS)
-        await use(source, seq, target)
-
-
-async def test_caches_of_one_process_move_sequences_too() -> None:
-    async def use(source: ga.KvCache, seq: ga.KvSequence, target: ga.KvCache) -> None:
+        with pytest.raises(ga.InvalidRequest) as refused:
+            await move_sequence(source, seq, strange)
+        assert refused.value.field == "page_size"
+        assert source.length(seq) == 20
+        assert strange.stats().sequences == 0
+        await comes_true(lambda: source.stats().sequences == 1)
+        with pytest.raises(ga.InvalidRequest, match="finite number"):
+            await copy_sequence(source, seq, target, timeout=float("nan"))
         twin = await copy_sequence(source, seq, target)
         moved = await move_sequence(source, seq, target, timeout=30.0)
         assert target.length(twin) == target.length(moved) == 20
@@ -191,19 +193,3 @@ async def test_caches_of_one_process_move_sequences_too() -> None:
             assert target.stats().sequences == 3
             assert pages.length == 20
         await comes_true(lambda: target.stats().sequences == 2)
-
-    await _between_contexts(use)
-
-
-async def test_another_layout_is_refused_by_name() -> None:
-    async def use(source: ga.KvCache, seq: ga.KvSequence, target: ga.KvCache) -> None:
-        with pytest.raises(ga.InvalidRequest) as refused:
-            await move_sequence(source, seq, target)
-        assert refused.value.field == "page_size"
-        assert source.length(seq) == 20
-        assert target.stats().sequences == 0
-        await comes_true(lambda: source.stats().sequences == 1)
-        with pytest.raises(ga.InvalidRequest, match="finite number"):
-            await copy_sequence(source, seq, target, timeout=float("nan"))
-
-    await _between_contexts(use, page_size=16)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from support.service import comes_true, suspend
+from support.service import comes_true, runs, suspend
 
 import gpu_actors as ga
 from gpu_actors.distributed import ContextPool, PooledKvCache, PooledSequence, open_pool
@@ -119,22 +119,15 @@ async def _run(requests: int, every: int, workers: int = 4) -> str:
             assert not any(worker.outstanding for worker in stats.workers.values())
         pids = [context.pid for context in pool.workers.values() if isinstance(context, RemoteContext)]
         await comes_true(lambda: len(set(here.children(recursive=True)) - strangers) <= workers + 1)
-    assert not [pid for pid in pids if pid is not None and _runs(pid)]
+    assert not [pid for pid in pids if pid is not None and runs(pid)]
     return (
         f"{load.answered} requests without state answered, {stats.repeated} of them again elsewhere; "
         f"{load.appended} rows appended, {load.told} times told that a sequence is lost; {len(killed)} workers killed"
     )
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-async def test_a_death_every_200_requests() -> None:
-    await _run(2000, 200)
+async def test_a_death_every_100_requests() -> None:
+    await _run(800, 100)
 
 
 @pytest.mark.sweep
@@ -180,7 +173,7 @@ async def test_pools_leave_nothing_behind() -> None:
     await once()
     gc.collect()  # a mapping has a descriptor, until it is collected
     before = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
-    for _ in range(3):
+    for _ in range(2):
         await once()
 
     def none_more() -> bool:

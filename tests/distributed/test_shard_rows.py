@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_sharded_cache import rows
+from test_sharded_cache import SLOPES, SPEC, bits, equal, near, rows, tree
 
 import gpu_actors as ga
 from gpu_actors import Rope
 from gpu_actors.distributed import ContextPool, KeySplit, ShardedKvCache
-from gpu_actors.remote import InProcess, RemoteContext, open_remote
 
-SPEC: dict[str, Any] = {"num_blocks": 32, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 DESCALES = {"k_descale": np.array([0.02, 0.7], np.float32), "v_descale": np.array([0.3, 0.011], np.float32)}
-SLOPES = np.array([0.5, 0.25, 0.3, 0.0625], np.float32)
 _ANGLES = np.random.default_rng(5).uniform(-3, 3, (64, 4)).astype(np.float32)
 TABLES = {"rope_cos": np.cos(_ANGLES), "rope_sin": np.sin(_ANGLES)}
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[dict[str, RemoteContext]]:
-    with contextlib.ExitStack() as stack:
-        names = ("one", "two", "three")
-        yield {name: stack.enter_context(open_remote("mock", workplace=InProcess(), name=name)) for name in names}
-
-
-@pytest.fixture
-def pool(workers: dict[str, RemoteContext]) -> ContextPool:
-    return ContextPool(workers, seed=0)
-
-
-def tree(count: int, seed: int = 0) -> Any:
-    """bool (count, count): each row sees itself, and some of those before it."""
-    seen = np.tril(np.random.default_rng((seed, count)).random((count, count)) < 0.5)
-    return seen | np.eye(count, dtype=np.bool_)
-
-
-def bits(seen: Any) -> Any:
-    return np.array([sum(1 << int(key) for key in np.flatnonzero(row)) for row in seen], np.uint64)
-
-
-def near(found: Any, wanted: Any, scale: float = 1.0) -> None:
-    """Equal, but for the order of sums and for one rounding of each worker's part."""
-    far = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[wanted.out.dtype.name] * scale
-    assert found.out.dtype == wanted.out.dtype
-    out, whole = found.out.astype(np.float64), wanted.out[0].astype(np.float64)
-    np.testing.assert_allclose(out, whole, rtol=far, atol=far)
-    np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=4e-6, atol=4e-6)
-
 
 CASES: dict[str, dict[str, Any]] = {
     "rope": {"rope": Rope(dim=16)},
@@ -60,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tables": {"rope": Rope(dim=8, table_rows=64), **TABLES, "sink_tokens": 3, "window_size": (6, -1)},
     "tree": {"tree": True},
     "tree and window": {"tree": True, "window_size": (11, 2), "sink_tokens": 4},
-    "tree and slopes": {"tree": True, "alibi_slopes": SLOPES},
+    "tree and slopes": {"tree": True, "alibi_slopes": SLOPES, "interleave": 1},
     "tree and sinks": {"tree": True, "sinks": rows(1, 4, seed=7)[0, :, 0].copy(), "softcap": 3.0},
     "rope and tree": {"rope": Rope(dim=16), "tree": True},
 }
@@ -74,76 +37,36 @@ FP8: dict[str, dict[str, Any]] = {
 }
 
 
-async def equal(
-    pool: ContextPool, given: dict[str, Any], spec: dict[str, Any], dtype: Any = np.float32, scale: float = 1.0
-) -> None:
-    """Chunks of new rows, rows that are in the cache, and appended rows, over keys in runs of 1, 5 or a page."""
-    given = dict(given)
-    striped, treed = "alibi_slopes" in given, given.pop("tree", False)
-    interleave = given.pop("interleave", 1 if striped else 5)
-    rotation = {name: given.pop(name) for name in ("rope", "rope_cos", "rope_sin") if name in given}
-    options = {**given, "return_lse": True}
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**spec) as own,
-        ShardedKvCache(pool, **spec, interleave=interleave) as cache,
-    ):
-        seq, mine = await cache.create(), await own.create()
-        new = [rows(9, 2, seed, dtype) for seed in (1, 2)]
-        assert await cache.append(seq, *new, **rotation) == await own.append(mine, *new, **rotation) == 9
-        for step, count in enumerate((4, 1, 6, 20, 1, 3)):
-            q, k, v = (rows(count, heads, step + heads, dtype) for heads in (4, 2, 2))
-            places = rotation and {"positions": np.arange(count, dtype=np.int32) * 2 + step}
-            asked = {**options, **rotation, **(places if step % 2 else {})}
-            seen = tree(count, step)
-            mask, theirs = {}, {}
-            if treed:
-                mask, theirs = {"tree_mask": seen if step % 2 else bits(seen)}, {"tree_mask": seen[None]}
-            found = await cache.attend(q, seq, k=k, v=v, **asked, **mask)
-            near(found, await own.attend(q[None], mine, k=k[None], v=v[None], **asked, **theirs), scale)
-        assert seq.length == own.length(mine) == 44
-        for count in (1, 5):
-            q = rows(count, 4, 98, dtype)
-            near(await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options), scale)
-        if treed and not given.keys() & {"window_size", "alibi_slopes"}:
-            for count in (1, 3, 7, 44, 64):
-                q, seen = rows(count, 4, 97, dtype), tree(count, 9)
-                found = await cache.attend(q, seq, tree_mask=bits(seen).view(np.int64), **options)
-                near(found, await own.attend(q[None], mine, tree_mask=bits(seen)[None], **options), scale)
-        await cache.free(seq)
-
-
 def sampled(names: Any, sample: set[str]) -> list[Any]:
     """All names, of which the default run tries a sample."""
     return [pytest.param(name, marks=() if name in sample else pytest.mark.sweep) for name in names]
 
 
 @pytest.mark.parametrize("name", sampled(CASES, {"rope", "tables", "tree and window", "tree and slopes"}))
-async def test_it_equals_one_cache(pool: ContextPool, name: str) -> None:
-    await equal(pool, CASES[name], SPEC)
+async def test_it_equals_one_cache(pool: ContextPool, whole: ga.GpuContext, name: str) -> None:
+    await equal(pool, whole, CASES[name])
 
 
-async def test_it_equals_one_cache_of_halves(pool: ContextPool) -> None:
-    await equal(pool, CASES["rope and tree"], {**SPEC, "dtype": "bfloat16"}, ml_dtypes.bfloat16, scale=2.0)
+async def test_it_equals_one_cache_of_halves(pool: ContextPool, whole: ga.GpuContext) -> None:
+    await equal(pool, whole, CASES["rope and tree"], {"dtype": "bfloat16"}, ml_dtypes.bfloat16, scale=2.0)
 
 
 @pytest.mark.parametrize("dtype", sampled(["float8_e4m3fn", "float8_e5m2"], {"float8_e4m3fn"}))
 @pytest.mark.parametrize("name", sampled(FP8, {"tree and rope", "slopes"}))
-async def test_an_fp8_cache_equals_one_of_its_own(pool: ContextPool, name: str, dtype: str) -> None:
+async def test_an_fp8_cache_equals_one_of_its_own(
+    pool: ContextPool, whole: ga.GpuContext, name: str, dtype: str
+) -> None:
     element = np.float16 if dtype.endswith("fn") else ml_dtypes.bfloat16
-    await equal(pool, FP8[name], {**SPEC, "dtype": dtype, **DESCALES}, element, scale=2.0)
+    await equal(pool, whole, FP8[name], {"dtype": dtype, **DESCALES}, element, scale=2.0)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-@pytest.mark.parametrize("interleave", [1, 5])
-async def test_fp8_queries_have_factors_of_their_own(pool: ContextPool, interleave: int, dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "interleave"), [(ml_dtypes.float8_e4m3fn, 1), (ml_dtypes.float8_e5m2, 5)])
+async def test_fp8_queries_have_factors_of_their_own(
+    pool: ContextPool, whole: ga.GpuContext, interleave: int, dtype: Any
+) -> None:
     spec = {**SPEC, "dtype": dtype.__name__, **DESCALES}
     factors = np.array([0.25, 3.0], np.float32)
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**spec) as own,
-        ShardedKvCache(pool, **spec, interleave=interleave) as cache,
-    ):
+    async with whole.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=interleave) as cache:
         seq, mine = await cache.create(), await own.create()
         for count, given, new_dtype in (
             (9, factors, dtype), (1, factors, np.float16), (6, None, np.float16), (4, factors, np.float16),
@@ -157,16 +80,12 @@ async def test_fp8_queries_have_factors_of_their_own(pool: ContextPool, interlea
             near(found, await own.attend(q[None, :1], mine, q_descale=theirs, return_lse=True), 2.0)
 
 
-async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool) -> None:
+async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool, whole: ga.GpuContext) -> None:
     """The bits of rotated and quantised rows, rows that are fp8 already included."""
     spec = {**SPEC, "dtype": "float8_e4m3fn", **DESCALES}
     k, v = rows(13, 2, 1, np.float16), rows(13, 2, 2, np.float16)
     fp8 = [rows(5, 2, seed, ml_dtypes.float8_e4m3fn) for seed in (3, 4)]
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**spec) as own,
-        ShardedKvCache(pool, **spec, interleave=3) as cache,
-    ):
+    async with whole.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=3) as cache:
         seq, mine = await cache.create(), await own.create()
         await cache.append(seq, k, v, rope=Rope(dim=12))
         await own.append(mine, k, v, rope=Rope(dim=12))

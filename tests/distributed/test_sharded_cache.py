@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -18,25 +18,81 @@ from gpu_actors.distributed import ContextPool, ShardedKvCache, open_pool
 from gpu_actors.remote import InProcess, RemoteContext
 
 SPEC: dict[str, Any] = {"num_blocks": 32, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
 
 
 def rows(count: int, heads: int = 2, seed: int = 0, dtype: Any = np.float32) -> Any:
     return np.random.default_rng((seed, count, heads)).standard_normal((count, heads, 16)).astype(dtype)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def workers(request: pytest.FixtureRequest) -> int:
-    count: int = request.param
-    return count
+def tree(count: int, seed: int = 0) -> Any:
+    """bool (count, count): each row sees itself, and some of those before it."""
+    seen = np.tril(np.random.default_rng((seed, count)).random((count, count)) < 0.5)
+    return seen | np.eye(count, dtype=np.bool_)
 
 
-@pytest.fixture
-async def pool(workers: int) -> AsyncIterator[ContextPool]:
-    async with open_pool("mock", workers=workers, workplace=InProcess, seed=0) as opened:
-        yield opened
+def bits(seen: Any) -> Any:
+    return np.array([sum(1 << int(key) for key in np.flatnonzero(row)) for row in seen], np.uint64)
 
 
+def near(found: Any, wanted: Any, scale: float = 1.0) -> None:
+    """Equal, but for the order of sums and for one rounding of each worker's part."""
+    far = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[wanted.out.dtype.name] * scale
+    assert found.out.dtype == wanted.out.dtype
+    out, whole = found.out.astype(np.float64), wanted.out[0].astype(np.float64)
+    np.testing.assert_allclose(out, whole, rtol=far, atol=far)
+    assert found.lse.dtype == np.float32
+    np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=2e-6 * scale, atol=2e-6 * scale)
+
+
+async def equal(
+    pool: ContextPool,
+    ctx: ga.GpuContext,
+    given: dict[str, Any],
+    changed: dict[str, Any] | None = None,
+    dtype: Any = np.float32,
+    scale: float = 1.0,
+) -> None:
+    """Chunks of new rows, rows that are in the cache, and appended rows, over keys in runs of 1, 5 or as given."""
+    given, spec = dict(given), {**SPEC, **(changed or {})}
+    treed = given.pop("tree", False)
+    interleave = given.pop("interleave", 5)
+    rotation = {name: given.pop(name) for name in ("rope", "rope_cos", "rope_sin") if name in given}
+    options = {**given, "return_lse": True}
+    async with ctx.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=interleave) as cache:
+        seq, mine = await cache.create(), await own.create()
+
+        async def attend(count: int, step: int) -> None:
+            q, k, v = (rows(count, heads, step + heads, dtype) for heads in (4, 2, 2))
+            places = rotation and {"positions": np.arange(count, dtype=np.int32) * 2 + step}
+            asked = {**options, **rotation, **(places if step % 2 else {})}
+            seen = tree(count, step)
+            mask, theirs = {}, {}
+            if treed:
+                mask, theirs = {"tree_mask": seen if step % 2 else bits(seen)}, {"tree_mask": seen[None]}
+            found = await cache.attend(q, seq, k=k, v=v, **asked, **mask)
+            near(found, await own.attend(q[None], mine, k=k[None], v=v[None], **asked, **theirs), scale)
+
+        await attend(4, 0)
+        new = [rows(9, 2, seed, dtype) for seed in (1, 2)]
+        assert await cache.append(seq, *new, **rotation) == await own.append(mine, *new, **rotation) == 13
+        for step, count in enumerate((1, 6, 20, 1, 3), 1):
+            await attend(count, step)
+        assert seq.length == own.length(mine) == 44
+        for count in (1, 5):
+            q = rows(count, 4, 98, dtype)
+            near(await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options), scale)
+        assert (await cache.attend(q, seq, **given)).lse is None
+        if treed and not given.keys() & {"window_size", "alibi_slopes"}:
+            for count in (1, 3, 7, 44, 64):
+                q, seen = rows(count, 4, 97, dtype), tree(count, 9)
+                found = await cache.attend(q, seq, tree_mask=bits(seen).view(np.int64), **options)
+                near(found, await own.attend(q[None], mine, tree_mask=bits(seen)[None], **options), scale)
+        await cache.free(seq)
+        stats = [one.stats() for one in cache._caches]
+        assert [(one.sequences, one.free_blocks) for one in stats] == [(0, spec["num_blocks"])] * len(stats)
+
+
+SLOPES = np.array([0.5, 0.25, 0.3, 0.0625], np.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap and scale": {"softcap": 3.0, "softmax_scale": 0.4},
@@ -49,72 +105,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window and first keys": {"window_size": (6, -1), "sink_tokens": 3, "sinks": rows(1, 4, seed=7)[0, :, 0].copy()},
     "chunks": {"attention_chunk": 12, "sink_tokens": 2},
     "first keys over workers": {"window_size": (2, 0), "sink_tokens": 14},
+    "slopes": {"alibi_slopes": SLOPES},
+    "slopes and a window": {"alibi_slopes": SLOPES, "window_size": (9, 0), "sink_tokens": 2},
 }
-SLOPES = np.array([0.5, 0.25, 0.3, 0.0625], np.float32)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-async def test_decode_and_chunks_equal_one_cache(pool: ContextPool, name: str, workers: int) -> None:
-    options = OPTIONS[name]
-    interleave = {1: 8, 2: 1, 3: 5}[workers]
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**SPEC) as own,
-        ShardedKvCache(pool, **SPEC, interleave=interleave) as cache,
-    ):
-        seq, mine = await cache.create(), await own.create()
-        for step, count in enumerate((13, 1, 1, 6, 1, 20, 1)):
-            q, k, v = rows(count, 4, step), rows(count, 2, step), rows(count, 2, step + 50)
-            found = await cache.attend(q, seq, k=k, v=v, return_lse=True, **options)
-            wanted = await own.attend(q[None], mine, k=k[None], v=v[None], return_lse=True, **options)
-            np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
-            np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=2e-6, atol=2e-6)
-        assert seq.length == own.length(mine) == 43
-        # Rows that are in the cache already.
-        for count in (1, 5):
-            q = rows(count, 4, 98)
-            found = await cache.attend(q, seq, **options)
-            wanted = await own.attend(q[None], mine, **options)
-            np.testing.assert_allclose(found.out, wanted.out[0], rtol=2e-6, atol=2e-6)
-            assert found.lse is None
-        assert await cache.append(seq, rows(9), rows(9)) == 52
-        await cache.free(seq)
-        stats = [one.stats() for one in cache._caches]
-        assert [(one.sequences, one.free_blocks) for one in stats] == [(0, SPEC["num_blocks"])] * len(stats)
-
-
-@pytest.mark.parametrize("interleave", [1, 64])
-@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0), "sink_tokens": 2}], ids=str)
-async def test_slopes_go_by_the_distance_in_the_whole(
-    pool: ContextPool, options: dict[str, Any], interleave: int
+async def test_decode_and_chunks_equal_one_cache(
+    pool_of: Callable[[int], ContextPool], whole: ga.GpuContext, name: str
 ) -> None:
-    options = {**options, "alibi_slopes": SLOPES}
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**SPEC) as own,
-        ShardedKvCache(pool, **SPEC, interleave=interleave) as cache,
-    ):
-        seq, mine = await cache.create(), await own.create()
-        for step, count in enumerate((13, 1, 6, 20, 1)):
-            q, k, v = rows(count, 4, step), rows(count, 2, step), rows(count, 2, step + 50)
-            found = await cache.attend(q, seq, k=k, v=v, return_lse=True, **options)
-            wanted = await own.attend(q[None], mine, k=k[None], v=v[None], return_lse=True, **options)
-            np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
-            np.testing.assert_allclose(found.lse, wanted.lse[0], rtol=4e-6, atol=4e-6)
-            assert found.lse.dtype == np.float32
-        q = rows(5, 4, 98)
-        found, wanted = await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options)
-        np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+    """Slopes go by the distance in the whole: for workers of single rows, and where one has all the keys."""
+    slopes = name.startswith("slopes")
+    for workers, interleave in ((1, 8), (2, 1), (3, 64 if slopes else 5)):
+        given = {**OPTIONS[name], "interleave": interleave}
+        await equal(pool_of(workers), whole, given, scale=2.0 if slopes else 1.0)
 
 
-async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool) -> None:
+async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool, whole: ga.GpuContext) -> None:
     """Rows of a window see different keys of such a worker, which knows the positions and needs no copy of its keys."""
     options: dict[str, Any] = {"window_size": (9, 2), "sink_tokens": 2, "causal": False}
-    async with (
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**SPEC) as own,
-        ShardedKvCache(pool, **SPEC, interleave=1) as cache,
-    ):
+    async with whole.kv_cache(**SPEC) as own, ShardedKvCache(pool, **SPEC, interleave=1) as cache:
         seq, mine = await cache.create(), await own.create()
         k, v, q = rows(40, 2, 1), rows(40, 2, 2), rows(13, 4, 3)
         await cache.append(seq, k, v)
@@ -124,8 +134,9 @@ async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool)
         assert not seq._prefixes
 
 
-async def test_rows_lie_where_they_belong(pool: ContextPool, workers: int) -> None:
-    async with ShardedKvCache(pool, **SPEC, interleave=4) as cache:
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_rows_lie_where_they_belong(pool_of: Callable[[int], ContextPool], workers: int) -> None:
+    async with ShardedKvCache(pool_of(workers), **SPEC, interleave=4) as cache:
         seq = await cache.create()
         total = 0
         for count in (0, 3, 1, 9, 30, 2):
@@ -152,30 +163,12 @@ async def test_an_empty_sequence_and_no_rows(pool: ContextPool) -> None:
         assert seq.length == 2
 
 
-async def test_bfloat16_rounds_a_part_once_more() -> None:
-    spec = {**SPEC, "dtype": "bfloat16"}
-    async with (
-        open_pool("mock", workers=3, workplace=InProcess) as pool,
-        ga.open_context("mock") as ctx,
-        ctx.kv_cache(**spec) as own,
-        ShardedKvCache(pool, **spec) as cache,
-    ):
-        seq, mine = await cache.create(), await own.create()
-        for step in range(4):
-            q, k, v = (rows(17, heads, step + heads, ml_dtypes.bfloat16) for heads in (4, 2, 2))
-            found = await cache.attend(q, seq, k=k, v=v)
-            wanted = await own.attend(q[None], mine, k=k[None], v=v[None])
-            assert found.out.dtype == ml_dtypes.bfloat16
-            error = np.abs(found.out.astype(np.float32) - wanted.out[0].astype(np.float32)).max()
-            assert error <= 2**-7 * np.abs(v.astype(np.float32)).max()
+async def test_bfloat16_rounds_a_part_once_more(pool: ContextPool, whole: ga.GpuContext) -> None:
+    await equal(pool, whole, {}, {"dtype": "bfloat16"}, ml_dtypes.bfloat16)
 
 
-async def test_a_full_worker_leaves_no_trace() -> None:
-    spec = {**SPEC, "num_blocks": 2}
-    async with (
-        open_pool("mock", workers=2, workplace=InProcess) as pool,
-        ShardedKvCache(pool, **spec, interleave=8) as cache,
-    ):
+async def test_a_full_worker_leaves_no_trace(pool_of: Callable[[int], ContextPool]) -> None:
+    async with ShardedKvCache(pool_of(2), **{**SPEC, "num_blocks": 2}, interleave=8) as cache:
         seq = await cache.create()
         assert await cache.append(seq, rows(20), rows(20)) == 20  # 12 and 8 rows of 16
         other = await cache._caches[1].create()
@@ -190,8 +183,8 @@ async def test_a_full_worker_leaves_no_trace() -> None:
         assert await cache.append(seq, rows(8), rows(8)) == 28
 
 
-async def test_requests_on_a_sequence_come_one_after_the_other() -> None:
-    async with open_pool("mock", workers=2, workplace=InProcess) as pool, ShardedKvCache(pool, **SPEC) as cache:
+async def test_requests_on_a_sequence_come_one_after_the_other(pool: ContextPool) -> None:
+    async with ShardedKvCache(pool, **SPEC) as cache:
         seq = await cache.create()
         lengths = await asyncio.gather(*(cache.append(seq, rows(3), rows(3)) for _ in range(20)))
         assert lengths == list(range(3, 61, 3))
@@ -222,7 +215,7 @@ async def test_a_cancelled_append_is_wholly_there() -> None:
 
 
 async def test_a_lost_worker_takes_the_sequence_along() -> None:
-    options = ga.ContextOptions(restart=QUICK)
+    options = ga.ContextOptions(restart=ga.RestartPolicy(max_restarts=1000, backoff=0.0))
     async with open_pool("mock", workers=2, options=options) as pool, ShardedKvCache(pool, **SPEC) as cache:
         seq, idle = await cache.create(), await cache.create()
         await cache.append(seq, rows(20), rows(20))
@@ -248,8 +241,9 @@ async def test_a_lost_worker_takes_the_sequence_along() -> None:
             assert await later.append(young, rows(20), rows(20)) == 20
 
 
-async def test_what_is_refused() -> None:
-    async with open_pool("mock", workers=2, workplace=InProcess) as pool, ShardedKvCache(pool, **SPEC) as cache:
+async def test_what_is_refused(pool_of: Callable[[int], ContextPool]) -> None:
+    pool = pool_of(2)
+    async with ShardedKvCache(pool, **SPEC) as cache:
         seq = await cache.create()
         await cache.append(seq, rows(9), rows(9))
         q, k = rows(3, 4), rows(3)
