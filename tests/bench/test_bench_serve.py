@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
 def test_every_client_of_many_gets_its_own_answers() -> None:
     """Some are refused and return; none is lost, doubled or another's."""
     with Serving(max_running=16, max_waiting=8, queue_seconds=1.0) as server:
-        load = asyncio.run(measure(server.port, 64, 2.0))
+        load = asyncio.run(measure(server.port, 64, 1.0))
         server.until_idle()
     assert load.faults == []
     assert load.statuses.keys() <= {"200", "429"}
@@ -58,7 +59,7 @@ def test_no_text_is_let_in_after_its_deadline() -> None:
     """Without a deadline each would wait for the seven others before it, six seconds at least."""
     slow = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.03))
     with Serving(options=slow, max_running=1, queue_seconds=600) as server:
-        load = asyncio.run(measure(server.port, 8, 2.0, deadline=1.0))
+        load = asyncio.run(measure(server.port, 8, 1.2, deadline=0.6))
         server.until_idle()
     assert load.faults == []
     assert load.requests == load.answered == load.statuses.total()
@@ -68,10 +69,15 @@ def test_no_text_is_let_in_after_its_deadline() -> None:
     assert load.queue[math.inf] == load.queue[2.5] > 0
 
 
-def test_unkind_clients_are_counted_apart_and_the_others_by_what_they_felt() -> None:
-    with Serving() as server:
-        prompts, heads = unkind_figures(measure, server.port, 0.5, ["huge prompts", "slow heads"])
-        server.until_idle()
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with Serving() as one:
+        yield one
+        one.until_idle()
+
+
+def test_unkind_clients_are_counted_apart_and_the_others_by_what_they_felt(server: Serving) -> None:
+    prompts, heads = unkind_figures(measure, server.port, 0.5, ["huge prompts", "slow heads"])
     assert prompts["unkind"].keys() == {"400"}
     assert heads["unkind"].keys() <= {"open", "closed"}
     for load in (prompts, heads):
@@ -97,11 +103,9 @@ def test_quantiles_are_bounds_that_hold_for_so_many() -> None:
     assert _bound(None, 0.5) is None
 
 
-def test_clients_that_think_ask_less_often() -> None:
-    with Serving() as server:
-        load = asyncio.run(measure(server.port, 4, 1.5, think=0.05))
-        idle = asyncio.run(measure(server.port, 4, 0.2, think=1e9))
-        server.until_idle()
+def test_clients_that_think_ask_less_often(server: Serving) -> None:
+    load = asyncio.run(measure(server.port, 4, 0.5, think=0.05))
+    idle = asyncio.run(measure(server.port, 4, 0.2, think=1e9))
     assert (load.faults, idle.faults) == ([], [])
     assert load.statuses.keys() == {"200"}
     assert idle.statuses == {}, "no pause was over"

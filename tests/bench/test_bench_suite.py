@@ -18,10 +18,10 @@ from gpu_actors.bench.cases import Case, backward_cases, decode_cases, forward_c
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.peers import PEERS, Peer, Prepared, Refuses
 from gpu_actors.bench.recorder import RecordingDevice
-from gpu_actors.bench.report import COLUMNS, figures, git_revision, table
+from gpu_actors.bench.report import COLUMNS, figures, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
 from gpu_actors.bench.timing import Plan
-from gpu_actors.errors import OutOfDeviceMemory
+from gpu_actors.errors import GpuActorsError, OutOfDeviceMemory
 from gpu_actors.reference import attention_forward
 from gpu_actors.testing import FaultPlan
 
@@ -249,19 +249,18 @@ def spelled(case: Case) -> dict[str, Any]:
     return {name: record[name] for name in case.__slots__}
 
 
-def test_the_report_is_json_and_a_table_with_shares_of_the_runs_ceilings() -> None:
+def test_the_report_is_json_a_table_with_shares_of_the_runs_ceilings_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from gpu_actors.bench.plot import draw
+
     clock = FakeClock()
     with stage(clock) as where:
         launch = where.stream.launch
-
-        def slow(one: Any) -> Any:
-            clock.work(2.0)
-            return launch(one)
-
-        where.stream.launch = slow  # type: ignore[method-assign]
+        where.stream.launch = lambda one: (clock.work(2.0), launch(one))[1]  # type: ignore[method-assign]
         rows = run_case(SMALL, where, SETTINGS, [peer(raising, "raising")])
     found = figures("forward", rows, SETTINGS, Ceilings(800.0, 4000.0, "by hand"), {"name": "mock"})
     assert json.loads(json.dumps(found, allow_nan=False))["kind"] == "measurement"
+    assert found["git"] is None or len(found["git"].rstrip("+")) == 40
     kernel = found["rows"][0]
     assert kernel["times_ms"]["median"] == pytest.approx(2.0)
     assert kernel["tflops"] == pytest.approx(SMALL.flops / 2e-3 / 1e12)
@@ -270,25 +269,7 @@ def test_the_report_is_json_and_a_table_with_shares_of_the_runs_ceilings() -> No
     assert {len(row) for row in shown} == {len(COLUMNS)}
     assert shown[0][:3] == (SMALL.name, KERNEL, "2.0000")
     assert "failed: ImportError" in next(row for row in shown if row[1] == "raising")[-1]
-
-
-def test_the_git_revision_is_that_of_the_checkout() -> None:
-    revision = git_revision()
-    assert revision is None or len(revision.rstrip("+")) == 40
-
-
-def test_a_plot_is_drawn_of_what_was_timed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from gpu_actors.bench.plot import draw
-    from gpu_actors.errors import GpuActorsError
-
-    clock = FakeClock()
-    with stage(clock) as where:
-        launch = where.stream.launch
-        where.stream.launch = lambda one: (clock.work(2.0), launch(one))[1]  # type: ignore[method-assign]
-        rows = run_case(SMALL, where, SETTINGS, [])
-    found = figures("forward", rows, SETTINGS, Ceilings(1e-3, None), {"name": "mock"})
-    draw(found, tmp_path / "plot.png")
+    draw(figures("forward", rows, SETTINGS, Ceilings(1e-3, None), {"name": "mock"}), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(GpuActorsError, match="nothing to draw"):
         draw({**found, "rows": []}, tmp_path / "none.png")

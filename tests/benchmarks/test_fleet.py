@@ -62,7 +62,7 @@ def closed_form(run: Fleet, servers: int) -> float:
     return service * mmc(worker.busy / run.env.now / servers, servers)
 
 
-@pytest.mark.parametrize(("load", "servers"), [(0.4, 1), (0.6, 1), (0.7, 4)])
+@pytest.mark.parametrize(("load", "servers"), [(0.6, 1), (0.7, 4)])
 def test_a_worker_is_the_queue_of_the_textbooks(load: float, servers: int) -> None:
     run = queue(load, lanes=servers, seconds=125.0 / load / servers)
     assert len(run.turns) == run.made > 12_000
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
 
 
 def test_a_home_saves_what_others_prefill_again() -> None:
-    given: dict[str, Any] = {"workers": 16, "seconds": 60.0, "warm": 30.0, "prompts": 4, "slots": 8}
+    given: dict[str, Any] = {"workers": 16, "seconds": 40.0, "warm": 20.0, "prompts": 4, "slots": 8}
     found = {policy: simulate(Settings(policy=policy, **given)) for policy in ("random", "two", "ring", "home")}
     assert found["home"]["hit"] > 0.6 > 0.5 > found["ring"]["hit"] > 0.3 > found["two"]["hit"]
     assert found["home"]["recomputed_a_turn"] < 0.5 * found["two"]["recomputed_a_turn"]
@@ -140,9 +140,9 @@ def test_a_home_saves_what_others_prefill_again() -> None:
     # Where every session has a beginning of its own, the ring alone finds it again.
     given |= {"prompts": 10_000, "zipf": 0.0}
     assert simulate(Settings(policy="ring", **given))["hit"] > 0.6
-    bursts = simulate(Settings(burst=5.0, **given))
-    assert bursts["whole_ms"]["p99"] > simulate(Settings(**given))["whole_ms"]["p99"]
-    assert bursts["requests"] == simulate(Settings(**given))["requests"]
+    even, bursts = simulate(Settings(**given)), simulate(Settings(burst=5.0, **given))
+    assert bursts["whole_ms"]["p99"] > even["whole_ms"]["p99"]
+    assert bursts["requests"] == even["requests"]
 
 
 def test_a_router_with_more_choices_than_its_cpu_makes_is_where_requests_wait() -> None:
@@ -309,13 +309,6 @@ def rerun(row: Mapping[str, Any]) -> Mapping[str, Any]:
         json.dumps({"group": row["group"], "settings": row["settings"]} | run.figures() | more)
     )
     return again
-
-
-def test_the_small_rows_of_the_committed_figures_come_out_again() -> None:
-    rows = committed(1, 8)
-    assert len(rows) == 3
-    for row in rows:
-        assert rerun(row) == row
 
 
 @pytest.mark.sweep

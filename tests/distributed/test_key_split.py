@@ -28,7 +28,7 @@ def test_keys_are_dealt_out_once_and_in_order() -> None:
 
 def test_rows_are_asked_for_the_keys_that_they_see() -> None:
     dice = random.Random(5)
-    for _ in range(600):
+    for _ in range(250):
         split = KeySplit(dice.randint(1, 4), dice.choice((1, 2, 3, 8)))
         length, count = dice.randint(0, 60), dice.randint(1, 12)
         begin = length if dice.random() < 0.6 else length - count

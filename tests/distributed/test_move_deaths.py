@@ -10,12 +10,8 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -243,54 +239,3 @@ async def test_moves_over_channels_that_drop_records() -> None:
                 await shards.held(move.cache, 0)
     assert all(workplace.dropped for workplace in lossy.values())
     assert len(counts) == 3
-
-
-_PROGRAM = """
-import asyncio, os, sys
-import numpy as np
-import gpu_actors as ga
-from gpu_actors.distributed import open_pool
-from fakes.move_steps import MoveSteps
-
-async def main(side, step):
-    options = ga.ContextOptions(actors=(MoveSteps,), hang_timeout=100.0)
-    spec = dict(num_blocks=8, page_size=8, kv_heads=2, head_dim=16, dtype="float32")
-    async with open_pool("mock", workers=2, options=options) as pool, pool.kv_cache(**spec) as cache:
-        seq = await cache.create()
-        rows = np.zeros((20, 2, 16), np.float32)
-        await cache.append(seq, rows, rows)
-        target = next(name for name in pool.workers if name != seq.worker)
-        print(*(worker.pid for worker in pool.workers.values()), flush=True)
-        sys.stdin.readline()
-        victim = pool.workers[seq.worker if side == "source" else target]
-        await victim.actor(MoveSteps).submit(("trap", step, os.getpid()))
-        await cache.move(seq, target)
-        await asyncio.sleep(1000)
-
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("side", "step"), STEPS)
-def test_no_worker_outlives_a_program_that_is_killed_in_a_move(tmp_path: Path, side: str, step: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM)
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "lib"), str(Path(__file__).parents[2])])
-    command = [sys.executable, str(program), side, step]
-    run = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert run.stdin is not None
-    assert run.stdout is not None
-    pids = [int(pid) for pid in run.stdout.readline().split()]
-    family = [psutil.Process(pid) for pid in pids] + psutil.Process(run.pid).children()
-    run.stdin.write(b"\n")
-    run.stdin.close()
-    assert run.wait(60.0) == -9
-    run.stdout.close()
-    gone, alive = psutil.wait_procs(family, timeout=30.0)
-    assert not alive
-    assert len(gone) == len(set(family)) >= 3

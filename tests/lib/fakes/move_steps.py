@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +29,7 @@ _LOOKS = ("stats", "look", "find", "enter", "leave")
 
 
 class MoveSteps(ServiceActor):
-    """Takes ("note",), ("noted",), and ("trap", step, way); way is one of `WAYS` or the process id of the program."""
+    """Takes ("note",), ("noted",), and ("trap", step, way), where way is one of `WAYS`."""
 
     label = "move_steps"
 
@@ -41,7 +39,7 @@ class MoveSteps(ServiceActor):
             _STEPS.begin(None, None)
         elif kind == "trap":
             step, way = given
-            _STEPS.begin(step, WAYS[way] if way in WAYS else functools.partial(os.kill, way, signal.SIGKILL))
+            _STEPS.begin(step, WAYS[way])
         call.resolve(list(_STEPS.noted), self.outbox)
 
 
