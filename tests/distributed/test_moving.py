@@ -127,18 +127,6 @@ async def test_the_target_is_lost_before_and_while_it_takes_the_pages(two: Two) 
     await stays(two)
 
 
-async def test_the_source_is_lost_while_it_reads_the_pages(two: Two) -> None:
-    moving = asyncio.create_task(two.cache.move(two.seq, two.other))
-    await two.busy(two.seq.worker, two.requests(two.seq.worker) + 1)
-    two.lose(two.seq.worker)
-    with pytest.raises(ga.WorkerLost) as caught:
-        await moving
-    assert caught.value.worker == two.seq.worker
-    with pytest.raises(ga.StaleBuffer):
-        await two.cache.append(two.seq, ROWS, ROWS)
-    await shards.held(two.cache, 0)
-
-
 async def test_the_source_is_lost_while_the_target_takes_the_pages(two: Two) -> None:
     before = two.requests(two.other)
     moving = asyncio.create_task(two.cache.move(two.seq, two.other))

@@ -162,18 +162,6 @@ def test_dropout_takes_its_seed_in_the_program_and_drops_alike_under_vmap(ctx: g
     assert np.isfinite(loss(q[0])).all()
 
 
-def test_sinks_learn_under_vmap(ctx: ga.GpuContext) -> None:
-    q, k, v = qkv(3)
-
-    def gradient(sinks: Any, q: Any, k: Any, v: Any) -> Any:
-        return jax.grad(lambda s: (interop.attention(q, k, v, sinks=s, context=ctx) ** 2).sum())(sinks)
-
-    sinks = drawn(3, 4, seed=8)
-    found = jax.vmap(gradient)(sinks, q, k, v)
-    for n in range(3):
-        np.testing.assert_allclose(found[n], gradient(sinks[n], q[n], k[n], v[n]), rtol=1e-5, atol=1e-6)
-
-
 def test_the_lse_is_given_and_has_no_gradient(ctx: ga.GpuContext) -> None:
     q, k, v = qkv()
     out, lse = jax.jit(lambda *x: interop.attention(*x, return_lse=True, context=ctx))(q, k, v)

@@ -38,6 +38,7 @@ class Ends:
         self.other = PipeChannel(theirs, True, *self.arenas[::-1], lambda *_: None)
         self.sent = 0
         self.thread = threading.Thread(target=self._serve)
+        self.wakers: list[int] = []
         self.thread.start()
         self.send("begin")
         eventually(lambda: self.rounds == 2)  # it has received that, and sleeps again
@@ -64,6 +65,12 @@ class Ends:
             self.sent += 1
             self.other.post(self.sent, self.other.pack(record))
 
+    def substitute(self) -> tuple[Substitute, int]:
+        """A substitute, and what wakes it."""
+        waker = os.eventfd(0, os.EFD_NONBLOCK)
+        self.wakers.append(waker)
+        return self.channel.substitute(waker), waker
+
     def asleep(self) -> bool:
         """Whether a substitute reads, and the thread that serves sleeps until something comes."""
         return self.channel._lent and not self.channel._watched & select.EPOLLIN
@@ -83,6 +90,8 @@ def serving() -> Iterator[Ends]:
         ends.channel.close()
         for arena in ends.arenas:
             arena.close()
+        for waker in ends.wakers:
+            os.close(waker)
         assert not alive
 
 
@@ -97,7 +106,7 @@ def reading(work: Callable[[], object]) -> Iterator[threading.Thread]:
 
 def test_what_comes_is_received_by_the_substitute_alone() -> None:
     with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
+        substitute, _ = ends.substitute()
         rounds = ends.rounds
         with reading(substitute.read) as thread:
             eventually(ends.asleep)
@@ -107,12 +116,11 @@ def test_what_comes_is_received_by_the_substitute_alone() -> None:
         ends.send(2)
         eventually(lambda: len(ends.got) == 2)
         assert ends.got[1] == (2, ends.thread.ident), "it has the channel again"
-        os.close(substitute._waker)
 
 
 def test_a_record_that_is_not_for_it_goes_to_the_thread_that_serves_and_keeps_its_place() -> None:
     with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
+        substitute, _ = ends.substitute()
         frames = []
         ends.other._send = lambda frame: frames.append(bytes(frame)) or len(frame)  # type: ignore[method-assign]
         ends.send(1, "two", 3)
@@ -122,82 +130,60 @@ def test_a_record_that_is_not_for_it_goes_to_the_thread_that_serves_and_keeps_it
             ends.other._socket.send(b"".join(frames))  # so that one look finds them all
         eventually(lambda: len(ends.got) == 3)
         assert ends.got == [(1, thread.ident), ("two", ends.thread.ident), (3, ends.thread.ident)]
-        os.close(substitute._waker)
 
 
 def test_while_the_thread_that_serves_has_records_left_no_other_reads() -> None:
     with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
+        substitute, _ = ends.substitute()
         ends.channel._left.append((7, "left"))
         assert not substitute.read()
         ends.channel.wake()
         eventually(lambda: ends.got == [("left", ends.thread.ident)])
-        os.close(substitute._waker)
 
 
-def test_the_waker_ends_the_wait() -> None:
+def test_one_reads_at_a_time_until_its_waker_ends_the_wait() -> None:
     with serving() as ends:
-        waker = os.eventfd(0)
-        with reading(ends.channel.substitute(waker).read):
-            eventually(ends.asleep)
-            os.eventfd_write(waker, 1)
-        assert not ends.got
-        os.set_blocking(waker, False)
-        with pytest.raises(BlockingIOError):
-            os.eventfd_read(waker)
-        os.close(waker)
-
-
-def test_one_reads_at_a_time() -> None:
-    with serving() as ends:
-        one, two = (ends.channel.substitute(os.eventfd(0)) for _ in range(2))
+        (one, waker), (two, _) = ends.substitute(), ends.substitute()
         with reading(one.read):
             eventually(ends.asleep)
             assert not two.read()
-            os.eventfd_write(one._waker, 1)
-        for substitute in (one, two):
-            os.close(substitute._waker)
+            os.eventfd_write(waker, 1)
+        assert not ends.got
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(waker)
 
 
 def test_before_the_channel_is_served_no_other_reads() -> None:
     arenas = Arena(), Arena()
     mine, theirs = socket.socketpair()
-    channel = PipeChannel(mine, False, *arenas, lambda *_: None)
-    substitute = channel.substitute(os.eventfd(0))
-    assert not substitute.read()
+    channel, waker = PipeChannel(mine, False, *arenas, lambda *_: None), os.eventfd(0)
+    assert not channel.substitute(waker).read()
     assert channel._reading.acquire(blocking=False)
-    os.close(substitute._waker)
+    os.close(waker)
     channel.close()
     theirs.close()
     for arena in arenas:
         arena.close()
 
 
-def test_the_thread_that_serves_sees_the_end_that_a_substitute_finds() -> None:
-    with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
-        with reading(substitute.read):
-            eventually(ends.asleep)
-            ends.other._socket.shutdown(socket.SHUT_RDWR)
-        ends.thread.join(30.0)
-        assert ends.ended
-        os.close(substitute._waker)
-
-
-def test_the_thread_that_serves_raises_what_a_substitute_met() -> None:
-    with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
-        with reading(substitute.read):
-            eventually(ends.asleep)
-            ends.send(13)
-        ends.thread.join(30.0)
-        assert isinstance(ends.raised, ZeroDivisionError)
-        os.close(substitute._waker)
+def test_the_thread_that_serves_sees_what_a_substitute_meets() -> None:
+    """The end of the channel, or an error."""
+    for raised in (None, ZeroDivisionError):
+        with serving() as ends:
+            substitute, _ = ends.substitute()
+            with reading(substitute.read):
+                eventually(ends.asleep)
+                if raised is None:
+                    ends.other._socket.shutdown(socket.SHUT_RDWR)
+                else:
+                    ends.send(13)
+            ends.thread.join(30.0)
+            assert (ends.ended, type(ends.raised)) == (raised is None, raised or type(None))
 
 
 def test_a_backlog_is_sent_while_a_substitute_reads() -> None:
     with serving() as ends:
-        substitute = ends.channel.substitute(os.eventfd(0))
+        substitute, _ = ends.substitute()
         with reading(substitute.read):
             eventually(ends.asleep)
             ends.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -209,7 +195,6 @@ def test_a_backlog_is_sent_while_a_substitute_reads() -> None:
             eventually(lambda: ends.other._socket.recv(1 << 20) and not ends.channel.waiting)
             assert ends.asleep()
             ends.send(1)
-        os.close(substitute._waker)
 
 
 # Staying awake

@@ -7,7 +7,7 @@ child processes and, in tests/on_ray, Ray actors; its sweep runs all of it on th
     causal prefill by blocks                   test_context_split, "causal"; channels
     windows of one row and of several          test_sharded_cache, "window", "window, not causal"; channels
     first keys                                 test_sharded_cache, "window and first keys", "first keys over workers"
-    ALiBi of one row and of several            test_sharded_cache, test_slopes_go_by_the_distance_in_the_whole
+    ALiBi of one row and of several            test_sharded_cache, "slopes", "slopes and a window"
     learned sinks, once                        test_sharded_cache, "sinks"; channels
     softcap                                    test_sharded_cache, "softcap and scale"
     bias                                       CONTEXT, "bias and sinks"; channels

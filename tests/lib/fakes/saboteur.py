@@ -57,8 +57,6 @@ class Saboteur(ServiceActor):
                 time.sleep(0.001)
         elif kind == "raise":
             raise given[0]
-        elif kind == "fill":
-            given[0][...] = 7
         elif kind == "start and end":
             with subprocess.Popen(["sleep", "60"]) as process:
                 process.terminate()
@@ -89,7 +87,7 @@ class Failing(ServiceActor):
 
 def _trap(step: str, harm: Callable[[], object]) -> None:
     """Do harm as soon as the process comes to that step for the next request of flash_attn."""
-    from inside.isolation import Answer, PipeChannel, Worker
+    from inside.isolation import PipeChannel, Worker
 
     if step == "read":
         _before(PipeChannel, "_record", lambda *_: harm())
@@ -118,7 +116,7 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
     elif step == "closing":
         _before(Worker, "close", lambda *_: harm())
     else:
-        raise AssertionError(step, Answer)
+        raise AssertionError(step)
 
 
 def _before_asked(first: Callable[..., object]) -> None:

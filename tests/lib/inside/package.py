@@ -3,7 +3,6 @@
 from gpu_actors.clock import SystemClock
 from gpu_actors.compiled_kernel import LaunchKernel
 from gpu_actors.extras import cuda_hint, install_hint
-from gpu_actors.gpu_context import BUILT_IN
 from gpu_actors.key_mask import MASK_OPTIONS, KeyMask, MaskKind, MaskOptions
 from gpu_actors.options import Arithmetic, Delivery, Schedule
 from gpu_actors.philox import dropout_bits, dropout_keep, dropout_threshold, philox4x32
