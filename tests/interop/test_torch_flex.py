@@ -184,15 +184,21 @@ def test_kernels_compute_a_traced_modification_forward_and_backward(emulated: ga
         torch.testing.assert_close(gradient, other, rtol=tolerance, atol=2 * tolerance * largest)
 
 
-@pytest.mark.parametrize("mod", [*MODS[1:], *MASKS[1:]], ids=name)
-def test_kernels_have_a_plan_for_what_is_answered_without_them(
-    ctx: ga.GpuContext, emulated: ga.GpuContext, mod: Mod, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = []
+@pytest.fixture
+def graphs(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that are executed from now on."""
+    seen: list[Any] = []
     execute = type(ctx.cudnn).execute
     monkeypatch.setattr(
-        type(ctx.cudnn), "execute", lambda self, graph, arrays: graphs.append(graph) or execute(self, graph, arrays)
+        type(ctx.cudnn), "execute", lambda self, graph, arrays: seen.append(graph) or execute(self, graph, arrays)
     )
+    return seen
+
+
+@pytest.mark.parametrize("mod", [*MODS[1:], *MASKS[1:]], ids=name)
+def test_kernels_have_a_plan_for_what_is_answered_without_them(
+    ctx: ga.GpuContext, emulated: ga.GpuContext, mod: Mod, graphs: list[Any]
+) -> None:
     interop.flex_attention(*operands(torch.float16, grad=False), *shared.split(mod), context=ctx)
     assert emulated.cudnn.inspect_plan(graphs[0]).key.kernel
 
@@ -223,12 +229,7 @@ def test_only_what_is_asked_for_is_differentiated(ctx: ga.GpuContext) -> None:
     assert not interop.flex_attention(*(x.detach() for x in (q, k, v)), context=ctx).requires_grad
 
 
-def test_a_causal_mask_is_one_that_kernels_skip_tiles_for(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-    execute = type(ctx.cudnn).execute
-    monkeypatch.setattr(
-        type(ctx.cudnn), "execute", lambda self, graph, arrays: graphs.append(graph) or execute(self, graph, arrays)
-    )
+def test_a_causal_mask_is_one_that_kernels_skip_tiles_for(ctx: ga.GpuContext, graphs: list[Any]) -> None:
     q, k, v = (drawn(1, 2, 16, 32, seed=n, dtype=torch.float16, grad=False) for n in range(3))
     for mask_mod in (causal, flex.and_masks(causal, lambda b, h, q, kv: kv > 2), flex.or_masks(prefix, causal)):
         interop.flex_attention(q, k, v, None, mask_mod, context=ctx)

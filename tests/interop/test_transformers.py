@@ -165,22 +165,9 @@ def test_a_static_cache_without_a_mask_is_not_read_past_its_end(ctx):
     same(*both(ctx, model, run))
 
 
-def test_keys_are_given_without_repeating_them_for_every_head(ctx, monkeypatch):
-    shapes = []
-    send = FlashAttnHandle.forward
-
-    def watch(self: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        shapes.append((tuple(q.shape), tuple(k.shape), tuple(v.shape)))
-        return send(self, q, k, v, **options)
-
-    monkeypatch.setattr(FlashAttnHandle, "forward", watch)
-    both(ctx, model_of(MODELS["llama"]()), lambda model: model(tokens(2, 5)).logits)
-    assert set(shapes) == {((2, 5, 4, 12), (2, 5, 2, 12), (2, 5, 2, 12))}
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each request from now on."""
+    """The arguments of each request from now on."""
     seen: list[dict[str, Any]] = []
     send = FlashAttnHandle.forward
 
@@ -190,6 +177,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(FlashAttnHandle, "forward", watch)
     return seen
+
+
+def test_keys_are_given_without_repeating_them_for_every_head(ctx, asked):
+    both(ctx, model_of(MODELS["llama"]()), lambda model: model(tokens(2, 5)).logits)
+    shapes = {tuple(tuple(options[name].shape) for name in ("q", "k", "v")) for options in asked}
+    assert shapes == {((2, 5, 4, 12), (2, 5, 2, 12), (2, 5, 2, 12))}
 
 
 def test_windows_and_padding_are_given_as_such_and_not_written_out(ctx, asked):
