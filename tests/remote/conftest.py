@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import gpu_actors as ga
 from gpu_actors.remote import ChildProcess, Faults, Faulty, InProcess, RemoteContext, Workplace, open_remote
 
 WORKPLACES: dict[str, Callable[[], Workplace]] = {
@@ -14,7 +13,6 @@ WORKPLACES: dict[str, Callable[[], Workplace]] = {
     "process": ChildProcess,
     "faulty": lambda: Faulty(Faults(seed=3)),
 }
-QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
 
 
 @pytest.fixture(params=WORKPLACES)

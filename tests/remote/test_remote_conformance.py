@@ -237,6 +237,7 @@ def test_a_lost_device_costs_one_generation_and_says_so(workplace: Workplace) ->
         error = caught.value
         assert (error.worker, error.generation, error.happened) == ("w7", 1, "unknown")
         assert str(error).startswith("w7: generation 1")
+        assert "fault plan" in str(error)
         assert isinstance(error, ga.ContextLost)
         again = pickle.loads(pickle.dumps(error))
         assert (again.worker, again.generation, again.happened) == ("w7", 1, "unknown")
