@@ -155,6 +155,15 @@ def test_a_machine_without_a_data_sheet_is_refused() -> None:
         model.estimate_suite("forward", "sm_75")
 
 
+def test_weights_are_those_that_the_figures_were_made_with() -> None:
+    rows = [{"products": 10.0 * n, "issue": 5.0 + n * n, "output": 7.0, "passes": 2.0} for n in range(1, 6)]
+    clocks = [1.5 * row["products"] + 0.5 * row["issue"] + 2.0 for row in rows]
+    found = fit.weights(rows, clocks, ("products", "issue", "output"))
+    assert found == pytest.approx({"products": 1.5, "issue": 0.5, "output": 0}, abs=1e-9)
+    slower = [each - 3 * row["output"] for each, row in zip(clocks, rows, strict=True)]
+    assert fit.weights(rows, slower, ("products", "issue", "output"))["output"] == 0  # none is below 0
+
+
 def test_the_packages_weights_are_what_the_published_figures_give() -> None:
     assert fit.fits(fit.read_points(), fit.read_counts()) == model.FITS
 
