@@ -208,7 +208,7 @@ async def test_what_is_no_deadline_cost_or_priority_is_refused_and_takes_no_plac
 
 
 def test_bounds_below_their_least_or_of_another_type_are_refused_by_name() -> None:
-    wrong = {"running": [0, 1.5, "4", True], "waiting": [-1, None], "per_client": [0, 1.5]}
+    wrong: dict[str, list[Any]] = {"running": [0, 1.5, "4", True], "waiting": [-1, None], "per_client": [0, 1.5]}
     wrong["queue_seconds"] = [float("nan"), None]
     for name, values in wrong.items():
         for value in values:

@@ -124,7 +124,12 @@ async def test_each_worker_takes_a_port_of_its_own() -> None:
 def test_settings_that_are_none_are_refused_by_name() -> None:
     """With NaN a loop that stands still would pass for alive for ever."""
     seconds = [0, -1.0, float("nan"), float("inf"), "30"]
-    values = {"port": [65536, -1, "8001"], "ports": [0, None], "stall_seconds": seconds, "proof_seconds": seconds}
+    values: dict[str, list[Any]] = {
+        "port": [65536, -1, "8001"],
+        "ports": [0, None],
+        "stall_seconds": seconds,
+        "proof_seconds": seconds,
+    }
     for field, wrong in values.items():
         for value in wrong:
             with pytest.raises(ga.InvalidRequest) as caught:
