@@ -201,14 +201,14 @@ def test_a_launch_that_fails_leaves_no_trace(step: str) -> None:
         if step == "export":
             with pytest.raises(ga.LaunchError):
                 cache.export_pages(seq).result(30.0)
-            assert unused(cache) == (1, 13)
+            eventually(lambda: unused(cache) == (1, 13))
         pages = cache.export_pages(seq).result(30.0)
         if step == "import":
             cache.truncate(seq, 0).result(30.0)
             lone = dataclasses.replace(pages, digests=(), tail=())
             with pytest.raises(ga.LaunchError):
                 cache.import_pages(lone).result(30.0)
-            assert unused(cache) == (2, 13)
+            eventually(lambda: unused(cache) == (2, 13))  # a reply fails a moment before its pages are given back
         moved = cache.import_pages(pages).result(30.0)
         for one in (seq, pages.lease, moved):
             cache.free(one).result(30.0)

@@ -31,6 +31,7 @@ def decode(**changes: Any) -> ga.BatchedDecode:
 
 
 PAGED = {
+    "table's dtype": Case(paged(block_table=np.zeros((2, 2), np.int64)), "block_table", "an array of int32"),
     "empty pool": Case(
         paged(k_cache=array(0, 16, 2, 8), v_cache=array(0, 16, 2, 8)),
         "block_table",
@@ -156,6 +157,8 @@ CACHED = {
 }
 
 DECODE = {
+    "head_dim": Case(decode(q=array(2, 4, 16)), "k_caches", "must have q's head_dim, 16", value="float32[2, 32, 8]"),
+    "no head_dim": Case(decode(q=array(2, 4, 0), k_caches=array(2, 2, 32, 0)), "head_dim", "must be >= 1", value=0),
     "too few caches": Case(
         decode(k_caches=[array(2, 32, 8)]), "k_caches", "as many caches as q has sequences, 2", value=1
     ),

@@ -73,6 +73,7 @@ class Case:
 DENSE = {
     "not an array": Case(dense(q=[[1.0]]), "q", "must be an array", value="list"),
     "three axes": Case(dense(q=array(4, 4, 8)), "q", "must have 4 axes (batch, seqlen, heads, head_dim)"),
+    "no heads": Case(dense(q=array(2, 4, 0, 8)), "q", "at least one head"),
     "no head_dim": Case(dense(q=array(2, 4, 4, 0), k=array(2, 6, 2, 0)), "head_dim", "must be >= 1", value=0),
     "k's batch": Case(dense(k=array(3, 6, 2, 8)), "k", "must have q's batch, 2"),
     "v's rows": Case(dense(v=array(2, 5, 2, 8)), "v", "must have k's seqlen, 6"),
@@ -142,6 +143,7 @@ DENSE = {
 }
 
 VARLEN = {
+    "v's rows": Case(varlen(v=array(5, 2, 8)), "v", "must have k's rows, 6"),
     "cu_seqlens_q alone": Case(varlen(cu_seqlens_k=None), "cu_seqlens_k", "must be an int32 array (batch + 1,)"),
     "cu_seqlens of int64": Case(varlen(cu_seqlens_q=ints(0, 1, 4, dtype=np.int64)), "cu_seqlens_q", "an int32 array"),
     "different batches": Case(
