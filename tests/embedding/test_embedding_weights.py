@@ -10,7 +10,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from inside.package import install_hint
@@ -119,14 +118,8 @@ def test_blas_threads_that_cannot_be_limited_say_why(monkeypatch: pytest.MonkeyP
 
 
 def test_sizes_that_no_encoder_has_are_refused(tmp_path: Path) -> None:
-    wrong: dict[str, list[Any]] = {
-        "num_attention_heads": [0, 7],
-        "num_hidden_layers": [-1],
-        "hidden_size": [0, math.inf],
-        "vocab_size": [0],
-    }
-    wrong["layer_norm_eps"] = [math.inf]
-    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+    wrong = [("num_attention_heads", 0), ("num_attention_heads", 7), ("num_hidden_layers", -1), ("vocab_size", 0)]
+    for name, value in [*wrong, ("hidden_size", 0), ("hidden_size", math.inf), ("layer_norm_eps", math.inf)]:
         with pytest.raises(InvalidRequest, match=r"config\.json") as caught:
             load_config(changed_folder(tmp_path, **{name: value}))
         assert caught.value.field == "model"

@@ -66,11 +66,8 @@ def test_many_clients_that_hang_up_leave_nothing_behind() -> None:
     """Before the first token, between tokens, and in the queue."""
     with Serving(options=SLOW, max_running=8) as serving:
         with contextlib.ExitStack() as stack:
-            running = [asking(serving.port, COMPLETIONS, NEVER_ENDING) for _ in range(6)]
-            for client in running:
-                stack.enter_context(client)
-            for _ in range(12):
-                stack.enter_context(asking(serving.port, COMPLETIONS, NEVER_ENDING, begun=False))
+            for number in range(18):
+                stack.enter_context(asking(serving.port, COMPLETIONS, NEVER_ENDING, begun=number < 2))
         # Its answer comes behind all that was sent before, so a text that begins late is seen to end too.
         for _ in range(2):
             serving.complete()

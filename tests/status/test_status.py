@@ -405,7 +405,7 @@ def test_the_command_writes_a_report_of_a_server(run: Run, tmp_path: Path, monke
     code, _, err = run("report", served.url)
     assert (code, "cannot be read" in err) == (1, True)
     Path("odd.json").write_text("[]")
-    assert run("report", "odd.json")[0] == 2
+    assert (run("report", "odd.json")[0], run("report", "odd.json", "--json")[0]) == (2, 2)
     assert run("report", "absent.json")[0] == 1
 
 
