@@ -125,6 +125,7 @@ def test_the_repositorys_text_is_most_of_a_megabyte_of_ascii() -> None:
     assert corpus.decode(corpus.encode("async def é")) == "async def "
 
 
+@pytest.mark.timeout(180)
 def test_the_command_trains_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = tmp_path / "loss.png"
     quick = ("--device", "mock", "--steps", "2", "--batch", "2", "--sample", "5", "--curve", str(curve))

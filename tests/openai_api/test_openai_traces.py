@@ -137,6 +137,7 @@ def test_the_programs_own_propagator_finds_the_parent(exporter: InMemorySpanExpo
         exporter.clear()
         asked = {"model": "all-MiniLM-L6-v2", "input": ["hello"]}
         assert serving.post("/v1/embeddings", asked, X_Parent=TRACEPARENT).status == 200
+        assert serving.ask("/metrics").status == 200, "those of a server that generates nothing"
         spans = spans_of(exporter, name="POST /v1/embeddings")
     requests = spans.of("gpu_actors.request")
     assert requests
