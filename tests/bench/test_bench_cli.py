@@ -16,7 +16,7 @@ import gpu_actors.bench
 
 def test_every_suite_of_the_package_can_be_run(run: Run) -> None:
     names = run("bench", "--list")[1].split()
-    assert {"bridge", "compile", "imports"} <= set(names)
+    assert {"bridge", "compile", "host", "imports"} <= set(names)
     for name in names:
         assert callable(importlib.import_module(f"gpu_actors.bench.{name}").run), name
 

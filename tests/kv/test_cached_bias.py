@@ -33,6 +33,7 @@ def _decode(bias: Any) -> ga.BatchedDecode:
     ("request_", "reason"),
     [
         (_paged(bias=np.zeros((2, 4, 1, 29), np.float16)), "at least the keys of the longest sequence, 30"),
+        (_paged(bias=np.zeros((2, 4, 1, 0), np.float16)), "keys of the longest sequence, and one where all are empty"),
         (_paged(bias=np.zeros((2, 4, 2, 30), np.float16)), r"shape \(2, 4, 1, 30\)"),
         (_paged(bias=np.zeros((2, 3, 1, 30), np.float16)), r"shape \(2, 4, 1, 30\)"),
         (_paged(bias=np.zeros((3, 1, 1, 30), np.float16)), r"shape \(2, 4, 1, 30\)"),

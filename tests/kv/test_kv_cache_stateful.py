@@ -392,7 +392,7 @@ def _launches_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
 def test_random_operations_do_what_a_dictionary_does() -> None:
-    run(20, True)  # on a busy machine fewer operations of an example are possible
+    run(50, True)  # on a busy machine fewer operations of an example are possible
     assert sum(operations.values()) >= 500, operations
     assert len(operations) == 8, operations
     expected = {"done", "CacheFull", "found a prefix", "forked", "refused alone"}

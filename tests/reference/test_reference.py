@@ -337,3 +337,18 @@ def test_arguments_that_contradict_each_other_are_refused_by_name() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             attention_forward(**{**given, **ends})
         assert refusal.value.field == field, value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rounding_to_float16_gives_what_numpy_gives(dtype: str) -> None:
+    """Also halfway between subnormal numbers, at the ends of both ranges, and of what is no number."""
+    halfway = (np.arange(4096) + 0.5) * 2.0**-25
+    ends = np.array([0, 2.0**-26, 2.0**-25, 2.0**-14, 65519.99, 65520, np.inf, np.nan, 1e-30, 1e30])
+    values = np.concatenate([halfway, np.nextafter(halfway, 1), np.nextafter(halfway, 0), ends]).astype(dtype)
+    for given in (values, -values):
+        with np.errstate(all="ignore"):
+            wanted = given.astype(np.float16).astype(dtype)
+        rounded = rounder("float16")(given)
+        assert rounded.dtype == dtype
+        np.testing.assert_array_equal(rounded, wanted)
+        np.testing.assert_array_equal(np.signbit(rounded[:-4]), np.signbit(wanted[:-4]))
