@@ -214,6 +214,16 @@ def test_a_page_with_a_name_is_never_written_again() -> None:
         assert other.cached == 16
 
 
+def test_pages_behind_a_truncation_are_known_by_the_rows_that_replaced_others() -> None:
+    with opened(num_blocks=16) as (_, cache):
+        tokens = list(range(25))
+        seq = fill(cache, tokens[:16])
+        wait(cache.truncate(seq, 12))
+        for more in ([90, 91, 92, 93], tokens[16:24]):
+            wait(cache.append(seq, *prompt(more), tokens=more))
+        assert wait(cache.create(tokens)).cached == 16
+
+
 # When there is no room
 
 
