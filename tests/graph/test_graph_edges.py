@@ -87,6 +87,22 @@ def test_rows_past_the_end_give_no_gradient_whatever_the_modification_makes_of_0
         np.testing.assert_allclose(found[uid].astype(float), wanted, atol=8e-3, rtol=8e-3, err_msg=str(uid))
 
 
+def test_of_equal_scores_the_first_has_the_gradient(emulated: ga.GpuContext) -> None:
+    """A row of zeros has scores of 0 alone, and of the maximum with 0 they are the first operand."""
+
+    def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
+        return g.max(dot(g, t[Q], t[K]), 0.0), t[V]
+
+    arrays = arrays_of((Q, K, V))
+    arrays[Q][:, :, 3] = 0
+    arrays = forward(build, arrays)
+    graph = backward_graph(build, (Q, K, V), (Q, K, V))
+    found = emulated.cudnn.execute(graph, arrays).result(120.0)[10 + Q].astype(float)
+    wanted = evaluate_graph(graph, arrays)[10 + Q]
+    assert np.abs(wanted[:, :, 3]).max() > 0.01
+    np.testing.assert_allclose(found, wanted, atol=8e-3, rtol=8e-3)
+
+
 # Tensors in several places: their gradient is the sum of all
 
 
