@@ -1,4 +1,4 @@
-"""Supervision: children that raise are replaced, by a policy, and nobody who asked them anything is forgotten."""
+"""Supervision: children that raise are replaced, by a policy, and every request to them is answered."""
 
 from __future__ import annotations
 
