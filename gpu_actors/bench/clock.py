@@ -49,7 +49,7 @@ class CudaClock:
         self._device = device
         self._runtime = runtime
         cubin = Compiler().compile(KernelSource("hold.cu", _HOLD, ("hold",)), device.info.arch)
-        self._hold = device.load(cubin, "hold").handle.handle
+        self._hold = device.load(cubin, "hold")  # kept whole: without it, its module would be unloaded
         address = device.driver.call(device.driver.api.allocate_pinned, _STATE_BYTES)
         self._state = (ctypes.c_int32 * 2).from_address(address)
         self._address = address
@@ -60,7 +60,7 @@ class CudaClock:
         self._state[0] = self._state[1] = 0
         params = struct.pack("<Qq", self._address, _LIMIT)
         driver = self._device.driver
-        driver.call(driver.api.launch_kernel, self._hold, (1, 1, 1), (1, 1, 1), 0, self.handle, params)
+        driver.call(driver.api.launch_kernel, self._hold.handle.handle, (1, 1, 1), (1, 1, 1), 0, self.handle, params)
 
     def release(self) -> bool:
         late = bool(self._state[1])

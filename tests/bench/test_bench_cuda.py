@@ -13,7 +13,7 @@ from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from inside.cuda import CudaDevice, CudaStream
 
-from gpu_actors import ContextOptions
+from gpu_actors import ContextOptions, Cubin
 from gpu_actors.bench.clock import CudaClock
 
 RUNTIME = {  # by the arguments that the benchmark gives
@@ -130,6 +130,17 @@ def test_a_hold_that_ended_by_itself_is_told(parts: Any) -> None:
     assert seen == [0]
     clock.hold()
     assert clock.release(), "an earlier hold's end is taken for this one's"
+
+
+def test_the_stream_can_be_held_after_other_modules_were_loaded(parts: Any) -> None:
+    """Loading unloads modules that nothing holds."""
+    cuda, _, clock, seen = parts
+    cuda.kernels["other"] = cuda.kernels["hold"]
+    clock._device.load(Cubin(b"other", "sm_90a", ("other",), "", {}), "other")
+    clock.hold()
+    assert clock.release()
+    clock.synchronize()
+    assert seen == [1]
 
 
 def test_events_are_used_again_and_given_back(parts: Any) -> None:

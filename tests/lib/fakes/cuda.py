@@ -44,6 +44,7 @@ class FakeEvent:
 @dataclass
 class FakeFunction:
     kernel: Kernel
+    module: int
     shared_bytes: int = DEFAULT_SHARED
 
 
@@ -195,6 +196,7 @@ class FakeCuda(FakeQueues):
     ) -> None:
         with self._call("launch_kernel"):
             found = self._find(self._functions, function)
+            self._find(self._modules, found.module)  # a function goes with its module
             if 0 in grid or shared_bytes > found.shared_bytes:
                 raise CudaFailure(INVALID_VALUE, "launch_kernel", "invalid argument")
             geometry, copied = Geometry(grid, block, shared_bytes), params
@@ -309,7 +311,7 @@ class FakeCuda(FakeQueues):
             self._find(self._modules, module)
             if name not in self.kernels:
                 raise CudaFailure(500, "get_function", f"named symbol not found: {name}")
-            return self._add(self._functions, FakeFunction(self.kernels[name]))
+            return self._add(self._functions, FakeFunction(self.kernels[name], module))
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         with self._call("allow_shared_memory"):
