@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from gpu_actors.bench.cases import Case, Kind
 from gpu_actors.bench.peers import peers_for
 from gpu_actors.bench.recorder import RecordingContext
 from gpu_actors.bench.report import figures, gpu_record
-from gpu_actors.bench.suite import Settings, Stage, run_cases
+from gpu_actors.bench.suite import Row, Settings, Stage, run_cases
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
 from gpu_actors.devices.select import check_device
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import ContextOptions
 
-__all__ = ["cuda_index", "run_suite"]
+__all__ = ["Keep", "cuda_index", "run_suite"]
+
+Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
 _ROTATED = 4  # times the L2
 
@@ -26,10 +28,12 @@ def run_suite(
     device: str = "auto",
     quick: bool = False,
     minutes: float | None = None,
+    keep: Keep | None = None,
 ) -> dict[str, Any]:
     """The figures of a suite, as `report.figures` gives them.
 
     device: "auto", "cuda" or "cuda:N". quick: the few most telling cases. minutes: no case is begun after so many.
+    keep: called with the figures before each case, for a run that is cut off.
     Raises GpuActorsError, in a sentence, where there is no GPU to measure, and InvalidRequest for another device.
     """
     index = cuda_index(kind, device)
@@ -54,7 +58,12 @@ def run_suite(
         clock.reuse()
         settings = Settings(rotate=_ROTATED * gpu["l2_bytes"], minutes=minutes)
         stage = Stage(context, opening.recorder, stream, clock, arrays, stream.handle, clock.reuse)
-        rows = run_cases(cases(quick), stage, settings, peers_for(kind))
+
+        def kept(rows: list[Row]) -> None:
+            if keep is not None:
+                keep(figures(kind, rows, settings, ceilings, gpu))
+
+        rows = run_cases(cases(quick), stage, settings, peers_for(kind), kept)
         clock.close()
     return figures(kind, rows, settings, ceilings, gpu)
 

@@ -97,18 +97,32 @@ class Row:
         return None if self.times is None else self.case.bytes / self.times.median / 1e6
 
 
-def run_cases(cases: Sequence[Case], stage: Stage, settings: Settings, peers: Sequence[Peer]) -> list[Row]:
-    """Every case, in order. One that fails does not keep the others from being run."""
+def run_cases(
+    cases: Sequence[Case],
+    stage: Stage,
+    settings: Settings,
+    peers: Sequence[Peer],
+    keep: Callable[[list[Row]], None] = lambda rows: None,
+) -> list[Row]:
+    """Every case, in order. One that fails does not keep the others from being run.
+
+    keep: called with all rows before each case, those of the cases to come as "not run", so that they are there if the
+    run is cut off.
+    """
     rows: list[Row] = []
     began = time.monotonic()
     for number, case in enumerate(cases):
+        keep(rows + _not_run(cases[number:], "the run ended before it"))
         if settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes:
-            reason = f"the limit of {settings.minutes:g} minutes had passed"
-            rows += [Row(case=left, subject=KERNEL, status="not run", reason=reason) for left in cases[number:]]
+            rows += _not_run(cases[number:], f"the limit of {settings.minutes:g} minutes had passed")
             break
         rows += run_case(case, stage, settings, peers, seed=number)
         stage.arrays.trim()
     return rows
+
+
+def _not_run(cases: Sequence[Case], reason: str) -> list[Row]:
+    return [Row(case=case, subject=KERNEL, status="not run", reason=reason) for case in cases]
 
 
 def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer], seed: int = 0) -> list[Row]:

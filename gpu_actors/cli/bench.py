@@ -27,7 +27,9 @@ def bench(
     device: DeviceOption = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases of a GPU suite.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Begin no case of a GPU suite later.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the JSON to this file, anew after each case.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG).")] = None,
 ) -> None:
     """Measure this machine: run a benchmark suite and print its figures."""
@@ -41,11 +43,15 @@ def bench(
         raise InvalidRequest("suite", None, f"name a suite: {names}")
     if suite not in suites:
         raise InvalidRequest("suite", suite, f"must be one of {names}")
-    given = {"device": device, "quick": quick, "minutes": minutes}
-    found = _run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given)
-    figures = {"environment": environment()} | found
-    if out is not None:
-        out.write_text(in_rows(figures), encoding="utf-8")
+
+    def keep(found: Mapping[str, Any]) -> dict[str, Any]:
+        figures = {"environment": environment()} | dict(found)
+        if out is not None:
+            out.write_text(in_rows(figures), encoding="utf-8")
+        return figures
+
+    given = {"device": device, "quick": quick, "minutes": minutes, "keep": keep}
+    figures = keep(_run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given))
     if as_json:
         write_json(figures)
     else:

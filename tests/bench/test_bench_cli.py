@@ -6,12 +6,15 @@ import importlib
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import Run
 
 import gpu_actors.bench
+from gpu_actors.errors import GpuActorsError
 
 
 def test_every_suite_of_the_package_can_be_run(run: Run) -> None:
@@ -73,6 +76,19 @@ def test_bench_runs_a_suite_and_prints_its_figures(run: Run) -> None:
     _, table, _ = run("bench", "sample")
     assert "latency.alone_us" in table
     assert "20.5" in table
+
+
+def test_the_file_has_what_was_measured_before_a_run_is_cut_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cut_off(keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        keep({"rows": [1]})
+        raise GpuActorsError("cut off")
+
+    monkeypatch.setattr("gpu_actors.bench.forward.run", cut_off)
+    out = tmp_path / "forward.json"
+    assert run("bench", "forward", "--out", str(out))[0] == 1
+    assert json.loads(out.read_text())["rows"] == [1]
 
 
 def test_figures_are_written_with_a_line_a_row() -> None:

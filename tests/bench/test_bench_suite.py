@@ -209,6 +209,14 @@ def test_cases_past_the_limit_are_not_said_to_have_run() -> None:
     assert rows[0].reason == "the limit of 0 minutes had passed"
 
 
+def test_what_a_run_has_found_is_kept_before_each_case() -> None:
+    kept: list[list[str]] = []
+    with stage() as where:
+        rows = run_cases([SMALL, SMALL], where, SETTINGS, [], lambda rows: kept.append([row.status for row in rows]))
+    assert [row.status for row in rows] == ["timed"] * 4
+    assert kept == [["not run"] * 2, ["timed", "timed", "not run"]]
+
+
 def test_inputs_are_rotated_through_more_than_the_limit_given() -> None:
     sizes = []
 
