@@ -12,6 +12,11 @@ DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
 """GPU_ACTORS_TEST_DEVICE=emulated rehearses what needs no GPU's memory or streams."""
 
 
+@pytest.fixture(scope="session")
+def device() -> str:
+    return DEVICE
+
+
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
     with ga.open_context(DEVICE) as ctx:

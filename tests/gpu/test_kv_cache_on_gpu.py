@@ -142,19 +142,17 @@ def cascaded(setup: Setup, ctx: ga.GpuContext, place: Any = lambda array: array)
 @pytest.mark.parametrize("where", ["host", "device", "recorded"])
 @pytest.mark.parametrize("name", SETUPS)
 def test_pages_that_sequences_share_are_read_once_with_the_oracles_answers(
-    context: Any, oracle: Any, name: str, where: str, caplog: pytest.LogCaptureFixture
+    context: Any, device: str, oracle: Any, name: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from conftest import DEVICE  # type: ignore[attr-defined]  # of this folder
-
     caplog.set_level("DEBUG", "gpu_actors.trace")
     setup = dataclasses.replace(SETUPS[name], options={**SETUPS[name].options, "cascade": True})
     if where == "device":
         cupy = pytest.importorskip("cupy")
-        if DEVICE != "cuda" or setup.dtype != "float16":
+        if device != "cuda" or setup.dtype != "float16":
             pytest.skip("arrays of CuPy lie on a GPU, and it has no bfloat16")
         got = cascaded(setup, context, cupy.asarray)
     elif where == "recorded":
-        with ga.open_context(DEVICE, ga.ContextOptions(record_launches=True)) as ctx:
+        with ga.open_context(device, ga.ContextOptions(record_launches=True)) as ctx:
             got = cascaded(setup, ctx)
             assert ctx.actor(ga.KvCacheActor).recording_stats().replayed >= 1
     else:
@@ -165,11 +163,9 @@ def test_pages_that_sequences_share_are_read_once_with_the_oracles_answers(
         np.testing.assert_allclose(one, wanted, rtol=0, atol=CLOSE[setup.dtype])
 
 
-async def test_generated_texts_have_the_plain_models_logits() -> None:
-    from conftest import DEVICE  # type: ignore[attr-defined]  # of this folder
-
+async def test_generated_texts_have_the_plain_models_logits(device: str) -> None:
     model = tiny()
-    async with ga.open_context(DEVICE) as ctx:
+    async with ga.open_context(device) as ctx:
         begun, tokens, _ = await generate_all(
             ctx, model, prompts(4, 30), Settings(blocks=64, rows=24, dtype="float16"), 3
         )
