@@ -16,9 +16,9 @@ E4M3 = "float8_e4m3fn"
 ROWS = 4
 
 
-def many_keys(keys: int, head_dim: int) -> tuple[Any, Any, Any]:
+def many_keys(keys: int, head_dim: int, rows: int = ROWS) -> tuple[Any, Any, Any]:
     """q, k and v of one head: a few rows, and values whose mean is 0.5, so that their sum grows with every key."""
-    q, k, v = (gaussian(n, (1, ROWS if n == 0 else keys, 1, head_dim)) for n in range(3))
+    q, k, v = (gaussian(n, (1, rows if n == 0 else keys, 1, head_dim)) for n in range(3))
     return q.astype(ml_dtype(E4M3)), k.astype(ml_dtype(E4M3)), (0.5 + 0.25 * v).astype(ml_dtype(E4M3))
 
 
