@@ -43,6 +43,15 @@ inline RowPart part_inside(const TensorMapFields& map, int32_t coordinate) {
   return {first * es, upper(first, last) * es};
 }
 
+// The part of a row that a store or reduction writes, from a place that check_store_place lets pass. Where the tensor's
+// row ends within 16 bytes, these are written whole: those behind the end get what shared memory holds for them. This was
+// measured on an H100; the PTX ISA does not say so.
+inline RowPart part_written(const TensorMapFields& map, int32_t coordinate) {
+  const int64_t bytes = static_cast<int64_t>(map.extent[0]) * map.element_bytes;
+  const int64_t end = (bytes + 15) / 16 * 16 - int64_t(coordinate) * map.element_bytes;
+  return {0, upper<int64_t>(0, lower<int64_t>(int64_t(map.box[0]) * map.element_bytes, end))};
+}
+
 inline void land_tensor(const InFlight& load) {
   const TensorMapFields& map = load.map;
   const uint32_t row_bytes = uint32_t(map.box[0]) * map.element_bytes;
@@ -62,7 +71,7 @@ inline void land_tensor(const InFlight& load) {
 }
 
 inline void write_tensor(const BulkStore& store) {
-  const RowPart part = part_inside(store.map, store.coordinate[0]);
+  const RowPart part = part_written(store.map, store.coordinate[0]);
   const int64_t offset = int64_t(store.coordinate[0]) * store.map.element_bytes;
   if (part.first >= part.last) return;
   for_each_row(store.map, store.coordinate, store.shared, [&](uint32_t, uint32_t at, char* global) {
@@ -91,9 +100,23 @@ inline const TensorMapFields& read_map(const ptx::TensorMap* map, int rank, uint
   return fields;
 }
 
-inline void check_tensor_view(const TensorMapFields& map, const int32_t* coordinate, uint32_t shared, const char* what) {
+// Loads may begin anywhere. Stores and reductions at these places were measured on an H100: the launch ends with an
+// illegal instruction, even if the box lies wholly before the tensor. The PTX ISA has neither rule; the CUDA C++
+// Programming Guide has the first ("the top left corner cannot have any negative indices").
+inline void check_store_place(const TensorMapFields& map, const int32_t* coordinate, const char* operation) {
+  for (int d = 0; d < map.rank; d++)
+    if (coordinate[d] < 0)
+      fail(kind::argument, "%s: coordinate %d of dimension %d is negative", operation, coordinate[d], d);
+  const int64_t first = int64_t(coordinate[0]) * map.element_bytes;
+  if (first % 16)
+    fail(kind::misaligned, "%s: coordinate %d of dimension 0 is byte %lld of a row, no multiple of 16", operation,
+         coordinate[0], static_cast<long long>(first));
+}
+
+// part: of each row, what is read or written in global memory.
+inline void check_tensor_view(const TensorMapFields& map, const int32_t* coordinate, uint32_t shared, RowPart part,
+                              const char* what) {
   if (!self().block->stores_unfenced) return;
-  const RowPart part = part_inside(map, coordinate[0]);
   const int64_t offset = int64_t(coordinate[0]) * map.element_bytes + part.first;
   for_each_row(map, coordinate, shared, [&](uint32_t, uint32_t, const char* global) {
     const uint32_t bytes = uint32_t(part.last - part.first);
@@ -112,7 +135,7 @@ inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, u
   load.bytes = box_bytes(load.map);
   async_claim(destination, load.bytes, operation);
   for (int d = 0; d < rank; d++) load.coordinate[d] = coordinate[d];
-  check_tensor_view(load.map, load.coordinate, destination, operation);
+  check_tensor_view(load.map, load.coordinate, destination, part_inside(load.map, coordinate[0]), operation);
   load.shared = destination;
   load.mbarrier = barrier;
   send(load);
@@ -125,8 +148,9 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
   store.map = read_map(map, rank, source, operation);
   if (reduce && !store.map.number) fail(kind::descriptor, "TMA reduction: the tensor map's type cannot be added");
   store.bytes = box_bytes(store.map);
+  check_store_place(store.map, coordinate, operation);
   for (int d = 0; d < rank; d++) store.coordinate[d] = coordinate[d];
-  check_tensor_view(store.map, store.coordinate, source, operation);
+  check_tensor_view(store.map, store.coordinate, source, part_written(store.map, coordinate[0]), operation);
   store.shared = source;
   store.reduce = reduce;
   start_store(store, operation);

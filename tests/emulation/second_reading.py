@@ -239,31 +239,66 @@ def _values_in(rng: np.random.Generator, made: tma.TensorMap, dtype: np.dtype[An
     return rng.integers(1, 100, nbytes // made.size).astype(dtype).view(np.uint8)
 
 
-def box_case(
+def _words_of(made: tma.TensorMap, dtype: str | None) -> np.dtype[Any]:
+    name = dtype or DTYPES[made.size]
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def box_run(
     made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
-) -> Case:
+) -> KernelRun:
     """A box's way through shared memory: loaded at one place of a tensor, stored or added at one of another."""
     rng = np.random.default_rng(seed)
-    dtype = dtype or DTYPES[made.size]
-    words = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    words = _words_of(made, dtype)
     source, target = _values_in(rng, made, words), _values_in(rng, made, words)
     rank = len(made.dims)
 
     def params(place: Place) -> list[bytes]:
         maps = [
-            place.tensor_map(TensorMapArgument(name, dtype, made.dims, made.strides, made.box, SWIZZLES[made.mode]))
+            place.tensor_map(
+                TensorMapArgument(name, words.name, made.dims, made.strides, made.box, SWIZZLES[made.mode])
+            )
             for name in ("source", "target")
         ]
         numbers = [*load, *[0] * (5 - rank), *store, *[0] * (5 - rank)]
         return [*maps, pointer(place, "image"), struct.pack("<10iIi", *numbers, made.bytes, add)]
 
     arrays = {"source": source, "target": target, "image": np.zeros(made.bytes, np.uint8)}
-    run = KernelRun(TENSORS_FILE, f"move_{rank}", arrays, params, block=64, shared_bytes=-(-made.bytes // 8) * 8 + 8)
+    return KernelRun(TENSORS_FILE, f"move_{rank}", arrays, params, block=64, shared_bytes=-(-made.bytes // 8) * 8 + 8)
+
+
+def box_case(
+    made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
+) -> Case:
+    """As `box_run`, with what it leaves. ValueError where the second reading refuses the store."""
+    run = box_run(made, load, store, add, seed, dtype)
+    words = _words_of(made, dtype)
+    source, target = run.arrays["source"], run.arrays["target"]
     image = made.loaded(source, load, np.zeros(made.bytes, np.uint8), 0)
     after = made.stored(np.zeros_like(target) if add else target, store, image, 0)
     if add:
         after = (target.view(words) + after.view(words)).view(np.uint8)
     return Case(run, {"image": image, "target": after})
+
+
+def refusal(module: EmulatedModule, made: tma.TensorMap, store: tuple[int, ...], add: bool) -> tuple[str, str]:
+    """Kind and text of the emulated device's fault at a store or sum there, "" where there is none.
+
+    Raises AssertionError where only one of the two readings refuses it.
+    """
+    first = (0,) * len(made.dims)
+    kind = text = ""
+    try:
+        launch_emulated(module, box_run(made, first, store, add, 0), ORDER)
+    except EmulationFault as fault:
+        kind, text = fault.kind, fault.text
+    try:
+        box_case(made, first, store, add, 0)
+        refused = False
+    except ValueError:
+        refused = True
+    assert refused == bool(kind), (store, kind, text)
+    return kind, text
 
 
 # ---- mbarriers

@@ -38,6 +38,7 @@ from second_reading import (
     macros_of,
     mma_case,
     play,
+    refusal,
     registers_of,
     store_case,
 )
@@ -79,6 +80,9 @@ HEADERS = {  # header: number of the fault, and its place with «what is right¦
     "emulation/tma.cuh": [
         (15, "at >= 0 && at < «static_cast<int64_t>(map.extent[d])¦static_cast<int64_t>(map.extent[d]) + 1»"),
         (16, "memset(data, «0¦0x7F», row_bytes)"),
+        (22, "= «(bytes + 15) / 16 * 16¦bytes» - int64_t(coordinate)"),
+        (23, "coordinate[d] < «0¦-1»"),
+        (24, "if (first % «16¦8»)"),
     ],
     "emulation/delivery.cuh": [(17, "-int64_t(«load.bytes¦load.bytes - 16»)")],
     "emulation/mbarrier.cuh": [
@@ -179,9 +183,24 @@ def check_boxes(module: EmulatedModule) -> None:
         made = tma.TensorMap(4, (40, 13), (176,), box, mode)
         for add in (False, True):
             hold(module, box_case(made, (-4, -1), (20, 6), add, 7))
-            hold(module, box_case(made, (13, 9), (-2, -3), add, 8))
+            hold(module, box_case(made, (13, 9), (32, 11), add, 8))
     made = tma.TensorMap(2, (64, 6, 3, 2), (128, 800, 2400), (64, 4, 2, 1), 128)
-    hold(module, box_case(made, (0, 3, -1, 1), (8, -2, 2, 0), False, 9))
+    hold(module, box_case(made, (0, 3, -1, 1), (8, 4, 2, 0), False, 9))
+
+
+def check_ends_of_rows(module: EmulatedModule) -> None:
+    """Rows that end within 16 bytes: what is stored behind them, and added."""
+    made = tma.TensorMap(4, (37, 5), (176,), (16, 3), 0)
+    for add in (False, True):
+        hold(module, box_case(made, (8, 0), (32, 1), add, 10))
+    hold(module, box_case(tma.TensorMap(1, (41, 4), (64,), (32, 3), 32), (5, 0), (32, 2), False, 11))
+
+
+def check_refusals(module: EmulatedModule) -> None:
+    made = tma.TensorMap(4, (40, 6), (176,), (8, 3), 0)
+    for store in ((0, -1), (-4, 0), (2, 1), (4, 1), (40, 6)):
+        for add in (False, True):
+            refusal(module, made, store, add)
 
 
 def check_barriers(module: EmulatedModule) -> None:
@@ -190,14 +209,23 @@ def check_barriers(module: EmulatedModule) -> None:
     play(module, 1, [(EXPECT, 64), (TENSOR, 35), (ARRIVE, 0), (ARRIVE, 0)])
 
 
-CHECKS = (check_mma, check_matrices, check_products, check_sums, check_boxes, check_barriers)
+CHECKS = (
+    check_mma,
+    check_matrices,
+    check_products,
+    check_sums,
+    check_boxes,
+    check_ends_of_rows,
+    check_refusals,
+    check_barriers,
+)
 SEEN_BY: dict[str, tuple[Check, ...]] = {  # which of them see the faults of a header
     "shared_memory": (check_boxes, check_products),
     "wgmma": (check_products,),
     "formats": (check_mma, check_sums),
     "mma": (check_mma,),
     "matrix": (check_matrices,),
-    "tma": (check_boxes,),
+    "tma": (check_boxes, check_ends_of_rows, check_refusals),
     "delivery": (check_boxes, check_barriers),
     "mbarrier": (check_barriers,),
     "truncated_sum": (check_sums,),
@@ -246,6 +274,8 @@ SECOND: list[tuple[Check, Any, str, Any]] = [  # what sees it, and what takes wh
     (check_mma, formats, "decoded", lambda bits, name: _DECODED(bits, name) * (0.5 if name == "e4m3" else 1)),
     (check_matrices, matrices, "loaded", lambda memory, rows, count, transposed=False: _LOADED(memory, rows, count)),
     (check_boxes, tma.TensorMap, "pieces", lambda self, at: _PIECES(self, tuple(reversed(at)))),
+    (check_ends_of_rows, tma.TensorMap, "written", lambda self: self),
+    (check_refusals, tma, "STORE_UNIT", 8),
     (check_barriers, mbarrier.Barrier, "passes", lambda self, parity: not _PASSES(self, parity)),
     (check_sums, sums, "FRACTION_BITS", 12),
 ]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isa import tma
-from kernel_runs import ORDERS, Place, Runner, TensorMapArgument, emulated_runner
-from second_reading import SWIZZLES, box_case
+from kernel_runs import ORDERS, Place, Runner, TensorMapArgument, emulated_module, emulated_runner
+from second_reading import SWIZZLES, TENSORS_FILE, box_case, refusal
 
 from gpu_actors.devices.emulation import EmulationFault
 
@@ -46,11 +46,19 @@ def coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
     return tuple(draw(st.integers(-count - 1, extent + 1)) for count, extent in zip(made.box, made.dims, strict=True))
 
 
+@st.composite
+def store_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
+    """To boxes that begin just behind the tensor, from its first element on, since a GPU refuses stores before it."""
+    unit = 16 // made.size
+    inner, *outer = (draw(st.integers(0, extent + 1)) for extent in (-(-made.dims[0] // unit), *made.dims[1:]))
+    return inner * unit, *outer
+
+
 def moved(runner: Runner, rank: int, data: st.DataObject) -> None:
     add = data.draw(st.booleans())
     made = data.draw(tensor_maps(rank))
-    places = [data.draw(coordinates(made)) for _ in range(2)]
-    case = box_case(made, places[0], places[1], add and made.size > 1, data.draw(st.integers(0, 99)))
+    load, store = data.draw(coordinates(made)), data.draw(store_coordinates(made))
+    case = box_case(made, load, store, add and made.size > 1, data.draw(st.integers(0, 99)))
     for result in runner(case.run):
         result.check(**case.expected)
 
@@ -68,6 +76,16 @@ def test_a_box_passes_over_every_edge_as_the_isa_says(quick_runner: Runner, rank
 @given(data=st.data())
 def test_many_boxes_pass_as_the_isa_says(quick_runner: Runner, rank: int, data: st.DataObject) -> None:
     moved(quick_runner, rank, data)
+
+
+@pytest.mark.parametrize("rank", range(1, 6))
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_both_refuse_the_same_stores(module_cache: Path, rank: int, data: st.DataObject) -> None:
+    """On a GPU each refusal would be the end of the context."""
+    made = data.draw(tensor_maps(rank))
+    add = data.draw(st.booleans()) and made.size > 1
+    refusal(emulated_module(TENSORS_FILE, {}, module_cache), made, data.draw(coordinates(made)), add)
 
 
 def test_rows_shorter_than_the_swizzle_are_refused_by_both(module_cache: Path) -> None:

@@ -1,10 +1,12 @@
 """Tensor maps and the copies that read them: `cp.async.bulk.tensor` (PTX ISA 5.5, 9.7.9.27).
 
-Tiled mode, no interleave, one to five dimensions.
+Tiled mode, no interleave, one to five dimensions. Two rules of stores and reductions are not the ISA's: they
+were measured on an H100 in November 2026, and say so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isa import swizzle
+
+STORE_UNIT = 16
+"""Bytes of global memory that a tensor store writes together, or not at all. Measured."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,27 @@ class TensorMap:
             addresses += place * pitch
         return offsets, np.where(inside, addresses, -1), inside
 
+    def written(self) -> TensorMap:
+        """The tensor as stores and reductions see it on an H100: its rows last to the end of their last whole unit.
+
+        Measured, and not in the ISA. Behind a row that ends within a unit, the rest of it gets what shared memory holds
+        there, or has it added; the next unit is left alone.
+        """
+        in_a_unit = STORE_UNIT // self.size
+        units = math.ceil(self.dims[0] / in_a_unit)
+        return dataclasses.replace(self, dims=(units * in_a_unit, *self.dims[1:]))
+
+    def check_store(self, coordinates: Sequence[int]) -> None:
+        """ValueError for a place where a store or reduction ends with an illegal instruction on an H100.
+
+        Measured, and not in the ISA: any negative coordinate, which the CUDA C++ Programming Guide forbids stores too,
+        and an innermost one that is not at a unit's start. Loads begin anywhere.
+        """
+        if min(coordinates) < 0:
+            raise ValueError(f"a store begins at {tuple(coordinates)}, before the tensor")
+        if coordinates[0] % (STORE_UNIT // self.size):
+            raise ValueError(f"a store begins at element {coordinates[0]} of a row, within {STORE_UNIT} bytes")
+
     def _addresses(
         self, coordinates: Sequence[int], shared_address: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -96,10 +122,11 @@ class TensorMap:
         shared: npt.NDArray[np.uint8],
         shared_address: int,
     ) -> npt.NDArray[np.uint8]:
-        """`cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`: global memory after, of which nothing outside
-        the tensor is written.
+        """`cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`: global memory after, of which nothing is written
+        outside of the tensor and the last unit of each of its rows. ValueError where `check_store` raises it.
         """
-        sources, targets, inside = self._addresses(coordinates, shared_address)
+        self.check_store(coordinates)
+        sources, targets, inside = self.written()._addresses(coordinates, shared_address)
         each = np.arange(self.size)
         after = memory.copy()
         after[targets[inside][:, None] + each] = shared[sources[inside][:, None] + each]
