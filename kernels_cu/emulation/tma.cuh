@@ -43,7 +43,7 @@ inline RowPart part_inside(const TensorMapFields& map, int32_t coordinate) {
   return {first * es, upper(first, last) * es};
 }
 
-// The part of a row that a store or reduction writes, from a place that check_store_place lets pass. Where the tensor's
+// The part of a row that a store or reduction writes, from a place that check_place lets pass. Where the tensor's
 // row ends within 16 bytes, these are written whole: those behind the end get what shared memory holds for them. This was
 // measured on an H100; the PTX ISA does not say so.
 inline RowPart part_written(const TensorMapFields& map, int32_t coordinate) {
@@ -100,12 +100,12 @@ inline const TensorMapFields& read_map(const ptx::TensorMap* map, int rank, uint
   return fields;
 }
 
-// Loads may begin anywhere. Stores and reductions at these places were measured on an H100: the launch ends with an
-// illegal instruction, even if the box lies wholly before the tensor. The PTX ISA has neither rule; the CUDA C++
-// Programming Guide has the first ("the top left corner cannot have any negative indices").
-inline void check_store_place(const TensorMapFields& map, const int32_t* coordinate, const char* operation) {
+// Both rules were measured on an H100, where the launch ends with an illegal instruction, even if the box lies wholly
+// outside of the tensor. The PTX ISA has neither; the CUDA C++ Programming Guide has that of stores ("the top left corner
+// cannot have any negative indices").
+inline void check_place(const TensorMapFields& map, const int32_t* coordinate, bool writes, const char* operation) {
   for (int d = 0; d < map.rank; d++)
-    if (coordinate[d] < 0)
+    if (writes && coordinate[d] < 0)
       fail(kind::argument, "%s: coordinate %d of dimension %d is negative", operation, coordinate[d], d);
   const int64_t first = int64_t(coordinate[0]) * map.element_bytes;
   if (first % 16)
@@ -133,6 +133,7 @@ inline void issue_tensor_load(uint32_t destination, const ptx::TensorMap* map, u
   load.map = read_map(map, rank, destination, operation);
   check_load_barrier(barrier, operation);
   load.bytes = box_bytes(load.map);
+  check_place(load.map, coordinate, false, operation);
   async_claim(destination, load.bytes, operation);
   for (int d = 0; d < rank; d++) load.coordinate[d] = coordinate[d];
   check_tensor_view(load.map, load.coordinate, destination, part_inside(load.map, coordinate[0]), operation);
@@ -148,7 +149,7 @@ inline void issue_tensor_store(const ptx::TensorMap* map, uint32_t source, int r
   store.map = read_map(map, rank, source, operation);
   if (reduce && !store.map.number) fail(kind::descriptor, "TMA reduction: the tensor map's type cannot be added");
   store.bytes = box_bytes(store.map);
-  check_store_place(store.map, coordinate, operation);
+  check_place(store.map, coordinate, true, operation);
   for (int d = 0; d < rank; d++) store.coordinate[d] = coordinate[d];
   check_tensor_view(store.map, store.coordinate, source, part_written(store.map, coordinate[0]), operation);
   store.shared = source;

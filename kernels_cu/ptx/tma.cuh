@@ -1,7 +1,9 @@
 // Tensor copies (TMA, sm_90): one thread moves a box of a tensor of 1 to 5 dimensions. Coordinates are elements,
-// innermost dimension first. Boxes that reach over an edge read zeros there and write nothing; a load counts its full
-// bytes off the mbarrier anyway. The shared box starts at a multiple of 128 bytes (of 256, 512, 1024 with the 32, 64,
-// 128-byte swizzle). Stores and reductions are committed and waited for with bulk_commit and bulk_wait (ptx/bulk.cuh).
+// innermost dimension first. Boxes that reach over an edge read zeros there; a load counts its full bytes off the mbarrier
+// anyway. They write nothing there, but for the rest of 16 bytes that a row ends within. The innermost coordinate is at a
+// multiple of 16 bytes, and of stores none is negative: else the launch ends with an illegal instruction on an H100. The
+// shared box starts at a multiple of 128 bytes (of 256, 512, 1024 with the 32, 64, 128-byte swizzle). Stores and
+// reductions are committed and waited for with bulk_commit and bulk_wait (ptx/bulk.cuh).
 #pragma once
 
 #include "ptx/bulk.cuh"

@@ -270,7 +270,7 @@ def box_run(
 def box_case(
     made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
 ) -> Case:
-    """As `box_run`, with what it leaves. ValueError where the second reading refuses the store."""
+    """As `box_run`, with what it leaves. ValueError where the second reading refuses a place."""
     run = box_run(made, load, store, add, seed, dtype)
     words = _words_of(made, dtype)
     source, target = run.arrays["source"], run.arrays["target"]
@@ -281,23 +281,24 @@ def box_case(
     return Case(run, {"image": image, "target": after})
 
 
-def refusal(module: EmulatedModule, made: tma.TensorMap, store: tuple[int, ...], add: bool) -> tuple[str, str]:
-    """Kind and text of the emulated device's fault at a store or sum there, "" where there is none.
+def refusal(
+    module: EmulatedModule, made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool
+) -> tuple[str, str]:
+    """Kind and text of the emulated device's fault at a load, or at a store or sum, "" where there is none.
 
-    Raises AssertionError where only one of the two readings refuses it.
+    Raises AssertionError where only one of the two readings refuses one of them.
     """
-    first = (0,) * len(made.dims)
     kind = text = ""
     try:
-        launch_emulated(module, box_run(made, first, store, add, 0), ORDER)
+        launch_emulated(module, box_run(made, load, store, add, 0), ORDER)
     except EmulationFault as fault:
         kind, text = fault.kind, fault.text
     try:
-        box_case(made, first, store, add, 0)
+        box_case(made, load, store, add, 0)
         refused = False
     except ValueError:
         refused = True
-    assert refused == bool(kind), (store, kind, text)
+    assert refused == bool(kind), (load, store, kind, text)
     return kind, text
 
 

@@ -8,8 +8,8 @@ from isa import tma
 from kernel_runs import Runner
 from second_reading import box_case
 
-# Loads go over every edge. Stores go over the upper ones alone and begin at a multiple of 16 bytes, since an H100 takes
-# no others. Where a row of the tensor ends within 16 bytes, the rest of these is written too.
+# Boxes begin at multiples of 16 bytes of a row, and stores at no negative coordinate: an H100 takes no others. Where a
+# row of the tensor ends within 16 bytes, the rest of these is written too.
 MOVES = [  # dtype, shape, box, place of the load, place of the store, swizzle; innermost first
     ("float32", (40,), (16,), (8,), (24,), 0),
     ("float32", (40,), (16,), (-4,), (32,), 0),
@@ -20,23 +20,23 @@ MOVES = [  # dtype, shape, box, place of the load, place of the store, swizzle; 
     ("uint8", (96, 6), (48, 3), (64, -1), (0, 4), 0),
     ("float32", (32, 5, 4), (32, 2, 3), (0, 4, 2), (8, 4, 3), 128),
     ("float16", (32, 5, 3, 2), (32, 4, 2, 2), (8, 3, 2, -1), (0, 3, 1, 1), 64),
-    ("int32", (8, 3, 4, 2, 3), (4, 2, 3, 2, 2), (6, 2, -1, 1, 0), (0, 2, 1, 0, 2), 0),
+    ("int32", (8, 3, 4, 2, 3), (4, 2, 3, 2, 2), (4, 2, -1, 1, 0), (0, 2, 1, 0, 2), 0),
     ("float32", (37,), (16,), (8,), (32,), 0),
-    ("float32", (5, 4), (16, 3), (-1, 0), (0, 2), 0),
-    ("uint8", (31, 5), (32, 3), (-7, -1), (16, 1), 0),
-    ("uint8", (17, 3), (16, 2), (1, 0), (32, 1), 0),
-    ("float16", (9, 4, 3), (8, 2, 2), (1, 2, -1), (8, 1, 2), 0),
-    ("float16", (67, 9), (64, 5), (3, 2), (64, 6), 128),
+    ("float32", (5, 4), (16, 3), (-4, 0), (0, 2), 0),
+    ("uint8", (31, 5), (32, 3), (-16, -1), (16, 1), 0),
+    ("uint8", (17, 3), (16, 2), (16, 0), (32, 1), 0),
+    ("float16", (9, 4, 3), (8, 2, 2), (0, 2, -1), (8, 1, 2), 0),
+    ("float16", (67, 9), (64, 5), (8, 2), (64, 6), 128),
 ]
 SUMS = [
     ("float32", (40, 4), (16, 2), (8, 1), (24, 3), 0),
     ("float16", (64, 12), (64, 8), (0, 2), (16, 8), 128),
     ("bfloat16", (64, 9), (32, 4), (16, 6), (48, 0), 64),
     ("int32", (16, 3, 3), (8, 2, 2), (4, 1, 1), (12, 2, 0), 0),
-    ("float32", (5, 4), (4, 3), (1, 0), (4, 2), 0),
-    ("float32", (3,), (4,), (-1,), (0,), 0),
-    ("float16", (9, 6), (16, 4), (-7, 1), (0, 3), 0),
-    ("float16", (35, 9), (32, 4), (3, 6), (32, 2), 64),
+    ("float32", (5, 4), (4, 3), (0, 0), (4, 2), 0),
+    ("float32", (3,), (4,), (0,), (0,), 0),
+    ("float16", (9, 6), (16, 4), (-8, 1), (0, 3), 0),
+    ("float16", (35, 9), (32, 4), (8, 6), (32, 2), 64),
 ]
 
 

@@ -183,7 +183,7 @@ def check_boxes(module: EmulatedModule) -> None:
         made = tma.TensorMap(4, (40, 13), (176,), box, mode)
         for add in (False, True):
             hold(module, box_case(made, (-4, -1), (20, 6), add, 7))
-            hold(module, box_case(made, (13, 9), (32, 11), add, 8))
+            hold(module, box_case(made, (12, 9), (32, 11), add, 8))
     made = tma.TensorMap(2, (64, 6, 3, 2), (128, 800, 2400), (64, 4, 2, 1), 128)
     hold(module, box_case(made, (0, 3, -1, 1), (8, 4, 2, 0), False, 9))
 
@@ -193,20 +193,21 @@ def check_ends_of_rows(module: EmulatedModule) -> None:
     made = tma.TensorMap(4, (37, 5), (176,), (16, 3), 0)
     for add in (False, True):
         hold(module, box_case(made, (8, 0), (32, 1), add, 10))
-    hold(module, box_case(tma.TensorMap(1, (41, 4), (64,), (32, 3), 32), (5, 0), (32, 2), False, 11))
+    hold(module, box_case(tma.TensorMap(1, (41, 4), (64,), (32, 3), 32), (16, 0), (32, 2), False, 11))
 
 
 def check_refusals(module: EmulatedModule) -> None:
     made = tma.TensorMap(4, (40, 6), (176,), (8, 3), 0)
-    for store in ((0, -1), (-4, 0), (2, 1), (4, 1), (40, 6)):
+    for place in ((0, -1), (-4, 0), (2, 1), (4, 1), (40, 6)):
+        refusal(module, made, place, (0, 0), False)
         for add in (False, True):
-            refusal(module, made, store, add)
+            refusal(module, made, (0, 0), place, add)
 
 
 def check_barriers(module: EmulatedModule) -> None:
     play(module, 2, [(ARRIVE_EXPECT, 112), (BULK, 48), (ARRIVE, 0), (TENSOR, -8), (ARRIVE, 0)])
     play(module, 1, [(BULK, 16), (EXPECT, 32), (COPIES, 0), (ARRIVE, 0), (BULK, 16), (COPIES_NOINC, 0), (EXPECT, 64)])
-    play(module, 1, [(EXPECT, 64), (TENSOR, 35), (ARRIVE, 0), (ARRIVE, 0)])
+    play(module, 1, [(EXPECT, 64), (TENSOR, 36), (ARRIVE, 0), (ARRIVE, 0)])
 
 
 CHECKS = (
@@ -275,7 +276,7 @@ SECOND: list[tuple[Check, Any, str, Any]] = [  # what sees it, and what takes wh
     (check_matrices, matrices, "loaded", lambda memory, rows, count, transposed=False: _LOADED(memory, rows, count)),
     (check_boxes, tma.TensorMap, "pieces", lambda self, at: _PIECES(self, tuple(reversed(at)))),
     (check_ends_of_rows, tma.TensorMap, "written", lambda self: self),
-    (check_refusals, tma, "STORE_UNIT", 8),
+    (check_refusals, tma, "UNIT", 8),
     (check_barriers, mbarrier.Barrier, "passes", lambda self, parity: not _PASSES(self, parity)),
     (check_sums, sums, "FRACTION_BITS", 12),
 ]

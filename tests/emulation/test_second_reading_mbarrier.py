@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test of a process builds the 
 steps = st.one_of(
     st.tuples(st.just(ARRIVE), st.just(0)),
     st.tuples(st.sampled_from([EXPECT, ARRIVE_EXPECT, BULK]), st.integers(1, 8).map(lambda unit: 16 * unit)),
-    st.tuples(st.just(TENSOR), st.integers(-20, 60)),
+    st.tuples(st.just(TENSOR), st.integers(-5, 15).map(lambda unit: 4 * unit)),
     st.tuples(st.sampled_from([COPIES, COPIES_NOINC]), st.just(0)),
 )
 

@@ -47,6 +47,13 @@ def coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
 
 
 @st.composite
+def load_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
+    """As `coordinates`, from the start of a unit of 16 bytes on."""
+    inner, *outer = draw(coordinates(made))
+    return inner - inner % (16 // made.size), *outer
+
+
+@st.composite
 def store_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
     """To boxes that begin just behind the tensor, from its first element on, since a GPU refuses stores before it."""
     unit = 16 // made.size
@@ -57,7 +64,7 @@ def store_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
 def moved(runner: Runner, rank: int, data: st.DataObject) -> None:
     add = data.draw(st.booleans())
     made = data.draw(tensor_maps(rank))
-    load, store = data.draw(coordinates(made)), data.draw(store_coordinates(made))
+    load, store = data.draw(load_coordinates(made)), data.draw(store_coordinates(made))
     case = box_case(made, load, store, add and made.size > 1, data.draw(st.integers(0, 99)))
     for result in runner(case.run):
         result.check(**case.expected)
@@ -81,11 +88,12 @@ def test_many_boxes_pass_as_the_isa_says(quick_runner: Runner, rank: int, data: 
 @pytest.mark.parametrize("rank", range(1, 6))
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_both_refuse_the_same_stores(module_cache: Path, rank: int, data: st.DataObject) -> None:
+def test_both_refuse_the_same_places(module_cache: Path, rank: int, data: st.DataObject) -> None:
     """On a GPU each refusal would be the end of the context."""
     made = data.draw(tensor_maps(rank))
     add = data.draw(st.booleans()) and made.size > 1
-    refusal(emulated_module(TENSORS_FILE, {}, module_cache), made, data.draw(coordinates(made)), add)
+    load, store = data.draw(coordinates(made)), data.draw(coordinates(made))
+    refusal(emulated_module(TENSORS_FILE, {}, module_cache), made, load, store, add)
 
 
 def test_rows_shorter_than_the_swizzle_are_refused_by_both(module_cache: Path) -> None:

@@ -1,7 +1,7 @@
 """Tensor maps and the copies that read them: `cp.async.bulk.tensor` (PTX ISA 5.5, 9.7.9.27).
 
-Tiled mode, no interleave, one to five dimensions. Two rules of stores and reductions are not the ISA's: they
-were measured on an H100 in November 2026, and say so.
+Tiled mode, no interleave, one to five dimensions. The rules of `UNIT` are not the ISA's: they were measured on an H100
+in November 2026.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from isa import swizzle
 
-STORE_UNIT = 16
-"""Bytes of global memory that a tensor store writes together, or not at all. Measured."""
+UNIT = 16
+"""Bytes of a row at whose multiples boxes begin, and that a store writes together or not at all. Measured."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ class TensorMap:
         Measured, and not in the ISA. Behind a row that ends within a unit, the rest of it gets what shared memory holds
         there, or has it added; the next unit is left alone.
         """
-        in_a_unit = STORE_UNIT // self.size
+        in_a_unit = UNIT // self.size
         units = math.ceil(self.dims[0] / in_a_unit)
         return dataclasses.replace(self, dims=(units * in_a_unit, *self.dims[1:]))
 
-    def check_store(self, coordinates: Sequence[int]) -> None:
-        """ValueError for a place where a store or reduction ends with an illegal instruction on an H100.
+    def check_start(self, coordinates: Sequence[int], writes: bool) -> None:
+        """ValueError for a box that ends with an illegal instruction on an H100.
 
-        Measured, and not in the ISA: any negative coordinate, which the CUDA C++ Programming Guide forbids stores too,
-        and an innermost one that is not at a unit's start. Loads begin anywhere.
+        Measured, and not in the ISA: an innermost coordinate that is not at a unit's start, and of a store or reduction
+        any negative one, which the CUDA C++ Programming Guide forbids as well.
         """
-        if min(coordinates) < 0:
+        if writes and min(coordinates) < 0:
             raise ValueError(f"a store begins at {tuple(coordinates)}, before the tensor")
-        if coordinates[0] % (STORE_UNIT // self.size):
-            raise ValueError(f"a store begins at element {coordinates[0]} of a row, within {STORE_UNIT} bytes")
+        if coordinates[0] % (UNIT // self.size):
+            raise ValueError(f"a box begins at element {coordinates[0]} of a row, within {UNIT} bytes")
 
     def _addresses(
         self, coordinates: Sequence[int], shared_address: int
@@ -106,8 +106,9 @@ class TensorMap:
         """`cp.async.bulk.tensor.*.shared::cluster.global.tile.mbarrier::complete_tx::bytes`: shared memory after.
 
         memory: global memory, uint8 (bytes,), from address 0. shared: shared memory before, uint8 (bytes,).
-        shared_address: where the box goes. Elements out of bounds are zero.
+        shared_address: where the box goes. Elements out of bounds are zero. ValueError where `check_start` raises it.
         """
+        self.check_start(coordinates, writes=False)
         targets, sources, inside = self._addresses(coordinates, shared_address)
         each = np.arange(self.size)
         after = shared.copy()
@@ -123,9 +124,9 @@ class TensorMap:
         shared_address: int,
     ) -> npt.NDArray[np.uint8]:
         """`cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`: global memory after, of which nothing is written
-        outside of the tensor and the last unit of each of its rows. ValueError where `check_store` raises it.
+        outside of the tensor and the last unit of each of its rows. ValueError where `check_start` raises it.
         """
-        self.check_store(coordinates)
+        self.check_start(coordinates, writes=True)
         sources, targets, inside = self.written()._addresses(coordinates, shared_address)
         each = np.arange(self.size)
         after = memory.copy()

@@ -1,4 +1,4 @@
-"""Tensor stores and reductions that an H100 refuses, and the ends of rows that it writes, on the emulated device.
+"""Places of boxes that an H100 refuses, and the ends of rows that it writes, on the emulated device.
 
 Measured on an H100: the PTX ISA says neither. `test_conformance_tensors.py` and `test_second_reading_tma.py` hold
 what is stored and added to the second reading.
@@ -39,18 +39,21 @@ def test_a_store_that_an_h100_refuses_is_a_fault(
     module: EmulatedModule, size: int, place: tuple[int, int], kind: str, text: str, add: bool
 ) -> None:
     made = tma.TensorMap(size, (48, 6), (192,), (8, 3))
-    found = refusal(module, made, place, add)
+    found = refusal(module, made, (0, 0), place, add)
     assert found == (kind, f"TMA {'reduction' if add else 'store'}: {text}")
 
 
-def test_bytes_are_stored_at_multiples_of_16_alone(module: EmulatedModule) -> None:
-    made = tma.TensorMap(1, (48, 6), (64,), (16, 3))
-    assert refusal(module, made, (5, 0), False)[0] == "misaligned"
-    assert refusal(module, made, (16, 0), False) == ("", "")
+def test_bytes_move_at_multiples_of_16_alone(module: EmulatedModule) -> None:
+    made, first = tma.TensorMap(1, (48, 6), (64,), (16, 3)), (0, 0)
+    for at in (-7, 5, 17):
+        text = f"TMA load: coordinate {at} of dimension 0 is byte {at} of a row, no multiple of 16"
+        assert refusal(module, made, (at, 0), first, False) == ("misaligned", text)
+    assert refusal(module, made, first, (5, 0), False)[0] == "misaligned"
+    assert refusal(module, made, (32, 1), (16, 0), False) == ("", "")
 
 
-def test_a_load_may_begin_anywhere(module: EmulatedModule) -> None:
-    for load in ((-3, -2), (1, 0), (5, 3), (-40, 0)):
+def test_a_load_may_begin_before_the_tensor(module: EmulatedModule) -> None:
+    for load in ((-4, -2), (0, -1), (-40, 0)):
         case = box_case(tma.TensorMap(4, (40, 6), (160,), (8, 3)), load, (0, 0), False, 0)
         launch_emulated(module, case.run, ORDER).check(**case.expected)
 
