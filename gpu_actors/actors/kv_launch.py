@@ -114,7 +114,7 @@ def _pack_turned(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
     for name in ("k", "v", "k_cache", "v_cache"):
         *outer, _, dim = buffers[name].shape
         shape = (*(outer if len(outer) == 2 else (total,)), 0, dim)
-        changed[name] = dataclasses.replace(buffers[name], shape=shape, strides=(0,) * (len(shape) - 1) + (1,))
+        changed[name] = buffers[name]._replace(shape=shape, strides=(0,) * (len(shape) - 1) + (1,))
     if "turned_positions" in buffers:
         changed["positions"] = buffers["turned_positions"]
     return pack({**buffers, **changed})
@@ -129,9 +129,7 @@ def _packed(buffer: Buffer) -> Buffer:
     if len(buffer.shape) == 3:
         return buffer
     (batch, rows, *shape), (stride, row_stride, *strides) = buffer.shape, buffer.strides
-    return dataclasses.replace(
-        buffer, shape=(batch * rows, *shape), strides=(stride if rows == 1 else row_stride, *strides)
-    )
+    return buffer._replace(shape=(batch * rows, *shape), strides=(stride if rows == 1 else row_stride, *strides))
 
 
 def _oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping[str, Any]) -> Outputs:

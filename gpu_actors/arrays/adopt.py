@@ -380,7 +380,7 @@ def _torch_from_host(torch: Any, result: Host) -> Any:
 def _restore_device(result: DeviceArray, template: Adopted) -> Any:
     if result.source is not None:
         return result.source
-    name = result.dtype.name
+    name = name_of(result.dtype)
     if template.kind == "torch":
         torch = sys.modules["torch"]
         bits = result.view(np.dtype(f"i{result.itemsize}")) if name in _ML_DTYPES else result

@@ -80,9 +80,7 @@ def for_timing(launch: Launch, output: Callable[[str, tuple[int, ...], str], Any
     """
     inputs = {name: _unordered(array) for name, array in launch.inputs.items()}
     outputs = {
-        name: spec
-        if name in inputs
-        else dataclasses.replace(spec, into=_unordered(output(name, spec.shape, spec.dtype)))
+        name: spec if name in inputs else spec._replace(into=_unordered(output(name, spec.shape, spec.dtype)))
         for name, spec in launch.outputs.items()
     }
     return dataclasses.replace(launch, inputs=inputs, outputs=outputs)

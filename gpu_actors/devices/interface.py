@@ -9,7 +9,6 @@ module depends on which.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -70,8 +69,7 @@ class LaunchGeometry(NamedTuple):
     shared_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Where an operand lies on the device. strides are in elements of the dtype named."""
 
     address: int
@@ -95,8 +93,7 @@ class TensorMap(NamedTuple):
     swizzle: Literal["none", "32B", "64B", "128B"]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputSpec:
+class OutputSpec(NamedTuple):
     """An output to produce. into: the caller's array to fill, else a fresh one is made.
 
     zero: clear it before the first step, for kernels that add to it.
@@ -181,7 +178,7 @@ class Launch:
 
 def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:
     """The launch of a problem whose whole answer is 0: no kernel, on any device. q: says where the answer is to lie."""
-    zeroed = {name: dataclasses.replace(spec, zero=True) for name, spec in outputs.items()}
+    zeroed = {name: spec._replace(zero=True) for name, spec in outputs.items()}
     return Launch(key, {"q": q}, zeroed, lambda _: {name: np.zeros(spec.shape) for name, spec in zeroed.items()})
 
 

@@ -48,6 +48,9 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
 
 NO_VALUES = Values()
 
+_Remembered: TypeAlias = Callable[..., bytes]
+_REMEMBERED = 32  # sets of operands, of about 2 KiB each
+
 
 def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
     """The launch of so many blocks. field, value: the size that makes them so many.
@@ -80,6 +83,10 @@ class Program:
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     zeroed: frozenset[str] = frozenset()
     split: Callable[[Any, Any], dict[str, Any]] | None = None
+    _packs: tuple[_Remembered, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_packs", tuple(_remembered(part.pack) for part in self.parts))
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
@@ -89,10 +96,22 @@ class Program:
     def steps(self, kernels: Sequence[Kernel], values: Values) -> tuple[Step, ...]:
         """The steps of a launch. kernels: of `keys`, loaded."""
         return tuple(
-            Step(kernel, part.geometry, functools.partial(_pack, part.pack, values))
-            for kernel, part in zip(kernels, self.parts, strict=True)
+            Step(kernel, part.geometry, functools.partial(_pack, part, packed, values))
+            for kernel, part, packed in zip(kernels, self.parts, self._packs, strict=True)
         )
 
 
-def _pack(pack: Pack, values: Values, buffers: Mapping[str, Buffer]) -> bytes:
-    return pack(buffers, values)
+def _pack(part: Part, packed: _Remembered, values: Values, buffers: Mapping[str, Buffer]) -> bytes:
+    if values.score_scalars:  # -0.0 equals 0.0, and does not stand for it
+        return part.pack(buffers, values)
+    return packed(values.dropout_seed, *buffers.items())
+
+
+def _remembered(pack: Pack) -> _Remembered:
+    """What packs for the same operands again without looking at them: pools give the same addresses out again."""
+
+    @functools.lru_cache(maxsize=_REMEMBERED)
+    def packed(dropout_seed: int, *buffers: tuple[str, Buffer]) -> bytes:
+        return pack(dict(buffers), Values(dropout_seed))
+
+    return packed

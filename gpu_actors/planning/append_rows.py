@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from gpu_actors.kernels.append.variant import AppendProblem, Rope
 from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
-from gpu_actors.validation.fields import describe, dtype_of, expect, optional_array, shape_of
+from gpu_actors.validation.fields import describe, dtype_name, dtype_of, expect, optional_array, shape_of
 from gpu_actors.validation.forward import steps_of
 
 __all__ = ["NEW_ROWS", "NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows", "turn_apart"]
@@ -108,8 +109,8 @@ class NewRows:
 
     def problem(self, pool: AppendProblem, max_blocks: int = 1, heads_q: int = 0) -> AppendProblem:
         """The append of these rows. pool: as in `OpenedCache`."""
-        dtype = self.k.dtype.name
-        return dataclasses.replace(
+        dtype = dtype_name(self.k)
+        return _problem_of(
             pool,
             batch=len(self.counts),
             total=int(self.k.shape[0]),
@@ -124,13 +125,13 @@ class NewRows:
 
     def turning(self, pool: AppendProblem, max_blocks: int, heads_q: int) -> AppendProblem:
         """The rotation of q apart from these rows: an append of nothing."""
-        return dataclasses.replace(
+        return _problem_of(
             pool,
             batch=len(self.turned),
             total=int(self.turned.sum()),
             rows=self.turned_rows,
             heads_kv=0,
-            dtype=self.k.dtype.name,
+            dtype=dtype_name(self.k),
             max_blocks=max_blocks,
             rope=self.rope,
             positions=self.turned_positions is not None,
@@ -142,6 +143,12 @@ class NewRows:
         """The appends of a launch: that of these rows, and where q is rotated apart, that."""
         own = [self.problem(pool, max_blocks, heads_q)]
         return own if self.turned is None else [*own, self.turning(pool, max_blocks, heads_q)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem_of(pool: AppendProblem, **changes: Any) -> AppendProblem:
+    # A cache asks for the same few again and again, three times a request.
+    return dataclasses.replace(pool, **changes)
 
 
 def counts_of(field: str, ends: Any, batch: int) -> Any:

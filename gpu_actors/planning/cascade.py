@@ -193,7 +193,7 @@ class Cascader:
         steps = [Step(kernel, *work) for kernel, work in zip(kernels, made.steps, strict=bool(kernels))]
         outputs = plan.outputs
         if request.out is not None:
-            outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=request.out)}
+            outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
         oracle = functools.partial(_oracle, made.problems, self._accumulate)
         launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), made.scratch if steps else {})
         launch.recording = (shapes, keys) if padded else None
@@ -375,7 +375,7 @@ def _pack_part(name: str, groups: int, pack: Pack, buffers: Mapping[str, Buffer]
         for factor in ("k_descale", "v_descale"):
             if factor in buffers:  # the pool's, so all sequences have the same
                 one = buffers[factor]
-                own[factor] = dataclasses.replace(one, shape=(groups, *one.shape[1:]))
+                own[factor] = one._replace(shape=(groups, *one.shape[1:]))
     return pack({**buffers, **own}, NO_VALUES)
 
 
@@ -384,8 +384,8 @@ def _pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
     if problem.batch:  # packed rows, by sequence
         b, r = problem.batch, problem.rows
         (row, *inner), (head, one) = out.strides, lse.strides
-        out = dataclasses.replace(out, shape=(b, r, *out.shape[1:]), strides=(r * row, row, *inner))
-        lse = dataclasses.replace(lse, shape=(b, lse.shape[0], r), strides=(r * one, head, one))
+        out = out._replace(shape=(b, r, *out.shape[1:]), strides=(r * row, row, *inner))
+        lse = lse._replace(shape=(b, lse.shape[0], r), strides=(r * one, head, one))
     tail = {"out.1": buffers["tail.out"], "lse.1": buffers["tail.lse"]}
     return pack_terms(problem, {"out.0": out, "lse.0": lse, **tail})
 
@@ -395,7 +395,7 @@ def _flat(q: Buffer) -> Buffer:
     if len(q.shape) == 3:
         return q
     (batch, rows, *shape), (stride, row, *strides) = q.shape, q.strides
-    return dataclasses.replace(q, shape=(batch * rows, *shape), strides=(stride if rows == 1 else row, *strides))
+    return q._replace(shape=(batch * rows, *shape), strides=(stride if rows == 1 else row, *strides))
 
 
 def _oracle(

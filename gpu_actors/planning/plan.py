@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ class Plan:
         """
         outputs = self.outputs
         if into is not None:
-            outputs = {**outputs, "out": dataclasses.replace(outputs["out"], into=into)}
+            outputs = {**outputs, "out": outputs["out"]._replace(into=into)}
         if self.vacuous:
             return zero_launch(self.key, inputs["q"], outputs)
         program = self.program

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import numbers
 from typing import Any
+
+import numpy as np
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 
@@ -51,7 +54,14 @@ def describe(array: Any) -> str:
 
 
 def dtype_name(array: Any) -> str:
-    return str(getattr(array, "dtype", "no dtype")).removeprefix("torch.")
+    dtype = getattr(array, "dtype", "no dtype")
+    return _dtype_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    # NumPy puts the name together anew each time. There are few that requests have.
+    return str(dtype)
 
 
 def shape_of(field: str, array: Any, axes: str) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.validation.fields import describe, expect
+from gpu_actors.validation.fields import describe
 
 __all__ = ["check_output_memory"]
 
@@ -20,16 +21,17 @@ def check_output_memory(out: Any, inputs: dict[str, Any]) -> None:
 
     out: an ndarray or a `DeviceArray`. inputs: the operands by name, of either kind.
     """
-    if isinstance(out, np.ndarray):
-        expect(out.flags.writeable, "out", describe(out), "must be writeable")
-    reason = "must have a place of its own for every element: not a broadcast or overlapping view"
-    expect(_lies_apart(out.shape, out.strides, out.itemsize), "out", describe(out), reason)
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise InvalidRequest("out", describe(out), "must be writeable")
+    if not _lies_apart(out.shape, out.strides, out.itemsize):
+        reason = "must have a place of its own for every element: not a broadcast or overlapping view"
+        raise InvalidRequest("out", describe(out), reason)
     for name, array in inputs.items():
         if isinstance(out, np.ndarray) != isinstance(array, np.ndarray):
             continue  # one on the host, the other on the device
         if isinstance(out, np.ndarray):
             _check_host(out, name, array)
-        elif _meet(_bounds(out), _bounds(array)):
+        elif _meet(_bounds_of(out), _bounds_of(array)):
             raise InvalidRequest("out", describe(out), f"may share memory with {name}: their address ranges meet")
 
 
@@ -38,9 +40,11 @@ def _check_host(out: np.ndarray[Any, Any], name: str, array: np.ndarray[Any, Any
         shared = np.shares_memory(out, array, max_work=_MAX_WORK)  # type: ignore[arg-type]  # the stub knows 0 and -1
     except np.exceptions.TooHardError:
         raise InvalidRequest("out", describe(out), f"may share memory with {name}; give one that lies apart") from None
-    expect(not shared, "out", describe(out), f"must not share memory with {name}")
+    if shared:
+        raise InvalidRequest("out", describe(out), f"must not share memory with {name}")
 
 
+@functools.lru_cache(maxsize=1024)
 def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """True if each axis steps over all that the shorter steps reach: then no two positions are the same."""
     if 0 in shape:
@@ -54,12 +58,19 @@ def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
     return True
 
 
-def _bounds(array: Any) -> tuple[int, int]:
+def _bounds_of(array: Any) -> tuple[int, int]:
     """First and past-the-last byte of a `DeviceArray`."""
-    steps = [stride * (extent - 1) for stride, extent in zip(array.strides, array.shape, strict=True) if extent]
-    low = array.address + sum(step for step in steps if step < 0)
-    high = array.address + sum(step for step in steps if step > 0) + array.itemsize
-    return low, (high if 0 not in array.shape else low)
+    low, high = _bounds(array.shape, array.strides, array.itemsize)
+    return array.address + low, array.address + high
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """The same, counted from element 0."""
+    steps = [stride * (extent - 1) for stride, extent in zip(strides, shape, strict=True) if extent]
+    low = sum(step for step in steps if step < 0)
+    high = sum(step for step in steps if step > 0) + itemsize
+    return low, (high if 0 not in shape else low)
 
 
 def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:

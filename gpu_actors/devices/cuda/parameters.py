@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import NamedTuple
 
 from gpu_actors.devices.interface import Params
@@ -20,8 +21,12 @@ class KernelParams(NamedTuple):
     kept: tuple[object, object]
 
 
+@functools.lru_cache(maxsize=512)
 def kernel_params(params: Params) -> KernelParams:
-    """Lays out the bytes of a kernel's only parameter, or of each of several."""
+    """Lays out the bytes of a kernel's only parameter, or of each of several.
+
+    Remembered: a launch on the same operands has the same bytes, and nothing writes to them.
+    """
     parts = (params,) if isinstance(params, bytes) else params
     room = [-(-len(part) // _ALIGNMENT) * _ALIGNMENT for part in parts]
     memory = ctypes.create_string_buffer(sum(room) + _ALIGNMENT)

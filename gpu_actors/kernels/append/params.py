@@ -5,7 +5,6 @@ The struct is declared once, in kernels_cu/append/params.cuh, and read from ther
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import struct
@@ -51,7 +50,7 @@ def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str,
         raise InvalidRequest("k_cache", f"{cache.dtype}{list(cache.shape)}", reason)
     for name, first, dim in (("v_cache", 0, problem.head_dim_v), ("k_cache", problem.head_dim_v, problem.head_dim)):
         address = cache.address + first * ITEMSIZES[cache.dtype]
-        found[name] = dataclasses.replace(cache, address=address, shape=(*cache.shape[:-1], dim))
+        found[name] = cache._replace(address=address, shape=(*cache.shape[:-1], dim))
     if "k_descale" in buffers:
         found["v_descale"] = buffers["k_descale"]
     return found

@@ -7,6 +7,7 @@ quantised to fp8 on the way where that is asked for; q can be rotated in the sam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
@@ -169,6 +170,7 @@ class AppendKey(StableText):
 _CARRIED = tuple(field.name for field in dataclasses.fields(AppendKey) if hasattr(AppendProblem, field.name))
 
 
+@functools.lru_cache(maxsize=1024)
 def append_key(problem: AppendProblem, arch: str) -> AppendKey:
     """The key of a problem on an architecture ("sm_90a", ...).
 

@@ -6,6 +6,7 @@ the device where lengths lie there. Splitting by equal ranges of the whole is st
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,7 +56,23 @@ def split_decode(
 ) -> Schedule:
     """The ranges of a launch. lengths: keys of each sequence, (batch,). rows: new rows of each, None where all have
     ``seqlen_q``. Both within what the problem says."""
-    load = workload(problem, key, lengths, rows)
+    if rows is None and problem.mask in ("full", "causal") and row_tiles(problem, key.row_tile) == 1:
+        # The last row sees all keys. A step of decoding adds one, and most steps no tile.
+        counts = -(-lengths.astype(np.int64) // decode_tile(key).tile.block_n)
+        return _split_tiles(problem, key, ranges, counts.tobytes())
+    return _split(problem, key, ranges, workload(problem, key, lengths, rows))
+
+
+@functools.lru_cache(maxsize=256)
+def _split_tiles(problem: AttentionProblem, key: DispatchKey, ranges: int, counts: bytes) -> Schedule:
+    """The ranges of sequences of so many tiles of keys, int64 (batch,), whose rows fit into a block."""
+    lengths = np.frombuffer(counts, np.int64) * decode_tile(key).tile.block_n
+    found = _split(problem, key, ranges, workload(problem, key, lengths, None))
+    found.positions.flags.writeable = False
+    return found
+
+
+def _split(problem: AttentionProblem, key: DispatchKey, ranges: int, load: Workload) -> Schedule:
     units = load.units
     sums = before(units * load.heads)
     total, entries = int(sums[-1]), units.size

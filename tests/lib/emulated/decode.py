@@ -257,7 +257,7 @@ def run(
     if program.split is not None:
         inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     outputs = outputs_of(problem, operands)
-    outputs["out"] = replace(outputs["out"], zero=zero)
+    outputs["out"] = outputs["out"]._replace(zero=zero)
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
     stream: Any = device.open_stream("test")
     results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))
