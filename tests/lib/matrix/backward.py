@@ -156,6 +156,8 @@ def _problem(row: str) -> BackwardCase:
         case = answered(case, {**case.options, "bias": hide_first(case.options["bias"])})
     if row in ("large", "opposite"):
         case = beyond_float16(case, row)
+    if row == "gqa":
+        case = of_unlike_heads(case)
     if row in ("nonfinite", "nonfinite bias"):
         case.dout[0, 100, :, 3] = np.nan
     if row == "simple nonfinite":
@@ -176,6 +178,15 @@ def beyond_float16(case: BackwardCase, row: str) -> BackwardCase:
         case.forward.v[:, 1] = -case.forward.v[:, 0]
         case.forward.k[...] *= np.float16(0.1)
     case.forward.v[...] *= 20
+    return answered(case, case.options)
+
+
+def of_unlike_heads(case: BackwardCase) -> BackwardCase:
+    """The case with values 2^8 times as large in every second KV head, which changes the power of two that dS has; in
+    the next sequence it is the other heads."""
+    batch, _, heads, _ = case.forward.v.shape
+    large = np.add.outer(np.arange(batch), np.arange(heads)) % 2 == 1
+    case.forward.v[...] *= np.where(large, 256, 1).astype(np.float16)[:, None, :, None]
     return answered(case, case.options)
 
 

@@ -25,7 +25,7 @@ from emulated.sweeps import Sweep, assert_same_bits, launch_of
 from inside.testing import SEQLENS, poison_unseen_backward
 
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
-from matrix.backward import assert_repeats, beyond_float16
+from matrix.backward import assert_repeats, beyond_float16, of_unlike_heads
 
 _KERNEL = "backward_sm90"
 LAUNCHES = (
@@ -151,6 +151,8 @@ def _problem(row: str) -> BackwardCase:
         case = answered(case, {**case.options, "bias": hide_first(case.options["bias"])})
     if row in ("large", "opposite"):
         case = beyond_float16(case, row)
+    if row == "gqa":
+        case = of_unlike_heads(case)
     if row == "negative":  # scores so low that the weight of a key past the end is infinite
         case.forward.q[...] += 4
         case.forward.k[...] -= 4
