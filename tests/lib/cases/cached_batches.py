@@ -78,10 +78,12 @@ def tree_bits(mask: np.ndarray) -> np.ndarray:
 
 
 def random_tree(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Draft tokens as a tree: each row sees itself and its ancestors. bool (rows, rows)."""
+    """Draft tokens as trees of one root or several: each row sees itself and its ancestors. bool (rows, rows)."""
     mask = np.eye(rows, dtype=bool)
     for row in range(1, rows):
-        mask[row] |= mask[rng.integers(row)]
+        parent = rng.integers(-1, row)
+        if parent >= 0:
+            mask[row] |= mask[parent]
     return mask
 
 
