@@ -335,28 +335,42 @@ def run_copy(
     **launch: Any,
 ) -> tuple[Any, Any]:
     """The pools after page copies within them, or from ``pages``. leaving: the pages, after copies to them."""
-    blocks, page_size, heads, dim = k_cache.shape
-    dtype = k_cache.dtype.name
-    pool = AppendProblem(
-        layout="paged", batch=1, total=1, heads_kv=heads, head_dim=dim, head_dim_v=v_cache.shape[3], dtype=dtype,
-        cache_dtype=dtype, page_size=page_size, num_blocks=blocks,
-    )  # fmt: skip
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "page_pairs": np.asarray(pairs, np.int32).reshape(-1, 2)}
     names = ("cache", "cache")
     if pages is not None:
         arrays |= {"k_pages": pages[0], "v_pages": pages[1]}
         names = ("cache", "pages") if leaving else ("pages", "cache")
     buffers, memory = placed(arrays)
-    geometry = page_copy_geometry(len(pairs), pool)
+    launch_copy(k_cache, v_cache, len(pairs), buffers, list(memory.values()), *names, **launch)
+    changed = [f"{side}_{names[1]}" for side in "kv"]
+    return tuple(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in changed)
+
+
+def launch_copy(
+    k_cache: Any,
+    v_cache: Any,
+    pairs: int,
+    buffers: dict[str, Buffer],
+    memory: Sequence[EmulatedBuffer],
+    source: str = "cache",
+    target: str = "cache",
+    **launch: Any,
+) -> None:
+    """As `launch_append`, of so many pairs. k_cache, v_cache: for their shapes. source, target: "cache" or "pages"."""
+    blocks, page_size, heads, dim = k_cache.shape
+    dtype = k_cache.dtype.name
+    pool = AppendProblem(
+        layout="paged", batch=1, total=1, heads_kv=heads, head_dim=dim, head_dim_v=v_cache.shape[3], dtype=dtype,
+        cache_dtype=dtype, page_size=page_size, num_blocks=blocks,
+    )  # fmt: skip
+    geometry = page_copy_geometry(pairs, pool)
     if all(geometry.grid):
         module_of(kernel_source(PageCopyKey(arch="sm_90a"))).launch(
             "copy_pages",
             geometry.grid,
             geometry.block,
             geometry.shared_bytes,
-            pack_page_copy(len(pairs), pool, buffers, *names),
-            list(memory.values()),
+            pack_page_copy(pairs, pool, buffers, source, target),
+            memory,
             **{"arithmetic": contraction.arithmetic(), **launch},
         )
-    changed = [f"{side}_{names[1]}" for side in "kv"]
-    return tuple(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in changed)

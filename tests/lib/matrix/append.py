@@ -16,6 +16,7 @@ from emulated.append import (
     dtype_of,
     expected,
     launch_append,
+    launch_copy,
     placed,
     run_copy,
     same_bits,
@@ -95,7 +96,7 @@ _MISPLACED: dict[str, tuple[tuple[str, Any, int], ...]] = {
     "minus": (("table", (2, 1), -1),),
     "left over": (("cu_seqlens", 6, 30), ("cache_seqlens", 5, 12)),
 }
-ROWS = (*_CASES, *_MISPLACED, "bits", "far", "far new rows", "pages", "pages of any dtype")
+ROWS = (*_CASES, *_MISPLACED, "bits", "far", "far new rows", "far pages", "pages", "pages of any dtype")
 # Each is a variant to build of paths that others take.
 RARE = frozenset(
     {"bfloat16", "rounded", "halves narrow", "interleaved positions", "frequencies", "even halves"}
@@ -128,6 +129,9 @@ def run(row: str) -> None:
         elif row == "far new rows":
             for axis in range(2):
                 _check_far_rows(AppendCase(new=(2,), before=(0,), head_dim=16), axis, **launch)
+        elif row == "far pages":
+            for pair in ((0, 1), (1, 0)):
+                _check_far_pages(pair, **launch)
         elif row == "pages":
             _check_pages(**launch)
         else:
@@ -176,6 +180,21 @@ def _check_far_rows(case: AppendCase, axis: int, **launch: Any) -> None:
     launch_append(operands.problem, near | far, [*memory.values(), *parts], **launch)
     for name, wanted in zip(caches, expected(operands, exact=True), strict=True):
         same_bits(name, memory[name].view(wanted.dtype, wanted.shape), wanted, case)
+
+
+def _check_far_pages(pair: tuple[int, int], **launch: Any) -> None:
+    """The two pages of a pool lie more than 2^32 elements apart, and one is copied to the other."""
+    rng = np.random.default_rng(0)
+    pools = {f"{side}_cache": rng.standard_normal((2, 8, 1, 16)).astype(np.float16) for side in "kv"}
+    wanted = [pool.copy() for pool in pools.values()]
+    copy_pages(wanted, [pair])
+    near, memory = placed({"page_pairs": np.array([pair], np.int32)})
+    far, halves = _halves(pools, 0)
+    parts = [part for half in halves for part in half.values()]
+    launch_copy(*pools.values(), 1, near | far, [*memory.values(), *parts], **launch)
+    for name, want in zip(pools, wanted, strict=True):
+        got = np.concatenate([half[name].view(want.dtype, (1, *want.shape[1:])) for half in halves])
+        same_bits(name, got, want, _MIXED)
 
 
 def _check_pages(**launch: Any) -> None:
