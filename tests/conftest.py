@@ -43,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Else each would compile every module, and rewrite the assertions of every test, for itself.
     """
+    if config.option.markexpr == "gpu" and hasattr(config, "workerinput"):
+        config.pluginmanager.register(_LostContext())
     if sys.dont_write_bytecode and getattr(config.option, "tx", None):
         folder = tempfile.TemporaryDirectory(prefix="gpu-actors-bytecode-")
         patch = pytest.MonkeyPatch()
@@ -50,6 +52,18 @@ def pytest_configure(config: pytest.Config) -> None:
         patch.setenv("PYTHONPYCACHEPREFIX", folder.name)
         config.add_cleanup(patch.undo)
         config.add_cleanup(folder.cleanup)
+
+
+class _LostContext:
+    """A kernel's fault ends a GPU's context for its process, so the worker ends after it, and xdist starts another."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and "cupy" in sys.modules:
+            try:
+                sys.modules["cupy"].cuda.runtime.deviceSynchronize()
+            except Exception:  # of CuPy, which may not be installed
+                os._exit(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

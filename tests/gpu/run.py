@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 15.0  # seconds that a step has to write what it found, once it was told to stop
+MOST_PROCESSES = 12  # that share the GPU: each takes half a gigabyte of it
 MOST_LOG = 1 << 20  # bytes of a step's log that the archive takes: the last ones
 
 Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
@@ -38,20 +39,24 @@ Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
 
 @dataclass(frozen=True)
 class Step:
-    """arguments: of pytest, or of ``gpu-actors bench``. seconds: at most."""
+    """arguments: of pytest, or of ``gpu-actors bench``. seconds: at most.
+
+    spread: whether its tests may share the GPU with each other. Most of their time is the compiler's.
+    """
 
     name: str
     kind: Literal["tests", "bench"]
     arguments: tuple[str, ...]
     seconds: float
+    spread: bool = False
 
 
 _KERNELS = (
-    Step("conformance", "tests", ("tests/emulation",), 120),
-    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120),
-    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130),
-    Step("decode", "tests", ("tests/gpu/test_decode.py",), 70),
-    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60),
+    Step("conformance", "tests", ("tests/emulation",), 120, spread=True),
+    Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120, spread=True),
+    Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130, spread=True),
+    Step("decode", "tests", ("tests/gpu/test_decode.py",), 70, spread=True),
+    Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60, spread=True),
 )
 _SERVICE = (
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 90),
@@ -258,8 +263,10 @@ def real_command(step: Step, work: Path, seconds: float) -> list[str]:
             arguments += ["--plot", str(work / f"{step.name}.png")]
         return [sys.executable, "-m", "gpu_actors.cli", "bench", *arguments]
     junit = f"--junitxml={work / f'{step.name}.xml'}"
-    # One process: the tests share the GPU. The project's own options ask for pytest-xdist, which may be missing here.
+    # The project's own options ask for pytest-xdist, which may be missing here.
     options = ["-o", "addopts=--strict-markers", "--durations=10"]
+    if step.spread and importlib.util.find_spec("xdist") is not None:
+        options += ["-n", str(max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 2)))]
     # Warnings of whatever torch is there are no failures of ours.
     return [sys.executable, "-m", "pytest", "-q", *options, "-W", "default", "-m", "gpu", junit, *step.arguments]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -278,6 +279,58 @@ def test_every_step_names_files_that_are_there_and_suites_that_are_known(run: An
     assert {step.arguments[0] for step in every if step.kind == "bench"} <= set(_suites())
     for step in every:
         assert run.real_command(step, Path("/tmp"), 60.0)[0] == sys.executable
+
+
+def test_tests_that_mostly_compile_are_spread_over_processes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread, alone = run.PARTS["kernels"][0], run.PARTS["service"][0]
+    monkeypatch.setattr(run.os, "sched_getaffinity", lambda _: range(16))
+    command = run.real_command(spread, Path("/tmp"), 60.0)
+    assert command[command.index("-n") + 1] == "12"
+    assert "-n" not in run.real_command(alone, Path("/tmp"), 60.0)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda _: None)
+    assert "-n" not in run.real_command(spread, Path("/tmp"), 60.0)
+
+
+LOSING = """
+import cupy, pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_a_kernel(number):
+    if number == 1:
+        cupy.lost = True
+    assert not cupy.lost
+"""
+STUB = """
+from types import SimpleNamespace
+
+lost = False
+
+def synchronize():
+    if lost:
+        raise RuntimeError("illegal instruction")
+
+cuda = SimpleNamespace(runtime=SimpleNamespace(deviceSynchronize=synchronize))
+"""
+
+
+def test_a_worker_whose_context_is_lost_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text(STUB)
+    (tmp_path / "test_losing.py").write_text(LOSING)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PATH.parents[1]}:{PATH.parents[1] / 'lib'}"}
+    options = ["-p", "conftest", "-o", "markers=gpu", "-n", "1", "-m", "gpu", "-rA", "test_losing.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    passed = sorted(line.removeprefix("PASSED ") for line in done.stdout.splitlines() if line.startswith("PASSED "))
+    assert passed == [f"test_losing.py::test_a_kernel[{number}]" for number in (0, 2, 3)], done.stdout + done.stderr
+    assert "assert not True" in done.stdout
 
 
 def test_a_file_of_tests_that_no_step_names_is_run_all_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
