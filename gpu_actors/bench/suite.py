@@ -285,15 +285,15 @@ class _Measured:
             began = time.perf_counter()
             await submit(case, context, next(rotated))
             alone.append((time.perf_counter() - began) * 1e3)
-        began = time.perf_counter()
         rounds = -(-requests // in_flight)
-        for _ in range(rounds):
-            await asyncio.gather(*(_await(submit(case, context, next(rotated))) for _ in range(in_flight)))
+
+        async def one_after_another() -> None:
+            for _ in range(rounds):
+                await submit(case, context, next(rotated))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
         return alone, rounds * in_flight / (time.perf_counter() - began)
-
-
-async def _await(reply: Any) -> None:
-    await reply
 
 
 def _cached(case: Case, one: OperandSet, host: Callable[[Any], Any], number: int) -> tuple[Any, Any]:
