@@ -106,7 +106,13 @@ def test_every_array_of_a_message_is_taken_in_from_cupy(name: str, on_gpu: Calla
     given = changed(entry, on_gpu)
     kind = entry.message
     required = {field.name: None for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    adopted, like = adopt_request(kind(**{**required, **given}), "cuda:0")
+    message = kind(**{**required, **given})
+    before = {field.name: getattr(message, field.name) for field in dataclasses.fields(kind)}
+    adopted, like = adopt_request(message, "cuda:0")
+    assert type(adopted) is kind
+    for field, value in before.items():
+        assert getattr(message, field) is value, "the caller's message is as it was"
+        assert field in given or getattr(adopted, field) is value
     for field in given:
         found = getattr(adopted, field)
         assert all(isinstance(part, DeviceArray) for part in (found if isinstance(found, list) else [found])), field

@@ -192,7 +192,7 @@ def test_launches_in_flight_at_once_have_records_of_their_own(bench: Bench) -> N
     assert bench.stream.recording_stats().recorded == 3
     into = np.empty(20, np.float32)
     again = step(kernels, 9 * X, pool)
-    again.outputs = {"out": dataclasses.replace(again.outputs["out"], into=into)}
+    again.outputs = {"out": again.outputs["out"]._replace(into=into)}
     event = bench.stream.launch(again)
     event.wait()
     assert event.outputs["out"] is into

@@ -152,10 +152,10 @@ class TestPacking:
         good = Buffer(4096, (3, 2, 32), (64, 32, 1), "float16")
         self.pack(k=good)
         for wrong in (
-            dataclasses.replace(good, shape=(4, 2, 32)),
-            dataclasses.replace(good, dtype="bfloat16"),
-            dataclasses.replace(good, strides=(64, 1, 2)),
-            dataclasses.replace(good, address=4097),
+            good._replace(shape=(4, 2, 32)),
+            good._replace(dtype="bfloat16"),
+            good._replace(strides=(64, 1, 2)),
+            good._replace(address=4097),
         ):
             with pytest.raises(InvalidRequest, match="k"):
                 self.pack(k=wrong)
@@ -168,7 +168,7 @@ class TestPacking:
         good = Buffer(4096, (2, 8, 2, 8), (999, 16, 8, 1), "float16")
         pairs = Buffer(4096, (1, 2), (2, 1), "int32")
         pack_page_copy(1, pool, {"k_cache": good, "v_cache": good, "page_pairs": pairs})
-        turned = dataclasses.replace(good, strides=(128, 8, 64, 1))
+        turned = good._replace(strides=(128, 8, 64, 1))
         with pytest.raises(InvalidRequest, match="v_cache"):
             pack_page_copy(1, pool, {"k_cache": good, "v_cache": turned, "page_pairs": pairs})
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from inside.compiling import Compiler
-from inside.devices import Buffer
+from inside.devices import Buffer, Kernel, LaunchGeometry
 from inside.emulation import build_module
 from support.structs import fields_of
 
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
+from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
 
@@ -158,7 +160,7 @@ class TestPacking:
     )
     def test_an_operand_that_is_not_as_the_problem_says_is_refused(self, changes, words):
         given = buffers(DENSE_SHAPES)
-        given["q"] = dataclasses.replace(given["q"], **changes)
+        given["q"] = given["q"]._replace(**changes)
         with pytest.raises(InvalidRequest, match=words) as refused:
             pack_forward(DENSE, given)
         assert refused.value.field == "q"
@@ -166,5 +168,39 @@ class TestPacking:
     def test_an_axis_of_extent_1_may_have_any_stride(self):
         problem = dataclasses.replace(DENSE, head_dim=1)
         given = buffers({**DENSE_SHAPES, "q": (2, 3, 4, 1), "k": (2, 5, 2, 1)})
-        given["q"] = dataclasses.replace(given["q"], strides=(12, 4, 1, 99))
+        given["q"] = given["q"]._replace(strides=(12, 4, 1, 99))
         assert unpack(pack_forward(problem, given))["q_strides.head"] == 1
+
+
+def test_the_same_operands_are_packed_once() -> None:
+    """And others anew: an address, a shape, a seed. Scalars are not compared, as -0.0 equals 0.0."""
+    made: list[tuple[dict[str, Buffer], Values]] = []
+
+    def pack(given: Mapping[str, Buffer], values: Values) -> bytes:
+        made.append((dict(given), values))
+        return bytes([len(made)])
+
+    key = dispatch_key(DENSE, "sm_80")
+    program = Program((Part(key, LaunchGeometry((1, 1, 1), (32, 1, 1), 0), pack),))
+
+    def packed(given: dict[str, Buffer], values: Values = NO_VALUES) -> object:
+        (step,) = program.steps([Kernel("forward_mma", None)], values)
+        return step.pack(given)
+
+    first = buffers(DENSE_SHAPES)
+    others = (
+        first | {"q": first["q"]._replace(address=8)},
+        first | {"q": first["q"]._replace(shape=(2, 3, 4, 4))},
+        first | {"q": first["q"]._replace(strides=(0, 0, 0, 1))},
+        first | {"q": first["q"]._replace(dtype="bfloat16")},
+        {name: buffer for name, buffer in first.items() if name != "v"},
+    )
+    assert packed(first) == packed(buffers(DENSE_SHAPES)) == b"\1"
+    for count, other in enumerate(others, 2):
+        assert packed(other) == packed(dict(other)) == bytes([count])
+    assert packed(first, Values(dropout_seed=3)) == packed(first, Values(dropout_seed=3)) == bytes([len(others) + 2])
+    assert packed(first) == b"\1"
+    for scalar in (0.0, -0.0, 0.0):
+        packed(first, Values(score_scalars=(scalar,)))
+        assert str(made[-1][1].score_scalars) == f"({scalar},)"
+    assert made[0][0] == first

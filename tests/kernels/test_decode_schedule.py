@@ -181,3 +181,23 @@ class TestTiles:
             programs = [program_of(problem, key, Target(132, None, planned_by_host)) for problem in (one, other)]
             assert programs[0].keys == programs[1].keys
             assert programs[0].scratch == programs[1].scratch
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_lengths_of_as_many_tiles_share_a_split_that_is_as_any_other(causal: bool, rows: int) -> None:
+    """Where rows are given by sequence, each launch is split for itself."""
+    case = DecodeCase(
+        random_batch(4, (300, 0, 5, 700), rows=rows, heads=(4, 2), dim=32, dtype="float16"), options={"causal": causal}
+    )
+    problem = problem_of(case, case.operands())
+    key = key_of(problem, "sm_80")
+    rng = np.random.default_rng(0)
+    for lengths in [case.batch.lengths, *rng.integers(0, 700, (40, 4), np.int32)]:
+        every = split_decode(problem, key, 40, lengths, np.full(4, rows))
+        found = split_decode(problem, key, 40, lengths, None)
+        np.testing.assert_array_equal(found.positions, every.positions)
+        tile = decode_tile(key).tile.block_n
+        alike = split_decode(problem, key, 40, -(-lengths // tile) * tile, None)
+        assert alike.positions is found.positions
+        assert not found.positions.flags.writeable

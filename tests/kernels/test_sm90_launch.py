@@ -162,7 +162,7 @@ class TestOperands:
 
     def test_packing_refuses_what_no_plan_should_have_sent(self):
         with pytest.raises(ga.InvalidRequest, match="TMA") as refused:
-            packed(k=dataclasses.replace(OPERANDS["k"], strides=(38400, 132, 66, 1)))
+            packed(k=OPERANDS["k"]._replace(strides=(38400, 132, 66, 1)))
         assert refused.value.field == "k"
 
 

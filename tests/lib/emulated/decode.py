@@ -276,7 +276,7 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
     }
 
     def pack(buffers: Any) -> bytes:
-        pointers = {f"{side}_ptrs": replace(buffers["cache_seqlens"], dtype="uint64") for side in "kv"}
+        pointers = {f"{side}_ptrs": buffers["cache_seqlens"]._replace(dtype="uint64") for side in "kv"}
         return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
 
     step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)

@@ -92,7 +92,7 @@ def check_far_scratch(kernel: str, arch: str) -> None:
         shape[axis] += before
         place = describe(array, array, memory[name].address)
         address = place.address - before * place.strides[axis] * array.itemsize
-        buffers[name] = dataclasses.replace(place, address=address, shape=tuple(shape))
+        buffers[name] = place._replace(address=address, shape=tuple(shape))
     for part in program.parts:
         params = part.pack(buffers, NO_VALUES)
         module_of(kernel_source(part.key)).launch(part.key.kernel, *part.geometry, params, list(memory.values()))
