@@ -263,9 +263,10 @@ def attention_output(template: Adopted | None, result: Any, outputs: Outputs) ->
     """The answer to one request. result: the caller's own ``out``, where it gave one."""
     out, lse = outputs["out"], outputs.get("lse")
     if template is not None:
-        out = restore(out, template)
         lse = None if lse is None else restore(lse, template)
-    return (AttentionOutput(out if result is None else result, lse),)
+    if result is None:
+        result = out if template is None else restore(out, template)
+    return (AttentionOutput(result, lse),)
 
 
 def oracle(
