@@ -89,7 +89,8 @@ async def _run(requests: int, every: int, workers: int = 4) -> str:
             async def kill() -> None:
                 while not done.is_set():
                     if load.answered + load.appended + load.told >= (len(killed) + 1) * every:
-                        victim = pool.workers[dice.choice(list(pool.workers))]
+                        busy = [name for name, worker in pool.stats().workers.items() if worker.outstanding]
+                        victim = pool.workers[dice.choice(busy or list(pool.workers))]
                         assert isinstance(victim, RemoteContext)
                         generation, pid = (victim.name, victim.generation), victim.pid
                         if pid is not None and generation not in killed:  # else it is dying already
