@@ -140,12 +140,14 @@ class ScratchSpec(NamedTuple):
 
     zero: clear it before the first step. contents: gives its bytes from the buffers of inputs and outputs, which is how
     a kernel gets a table of addresses. With neither it holds anything.
+    rearmed: of some bytes that are cleared, the kernels leave them as 0, so that a stream clears them for all launches.
     """
 
     shape: tuple[int, ...]
     dtype: str
     zero: bool = False
     contents: Pack | None = None
+    rearmed: bool = False
 
 
 @dataclass(slots=True)

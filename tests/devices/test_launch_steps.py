@@ -170,3 +170,68 @@ def test_a_step_that_fails_releases_the_scratch_of_all(bench: Bench) -> None:
     event = bench.stream.launch(launch(kernels, X, pool, pack))
     event.wait()
     assert bench.cuda.leaks()["blocks"] == held
+
+
+# Scratch that kernels leave as 0
+
+
+def draw(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
+    """out = the number drawn from the counter, which is put back to 0."""
+    operands = views(memory, params)
+    operands["out"][...] = operands["counter"][0]
+    operands["counter"][...] = 0
+
+
+def drawing(kernel: Kernel, pack: Any = pack) -> Launch:
+    counter = ScratchSpec((1,), "int32", zero=True, rearmed=True)
+    step = Step(kernel, LaunchGeometry((1, 1, 1), (32, 1, 1), 0), pack)
+    out = {"out": OutputSpec(X.shape, "float32")}
+    return Launch(None, {"x": X}, out, lambda inputs: {}, (step,), {"counter": counter})
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_a_stream_clears_what_kernels_leave_as_0_before_the_first_alone(order: Any) -> None:
+    cuda = FakeCuda({**KERNELS, "draw": draw}, order=order, seed=5)
+    bench = Bench(cuda)
+    kernel = bench.device.load(Cubin(b"draws", "sm_90a", ("draw",), "", {}), "draw")
+    cuda.fail("fill", 1)  # nothing is cleared by a launch that fails
+    with pytest.raises(LaunchError):
+        bench.stream.launch(drawing(kernel))
+    cuda.calls.clear()
+    held = []
+    for stream in (bench.stream, bench.device.open_stream("other")):
+        events = [stream.launch(drawing(kernel)) for _ in range(3)]
+        for event in events:
+            event.wait()
+            assert not event.outputs["out"].any()
+        held.append(cuda.calls.count("fill"))
+    assert held == [1, 2], "once for each stream"
+    bench.device.close()
+    assert cuda.leaks() == {}
+
+
+DRAWS = """
+#include "ptx/types.cuh"
+struct Params { float* out; int* counter; int left; };
+extern "C" __global__ void draw(const __grid_constant__ Params p) {
+  if (threadIdx.x < 20) p.out[threadIdx.x] = *p.counter;
+  __syncthreads();
+  if (threadIdx.x == 0) *p.counter = p.left;
+}
+"""
+
+
+def test_a_kernel_that_leaves_something_else_is_found_out(emulated: EmulatedDevice) -> None:
+    built = emulated.build(KernelSource("draws", DRAWS, ("draw",), asset_headers(DRAWS)), "sm_80")
+    for left in (0, 1):
+
+        def packed(buffers: Mapping[str, Buffer], left: int = left) -> bytes:
+            return struct.pack("<2Qi4x", buffers["out"].address, buffers["counter"].address, left)
+
+        event = emulated.open_stream("test").launch(drawing(built, packed))
+        if left:
+            with pytest.raises(LaunchError, match="left 'counter' other than 0"):
+                event.wait()
+        else:
+            event.wait()
+            assert not event.outputs["out"].any()

@@ -13,7 +13,7 @@ launch are copied next to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +22,11 @@ from gpu_actors.arrays.adopt import check_output, dtype_of, name_of
 from gpu_actors.arrays.device_array import DeviceArray, Joined, element_strides
 from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
-from gpu_actors.devices.cuda.memory import Layout, MemoryPools, StagingBlock
+from gpu_actors.devices.cuda.memory import DeviceMemory, Layout, MemoryPools, StagingBlock
 from gpu_actors.devices.interface import Buffer, Launch, OutputSpec, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
 
-__all__ = ["Operands"]
+__all__ = ["Armed", "Operands"]
 
 Host = np.ndarray[Any, Any]
 
@@ -46,14 +46,26 @@ class _Late(NamedTuple):
     offset: int
 
 
+class Armed:
+    """Memory of a stream that its launches find as 0 and leave so: cleared once, by the first of them."""
+
+    BYTES = 256
+
+    def __init__(self, pools: MemoryPools) -> None:
+        self._memory = DeviceMemory(pools, self.BYTES)
+        self.address: int = self._memory.address
+        self.cleared: bool = False
+
+
 class Operands:
     """The operands of one launch; holds their memory until `release`.
 
-    buffers: by name, for packing the kernel's parameters. producers: the streams to wait for first.
+    buffers: by name, for packing the kernel's parameters. producers: the streams to wait for first. armed: where
+    scratch memory lies that kernels leave as 0; None: nothing of the stream's is to be used.
     Making one raises OutOfDeviceMemory, and InvalidRequest for an array that lies elsewhere or cannot be written.
     """
 
-    def __init__(self, pools: MemoryPools, launch: Launch) -> None:
+    def __init__(self, pools: MemoryPools, launch: Launch, armed: Callable[[], Armed] | None = None) -> None:
         self.buffers: dict[str, Buffer] = {}
         self.producers: set[int] = set()
         self._pools = pools
@@ -64,6 +76,7 @@ class Operands:
         self._scratch: list[tuple[str, ScratchSpec, int]] = []
         self._late: dict[str, _Late] = {}
         self._cleared: list[str] = []
+        self._arming: Armed | None = None
         self._joined: list[tuple[str, Joined, int]] = []
         self._block: MemoryBlock | None = None
         self._staging_in: StagingBlock | None = None
@@ -72,7 +85,7 @@ class Operands:
         try:
             self._place_inputs(launch)
             self._place_outputs(launch)
-            self._place_scratch(launch.scratch)
+            self._place_scratch(launch.scratch, armed)
             self._allocate()
             self._fill_staging()
         except BaseException:
@@ -92,6 +105,9 @@ class Operands:
         for name in self._cleared:
             buffer = self.buffers[name]
             api.fill(buffer.address, 0, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize, stream)
+        if self._arming is not None:
+            api.fill(self._arming.address, 0, Armed.BYTES, stream)
+            self._arming.cleared = True
 
     def download(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copy of the outputs that the host wants."""
@@ -127,6 +143,7 @@ class Operands:
         staging = (self._staging_in, self._staging_out)
         self._staging_in = self._staging_out = None
         self._uploads, self._returned, self._downloads, self._results = [], [], [], {}
+        self._arming = None
         if block is not None:
             self._pools.free(block)
         for staged in staging:
@@ -174,12 +191,17 @@ class Operands:
             if spec.zero and 0 not in spec.shape:
                 self._cleared.append(name)
 
-    def _place_scratch(self, scratch: Mapping[str, ScratchSpec]) -> None:
+    def _place_scratch(self, scratch: Mapping[str, ScratchSpec], find_armed: Callable[[], Armed] | None) -> None:
         for name, spec in scratch.items():
             dtype = dtype_of(spec.dtype)
             nbytes = math.prod(spec.shape) * dtype.itemsize
             if nbytes == 0:
                 self.buffers[name] = _buffer(0, spec.shape, dtype)
+            elif spec.rearmed and find_armed is not None:
+                armed = find_armed()
+                self.buffers[name] = _buffer(armed.address, spec.shape, dtype)
+                if not armed.cleared:
+                    self._arming = armed
             elif spec.contents is not None:
                 self._late[name] = _Late(spec, self._up.reserve(nbytes))
             else:

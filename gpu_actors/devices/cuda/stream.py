@@ -18,7 +18,7 @@ from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.memory import MemoryPools, keep_for_ever
 from gpu_actors.devices.cuda.module import CudaFunction
-from gpu_actors.devices.cuda.operands import Operands
+from gpu_actors.devices.cuda.operands import Armed, Operands
 from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
 from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, Params, RecordingStats, Stream
 from gpu_actors.devices.recorded import Recordings, recording_key
@@ -40,6 +40,7 @@ class CudaStream(Stream):
         self._pools = pools
         self._flights: deque[Flight] = deque()
         self._closed = False
+        self._armed: Armed | None = None
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while something is enqueued, so that closing cannot pull the stream away underneath.
         self._lock = threading.Lock()
@@ -53,7 +54,7 @@ class CudaStream(Stream):
         key = recording_key(launch)
         if key is not None:
             return self._launch_recorded(key, launch, functions)
-        operands = Operands(self._pools, launch)
+        operands = Operands(self._pools, launch, self._arm)
         try:
             kernels = _packed(functions, launch, operands)
         except BaseException:
@@ -92,8 +93,14 @@ class CudaStream(Stream):
                 return False
             if self.handle is not None:
                 self._driver.api.destroy_stream(self.handle)
-                self.handle = None
+                self.handle = self._armed = None
             return True
+
+    def _arm(self) -> Armed:
+        with self._lock:
+            if self._armed is None:
+                self._armed = Armed(self._pools)
+            return self._armed
 
     def _launch_recorded(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> Event:
         driver = self._driver

@@ -150,6 +150,9 @@ class _EmulatedStream(HostStream):
                 threads=emulation.threads,
                 limit_seconds=self._hang_timeout,
             )
+        for name, scratch in launch.scratch.items():
+            if scratch.rearmed and operands.places[name].array.any():
+                raise LaunchError(f"{self._name}: the kernels left {name!r} other than 0, as the next launch finds it")
 
 
 class _Operands:

@@ -18,7 +18,7 @@ def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) ->
     """The kernel of ``key``, which names forward_sm90. A cache takes it alone, too, whatever its lengths are."""
     pack = functools.partial(pack_sm90, problem, key, target.encode)
     part = Part(key, sm90_geometry(key, problem, target.multiprocessors), pack)
-    return Program((part,), {COUNTER: ScratchSpec((1,), "int32", zero=True)})
+    return Program((part,), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})
 
 
 FORWARD_SM90 = KernelFamily(
