@@ -197,7 +197,7 @@ class Operands:
             nbytes = math.prod(spec.shape) * dtype.itemsize
             if nbytes == 0:
                 self.buffers[name] = _buffer(0, spec.shape, dtype)
-            elif spec.rearmed and find_armed is not None:
+            elif spec.rearmed and nbytes <= Armed.BYTES and find_armed is not None:
                 armed = find_armed()
                 self.buffers[name] = _buffer(armed.address, spec.shape, dtype)
                 if not armed.cleared:
