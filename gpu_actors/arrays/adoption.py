@@ -57,7 +57,7 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
 
 
 def _changed(message: Message, changes: Mapping[str, Any]) -> Message:
-    """As `dataclasses.replace` for a message, none of which checks its fields by itself, in a third of the time."""
+    """As `dataclasses.replace`, without the message's initialiser: none of the package's checks its fields."""
     kind: type = type(message)
     changed: Message = object.__new__(kind)
     for name in _fields(kind):

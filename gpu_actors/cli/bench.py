@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Only the most telling cases of a GPU suite.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Begin no case of a GPU suite later.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Also write the JSON to this file, anew after each case.")
+        Path | None, typer.Option("--out", help="Also write the JSON to this file; a GPU suite after each case.")
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG).")] = None,
 ) -> None:
@@ -47,7 +48,7 @@ def bench(
     def keep(found: Mapping[str, Any]) -> dict[str, Any]:
         figures = {"environment": environment()} | dict(found)
         if out is not None:
-            out.write_text(in_rows(figures), encoding="utf-8")
+            _write(out, in_rows(figures))
         return figures
 
     given = {"device": device, "quick": quick, "minutes": minutes, "keep": keep}
@@ -60,6 +61,19 @@ def bench(
         _draw(suite, figures, plot)
     if any(row["subject"].startswith("gpu_actors") and row["status"] in _BAD for row in _measured(figures)):
         raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    """A file is there whole or as it was, also if the command is killed meanwhile."""
+    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _suites() -> list[str]:

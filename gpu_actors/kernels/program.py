@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,8 +51,7 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
 
 NO_VALUES = Values()
 
-_Remembered: TypeAlias = Callable[..., bytes]
-_REMEMBERED = 32  # sets of operands, of about 2 KiB each
+_MOST_OPERANDS = 16  # of a launch that is remembered: more take longer to compare than to pack
 
 
 def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
@@ -83,10 +85,7 @@ class Program:
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     zeroed: frozenset[str] = frozenset()
     split: Callable[[Any, Any], dict[str, Any]] | None = None
-    _packs: tuple[_Remembered, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_packs", tuple(_remembered(part.pack) for part in self.parts))
+    _number: int = field(init=False, repr=False, compare=False, default_factory=itertools.count().__next__)
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
@@ -96,22 +95,48 @@ class Program:
     def steps(self, kernels: Sequence[Kernel], values: Values) -> tuple[Step, ...]:
         """The steps of a launch. kernels: of `keys`, loaded."""
         return tuple(
-            Step(kernel, part.geometry, functools.partial(_pack, part, packed, values))
-            for kernel, part, packed in zip(kernels, self.parts, self._packs, strict=True)
+            Step(kernel, part.geometry, functools.partial(_pack, part, (self._number, index), values))
+            for index, (kernel, part) in enumerate(zip(kernels, self.parts, strict=True))
         )
 
 
-def _pack(part: Part, packed: _Remembered, values: Values, buffers: Mapping[str, Buffer]) -> bytes:
-    if values.score_scalars:  # -0.0 equals 0.0, and does not stand for it
+class _Packed:
+    """The parameters that kernels were given last, by kernel and operands: pools give the same addresses out again.
+
+    One for all programs, so that they are bounded together: a few KiB each. Safe from any thread.
+    """
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Hashable) -> bytes | None:
+        with self._lock:
+            packed = self._kept.get(key)
+            if packed is not None:
+                self._kept.move_to_end(key)
+            return packed
+
+    def keep(self, key: Hashable, packed: bytes) -> None:
+        with self._lock:
+            self._kept[key] = packed
+            if len(self._kept) > self.MOST:
+                self._kept.popitem(last=False)
+
+
+_packed = _Packed()
+
+
+def _pack(part: Part, place: tuple[int, int], values: Values, buffers: Mapping[str, Buffer]) -> bytes:
+    """place: of the part, its program's number and its own."""
+    # Seeds differ from launch to launch, and -0.0 equals 0.0 without standing for it.
+    if values.dropout_seed or values.score_scalars or len(buffers) > _MOST_OPERANDS:
         return part.pack(buffers, values)
-    return packed(values.dropout_seed, *buffers.items())
-
-
-def _remembered(pack: Pack) -> _Remembered:
-    """What packs for the same operands again without looking at them: pools give the same addresses out again."""
-
-    @functools.lru_cache(maxsize=_REMEMBERED)
-    def packed(dropout_seed: int, *buffers: tuple[str, Buffer]) -> bytes:
-        return pack(dict(buffers), Values(dropout_seed))
-
+    key = place, tuple(buffers.items())
+    packed = _packed.find(key)
+    if packed is None:
+        packed = part.pack(buffers, values)
+        _packed.keep(key, packed)
     return packed

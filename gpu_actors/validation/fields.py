@@ -8,8 +8,6 @@ import math
 import numbers
 from typing import Any
 
-import numpy as np
-
 from gpu_actors.errors import InvalidRequest, Unsupported
 
 __all__ = [
@@ -55,13 +53,16 @@ def describe(array: Any) -> str:
 
 def dtype_name(array: Any) -> str:
     dtype = getattr(array, "dtype", "no dtype")
-    return _dtype_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+    try:
+        return _dtype_name(dtype)
+    except TypeError:  # of a dtype that cannot be hashed
+        return str(dtype)
 
 
-@functools.cache
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    # NumPy puts the name together anew each time. There are few that requests have.
-    return str(dtype)
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: object) -> str:
+    # NumPy puts a name together anew each time.
+    return str(dtype).removeprefix("torch.")
 
 
 def shape_of(field: str, array: Any, axes: str) -> tuple[int, ...]:

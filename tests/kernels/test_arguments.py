@@ -173,7 +173,7 @@ class TestPacking:
 
 
 def test_the_same_operands_are_packed_once() -> None:
-    """And others anew: an address, a shape, a seed. Scalars are not compared, as -0.0 equals 0.0."""
+    """And others anew: an address, a shape. Seeds, scalars (-0.0 equals 0.0) and many operands are not compared."""
     made: list[tuple[dict[str, Buffer], Values]] = []
 
     def pack(given: Mapping[str, Buffer], values: Values) -> bytes:
@@ -198,8 +198,12 @@ def test_the_same_operands_are_packed_once() -> None:
     assert packed(first) == packed(buffers(DENSE_SHAPES)) == b"\1"
     for count, other in enumerate(others, 2):
         assert packed(other) == packed(dict(other)) == bytes([count])
-    assert packed(first, Values(dropout_seed=3)) == packed(first, Values(dropout_seed=3)) == bytes([len(others) + 2])
     assert packed(first) == b"\1"
+    many = first | {f"k_cache.{n}": first["k"] for n in range(16)}
+    for given, values in ((first, Values(dropout_seed=3)), (many, NO_VALUES)):
+        count = len(made)
+        assert packed(given, values) != packed(given, values)
+        assert made[count:] == [(given, values)] * 2
     for scalar in (0.0, -0.0, 0.0):
         packed(first, Values(score_scalars=(scalar,)))
         assert str(made[-1][1].score_scalars) == f"({scalar},)"

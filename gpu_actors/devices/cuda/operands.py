@@ -192,14 +192,15 @@ class Operands:
                 self._cleared.append(name)
 
     def _place_scratch(self, scratch: Mapping[str, ScratchSpec], find_armed: Callable[[], Armed] | None) -> None:
+        rearmed = Layout()
         for name, spec in scratch.items():
             dtype = dtype_of(spec.dtype)
             nbytes = math.prod(spec.shape) * dtype.itemsize
             if nbytes == 0:
                 self.buffers[name] = _buffer(0, spec.shape, dtype)
-            elif spec.rearmed and nbytes <= Armed.BYTES and find_armed is not None:
+            elif spec.rearmed and find_armed is not None and rearmed.size + nbytes <= Armed.BYTES:
                 armed = find_armed()
-                self.buffers[name] = _buffer(armed.address, spec.shape, dtype)
+                self.buffers[name] = _buffer(armed.address + rearmed.reserve(nbytes), spec.shape, dtype)
                 if not armed.cleared:
                     self._arming = armed
             elif spec.contents is not None:
