@@ -135,3 +135,16 @@ def test_a_dtype_is_refused_by_the_name_of_its_array() -> None:
             with pytest.raises(ga.Unsupported, match="q='int8': must have one of the dtypes") as caught:
                 reply.result(60)
             assert caught.value.nearest == "float32"
+
+
+def test_a_dtype_that_cannot_be_hashed_is_refused_by_the_name_of_its_array() -> None:
+    """NumPy's strings compare and hash by what stands for a missing one."""
+    x, q = np.array(["1"] * 8, np.dtypes.StringDType(na_object=[])).reshape(1, 1, 1, 8), rows()  # type: ignore[call-overload]
+    with ga.open_context("mock") as ctx:
+        for field, reply in (
+            ("q", ctx.flash_attn.forward(x, q, q)),
+            ("out", ctx.flash_attn.forward(q, q, q, out=x)),
+            ("bias", ctx.flash_attn.forward(q, q, q, bias=x)),
+        ):
+            with pytest.raises(ga.RequestError, match=f"^{field}='StringDType"):
+                reply.result(60)
