@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,27 +103,26 @@ class Program:
 class _Packed:
     """The parameters that kernels were given last, by kernel and operands: pools give the same addresses out again.
 
-    One for all programs, so that they are bounded together: a few KiB each. Safe from any thread.
+    One for all programs, so that they are bounded together: a few KiB each. Safe from any thread, and without a lock,
+    which a fork could leave locked: each step on the dictionary is one call into C.
     """
 
     MOST = 4096
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
-        self._lock = threading.Lock()
 
     def find(self, key: Hashable) -> bytes | None:
-        with self._lock:
-            packed = self._kept.get(key)
-            if packed is not None:
+        packed = self._kept.get(key)
+        if packed is not None:
+            with contextlib.suppress(KeyError):  # another thread has dropped it since
                 self._kept.move_to_end(key)
-            return packed
+        return packed
 
     def keep(self, key: Hashable, packed: bytes) -> None:
-        with self._lock:
-            self._kept[key] = packed
-            if len(self._kept) > self.MOST:
-                self._kept.popitem(last=False)
+        self._kept[key] = packed
+        if len(self._kept) > self.MOST:
+            self._kept.popitem(last=False)
 
 
 _packed = _Packed()

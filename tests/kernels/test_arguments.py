@@ -16,7 +16,7 @@ from support.structs import fields_of
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
-from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values
+from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values, _Packed
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
 
@@ -208,3 +208,13 @@ def test_the_same_operands_are_packed_once() -> None:
         packed(first, Values(score_scalars=(scalar,)))
         assert str(made[-1][1].score_scalars) == f"({scalar},)"
     assert made[0][0] == first
+
+
+def test_parameters_are_remembered_of_the_last_launches_alone() -> None:
+    kept = _Packed()
+    kept.MOST = 3
+    for key in range(3):
+        kept.keep(key, bytes([key]))
+    assert kept.find(0) == b"\0"
+    kept.keep(3, b"\3")
+    assert [kept.find(key) for key in range(4)] == [b"\0", None, b"\2", b"\3"]
