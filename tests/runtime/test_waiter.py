@@ -70,7 +70,7 @@ async def test_a_woken_task_goes_on_at_once(start: Any) -> None:
 
 
 async def test_it_goes_on_in_its_own_context(start: Any) -> None:
-    variable = contextvars.ContextVar("variable", default="nobody's")
+    variable = contextvars.ContextVar("variable", default="the default")
     seen: list[str] = []
 
     class Looking(Waiting):
@@ -85,7 +85,7 @@ async def test_it_goes_on_in_its_own_context(start: Any) -> None:
     await asyncio.sleep(0)
     soon(waiting.waiter.wake)
     await task
-    assert (seen, variable.get()) == (["its own"], "nobody's")
+    assert (seen, variable.get()) == (["its own"], "the default")
 
 
 async def test_cancelling_ends_the_wait_with_its_message(start: Any) -> None:

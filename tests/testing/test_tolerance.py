@@ -127,7 +127,7 @@ def finish(case: ForwardCase, defect: str, out: Array, lse: Array) -> tuple[Arra
 
 
 def per_thread_softmax(case: ForwardCase) -> Array:
-    """Four threads share a row's keys, each with its own maximum and sum, and nobody combines them."""
+    """Four threads share a row's keys, each with its own maximum and sum, and these are not combined."""
     parts = [
         attention_forward(case.q, case.k[:, lane::4], case.v[:, lane::4], accumulate="float32").out for lane in range(4)
     ]
