@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from gpu_actors.bench import PARTS, environment, in_rows
 from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_note, write_table
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.tracing.chrome import replace_file
 
 __all__ = ["bench"]
 
@@ -48,7 +48,7 @@ def bench(
     def keep(found: Mapping[str, Any]) -> dict[str, Any]:
         figures = {"environment": environment()} | dict(found)
         if out is not None:
-            _write(out, in_rows(figures))
+            replace_file(out, [in_rows(figures)])
         return figures
 
     given = {"device": device, "quick": quick, "minutes": minutes, "keep": keep}
@@ -61,19 +61,6 @@ def bench(
         _draw(suite, figures, plot)
     if any(row["subject"].startswith("gpu_actors") and row["status"] in _BAD for row in _measured(figures)):
         raise typer.Exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    """A file is there whole or as it was, also if the command is killed meanwhile."""
-    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
-        path.write_text(text, encoding="utf-8")
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _suites() -> list[str]:

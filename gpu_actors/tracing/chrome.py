@@ -23,7 +23,7 @@ from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
 
-__all__ = ["ChromeTrace"]
+__all__ = ["ChromeTrace", "replace_file"]
 
 MAX_SPANS = 50_000
 Row = tuple[int, int, str]
@@ -74,7 +74,7 @@ class ChromeTrace(Recorder):
             rows += [(SERVICE, row, name) for name, row in self._kinds.items()]
             last, dropped = self._last, self.dropped
         spans += [_Span(begin, last, begin["args"]) for begin in begun]
-        _replace(self.path, _document(spans, rows, dropped))
+        replace_file(self.path, _document(spans, rows, dropped))
 
     async def __aenter__(self) -> Self:
         add_sink(self.host_span)
@@ -145,13 +145,16 @@ def _records(spans: list[_Span], rows: list[Row]) -> Iterator[Record]:
         yield {**span.begin, "ph": "e", "ts": time, "args": span.args} if ends else span.begin
 
 
-def _replace(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file beside ``path`` and put it in its place. A device or a pipe is written as it is."""
-    target = path.resolve()
-    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-        with target.open("w", encoding="utf-8") as opened:
+def replace_file(path: Path, pieces: Iterable[str]) -> None:
+    """Write a file beside ``path`` and put it in its place, so that it is there whole or as it was.
+
+    A device or a pipe is written as it is. Raises OSError.
+    """
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # asked of the path: /dev/stdout resolves to no file
+        with path.open("w", encoding="utf-8") as opened:
             opened.writelines(pieces)
         return
+    target = path.resolve()
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as opened:

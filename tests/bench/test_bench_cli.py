@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,15 @@ def test_the_file_has_what_was_measured_before_a_run_is_cut_off(
     out = tmp_path / "forward.json"
     assert run("bench", "forward", "--out", str(out))[0] == 1
     assert json.loads(out.read_text())["rows"] == [1]
+
+
+def test_the_file_may_be_a_pipe() -> None:
+    suite = "import gpu_actors.bench.imports as suite; suite.run = lambda: {'seconds': 1.0}"
+    code = f"{suite}; from gpu_actors.cli import main; main()"
+    command = [sys.executable, "-c", code, "bench", "imports", "--out", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert '"seconds": 1.0' in done.stdout
 
 
 def test_figures_are_written_with_a_line_a_row() -> None:
