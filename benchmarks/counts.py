@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.sass import Step, disassemble, main_step
+from gpu_actors.attention.problem import DispatchKey
+from gpu_actors.attention.requests import FlashBackward, FlashForward, PagedForward
 from gpu_actors.bench.cases import Case
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.context import GpuContext
@@ -18,8 +20,6 @@ from gpu_actors.kernels.hopper_decode import variant as hopper_decode
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, tile_of
 from gpu_actors.kernels.variants import kernel_source
-from gpu_actors.problem import DispatchKey
-from gpu_actors.requests import FlashBackward, FlashForward, PagedForward
 
 __all__ = ["Counts", "block_products", "count_case", "counts_of", "key_of", "loaded_bytes"]
 

@@ -11,7 +11,18 @@ from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
 from gpu_actors.actors.kernels import KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
-from gpu_actors.block_mask import BlockMask
+from gpu_actors.attention.block_mask import BlockMask
+from gpu_actors.attention.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import (
+    AttentionGradients,
+    AttentionOutput,
+    BatchedDecode,
+    CacheOptions,
+    FlashBackward,
+    FlashForward,
+    PagedForward,
+)
 from gpu_actors.compiled_kernel import CompiledKernel
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
@@ -50,20 +61,9 @@ from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSeque
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv.transfer import SequencePages
 from gpu_actors.kv_cache import KvCache
-from gpu_actors.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
 from gpu_actors.partial import MergeBackward, MergePartials
 from gpu_actors.planning.graph_plan import GraphPlan
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import (
-    AttentionGradients,
-    AttentionOutput,
-    BatchedDecode,
-    CacheOptions,
-    FlashBackward,
-    FlashForward,
-    PagedForward,
-)
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import Terminated

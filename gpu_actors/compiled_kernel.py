@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu_actors.attention.requests import Array
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import Unsupported
 from gpu_actors.process import Local
-from gpu_actors.requests import Array
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.temporary import process_folder

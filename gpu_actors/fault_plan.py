@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, LaunchError
-from gpu_actors.problem import DispatchKey
 from gpu_actors.validation.fields import real
 
 __all__ = ["Fault", "FaultPlan"]

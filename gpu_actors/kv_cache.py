@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.block_mask import BlockMask
+from gpu_actors.attention.block_mask import BlockMask
+from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.kv.requests import (
     AppendRows,
@@ -35,7 +36,6 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.loop import refuse_on_loop
 from gpu_actors.planning.beside import beside
 from gpu_actors.process import Local
-from gpu_actors.requests import Array, AttentionOutput
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import describe, expect

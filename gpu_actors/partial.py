@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, dtype_of, name_of, restore
+from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.errors import Unsupported
-from gpu_actors.requests import Array, AttentionOutput
 from gpu_actors.validation.fields import describe, expect, one_of
 from gpu_actors.values import brief
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
+from gpu_actors.attention.requests import Array, AttentionGradients, FlashForward
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.planning.forward import is_plain
 from gpu_actors.planning.graph import GraphPlanner
 from gpu_actors.planning.graph_plan import GraphPlan
 from gpu_actors.planning.mha import backward_request, forward_request, mha_gradients, mha_output
 from gpu_actors.planning.plan import PlanCacheStats
-from gpu_actors.requests import Array, AttentionGradients, FlashForward
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell

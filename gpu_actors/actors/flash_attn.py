@@ -8,7 +8,17 @@ from typing import Any, ClassVar, TypeVar
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.block_mask import BlockMask
+from gpu_actors.attention.block_mask import BlockMask
+from gpu_actors.attention.problem import DispatchKey
+from gpu_actors.attention.requests import (
+    Array,
+    AttentionGradients,
+    AttentionOutput,
+    BatchedDecode,
+    FlashBackward,
+    FlashForward,
+    PagedForward,
+)
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
 from gpu_actors.kernels.option_table import Explanation
@@ -24,16 +34,6 @@ from gpu_actors.planning.padded import packed, padded_answer
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
-from gpu_actors.problem import DispatchKey
-from gpu_actors.requests import (
-    Array,
-    AttentionGradients,
-    AttentionOutput,
-    BatchedDecode,
-    FlashBackward,
-    FlashForward,
-    PagedForward,
-)
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell

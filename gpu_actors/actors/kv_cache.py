@@ -20,6 +20,7 @@ from gpu_actors.actors.kv_moving import Moving
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
@@ -45,7 +46,6 @@ from gpu_actors.planning.cached import CacheRequest, check_operands
 from gpu_actors.planning.cascade import CascadeKeys, Cascading
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import Plan
-from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell

@@ -18,6 +18,7 @@ from gpu_actors.actors.coalescing import Work
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.arrays.adopt import CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.kernels.append.variant import AppendProblem, append_key
@@ -30,7 +31,6 @@ from gpu_actors.planning.cascade import CascadeKeys, Cascader
 from gpu_actors.planning.padding import recordable
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
-from gpu_actors.requests import PagedForward
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.validation.paged import check_bias

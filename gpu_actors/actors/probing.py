@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.actors.flash_attn import FlashAttnActor
+from gpu_actors.attention.requests import FlashForward
 from gpu_actors.errors import CompileError, GpuActorsError, LaunchError, MockModeError
-from gpu_actors.requests import FlashForward
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.mailbox import Mailbox

@@ -1,7 +1,7 @@
 """Adoption: the one place that takes in the arrays of a request, whatever actor answers it.
 
-A message is a dataclass whose annotations say which of its fields hold arrays: `Array` of `gpu_actors.requests`, or
-`Sequence[Array]` for a list of them.
+A message is a dataclass whose annotations say which of its fields hold arrays: `Array` of
+`gpu_actors.attention.requests`, or `Sequence[Array]` for a list of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device
-from gpu_actors.block_mask import LISTS, BlockMask
+from gpu_actors.attention.block_mask import LISTS, BlockMask
 
 __all__ = ["adopt_request", "array_fields", "take_in"]
 

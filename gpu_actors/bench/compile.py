@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.cubin_cache import CubinCache
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc
 from gpu_actors.devices.emulation.unit import write_headers
-from gpu_actors.problem import DispatchKey
 
 __all__ = ["beside_cupy", "main", "measure", "run"]
 

@@ -45,7 +45,7 @@ def _forward(case: Case, context: GpuContext, one: OperandSet) -> Reply[Any]:
 
 
 def _backward(case: Case, context: GpuContext, one: OperandSet) -> Reply[Any]:
-    from gpu_actors.requests import FlashBackward
+    from gpu_actors.attention.requests import FlashBackward
 
     names = ("q", "k", "v", "dout", "out", "lse")
     operands = {name: one[name] for name in names}
@@ -53,7 +53,7 @@ def _backward(case: Case, context: GpuContext, one: OperandSet) -> Reply[Any]:
 
 
 def _decode(case: Case, context: GpuContext, one: OperandSet) -> Reply[Any]:
-    from gpu_actors.requests import PagedForward
+    from gpu_actors.attention.requests import PagedForward
 
     names = ("q", "k_cache", "v_cache", "block_table", "cache_seqlens")
     return context.flash_attn.submit(PagedForward(**{name: one[name] for name in names}))

@@ -13,11 +13,11 @@ import time
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, before, split_decode
 from gpu_actors.kernels.decode.variant import ranges_of
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
-from gpu_actors.problem import AttentionProblem
 
 __all__ = ["balance", "batches", "loads", "problem_of", "run"]
 

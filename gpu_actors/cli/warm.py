@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.cli.output import (
     DeviceOption,
     JsonOption,
@@ -18,7 +19,6 @@ from gpu_actors.cli.output import (
     write_note,
     write_table,
 )
-from gpu_actors.problem import DispatchKey
 
 if TYPE_CHECKING:
     from gpu_actors.actors.nvrtc import WarmedVariant

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.clock import Clock
 from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.host import FinishedEvent
@@ -18,7 +19,6 @@ from gpu_actors.devices.interface import (
 )
 from gpu_actors.errors import ActorStopped, ContextLost
 from gpu_actors.fault_plan import Fault, FaultPlan
-from gpu_actors.problem import DispatchKey
 
 __all__ = ["FaultyDevice"]
 

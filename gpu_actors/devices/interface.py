@@ -19,8 +19,8 @@ import numpy as np
 from gpu_actors.errors import LaunchError
 
 if TYPE_CHECKING:
+    from gpu_actors.attention.problem import DispatchKey
     from gpu_actors.compiling.source import Cubin, KernelSource
-    from gpu_actors.problem import DispatchKey
 
 __all__ = [
     "Buffer",

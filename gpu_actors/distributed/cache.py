@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.distributed.dispatch import Dispatch
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.moving import copy_sequence
@@ -23,7 +24,6 @@ from gpu_actors.kv_cache import KvCache
 from gpu_actors.opening import to_the_end
 from gpu_actors.process import Local
 from gpu_actors.remote.context import RemoteContext
-from gpu_actors.requests import Array, AttentionOutput
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.reply import Reply

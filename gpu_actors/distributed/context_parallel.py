@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.arrays.adopt import restore
+from gpu_actors.attention.key_mask import MASK_OPTIONS, SINKS, KeyMask
+from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.distributed.parts import SLOPES, Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
-from gpu_actors.key_mask import MASK_OPTIONS, SINKS, KeyMask
-from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens, sequences
 from gpu_actors.values import show

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.distributed.parts import Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
-from gpu_actors.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.values import show
 

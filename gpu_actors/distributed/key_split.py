@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.key_mask import KeyMask
+from gpu_actors.attention.key_mask import KeyMask
 
 __all__ = ["KeySplit", "RowsAsked"]
 

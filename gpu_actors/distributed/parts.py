@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gpu_actors.arrays.adopt import Adopted, adopt, check_device
+from gpu_actors.attention.requests import CacheOptions
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import Unsupported
-from gpu_actors.requests import CacheOptions
 from gpu_actors.values import show
 
 __all__ = ["SLOPES", "Spread", "all_of", "host_operands"]

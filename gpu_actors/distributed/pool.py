@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack
 
+from gpu_actors.attention.requests import Array
 from gpu_actors.distributed.cache import PooledKvCache
 from gpu_actors.distributed.dispatch import Dispatch, PoolOptions
 from gpu_actors.distributed.members import Member
@@ -24,7 +25,6 @@ from gpu_actors.opening import to_the_end
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.remote.context import open_remote
-from gpu_actors.requests import Array
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import expect, integer, real
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gpu_actors.attention.score_mod import ScoreMod, ScoreScalar, ScoreTensor
 from gpu_actors.graph.derivative import derivative
 from gpu_actors.graph.expression import Expression, in_order
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.score_mod import ScoreMod, ScoreScalar, ScoreTensor
 
 __all__ = ["score_mod"]
 

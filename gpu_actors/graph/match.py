@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from gpu_actors.attention.mha import Mask
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.modification import Modification, ScoreInputs
 from gpu_actors.graph.ops import POINTWISE, Node, row_stats
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.mha import Mask
-from gpu_actors.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph

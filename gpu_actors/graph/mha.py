@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
+from gpu_actors.attention.mha import AttentionParams
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.mha import AttentionParams
 
 __all__ = ["MhaUid", "TensorLayout", "mha_backward_graph", "mha_forward_graph"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpu_actors.attention.mha import Mask
+from gpu_actors.attention.score_mod import ScoreMod, ScoreScalar, ScoreTensor
 from gpu_actors.errors import Unsupported
 from gpu_actors.graph.cuda import score_mod
 from gpu_actors.graph.expression import Expression, combine, in_order, leaf, real
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.mha import Mask
-from gpu_actors.score_mod import ScoreMod, ScoreScalar, ScoreTensor
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph

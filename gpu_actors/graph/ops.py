@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.mha import Mask
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.mha import Mask
 from gpu_actors.validation.fields import expect, flag, one_of, real
 
 __all__ = [

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_actors.attention.mha import Mask
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.graph.graph import OperationGraph
@@ -28,7 +29,6 @@ from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.interop.flex_cache import cached
 from gpu_actors.interop.flex_ops import Lowering
-from gpu_actors.mha import Mask
 from gpu_actors.validation.fields import expect, flag, real
 
 __all__ = ["flex_attention"]

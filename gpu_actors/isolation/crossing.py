@@ -14,6 +14,7 @@ from gpu_actors.actors.cudnn_like import ExecuteGraph
 from gpu_actors.actors.nvrtc import Warm
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, restore
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
@@ -32,7 +33,6 @@ from gpu_actors.naming import by_argument
 from gpu_actors.options import ContextOptions
 from gpu_actors.partial import MergeBackward, MergePartials, adopt_partials
 from gpu_actors.planning.cached import adopt_cache_request
-from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.values import show
 
 __all__ = ["check_options", "harmless", "outbound", "sendable_error", "undoing"]

@@ -29,14 +29,8 @@ import numpy as np
 
 from gpu_actors import errors
 from gpu_actors.arrays.adopt import adopt, check_device, dtype_of, name_of
-from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.isolation.arena import Host
-from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
-from gpu_actors.isolation.records import Answer, Ask, Counts
-from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
-from gpu_actors.mha import MhaBackward, MhaForward, MhaOutput
-from gpu_actors.process import Local
-from gpu_actors.requests import (
+from gpu_actors.attention.mha import MhaBackward, MhaForward, MhaOutput
+from gpu_actors.attention.requests import (
     AttentionGradients,
     AttentionOutput,
     BatchedDecode,
@@ -44,6 +38,12 @@ from gpu_actors.requests import (
     FlashForward,
     PagedForward,
 )
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.isolation.arena import Host
+from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
+from gpu_actors.isolation.records import Answer, Ask, Counts
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
+from gpu_actors.process import Local
 
 __all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
 

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.problem import FLAGS, AttentionProblem, DispatchKey
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.backward.launch import BACKWARD_MMA
 from gpu_actors.kernels.backward.simple import BACKWARD_SIMPLE
@@ -23,7 +24,6 @@ from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
 from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
 from gpu_actors.kernels.program import ANYWHERE, Program, Target
 from gpu_actors.kernels.support import find_unsupported
-from gpu_actors.problem import FLAGS, AttentionProblem, DispatchKey
 
 __all__ = [
     "FAMILIES",

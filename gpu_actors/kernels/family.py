@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gpu_actors.attention.problem import AttentionProblem, Direction, DispatchKey, Layout
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import Program, Target
 from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM
-from gpu_actors.problem import AttentionProblem, Direction, DispatchKey, Layout
 
 __all__ = ["GREATEST_DIM", "KernelFamily"]
 

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from gpu_actors.attention.key_mask import Alignment, MaskKind
+from gpu_actors.attention.problem import FLAGS, AttentionProblem, Direction, DispatchKey, Layout
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
@@ -15,9 +18,6 @@ from gpu_actors.kernels.merge.gradients import MergeGradientKey, check_merge_gra
 from gpu_actors.kernels.merge.merge import MergeKey, check_merge_key
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
-from gpu_actors.key_mask import Alignment, MaskKind
-from gpu_actors.problem import FLAGS, AttentionProblem, Direction, DispatchKey, Layout
-from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import flag, integer, one_of
 
 __all__ = ["check_key"]

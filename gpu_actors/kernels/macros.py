@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, shared_bytes_of, tile_of
-from gpu_actors.problem import DispatchKey
 
 __all__ = [
     "Macros",

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.key_mask import KeyMask
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import FlashForward, PagedForward
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, WITHOUT_CHUNKS, WITHOUT_TMA, Verdict, explain, family_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import ELEMENTS, example_problem, find_unsupported
-from gpu_actors.key_mask import KeyMask
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import FlashForward, PagedForward
-from gpu_actors.score_mod import ScoreMod
 
 __all__ = ["OPTIONS", "Explanation", "OptionCell", "explain_problem", "option_cell", "options_of"]
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode.launch import DECODE_MMA
@@ -31,7 +32,6 @@ from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["Packing", "as_cache", "clocks_of_ranges", "clocks_of_tiles", "packed_program", "packing_of"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.philox import dropout_threshold
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.philox import dropout_threshold
-from gpu_actors.problem import AttentionProblem
 
 __all__ = [
     "ITEMSIZES",

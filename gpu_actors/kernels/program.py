@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, ScratchSpec, Step, TensorMap
 from gpu_actors.errors import Unsupported
-from gpu_actors.problem import DispatchKey
 
 __all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values", "flat_grid"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.params import Binder, struct_layout
-from gpu_actors.problem import AttentionProblem
 
 __all__ = ["pack_row_stats", "row_stats_layout"]
 

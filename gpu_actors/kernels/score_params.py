@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.params import Binder, ParamsLayout, parse_layout
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.score_mod import ScoreMod
 
 __all__ = ["pack_score", "score_layout"]
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.compiling.source import FIRST_CAPABILITY, check_arch
 from gpu_actors.errors import Unsupported
-from gpu_actors.problem import AttentionProblem
 
 __all__ = [
     "ELEMENTS",

@@ -10,11 +10,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.key_mask import MaskKind
+from gpu_actors.attention.problem import Direction, DispatchKey, Layout
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.key_mask import MaskKind
-from gpu_actors.problem import Direction, DispatchKey, Layout
 
 __all__ = [
     "TILES",

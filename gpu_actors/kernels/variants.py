@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from gpu_actors.attention.key_mask import MaskKind
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.score_mod import SCORE_HEADER
 from gpu_actors.compiling.assets import asset_source, kernel_file
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.kernels.append.copy_pages import PageCopyKey
@@ -20,9 +23,6 @@ from gpu_actors.kernels.merge.gradients import MergeGradientKey
 from gpu_actors.kernels.merge.merge import MergeKey
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
-from gpu_actors.key_mask import MaskKind
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.score_mod import SCORE_HEADER
 
 __all__ = [
     "KernelKey",

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gpu_actors.block_mask import BlockMask
+from gpu_actors.attention.block_mask import BlockMask
+from gpu_actors.attention.requests import Array, CacheOptions
 from gpu_actors.process import incarnation
-from gpu_actors.requests import Array, CacheOptions
 from gpu_actors.values import brief
 
 if TYPE_CHECKING:

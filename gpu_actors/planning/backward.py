@@ -8,14 +8,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.block_masks import masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, oracle
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import AttentionGradients, FlashBackward
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import check_seed
 

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.block_mask import LISTS, BlockMask
+from gpu_actors.attention.block_mask import LISTS, BlockMask
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.requests import FlashForward, PagedForward
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.graph.graph import OperationGraph
@@ -22,9 +25,6 @@ from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import FlashForward, PagedForward
-from gpu_actors.score_mod import ScoreMod
 from gpu_actors.validation.fields import describe, expect
 from gpu_actors.values import show
 

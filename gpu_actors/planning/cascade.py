@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import (
     Buffer,
     Device,
@@ -59,8 +61,6 @@ from gpu_actors.planning.cached import cached_oracle, operands
 from gpu_actors.planning.padding import bucket
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
 from gpu_actors.planning.tma_eligibility import eligible_families
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import PagedForward
 
 __all__ = ["LAUNCH_BYTES", "CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
 

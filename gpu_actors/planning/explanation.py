@@ -6,6 +6,8 @@ import dataclasses
 from typing import TypeAlias
 
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, Verdict
@@ -16,8 +18,6 @@ from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
 from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.padded import packed
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
 from gpu_actors.validation.forward import forward_problem
 
 __all__ = ["explain_request", "key_of"]

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import answering_key
@@ -22,8 +24,6 @@ from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, check_seed, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 

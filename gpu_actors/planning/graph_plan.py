@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import AnyArray, restore
+from gpu_actors.attention.problem import DispatchKey
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import (
     Buffer,
     Device,
@@ -33,8 +35,6 @@ from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Program, Values
 from gpu_actors.planning.plan import program_for
-from gpu_actors.problem import DispatchKey
-from gpu_actors.score_mod import ScoreMod
 
 __all__ = ["GraphPlan", "Result", "graph_plan"]
 

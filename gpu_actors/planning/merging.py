@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.device_array import DeviceArray, Joined
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.planning.cached import CacheRequest, tree_bits
 from gpu_actors.planning.plan import Plan
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import PagedForward
 
 __all__ = [
     "ends_of",

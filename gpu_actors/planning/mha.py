@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu_actors.arrays.adopt import Adopted
+from gpu_actors.attention.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
+from gpu_actors.attention.requests import AttentionGradients, FlashBackward, FlashForward
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.forward import attention_output
-from gpu_actors.requests import AttentionGradients, FlashBackward, FlashForward
 from gpu_actors.validation.fields import describe, shape_of
 
 __all__ = ["backward_request", "forward_request", "mha_gradients", "mha_output"]

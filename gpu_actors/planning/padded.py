@@ -21,9 +21,9 @@ import numpy as np
 
 from gpu_actors.arrays.adoption import array_fields
 from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.attention.requests import FlashBackward, FlashForward
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import Unsupported
-from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.fields import describe, expect, optional_array

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.device_array import DeviceArray, Joined
+from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import CacheRequest
-from gpu_actors.requests import BatchedDecode, PagedForward
 
 __all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
 

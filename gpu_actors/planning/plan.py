@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, zero_launch
 from gpu_actors.kernels.dispatch import REFERENCE, program_of
 from gpu_actors.kernels.packing import packed_program
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
-from gpu_actors.problem import AttentionProblem, DispatchKey
-from gpu_actors.score_mod import ScoreMod
 
 __all__ = [
     "Accumulate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from gpu_actors.attention.requests import FlashBackward, FlashForward
 from gpu_actors.devices.interface import Device, Kernel
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.options import MockOptions
@@ -13,7 +14,6 @@ from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.forward import bind_forward, forward_plan, forward_signature, is_plain
 from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.plan import Plan, PlanCache, Planned
-from gpu_actors.requests import FlashBackward, FlashForward
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell

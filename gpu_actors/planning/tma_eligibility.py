@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.kernels.decode.params import CHUNK, rows_refusal
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "key_for"]
 

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.attention.key_mask import KeyMask, MaskOptions
+from gpu_actors.attention.philox import dropout_threshold
+from gpu_actors.attention.requests import scalars_of
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.key_mask import KeyMask, MaskOptions
-from gpu_actors.philox import dropout_threshold
-from gpu_actors.requests import scalars_of
 
 __all__ = ["SCALARS", "Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece"]
 
@@ -61,7 +61,7 @@ class Piece:
 
 
 class AttentionOptions(MaskOptions, total=False):
-    """The options of the oracle, forward and backward, with those of `gpu_actors.key_mask.KeyMask`.
+    """The options of the oracle, forward and backward, with those of `gpu_actors.attention.key_mask.KeyMask`.
 
     softmax_scale: 1 / sqrt(dim) by default. softcap: c of c * tanh(s / c), 0 for none.
     alibi_slopes: (heads,) or (batch, heads); a key at distance d from the diagonal loses slope * d.
@@ -69,7 +69,7 @@ class AttentionOptions(MaskOptions, total=False):
     sinks: (heads,) logits that join the softmax's denominator and the LSE.
     bias: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), added before the mask, or bool, True where keys count.
         Of packed sequences row r and key j of each are those of its own, and the longest may have fewer of both.
-    dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.philox`) falls below p are zeroed,
+    dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.attention.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not change.
     cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
     q_positions, k_positions: integers (batch,) or (batch, 2): the place of a sequence's first row, or key, in a larger

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.key_mask import KeyMask, MaskOptions
+from gpu_actors.attention.key_mask import KeyMask, MaskOptions
 
 __all__ = ["hide_by_tree", "visible_keys"]
 

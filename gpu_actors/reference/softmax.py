@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gpu_actors.philox import dropout_keep
+from gpu_actors.attention.philox import dropout_keep
 from gpu_actors.reference.arguments import Arguments, Array, Piece
 from gpu_actors.reference.masks import hide_by_tree
 

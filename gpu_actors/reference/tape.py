@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.attention.key_mask import KeyMask
+from gpu_actors.attention.mha import Mask
+from gpu_actors.attention.philox import dropout_keep
 from gpu_actors.graph.ops import Node
-from gpu_actors.key_mask import KeyMask
-from gpu_actors.mha import Mask
-from gpu_actors.philox import dropout_keep
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph

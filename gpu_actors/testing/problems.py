@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.key_mask import MASK_OPTIONS, KeyMask
+from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
 
 __all__ = [
     "DTYPES",

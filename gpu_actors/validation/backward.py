@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.requests import FlashBackward
 from gpu_actors.errors import Unsupported
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import FlashBackward
 from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, flag, one_of, optional_array
 from gpu_actors.validation.forward import forward_problem
 

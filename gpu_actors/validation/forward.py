@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_actors.attention.key_mask import MASK_OPTIONS
+from gpu_actors.attention.problem import AttentionProblem, Layout
+from gpu_actors.attention.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.key_mask import MASK_OPTIONS
-from gpu_actors.problem import AttentionProblem, Layout
-from gpu_actors.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
     describe,

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.errors import Unsupported
-from gpu_actors.problem import AttentionProblem
-from gpu_actors.requests import BatchedDecode, PagedForward
 from gpu_actors.validation.fields import (
     FP8,
     describe,

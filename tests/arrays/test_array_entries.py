@@ -20,6 +20,7 @@ from inside.kv import requests as cache_messages
 import gpu_actors as ga
 from gpu_actors.arrays.adoption import adopt_request, array_fields
 from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.attention import mha, requests
 
 
 class Subclass(np.ndarray):
@@ -139,7 +140,7 @@ def test_a_gpus_array_is_refused_by_its_name_where_the_context_is_elsewhere(
 
 MESSAGES = [
     kind
-    for module in ("gpu_actors.requests", "gpu_actors.mha", "gpu_actors.kv.requests", cudnn_like.__name__)
+    for module in (requests.__name__, mha.__name__, cache_messages.__name__, cudnn_like.__name__)
     for kind in vars(importlib.import_module(module)).values()
     if dataclasses.is_dataclass(kind) and kind.__module__ == module and isinstance(kind, type)
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.params import pack_backward
@@ -14,7 +15,6 @@ from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import bias_turns_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_MMA", "gradient_program", "query_slots"]
 

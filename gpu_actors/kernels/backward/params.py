@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.backward.shared import part_dtype
@@ -24,7 +25,6 @@ from gpu_actors.kernels.params import (
 )
 from gpu_actors.kernels.program import Values
 from gpu_actors.kernels.score_params import pack_score
-from gpu_actors.problem import AttentionProblem
 
 __all__ = ["pack_backward"]
 

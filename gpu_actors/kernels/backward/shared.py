@@ -10,12 +10,12 @@ import functools
 import math
 from collections.abc import Mapping
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, ScratchSpec
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.params import Binder, struct_layout
 from gpu_actors.kernels.program import Part, Values, flat_grid
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["SUM", "SUM_THREADS", "part_dtype", "part_shapes", "sum_macros", "sum_parts", "sum_scratch"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.launch import query_slots
@@ -14,7 +15,6 @@ from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import MAX_HEAD_DIM
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_SIMPLE"]
 

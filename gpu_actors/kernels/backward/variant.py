@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.kernels.macros import Macros, flags, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import backward_warp_tile, tile_of
-from gpu_actors.problem import DispatchKey
 
 __all__ = ["NAMES", "backward_macros", "backward_threads", "dq_floats", "gradient_macros", "keys_of"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.decode.params import CHUNK, pack_cache_layouts, pack_decode, pack_pointers
 from gpu_actors.kernels.decode.schedule import split_decode
@@ -36,7 +37,6 @@ from gpu_actors.kernels.decode.variant import (
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.support import MAX_HEAD_DIM
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["DECODE_MMA", "UNKNOWN_MULTIPROCESSORS", "cache_tables", "split_program"]
 

@@ -10,6 +10,7 @@ import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode.schedule import ITEM_UNITS, min_units
@@ -26,7 +27,6 @@ from gpu_actors.kernels.params import (
     struct_layout,
 )
 from gpu_actors.kernels.program import NO_VALUES, Values
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["CHUNK", "decode_layout", "pack_cache_layouts", "pack_decode", "pack_pointers", "pack_split", "rows_refusal"]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.kernels.decode.variant import decode_tile, row_tiles
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_decode"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry, ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode.launch import UNKNOWN_MULTIPROCESSORS, cache_tables
@@ -23,7 +24,6 @@ from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, shared_mem_bytes
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["DECODE_SIMPLE", "SIMPLE", "SIMPLE_COMBINE", "splits_of"]
 

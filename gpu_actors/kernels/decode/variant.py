@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.family import GREATEST_DIM
@@ -16,7 +17,6 @@ from gpu_actors.kernels.macros import Macros, bias_macros, flags, mask_macros, s
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem, scale_refusal
 from gpu_actors.kernels.tiles import Tile, mma_row
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "COMBINE",

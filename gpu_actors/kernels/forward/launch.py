@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey, Layout
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
@@ -14,7 +15,6 @@ from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey, Layout
 
 __all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90
 from gpu_actors.kernels.hopper.variant import sm90_geometry, sm90_macros, sm90_refuses, sm90_threads
 from gpu_actors.kernels.program import Part, Program, Target
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["FORWARD_SM90"]
 

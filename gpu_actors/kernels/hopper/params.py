@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.hopper.variant import ROWS, Sections, sections_of
@@ -20,7 +21,6 @@ from gpu_actors.kernels.row_stats import pack_row_stats
 from gpu_actors.kernels.score_params import pack_score
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import padded_head_dim, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "COUNTER",

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import Tile, output_is_direct, shared_bytes_of, tile_of, value_pieces
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "MULTIPROCESSORS",

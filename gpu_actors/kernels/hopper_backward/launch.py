@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.kernels.backward.launch import gradient_program
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.hopper_backward.params import pack_sm90_backward
@@ -16,7 +17,6 @@ from gpu_actors.kernels.hopper_backward.variant import (
     sm90_dq_floats,
 )
 from gpu_actors.kernels.program import Program, Target
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["BACKWARD_SM90"]
 

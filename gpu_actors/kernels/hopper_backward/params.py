@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.backward.params import pack_backward
 from gpu_actors.kernels.hopper.params import pad_to_maps, rows_map
 from gpu_actors.kernels.program import EncodeTensorMap, Values
 from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["pack_sm90_backward"]
 

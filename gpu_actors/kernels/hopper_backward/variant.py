@@ -5,13 +5,13 @@ backward_prepare_sm90 and backward_finish_sm90 share its tile, and their keys ar
 
 from __future__ import annotations
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward.variant import gradient_macros, keys_of
 from gpu_actors.kernels.hopper.variant import folded_factor_refusal
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.support import bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import padded_backward_dims, tile_of
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "CONSUMERS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.kernels.decode.launch import UNKNOWN_MULTIPROCESSORS, split_program
 from gpu_actors.kernels.family import KernelFamily
@@ -18,7 +19,6 @@ from gpu_actors.kernels.hopper_decode.variant import (
     sm90_row_tile,
 )
 from gpu_actors.kernels.program import Part, Program, Target
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["DECODE_SM90"]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.decode.params import pack_decode
 from gpu_actors.kernels.hopper.params import pad_to_maps, rows_map
 from gpu_actors.kernels.hopper_decode.variant import sm90_decode_tile
 from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Values
 from gpu_actors.kernels.tiles import padded_head_dim
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = ["pack_sm90_decode", "part_of"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode.variant import (
     DecodeTile,
@@ -21,7 +22,6 @@ from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
-from gpu_actors.problem import AttentionProblem, DispatchKey
 
 __all__ = [
     "NAME",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from gpu_actors.block_mask import BlockMask
+from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.values import brief
 
 __all__ = [

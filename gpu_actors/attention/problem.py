@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gpu_actors.key_mask import Alignment, KeyMask, MaskKind
-from gpu_actors.score_mod import ScoreMod
+from gpu_actors.attention.key_mask import Alignment, KeyMask, MaskKind
+from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.values import StableText
 
 __all__ = ["FLAGS", "AttentionProblem", "DispatchKey"]

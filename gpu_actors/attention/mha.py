@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from gpu_actors.attention.key_mask import Alignment
+from gpu_actors.attention.requests import Array
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.key_mask import Alignment
-from gpu_actors.requests import Array
 from gpu_actors.validation.fields import FURTHEST, expect, integer, one_of, real
 from gpu_actors.values import brief
 
