@@ -100,7 +100,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, int, int, str], ...]], ...] = (
     ),
     (SAND, (("context", 2, 10, "opens a context, here or in a child process"),)),
     (SAND, (("isolation", 2, 6, "a context in a child process"),)),
-    (SAND, (("kv_cache", 0, 2, "a paged cache"), ("gpu_context", 2, 10, "what a program holds: drains, closes"))),
+    (SAND, (("handles", 0, 12, "what a program holds: a context, its caches, its health"),)),
     (SAND, (("actors", 0, 12, "the ContextActor and its children"),)),
     (BLUE, (("planning", 0, 12, "from a request to a launch"),)),
     (
@@ -129,8 +129,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, int, int, str], ...]], ...] = (
         (
             ("errors", 0, 3, "the exception tree"),
             ("values", 3, 4, "how messages show them"),
-            ("requests", 7, 3, "messages, results"),
-            ("problem", 10, 2, "a request, no data"),
+            ("attention", 7, 5, "messages, results; a request without data"),
         ),
     ),
 )
@@ -142,11 +141,10 @@ ARROWS = (
     ("interop", "context", 7),
     ("embedding", "context", 9),
     ("metrics", "context", 11),
-    ("kv_cache", "actors", 1),
     ("context", "isolation", 5),
-    ("context", "gpu_context", 10),
-    ("isolation", "gpu_context", 5),
-    ("gpu_context", "actors", 7),
+    ("context", "handles", 10),
+    ("isolation", "handles", 5),
+    ("handles", "actors", 7),
     ("actors", "planning", 6),
     ("planning", "runtime", 2),
     ("planning", "graph", 5.5),
@@ -162,8 +160,7 @@ ARROWS = (
     ("options", "compiling", 4.5),
     ("tracing", "errors", 1.5),
     ("arrays", "values", 6.5),
-    ("validation", "requests", 9.5),
-    ("validation", "problem", 11),
+    ("validation", "attention", 10),
 )
 
 

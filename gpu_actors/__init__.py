@@ -5,6 +5,7 @@ async with gpu_actors.open_context("auto") as ctx:
 """
 
 from gpu_actors._version import __version__
+from gpu_actors.actors.compiled_kernel import CompiledKernel
 from gpu_actors.actors.context import ContextActor
 from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
 from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
@@ -23,7 +24,6 @@ from gpu_actors.attention.requests import (
     FlashForward,
     PagedForward,
 )
-from gpu_actors.compiled_kernel import CompiledKernel
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.context import GpuContext, open_context
@@ -53,14 +53,14 @@ from gpu_actors.errors import (
 )
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.health import Health
+from gpu_actors.handles.health import Health
+from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.append.variant import Rope
 from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv.transfer import SequencePages
-from gpu_actors.kv_cache import KvCache
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
 from gpu_actors.partial import MergeBackward, MergePartials
 from gpu_actors.planning.graph_plan import GraphPlan

@@ -121,6 +121,14 @@ class RequestError(GpuActorsError):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(show, self.args))})"
 
+    def named_for(self, message: object) -> RequestError:
+        """The same error, with the field named as the sender of ``message`` knows it.
+
+        A message type maps the inner names that differ from its own to its own in ``argument_names``.
+        """
+        name = getattr(type(message), "argument_names", {}).get(self.field)
+        return self if name is None else type(self)(name, *self.args[1:])
+
 
 class InvalidRequest(RequestError, ValueError):
     """A request that contradicts itself or the layout rules: no device could answer it."""

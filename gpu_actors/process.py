@@ -1,14 +1,20 @@
-"""What belongs to one process: its incarnation, and objects that cannot leave it."""
+"""What belongs to one process: its incarnation, its folders, its event loop, and objects that cannot leave it."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import functools
 import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_actors.errors import NotCopyable
+from gpu_actors.errors import NotCopyable, WouldBlock
 
-__all__ = ["SERVICE_SIGNALS", "Local", "incarnation"]
+__all__ = ["SERVICE_SIGNALS", "Local", "incarnation", "process_folder", "refuse_on_loop"]
 
 SERVICE_SIGNALS = (
     signal.SIGHUP,
@@ -38,6 +44,26 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
+
+
+@functools.cache
+def process_folder(purpose: str) -> Path:
+    """A folder that this user alone can enter, removed when the process that asked first ends."""
+    folder = Path(tempfile.mkdtemp(prefix=f"gpu-actors-{purpose}-"))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # else a forked child, whose parent goes on
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def refuse_on_loop(call: str, instead: str) -> None:
+    """Raise `WouldBlock` on the thread of a running event loop. call, instead: what was done there, and what to do."""
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
 class Local:

@@ -22,7 +22,6 @@ from gpu_actors.attention.requests import (
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
 from gpu_actors.kernels.option_table import Explanation
-from gpu_actors.naming import by_argument
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.beside import beside
@@ -363,7 +362,7 @@ class FlashAttnHandle(ActorHandle):
             with reading(request):
                 return look(request, self._cell.environment.device.info)
         except RequestError as error:
-            raise by_argument(error, request) from error.__cause__
+            raise error.named_for(request) from error.__cause__
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the cache of validated problems."""

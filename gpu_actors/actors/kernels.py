@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.actors.nvrtc import NvrtcActor
 from gpu_actors.arrays.adopt import adopt, check_device, describe, dtype_of
 from gpu_actors.arrays.device_array import AnyArray, DeviceArray
-from gpu_actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.compiling.assets import completed_headers
 from gpu_actors.compiling.parameter_sizes import parameter_sizes
 from gpu_actors.compiling.signature import KernelParameter, kernel_signature

@@ -21,7 +21,7 @@ from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.devices.cuda.device import CudaDevice
 from gpu_actors.devices.cuda.null_api import NullApi
-from gpu_actors.gpu_context import GpuContext, start_context
+from gpu_actors.handles.gpu_context import GpuContext, start_context
 from gpu_actors.kv.requests import KvSequence
 from gpu_actors.options import ContextOptions
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from gpu_actors.compiling.source import exact_arch
 from gpu_actors.errors import CompileError
 from gpu_actors.extras import cuda_hint
-from gpu_actors.temporary import process_folder
+from gpu_actors.process import process_folder
 
 __all__ = [
     "FindToolchain",

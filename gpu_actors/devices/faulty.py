@@ -7,6 +7,7 @@ from typing import Any
 
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.clock import Clock
+from gpu_actors.devices.fault_plan import Fault, FaultPlan
 from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.host import FinishedEvent
 from gpu_actors.devices.interface import (
@@ -18,7 +19,6 @@ from gpu_actors.devices.interface import (
     Stream,
 )
 from gpu_actors.errors import ActorStopped, ContextLost
-from gpu_actors.fault_plan import Fault, FaultPlan
 
 __all__ = ["FaultyDevice"]
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gpu_actors.gpu_context import GpuContext
-from gpu_actors.health import Health
+from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.handles.health import Health
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["Member", "WorkerStats"]

@@ -12,9 +12,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kv.requests import KvSequence
 from gpu_actors.kv.transfer import SequencePages
-from gpu_actors.kv_cache import KvCache
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import real
 

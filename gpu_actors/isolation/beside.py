@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.errors import GpuActorsError, RequestCancelled
+from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kv.requests import KvCacheSpec
-from gpu_actors.kv_cache import KvCache
 
 if TYPE_CHECKING:
-    from gpu_actors.gpu_context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["Beside", "CacheRef"]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
-from gpu_actors.gpu_context import BUILT_IN, GpuContext, registered
-from gpu_actors.health import Health
+from gpu_actors.handles.gpu_context import BUILT_IN, GpuContext, registered
+from gpu_actors.handles.health import Health
 from gpu_actors.isolation.cells import MakeLost, RemoteChildren, context_lost
 from gpu_actors.isolation.crossing import check_options
 from gpu_actors.isolation.generations import Generations

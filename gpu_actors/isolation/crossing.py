@@ -29,7 +29,6 @@ from gpu_actors.kv.requests import (
     ImportSequence,
     OpenCache,
 )
-from gpu_actors.naming import by_argument
 from gpu_actors.options import ContextOptions
 from gpu_actors.partial import MergeBackward, MergePartials, adopt_partials
 from gpu_actors.planning.cached import adopt_cache_request
@@ -115,7 +114,7 @@ def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | No
         else:
             adopted, template = adopt_request(message, "cpu", notes)
     except InvalidRequest as error:
-        raise by_argument(error, message) from error.__cause__
+        raise error.named_for(message) from error.__cause__
     if adopted is message:
         return message, None
     given = getattr(message, "out", None)

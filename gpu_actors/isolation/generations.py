@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError, caused
-from gpu_actors.health import Health
+from gpu_actors.handles.health import Health
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link

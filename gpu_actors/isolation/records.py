@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.health import Health
+from gpu_actors.handles.health import Health
 
 __all__ = ["Answer", "Ask", "Cancel", "Counts", "Forget", "KernelMade", "Opened", "Ping", "Refused", "Report", "Stop"]
 

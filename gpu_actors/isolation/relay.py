@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.clock import SYSTEM_CLOCK
-from gpu_actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.errors import (
     DeadlineExceeded,
     GpuActorsError,

@@ -244,5 +244,5 @@ def _is_deleted() -> bool:
 
 
 os.register_at_fork(after_in_child=_zygotes.after_fork)
-# Contexts are closed before: by a hook of `gpu_context` that runs earlier than these.
+# Contexts are closed before: by a hook of `handles.gpu_context` that runs earlier than these.
 atexit.register(_zygotes.close)

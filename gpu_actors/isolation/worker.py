@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from gpu_actors.compiled_kernel import CompiledKernel, LaunchKernel
+from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.devices.select import choose_device, open_device
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer
-from gpu_actors.gpu_context import GpuContext, start_context
-from gpu_actors.health import Health
+from gpu_actors.handles.gpu_context import GpuContext, start_context
+from gpu_actors.handles.health import Health
 from gpu_actors.isolation.beside import Beside
 from gpu_actors.isolation.crossing import sendable_error
 from gpu_actors.isolation.questions import ANSWERS

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
-from gpu_actors.naming import by_argument
 from gpu_actors.options import ActorType
 from gpu_actors.runtime.call import DONE, Call
 from gpu_actors.runtime.cell import ActorCell
@@ -114,7 +113,7 @@ class ServiceActor(MailboxActor, ActorType):
         lost, name = self.cell.environment.context_lost, self.cell.name
         failure = as_answer(error, lost, name, "failed while it handled the request")
         for call in calls:
-            known = by_argument(failure, call.message) if isinstance(failure, RequestError) else failure
+            known = failure.named_for(call.message) if isinstance(failure, RequestError) else failure
             call.fail(known, self.outbox)
 
     # Pykka's side

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpu_actors.health import Health
+from gpu_actors.handles.health import Health
 
 __all__ = ["Verdict", "verdict_of", "verdict_of_workers"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpu_actors.fault_plan import Fault, FaultPlan
+from gpu_actors.devices.fault_plan import Fault, FaultPlan
 from gpu_actors.testing.clock import MockClock
 
 if TYPE_CHECKING:

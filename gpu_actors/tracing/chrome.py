@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.loop import refuse_on_loop
+from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names

@@ -317,7 +317,7 @@ def test_close_may_be_called_again_and_from_several_threads() -> None:
 def test_an_actor_that_never_comes_back_is_left_behind_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpu_actors.gpu_context._PATIENCE", 0.1)
+    monkeypatch.setattr("gpu_actors.handles.gpu_context._PATIENCE", 0.1)
     stuck = Gate()
     with scripted(drain_timeout=0.0) as (ctx, actor):
         reply = actor.submit(lambda actor, call: stuck())

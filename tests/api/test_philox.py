@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside.package import dropout_bits, dropout_keep, dropout_threshold, philox4x32
+from inside.attention import dropout_bits, dropout_keep, dropout_threshold, philox4x32
 
 from gpu_actors.errors import InvalidRequest
 

@@ -15,12 +15,12 @@ from fakes.cuda import FakeCuda
 from fakes.cupy import fake_cupy
 from fakes.tensor import HostTensor
 from inside.actors import cudnn_like
+from inside.attention import mha, requests
 from inside.kv import requests as cache_messages
 
 import gpu_actors as ga
 from gpu_actors.arrays.adoption import adopt_request, array_fields
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.attention import mha, requests
 
 
 class Subclass(np.ndarray):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases.own_kernels import SAXPY
 from fakes.tensor import HostTensor
-from inside.package import LaunchKernel
+from inside.actors import LaunchKernel
 
 import gpu_actors as ga
 from gpu_actors import KernelActor

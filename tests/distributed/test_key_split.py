@@ -6,7 +6,7 @@ import itertools
 import random
 
 import numpy as np
-from inside.package import KeyMask
+from inside.attention import KeyMask
 
 from gpu_actors.distributed import KeySplit
 

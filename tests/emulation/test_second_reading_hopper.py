@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from emulated.forward import key_of, problem_of
+from inside.attention import ScoreMod
 from inside.kernels import COUNTER, ELEMENTS, TILES, kernel_source, pack_sm90, padded_head_dim, tile_of, value_pieces
-from inside.package import ScoreMod
 from isa import swizzle, tma, wgmma
 from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
 

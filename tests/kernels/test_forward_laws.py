@@ -15,7 +15,7 @@ import pytest
 from cases.many_keys import E4M3
 from emulated.forward import OPERANDS, Strided, gaussian, key_of, ml_dtype, problem_of, run
 from emulated.sweeps import LAUNCHES, assert_same_bits, case_of, launch_of
-from inside.package import ScoreMod
+from inside.attention import ScoreMod
 from matrix import forward_sm90_fp8
 
 import gpu_actors as ga

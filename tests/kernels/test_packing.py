@@ -12,8 +12,8 @@ from emulated import contraction
 from emulated.decode import device_of, kernel_of
 from emulated.forward import problem_of
 from emulated.sweeps import LAUNCHES
+from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
-from inside.package import ScoreMod
 from inside.testing import FEATURES, poison_unseen
 
 from gpu_actors import AttentionProblem

@@ -15,12 +15,12 @@ from emulated.forward import key_of, problem_of
 from fakes.cuda import FakeCuda
 from fakes.service import service
 from inside.arrays import DeviceArray
+from inside.attention import ScoreMod
 from inside.compiling import asset_headers
 from inside.cuda import CudaFailure
 from inside.cuda import tensor_map as driver_maps
 from inside.devices import Buffer, TensorMap
 from inside.emulation import EmulatedBuffer, build_module
-from inside.package import ScoreMod
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain, program_of

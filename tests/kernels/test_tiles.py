@@ -7,8 +7,8 @@ import itertools
 import re
 
 import pytest
+from inside.attention import Layout, MaskKind
 from inside.compiling import asset_text
-from inside.package import Layout, MaskKind
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.occupancy import shared_mem_limit

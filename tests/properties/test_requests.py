@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inside.package import scalars_of
+from inside.attention import scalars_of
 from properties.doors import BACKWARD, CACHED, FORWARD, Asked, answer_of, ask_of, check, check_unharmed, send, sender
 from properties.problems import Spec, problem_of
 from properties.strategies import ANY, Family, budget, specs

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from inside.package import philox4x32
+from inside.attention import philox4x32
 from inside.testing import INPUT_KINDS, poison_tail, poison_unseen
 
 from gpu_actors.errors import InvalidRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.package import MASK_OPTIONS, KeyMask, MaskOptions
+from inside.attention import MASK_OPTIONS, KeyMask, MaskOptions
 from inside.reference import Arguments
 
 import gpu_actors as ga

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from gpu_actors.compiling.cubin_entry import CorruptEntry
 from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.temporary import process_folder
+from gpu_actors.process import process_folder
 
 __all__ = ["BuiltModule", "ModuleCache"]
 

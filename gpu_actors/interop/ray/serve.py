@@ -27,7 +27,7 @@ from gpu_actors.errors import (
     RequestCancelled,
     WorkerLost,
 )
-from gpu_actors.gpu_context import GpuContext
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.ray.channel import first_line
 from gpu_actors.isolation.beside import Beside
 from gpu_actors.isolation.crossing import sendable_error

@@ -6,11 +6,11 @@ import struct
 from typing import Any
 
 import numpy as np
+from inside.attention import SCORE_HEADER
 from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, build_module
 from inside.graph import Modification
 from inside.kernels import example_problem, pack_score
-from inside.package import SCORE_HEADER
 
 SOURCE = """
 #include "common/score_mod.cuh"

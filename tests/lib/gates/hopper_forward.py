@@ -36,9 +36,9 @@ from emulated.forward import key_of, ml_dtype, problem_of
 from gates.exponents import exponential_limits, exponentials
 from gates.hopper import ARCH, REGISTERS, SHARED_LIMIT, WgmmaVariant
 from gates.rows import COMPILERS, SHARED, Family, Plan, at_least, at_most, exactly, numbers_of, rows_of
+from inside.attention import ScoreMod
 from inside.graph import match_attention
 from inside.kernels import ELEMENTS, kernel_source, padded_head_dim
-from inside.package import ScoreMod
 from support.gate import Code
 from support.hopper_sass import instructions_of, main_loops, opcodes
 

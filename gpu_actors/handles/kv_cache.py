@@ -33,9 +33,8 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import KvCacheStats
-from gpu_actors.loop import refuse_on_loop
 from gpu_actors.planning.beside import beside
-from gpu_actors.process import Local
+from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import describe, expect

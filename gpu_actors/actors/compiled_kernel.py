@@ -13,10 +13,9 @@ from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import Unsupported
-from gpu_actors.process import Local
+from gpu_actors.process import Local, process_folder
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.temporary import process_folder
 
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell

@@ -27,10 +27,9 @@ from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
 from gpu_actors.actors.probing import probe
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest
-from gpu_actors.health import Health, examine
+from gpu_actors.handles.health import Health, examine
+from gpu_actors.handles.kv_cache import OpensKvCaches
 from gpu_actors.kernels.variants import Prepare
-from gpu_actors.kv_cache import OpensKvCaches
-from gpu_actors.opening import in_thread
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.runtime.actor import ServiceActor
@@ -38,6 +37,7 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
+from gpu_actors.runtime.opening import in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import real
