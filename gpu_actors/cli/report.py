@@ -29,7 +29,7 @@ def report(
 
     With --json it prints the state instead, as /status.json gives it.
     """
-    from gpu_actors.status.files import report as page
+    from gpu_actors.server.status.files import report as page
 
     snapshot = _read(source, timeout)
     if as_json:

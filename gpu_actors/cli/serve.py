@@ -93,8 +93,8 @@ def serve(
         raise InvalidRequest("--log", log, "must be json or text")
     try:
         from gpu_actors.embedding.blas import blas_threads, limit_blas_threads
-        from gpu_actors.openai_api import ServeSettings, Tls
-        from gpu_actors.openai_api import serve as run
+        from gpu_actors.server.openai import ServeSettings, Tls
+        from gpu_actors.server.openai import serve as run
     except ModuleNotFoundError as error:
         from gpu_actors.extras import missing
 

@@ -1,18 +1,7 @@
-"""OpenAI's HTTP API over a context: embeddings, completions and chat completions with streaming.
+"""The public names of `gpu_actors.server.openai`."""
 
-    app = create_app(ServeSettings(device="cuda", models=("llama=/models/llama",)))
+from gpu_actors.server import openai as _room
+from gpu_actors.server.openai import *  # noqa: F403
 
-``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. reading: bodies to requests.
-elsewhere: what is refused, and which servers have it. models: what is loaded. engines: one model over several workers.
-telling: a text as it comes. stream: server-sent events. completions, embeddings, vllm: the endpoints. failures: errors
-in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together. server: the process.
-Needs the extra "serve".
-"""
-
-from __future__ import annotations
-
-from gpu_actors.openai_api.app import create_app
-from gpu_actors.openai_api.server import Tls, serve
-from gpu_actors.openai_api.settings import ServeSettings
-
-__all__ = ["ServeSettings", "Tls", "create_app", "serve"]
+__all__ = []
+__all__ += _room.__all__

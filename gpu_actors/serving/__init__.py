@@ -1,46 +1,7 @@
-"""What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
+"""The public names of `gpu_actors.server.http`."""
 
-`Guard` is middleware for any ASGI server; docs/serving.md says why. `Doors` asks for keys. ``protocol.Protocol`` is
-uvicorn's HTTP with bounds. ``gpu_actors.asgi`` puts all of it into a Starlette
-or FastAPI application, and ``examples/inference_server.py`` shows that in use.
-"""
+from gpu_actors.server import http as _room
+from gpu_actors.server.http import *  # noqa: F403
 
-from __future__ import annotations
-
-from gpu_actors.serving.admission import Admission, AdmissionStats, Place
-from gpu_actors.serving.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
-from gpu_actors.serving.doors import Doors, Unauthorized
-from gpu_actors.serving.guard import Exchange, Guard
-from gpu_actors.serving.json_bodies import WrongContentType, read_json
-from gpu_actors.serving.leaving import Farewell, leave_slowly
-from gpu_actors.serving.probes import EXIT_CODE, Answer, Probes
-from gpu_actors.serving.problems import NotFound, Problem, problem
-from gpu_actors.serving.scopes import client_of
-from gpu_actors.serving.traffic import RouteCounts, Traffic
-
-__all__ = [
-    "EXIT_CODE",
-    "Admission",
-    "AdmissionStats",
-    "Answer",
-    "Bodies",
-    "BodyTooLarge",
-    "BodyTooSlow",
-    "Doors",
-    "Exchange",
-    "Farewell",
-    "Guard",
-    "NotFound",
-    "Place",
-    "Probes",
-    "Problem",
-    "RouteCounts",
-    "TooManyBodies",
-    "Traffic",
-    "Unauthorized",
-    "WrongContentType",
-    "client_of",
-    "leave_slowly",
-    "problem",
-    "read_json",
-]
+__all__ = []
+__all__ += _room.__all__

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.status import clients
+from inside.server import clients
 from PIL import Image
 from support.page import kill, lived, page_application, pool_application, service_of, worker_of
 from support.served import Served

@@ -278,7 +278,7 @@ def test_the_server_has_the_hang_timeout_of_the_command(run: Run, monkeypatch: p
     def serve(settings: Any, host: str, port: int, **_: Any) -> None:
         given.append(settings.options.hang_timeout)
 
-    monkeypatch.setattr("gpu_actors.openai_api.serve", serve)
+    monkeypatch.setattr("gpu_actors.server.openai.serve", serve)
     for options in ([], ["--hang-seconds", "7.5"]):
         code, _, complaint = run("serve", "--device", "mock", *options)
         assert code == 0, complaint

@@ -1,6 +1,6 @@
 """examples/inference_server.py over real sockets, and as the processes that a user starts.
 
-What every server answers to hostile clients is in tests/serving: here is what the example adds to that.
+What every server answers to hostile clients is in tests/server/http: here is what the example adds to that.
 """
 
 from __future__ import annotations

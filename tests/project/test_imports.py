@@ -25,6 +25,7 @@ DOORS = (
     "gpu_actors.remote",
     "gpu_actors.distributed",
     "gpu_actors.serving",
+    "gpu_actors.status",
     "gpu_actors.partial",
     "gpu_actors.metrics",
     "gpu_actors.otel_metrics",

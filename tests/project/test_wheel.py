@@ -88,7 +88,7 @@ def test_the_wheel_holds_every_source_and_header_and_the_typing_marker(wheel: Pa
     written = {path.relative_to(KERNELS_CU).as_posix(): path.read_text() for path in KERNELS_CU.rglob("*.cu*")}
     assert sources_of(wheel) == written
     assert "gpu_actors/py.typed" in names
-    assert {f"gpu_actors/status/page/{name}" for name in ("index.html", "page.css", "page.mjs")} <= names
+    assert {f"gpu_actors/server/status/page/{name}" for name in ("index.html", "page.css", "page.mjs")} <= names
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"gpu_actors"}
 
 

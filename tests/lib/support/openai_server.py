@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from inside.openai_api import State
-from inside.serving import Protocol
+from inside.server import Protocol, State
 from support.served import Answered, Served
 from support.service import eventually
 

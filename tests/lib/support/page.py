@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from inside.runtime import SECONDS, Histogram
-from inside.status import SLOT
+from inside.server import SLOT
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response

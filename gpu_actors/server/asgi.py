@@ -1,0 +1,320 @@
+"""A context in a Starlette or FastAPI application.
+
+    app = Starlette(lifespan=asgi.lifespan("cuda"), routes=[*asgi.routes(), Route("/attend", attend)])
+    app.add_middleware(asgi.Guard)
+
+`Guard` bounds and answers each request; `lifespan` opens the context and closes it; `routes` answers /livez, /readyz
+and /metrics, and has a page at / that shows the context. A handler takes its context by ``asgi.context(request)``.
+Needs the ``asgi`` extra; `Guard` and `lifespan` work with any ASGI application.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+
+from gpu_actors.context import GpuContext, open_context
+from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.errors import ActorStopped
+from gpu_actors.extras import missing
+from gpu_actors.options import ContextOptions
+from gpu_actors.server.http.admission import Admission
+from gpu_actors.server.http.bodies import Bodies
+from gpu_actors.server.http.guard import KEY, Exchange, Guard
+from gpu_actors.server.http.json_bodies import expect_json, read_json
+from gpu_actors.server.http.leaving import leave_slowly
+from gpu_actors.server.http.probes import Answer, Probes
+from gpu_actors.server.http.problems import problem
+from gpu_actors.server.http.traffic import STATE, Traffic
+from gpu_actors.server.status.board import StatusBoard
+from gpu_actors.validation.fields import expect, integer, real
+
+try:
+    from starlette.requests import HTTPConnection, Request
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute, Route
+
+    from gpu_actors.server.status.endpoints import page_routes
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(missing(error, "asgi"), name=error.name) from None
+
+if TYPE_CHECKING:
+    from gpu_actors.runtime.meter import Histogram
+
+__all__ = [
+    "Bodies",
+    "Guard",
+    "Service",
+    "client",
+    "context",
+    "deadline",
+    "error_response",
+    "json_body",
+    "lifespan",
+    "request_id",
+    "routes",
+    "service",
+]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+_SHORT = 1 << 15
+"""Bytes of a body that the loop reads itself, in about a millisecond."""
+
+_NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
+
+Prepared = Mapping[str, Any] | None
+Prepare = Callable[[Any], Awaitable[Prepared] | AbstractAsyncContextManager[Prepared]]
+Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows.
+
+    pool: where ``workers`` was asked for; ``context`` is that of its first worker then. traffic: what `Guard` counts.
+    """
+
+    context: GpuContext
+    probes: Probes
+    admission: Admission | None
+    board: StatusBoard
+    pool: ContextPool | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def lifespan(
+    device: str = "auto",
+    options: ContextOptions | None = None,
+    *,
+    prepare: Prepare | None = None,
+    admission: Admission | None = None,
+    probes: Probes | None = None,
+    leave_seconds: float = 2.0,
+    shown: Sequence[Callable[[], Mapping[str, float]]] = (),
+    timed: Mapping[str, Callable[[], Histogram | None]] = MappingProxyType({}),
+    workers: int = 0,
+) -> Lifespan:
+    """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
+
+    Startup opens the context, waits for ``prepare`` and proves the device by a launch; then the application is ready.
+    Shutdown waits until what was accepted is answered, at most ``drain_timeout`` seconds, and closes the context. What
+    a startup raises ends it; what it had opened is closed.
+
+    device, options: as for `open_context`. prepare: a coroutine function that is given the context, to load a model and
+    to warm it up; the mapping that it returns is added to the state of every request, as ``request.state.model``. What
+    has to be closed it may open as an async context manager (``contextlib.asynccontextmanager``), which is left before
+    the context is.
+    admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
+    own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
+    leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
+    workers: 0 for a context in this process; else so many child processes with a context each, in a `ContextPool`,
+        found as ``service(request).pool``. ``prepare`` is given the pool in place of a context. The application is
+        ready while one worker is; the page shows them all.
+    shown: functions that give numbers by name, for the page. A thread calls them twice a second.
+    timed: functions that give histograms of seconds, such as the time until a first token, by the names under which the
+        page shows them over time. Called as ``shown`` is; None while there is nothing to tell.
+
+    Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
+    raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
+    """
+    workers = integer("workers", workers, 0)
+    leave_seconds = real("leave_seconds", leave_seconds, "a finite number of seconds >= 0")
+    expect(leave_seconds >= 0, "leave_seconds", leave_seconds, "must be a finite number of seconds >= 0")
+
+    @asynccontextmanager
+    async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:
+        # The probes are entered first and left last: they answer while the context opens and drains.
+        answering = probes if probes is not None else Probes()
+        async with answering, AsyncExitStack() as stack:
+            pool: ContextPool | None = None
+            if workers:
+                pool = await stack.enter_async_context(open_pool(device, workers=workers, options=options))
+                contexts: Mapping[str, GpuContext] = dict(pool.workers)
+            else:
+                contexts = {"": await stack.enter_async_context(open_context(device, options))}
+            context = next(iter(contexts.values()))
+            made = prepare(pool or context) if prepare is not None else None
+            if isinstance(made, AbstractAsyncContextManager):
+                prepared = await stack.enter_async_context(made)
+            else:
+                prepared = await made if made is not None else None
+            for one in contexts.values():
+                if not any(stats.launched for stats in one.stats().values()):
+                    await one.probe()
+            traffic = Traffic()
+            answering.watch(context if pool is None else contexts, admission, traffic)
+            board = StatusBoard()
+            board.show_traffic(traffic, timed)
+            if admission is not None:
+                board.show(lambda: _places(admission))
+            for numbers in shown:
+                board.show(numbers)
+            await anyio.to_thread.run_sync(board.watch, context if pool is None else contexts, answering.readiness)
+            stack.callback(board.close)
+            found = Service(context, answering, admission, board, pool, traffic)
+            logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
+            kept = getattr(app, "state", None)
+            with leave_slowly(answering, leave_seconds), _ended_by_interrupt(board):
+                if kept is not None:
+                    setattr(kept, STATE, found)
+                try:
+                    yield {**(prepared or {}), STATE: found}
+                finally:
+                    if kept is not None:
+                        delattr(kept, STATE)
+
+    return opened
+
+
+def routes(page: str | None = "/") -> list[BaseRoute]:
+    """/livez, /readyz and /metrics of the context that the application's `lifespan` has opened, and a page that shows
+    it; see `Probes`.
+
+    Where no lifespan has run, /livez is 200, the others are 503 and /readyz says why. Mounted under a prefix, they
+    answer there. A port of their own (``lifespan(probes=Probes(port=8001))``) answers also while the loop is busy.
+
+    page: where the page is, a path that ends in "/"; beside it are status.json and status/. None: there is none. It
+        shows errors in full, so keep it, as /metrics, from people who should not see them.
+
+    Raises `InvalidRequest` for another page.
+    """
+    probes: list[BaseRoute] = [
+        Route(f"/{name}", _probe(name), methods=["GET"], name=f"gpu_actors_{name}", include_in_schema=False)
+        for name in ("livez", "readyz", "metrics")
+    ]
+    if page is None:
+        return probes
+    given: object = page
+    sound = isinstance(given, str) and page.startswith("/") and page.endswith("/") and "{" not in page
+    expect(sound, "page", page, 'must be a path that begins and ends with "/", or None')
+    return [*probes, *page_routes(page, _board)]
+
+
+def _board(request: Request) -> StatusBoard | str:
+    found = _find(request)
+    return _NOT_OPEN if found is None else found.board
+
+
+def _places(admission: Admission) -> dict[str, float]:
+    stats = admission.stats()
+    return {"requests running": stats.running, "requests waiting": stats.waiting, "requests refused": stats.refused}
+
+
+@contextmanager
+def _ended_by_interrupt(board: StatusBoard) -> Iterator[None]:
+    """End the page's streams on Ctrl-C, before the server's own handler: it waits for every connection."""
+    former: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        board.end_streams()
+        former(number, frame)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is end:
+            signal.signal(signal.SIGINT, former)
+
+
+def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        exchange = request.scope.get(KEY)
+        if exchange is not None:
+            exchange.quiet = True
+        found = _find(request)
+        if found is None:
+            status, body, content_type = _without_context(name)
+        elif name == "metrics":
+            # Reading the cubin cache's folder may block.
+            status, body, content_type = await anyio.to_thread.run_sync(found.probes.metrics)
+        else:
+            status, body, content_type = getattr(found.probes, name)()
+        return Response(body, status, headers={"Cache-Control": "no-store"}, media_type=content_type)
+
+    return answer
+
+
+def _without_context(name: str) -> Answer:
+    # Probes that were never entered and watch nothing say so themselves, but for the loop that gives them no beat.
+    if name == "livez":
+        return Answer(200, b'{"alive": true, "reason": ""}')
+    return Answer(503, b'{"ready": false, "state": "starting", "reason": "%s"}' % _NOT_OPEN.encode())
+
+
+def error_response(error: BaseException, *, instance: str | None = None) -> Response:
+    """The response for an error of this package: its status, Retry-After and problem+json (RFC 9457).
+
+    For handlers and exception handlers of your own; `Guard` answers what they leave. An error that is not this
+    package's is a 500 that says nothing of it. instance: a URI of this occurrence, as the request's path.
+    """
+    answer = problem(error)
+    body = answer.body(**({} if instance is None else {"instance": instance}))
+    return Response(body, answer.status, headers=answer.headers)
+
+
+def service(request: HTTPConnection) -> Service:
+    """What the application's `lifespan` has opened. Raises `ActorStopped` where none has run."""
+    found = _find(request)
+    if found is None:
+        raise ActorStopped(_NOT_OPEN)
+    return found
+
+
+def context(request: HTTPConnection) -> GpuContext:
+    """The context of a request or WebSocket; ``Depends(asgi.context)`` in FastAPI. Raises as `service` does."""
+    return service(request).context
+
+
+def deadline(request: HTTPConnection) -> float | None:
+    """The request's deadline as absolute ``time.monotonic()`` seconds, for requests of a context. None: no limit."""
+    exchange = _exchange(request)
+    return None if exchange is None else exchange.deadline
+
+
+def client(request: HTTPConnection) -> str:
+    """Whose request it is, for an `Admission` (`Exchange.client`). Empty without a `Guard`."""
+    exchange = _exchange(request)
+    return "" if exchange is None else exchange.client
+
+
+async def json_body(request: Request) -> Any:
+    """The JSON of a request's body, for handlers that take it; ``Depends(asgi.json_body)`` in FastAPI.
+
+    Raises what `Guard` answers with 400 or 415: `InvalidRequest` as `gpu_actors.serving.read_json` does, and
+    `WrongContentType` for a body that is not said to be JSON.
+    """
+    expect_json(request.headers.get("content-type"))
+    body = await request.body()
+    return read_json(body) if len(body) <= _SHORT else await anyio.to_thread.run_sync(read_json, body)
+
+
+def request_id(request: HTTPConnection) -> str:
+    """The name of the request in the answer's X-Request-Id and in the log. Empty without a `Guard`."""
+    exchange = _exchange(request)
+    return "" if exchange is None else exchange.request_id
+
+
+def _exchange(request: HTTPConnection) -> Exchange | None:
+    exchange: Exchange | None = request.scope.get(KEY)
+    return exchange
+
+
+def _find(request: HTTPConnection) -> Service | None:
+    found = getattr(getattr(request.scope.get("app"), "state", None), STATE, None)
+    if found is None:
+        # An application that is mounted in another lives in that one's lifespan, whose state the scope holds.
+        found = (request.scope.get("state") or {}).get(STATE)
+    return found if isinstance(found, Service) else None

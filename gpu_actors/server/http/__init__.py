@@ -1,0 +1,46 @@
+"""What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
+
+`Guard` is middleware for any ASGI server; docs/serving.md says why. `Doors` asks for keys. ``protocol.Protocol`` is
+uvicorn's HTTP with bounds. ``gpu_actors.asgi`` puts all of it into a Starlette
+or FastAPI application, and ``examples/inference_server.py`` shows that in use.
+"""
+
+from __future__ import annotations
+
+from gpu_actors.server.http.admission import Admission, AdmissionStats, Place
+from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.server.http.doors import Doors, Unauthorized
+from gpu_actors.server.http.guard import Exchange, Guard
+from gpu_actors.server.http.json_bodies import WrongContentType, read_json
+from gpu_actors.server.http.leaving import Farewell, leave_slowly
+from gpu_actors.server.http.probes import EXIT_CODE, Answer, Probes
+from gpu_actors.server.http.problems import NotFound, Problem, problem
+from gpu_actors.server.http.scopes import client_of
+from gpu_actors.server.http.traffic import RouteCounts, Traffic
+
+__all__ = [
+    "EXIT_CODE",
+    "Admission",
+    "AdmissionStats",
+    "Answer",
+    "Bodies",
+    "BodyTooLarge",
+    "BodyTooSlow",
+    "Doors",
+    "Exchange",
+    "Farewell",
+    "Guard",
+    "NotFound",
+    "Place",
+    "Probes",
+    "Problem",
+    "RouteCounts",
+    "TooManyBodies",
+    "Traffic",
+    "Unauthorized",
+    "WrongContentType",
+    "client_of",
+    "leave_slowly",
+    "problem",
+    "read_json",
+]

@@ -1,0 +1,433 @@
+"""Admission: a bound on the work that is done at once, and a short queue in front of it.
+
+admission = Admission(4, waiting=1024, queue_seconds=10.0)
+async with admission.place(deadline):
+    ...  # at most 4 of these at once
+
+Requests that share a device slow each other down, until all of them miss their deadlines. Only so many therefore run at
+once as the measured throughput asks for. A request is let in where the queue and its own work, by what was measured,
+end before its deadline; otherwise it is refused while its client can still go elsewhere, and what is begun is finished.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from numbers import Real
+
+import anyio
+
+from gpu_actors.clock import SYSTEM_CLOCK, TIMER_SLACK, Clock
+from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from gpu_actors.server.http.pace import Pace
+from gpu_actors.server.http.turns import Turns, Waiter
+from gpu_actors.validation.fields import expect, integer, real
+
+__all__ = ["Admission", "AdmissionStats", "Place"]
+
+_WEIGHT = 0.1
+_SLOW = 0.01
+_FIRST_GUESS = 1.0
+_LONGEST_RETRY = 60.0
+
+_OFF, _LEAST_OFF = 0.25, 0.2
+"""How far a foretold time is off, as a share, before anything is measured, and at least."""
+
+_SPARE = 4
+"""One place for so many others is kept for clients that hold none, and for work that is short beside what runs."""
+
+_REFUSALS = 60.0
+"""Refusals a second, and one for each turn of the loop where that is less: clients that return at once must not take
+the time of those that are let in."""
+
+_BURST = 10.0
+"""Seconds of these that may come at once."""
+
+_LONGEST_DOOR = 10.0
+"""Seconds that one waits for its refusal at most."""
+
+_LEAST_WORK, _MOST_WORK = 1e-9, 1e15
+_UNITS = f"a number from {_LEAST_WORK:g} to {_MOST_WORK:g}"
+_MOST_PRIORITY = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionStats:
+    """running, waiting: now. admitted, refused: since the start; a waiter that gave up is neither.
+
+    service_seconds: how long a place is held, a moving average over places that were left without an error or by a
+        deadline; 1 before the first. limit: how many run at once, as the measured throughput asks for.
+    """
+
+    running: int
+    waiting: int
+    admitted: int
+    refused: int
+    service_seconds: float
+    limit: int
+
+
+class Place:
+    """A place that is held. Its holder may say how its work goes on, which is then known before the work ends."""
+
+    __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "foretold")
+
+    def __init__(self, admission: Admission, waiter: Waiter, foretold: float | None) -> None:
+        self.cost = waiter.cost
+        self.client = waiter.client
+        self.foretold = foretold
+        self.began, self._area = admission._look()
+        self._admission = admission
+        self._since = self.began
+        self._done = 0.0
+
+    def did(self, units: float) -> None:
+        """So many units of the cost are done since the last call. Raises `InvalidRequest` as `Admission.place` does."""
+        units = _work("units", units)
+        self._done += units
+        now, area = self._admission._look()
+        if now > self._since:
+            self._admission._note(self, (now - self._since) / units, units, area - self._area, now - self._since)
+            if self._admission._room() > 0:
+                self._admission._hand_over()
+        self._since, self._area = now, area
+
+    def _end(self, late: bool) -> None:
+        """The work has ended, well or by its deadline."""
+        admission = self._admission
+        now, area = admission._look()
+        admission._measure(now - self.began, self, 0.0 if late else self._done)
+        if not self._done:
+            unit = (now - self._since) / self.cost
+            if late:
+                # How long it would have taken is not known: twice the time, as for a packet whose answer did not come
+                # (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols", 1987).
+                unit = max(2 * unit, admission._pace.at(admission._running, now) or 0.0)
+            admission._note(self, unit, self.cost, area - self._area, now - self._since)
+
+
+class Admission:
+    """Places for at most ``running`` pieces of work at once, given out fairly.
+
+    running: places. Fewer are given out where the measured throughput is as good with fewer, for then each takes less
+    time. waiting: how many may wait for one; the next is refused at once. queue_seconds: how long each may wait.
+    per_client: how many places and waits one client may have, with what is read of it. None: no limit.
+    weights: of clients, by name, where it is not 1: one of weight 2 gets twice as much where all of them wait.
+    clock: where the service time is read.
+
+    Clients take turns by what their work costs (Goyal, Vin and Cheng, "Start-time fair queueing", 1996). Of the work of
+    one client the short goes first, until the long one has seen as much other work let in as it costs itself. A few
+    places beyond what is worth it are for clients that hold none, and for work that is short beside what runs.
+
+    For the tasks of one event loop. Raises `InvalidRequest` for a bound below its least or of another type.
+    """
+
+    def __init__(
+        self,
+        running: int,
+        *,
+        waiting: int = 1024,
+        queue_seconds: float = 10.0,
+        per_client: int | None = None,
+        weights: Mapping[str, float] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        given: object = queue_seconds
+        if isinstance(given, bool) or not isinstance(given, Real) or not queue_seconds >= 0:
+            raise InvalidRequest("queue_seconds", queue_seconds, "must be a number of seconds >= 0")
+        self.places: int = integer("running", running, 1)
+        self.max_waiting: int = integer("waiting", waiting, 0)
+        self.queue_seconds = queue_seconds
+        self.per_client: int | None = None if per_client is None else integer("per_client", per_client, 1)
+        self._clock = clock
+        self._turns = Turns(_weights(weights or {}))
+        self._pace = Pace(self.places)
+        self._running = 0
+        self._cost_running = 0.0
+        self._admitted = self._refused = 0
+        self._service: float | None = None
+        self._off = _OFF
+        self._kept = 1.0
+        self._area, self._looked = 0.0, clock.now()
+        self._spare = 0
+        self._at_door: deque[anyio.Event] = deque()
+        self._slot = self._door = 0.0
+
+    @asynccontextmanager
+    async def reading(self, deadline: float | None = None, *, client: str = "") -> AsyncIterator[None]:
+        """Read a request, of whose cost nothing is known yet: parse its body, count its tokens. Then comes `place`.
+
+        One is refused before it is read where those that wait take longer than its deadline allows. Those that are
+        read count as ahead of others of their client, and as many of each other client's. Have the body here before: a
+        client that sends it slowly would keep others out.
+
+        deadline, client: as for `place`. Raises `Overloaded`, and `InvalidRequest` for a deadline that is none.
+        """
+        if deadline is not None:
+            deadline = real("deadline", deadline, "a finite number of monotonic seconds")
+        await self._turn_away(Waiter(0.0, deadline, client, 0))
+        self._turns.begin_reading(client)
+        try:
+            yield
+        finally:
+            self._turns.end_reading(client)
+
+    @asynccontextmanager
+    async def place(
+        self, deadline: float | None = None, *, cost: float = 1.0, client: str = "", priority: int = 0
+    ) -> AsyncIterator[Place]:
+        """Hold a place. A task that is cancelled while it waits leaves the queue.
+
+        deadline: absolute ``time.monotonic()`` seconds. cost: how much work it is, in any unit, from 1e-9 to 1e15; the
+        time that a unit takes is measured. client: whose turn it takes. priority: a step of it is worth as much as the
+        work of all places once, so a lower one that waits for longer still goes first.
+
+        Raises `DeadlineExceeded` if the deadline passes in the queue; `Overloaded`, with seconds after which to retry,
+        if the queue is full, if the client has ``per_client`` requests under way, if ``queue_seconds`` pass, or, at
+        once or when its turn comes, if the work would not end by the deadline; and `InvalidRequest` for a deadline, a
+        cost or a priority that is none.
+        """
+        if deadline is not None:
+            # Before the queue: a waiter that raised inside would leave its turn there, and a place would be lost.
+            deadline = real("deadline", deadline, "a finite number of monotonic seconds")
+        cost = _work("cost", cost)
+        if type(priority) is not int or abs(priority) > _MOST_PRIORITY:
+            raise InvalidRequest("priority", priority, f"must be an int from -{_MOST_PRIORITY} to {_MOST_PRIORITY}")
+        waiter = Waiter(cost, deadline, client, priority)
+        await self._enter(waiter)
+        place = Place(self, waiter, self._own(cost, self._running))
+        try:
+            yield place
+            place._end(False)
+        except BaseException as error:
+            late = deadline is not None and time.monotonic() >= deadline - TIMER_SLACK
+            if late or isinstance(error, DeadlineExceeded):
+                place._end(True)  # or requests that miss their deadline would never count
+            raise
+        finally:
+            self._leave(waiter)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until all that run and wait now are done, by what was measured; 60 at most."""
+        units = self._cost_running + self._turns.cost
+        return min(units * self._unit(), _LONGEST_RETRY)
+
+    def stats(self) -> AdmissionStats:
+        return AdmissionStats(
+            running=self._running,
+            waiting=len(self._turns),
+            admitted=self._admitted,
+            refused=self._refused,
+            service_seconds=_FIRST_GUESS if self._service is None else self._service,
+            limit=self._pace.limit,
+        )
+
+    # What was measured
+
+    def _look(self) -> tuple[float, float]:
+        """Now, and the sum over time of how many ran."""
+        now = self._clock.now()
+        self._area += self._running * (now - self._looked)
+        self._looked = now
+        return now, self._area
+
+    def _note(self, place: Place, unit: float, units: float, area: float, seconds: float) -> None:
+        pieces = area / seconds if seconds else float(self._running)
+        self._pace.note(pieces, unit, min(1.0, units / place.cost), self._service or 0.0, self._looked)
+
+    def _measure(self, seconds: float, place: Place, done: float) -> None:
+        before = seconds if self._service is None else self._service
+        self._service = before + _WEIGHT * (seconds - before)
+        if done:
+            self._kept += _SLOW * (min(1.0, done / place.cost) - self._kept)
+        if place.foretold:
+            self._off += _WEIGHT * (min(1.0, abs(seconds / place.foretold - 1.0)) - self._off)
+
+    def _own(self, cost: float, pieces: int) -> float | None:
+        """Seconds that the work itself takes while so many are worked on. None: not known."""
+        unit = self._pace.at(pieces, self._clock.now())
+        return None if unit is None else cost * self._kept * unit
+
+    def _unit(self) -> float:
+        """Seconds a unit of work that all places together take."""
+        pieces = self._pace.limit
+        unit = self._pace.at(pieces, self._clock.now())
+        return _FIRST_GUESS / pieces if unit is None else self._kept * unit / pieces
+
+    @property
+    def _mean(self) -> float:
+        """Cost of what runs, on average."""
+        return self._cost_running / max(self._running, 1)
+
+    # Who gets in
+
+    def _room(self, waiter: Waiter | None = None, ahead: float = 0) -> int:
+        """How many places are free: for all, or for this waiter. ahead: others that will want one first."""
+        limit = self._pace.room(self._clock.now())
+        if self._running + ahead < limit or waiter is None:
+            return limit - self._running
+        spare = min(self.places - self._running, max(1, limit // _SPARE) - self._spare)
+        return spare if spare > 0 and self._may_have_spare(waiter) else 0
+
+    def _may_have_spare(self, waiter: Waiter) -> bool:
+        if not self._running:
+            return False
+        return not self._turns.held(waiter.client) or waiter.cost * _SPARE <= self._mean
+
+    def _fits(self, cost: float, deadline: float | None, wait: float) -> bool:
+        now = self._clock.now()
+        if deadline is None or (not self._running and not self._pace.is_news(now)):
+            return True  # one is tried where nothing runs: what was measured may be wrong by now
+        left = deadline - time.monotonic()
+        own = self._own(cost, min(self._running + 1, max(self._pace.limit, self._running)))
+        if own is None or wait + own * (1 + max(self._off, _LEAST_OFF)) <= left:
+            return True
+        # Work that its deadline cuts even if it runs alone, as a stream without an end, may have a free place.
+        return not wait and cost * self._kept * self._pace.alone() > left
+
+    def _refusal(self, waiter: Waiter) -> str | None:
+        """Why a request would be refused now."""
+        own = self._turns.under_way(waiter.client)
+        if self.per_client is not None and own >= self.per_client:
+            return f"has {own} requests of this client, as many as it may have"
+        wait, ahead = 0.0, self._turns.read_ahead(waiter.client)
+        if self._room(waiter, ahead) <= 0:
+            self._pace.wanted_more()
+            if len(self._turns) >= self.max_waiting:
+                return "is full"
+            if self._pace.at(1, self._clock.now()) is None:
+                return None
+            wait = (self._turns.ahead(waiter) + (ahead + 1) * self._mean) * self._unit()
+        if self._fits(waiter.cost, waiter.deadline, wait):
+            return None
+        self._pace.wanted_more()
+        return f"takes about {wait:.3g} s, and with the request's own time that is longer than the deadline allows"
+
+    async def _turn_away(self, waiter: Waiter) -> None:
+        """Refuse a request that does not fit. Where very many are refused, each waits for its turn."""
+        refusal = self._refusal(waiter)
+        if refusal is None:
+            return
+        now = time.monotonic()
+        self._door = max(self._door, now - _BURST) + 1 / _REFUSALS
+        if self._at_door or self._door > now:
+            await self._wait_at_door()
+            # A place may have become free meanwhile.
+            late = waiter.deadline is not None and time.monotonic() >= waiter.deadline
+            refusal = "was longer than the deadline allows" if late else self._refusal(waiter)
+        if refusal is not None:
+            raise self._refused_with(refusal)
+
+    async def _wait_at_door(self) -> None:
+        """Until the first at the door has slept for its share of a second, or until a place is free."""
+        turn = anyio.Event()
+        self._at_door.append(turn)
+        try:
+            if self._at_door[0] is not turn:
+                with anyio.move_on_after(_LONGEST_DOOR):
+                    await turn.wait()
+            if self._at_door and self._at_door[0] is turn:
+                await anyio.sleep(1 / _REFUSALS)
+        finally:
+            if turn in self._at_door:
+                self._at_door.remove(turn)
+            if self._at_door:
+                self._at_door[0].set()
+
+    async def _enter(self, waiter: Waiter) -> None:
+        if waiter.deadline is not None and time.monotonic() >= waiter.deadline:
+            raise DeadlineExceeded("the deadline passed before the work could begin")
+        await self._turn_away(waiter)
+        if self._room(waiter) > 0:
+            self._begin(waiter)
+        else:
+            await self._wait(waiter)
+
+    def _begin(self, waiter: Waiter) -> None:
+        waiter.spare = self._room() <= 0
+        self._look()
+        self._running += 1
+        self._spare += waiter.spare
+        self._cost_running += waiter.cost
+        self._admitted += 1
+        self._turns.begin(waiter)
+
+    async def _wait(self, waiter: Waiter) -> None:
+        turn = waiter.turn = anyio.Event()
+        self._turns.add(waiter, self._pace.limit * self._mean)
+        left = math.inf if waiter.deadline is None else waiter.deadline - time.monotonic()
+        try:
+            with anyio.move_on_after(min(left, self.queue_seconds)):
+                await turn.wait()
+        except BaseException:
+            if waiter.begun:
+                self._leave(waiter)  # the place that was handed over just now
+            raise
+        finally:
+            self._turns.remove(waiter)
+        if waiter.begun:
+            return
+        if waiter.refusal is not None:
+            raise waiter.refusal
+        if left <= self.queue_seconds:
+            raise DeadlineExceeded("the deadline passed in the queue")
+        raise self._refused_with(f"did not come to this request within {self.queue_seconds} s")
+
+    def _leave(self, waiter: Waiter) -> None:
+        self._look()
+        self._running -= 1
+        self._spare -= waiter.spare
+        # Floats of far sizes leave a rest of their sum.
+        self._cost_running = self._cost_running - waiter.cost if self._running else 0.0
+        self._turns.end(waiter)
+        self._hand_over()
+        if len(self._at_door) > 1 and not len(self._turns):
+            self._at_door.pop().set()  # who came last has the most time left
+
+    def _hand_over(self) -> None:
+        # Straight to the next in the queue, so that a new request does not overtake it.
+        while len(self._turns):
+            may = None if self._room() > 0 else self._has_spare
+            following = self._turns.next(may)
+            if following is None:
+                return
+            self._turns.remove(following)
+            if self._fits(following.cost, following.deadline, 0.0):
+                self._begin(following)
+            else:
+                following.refusal = self._refused_with("was longer than foretold: the work would miss its deadline")
+            assert following.turn is not None
+            following.turn.set()
+
+    def _has_spare(self, waiter: Waiter) -> bool:
+        return self._room(waiter) > 0
+
+    def _refused_with(self, what: str) -> Overloaded:
+        self._refused += 1
+        # Each that is refused gets a time of its own to return, as the work goes on: together they would meet again.
+        now = time.monotonic()
+        self._slot = max(self._slot, now + self.retry_after)
+        retry = min(self._slot - now, _LONGEST_RETRY)
+        self._slot = now + retry + self._mean * self._unit()
+        return Overloaded(
+            f"{self._running} requests are worked on and {len(self._turns)} wait; the queue {what}", retry
+        )
+
+
+def _work(name: str, units: float) -> float:
+    number = real(name, units, _UNITS)
+    expect(_LEAST_WORK <= number <= _MOST_WORK, name, units, f"must be {_UNITS}")
+    return number
+
+
+def _weights(weights: Mapping[str, float]) -> dict[str, float]:
+    checked = {}
+    for client, weight in weights.items():
+        checked[client] = real(f"weights[{client!r}]", weight, "a finite number > 0")
+        expect(checked[client] > 0, f"weights[{client!r}]", weight, "must be a finite number > 0")
+    return checked

@@ -1,0 +1,135 @@
+"""Doors: ASGI middleware that asks who a client is, and by which name it calls the server.
+
+app.add_middleware(Doors, keys=("a-key",), hosts=("api.example.com",))
+app.add_middleware(Guard)  # outside of it: it answers what this raises
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.server.http.scopes import KEY, client_of, header
+
+__all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys", "checked_texts"]
+
+OPEN = ("/livez", "/readyz", "/health")
+"""Probes, which tell a stranger nothing but whether the server works."""
+
+
+class Unauthorized(GpuActorsError):
+    """The request has no key of this server."""
+
+
+class Doors:
+    """Middleware for any ASGI application, inside of a `Guard`.
+
+    keys: one of these must come as ``Authorization: Bearer KEY``, or, for a GET, as the password of Basic, for which
+        browsers ask. None given: every client is let in. They are compared in constant time. A client's key then names
+        it (`Exchange.client`).
+    hosts: the names with a dot by which clients may call the server, "*.example.com" for all below one. None given, or
+        "*": all. A page that makes its own name mean this machine (DNS rebinding) does not have one of them. Addresses
+        and names without a dot are always taken.
+    open_paths: need no key.
+
+    Raises `InvalidRequest` for a key or a host that could never be given, and for one str in place of several.
+    """
+
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        *,
+        keys: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+        open_paths: Iterable[str] = OPEN,
+    ) -> None:
+        self.app = app
+        self._keys = [_digest(key.encode()) for key in checked_keys("keys", keys)]
+        self._hosts = checked_hosts("hosts", hosts)
+        self._open = frozenset(checked_texts("open_paths", open_paths))
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] in ("http", "websocket"):
+            if self._hosts and "*" not in self._hosts:
+                self._check_host(header(scope, b"host"))
+            if self._keys and scope["path"] not in self._open:
+                self._check_key(header(scope, b"authorization"), scope.get("method") in ("GET", "HEAD"))
+                if (exchange := scope.get(KEY)) is not None:
+                    exchange.client = client_of(scope)
+        await self.app(scope, receive, send)
+
+    def _check_key(self, given: Sequence[bytes], basic: bool) -> None:
+        kind, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        secret = secret.strip()
+        if basic and kind.lower() == b"basic":
+            try:
+                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+            except binascii.Error:
+                secret = b""
+        elif kind.lower() != b"bearer":
+            raise Unauthorized("this server needs a key: Authorization: Bearer KEY")
+        digest = _digest(secret)
+        # All of them, so that the time does not tell which one is near.
+        if not sum([hmac.compare_digest(digest, key) for key in self._keys]):
+            raise Unauthorized("the key in the header Authorization is none of this server's")
+
+    def _check_host(self, given: Sequence[bytes]) -> None:
+        if not given:
+            return  # HTTP/1.0; browsers always send it
+        text = given[0].decode("latin-1")
+        name = re.sub(r":\d*$", "", text).rstrip(".").lower()
+        if len(given) > 1 or not (_is_plain(name) or any(_fits(name, host) for host in self._hosts)):
+            allowed = ", ".join(self._hosts)
+            raise InvalidRequest("Host", text, f"must be an address, a name without a dot, or one of {allowed}")
+
+
+def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts. Raises `InvalidRequest`, which does not show them; one text would pass for its letters."""
+    given: object = texts
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        several = tuple(texts)
+        if all(isinstance(text, str) for text in several):
+            return several
+    raise InvalidRequest(field, type(given).__name__, 'must be several texts, not one, as ("a text",)')
+
+
+def checked_keys(field: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys, each of 8 visible ASCII characters at least. Raises `InvalidRequest`, which does not show them."""
+    keys = checked_texts(field, keys)
+    for number, key in enumerate(keys, 1):
+        if not re.fullmatch(r"[!-~]{8,}", key):
+            reason = "must have at least 8 characters, of ASCII, visible and without spaces"
+            raise InvalidRequest(field, f"key {number} of {len(keys)}", reason)
+    return keys
+
+
+def checked_hosts(field: str, hosts: Sequence[str]) -> tuple[str, ...]:
+    """The names in lower case. Raises `InvalidRequest`."""
+    hosts = checked_texts(field, hosts)
+    for host in hosts:
+        if host != "*" and not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*", host):
+            raise InvalidRequest(field, host, 'must be a name without a port, "*.NAME" or "*"')
+    return tuple(host.lower() for host in hosts)
+
+
+def _fits(name: str, host: str) -> bool:
+    return name.endswith(host[1:]) if host.startswith("*.") else name == host
+
+
+def _is_plain(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return re.fullmatch(r"[\w-]+", name) is not None
+    return True
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()

@@ -1,0 +1,447 @@
+"""Guard: ASGI middleware that bounds each request and answers each error.
+
+    app = Guard(app)
+
+A handler behind it awaits requests of a context and raises what they raise. The client's deadline and a client that
+hangs up cancel the handler, and with it what it waits for. Needs nothing but an ASGI server on asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import anyio
+
+from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
+from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.server.http.problems import Problem, own_error, problem
+from gpu_actors.server.http.scopes import KEY as KEY
+from gpu_actors.server.http.scopes import address_of, header
+from gpu_actors.server.http.traffic import Traffic, route_of, traffic_of
+from gpu_actors.tracing.events import log_record
+from gpu_actors.tracing.work import Work, active, begin_work, under
+from gpu_actors.validation.fields import expect, real
+
+__all__ = ["Exchange", "Guard"]
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Spelling: TypeAlias = Callable[["Problem", "Exchange"], "tuple[bytes, str] | None"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+access: logging.Logger = logging.getLogger("gpu_actors.access")
+
+DEADLINE = "X-Deadline-Ms"
+
+LINGER = 1.0
+"""Seconds to go on reading the body of a request that is answered before the body is there."""
+
+_AHEAD = 1 << 16
+
+_GONE = 499
+
+
+class Guard:
+    """Middleware for any ASGI application: ``app.add_middleware(Guard)`` in Starlette and FastAPI, or ``Guard(app)``.
+
+    - X-Deadline-Ms, milliseconds from now as a plain decimal number, cancels the handler when it has passed: 504. It
+      bounds the whole answer, a stream too. One that is malformed is a 400.
+    - A client that hangs up cancels the handler. Work that runs after the answer, as Starlette's background tasks, is
+      not cancelled. While a handler leaves over 64 KiB of its body unread, the guard cannot see that.
+    - A body is bounded by ``bodies``: 413, 408 or 429.
+    - Each error of this package that reaches the guard, alone or in an exception group, is answered as `problem` says,
+      in application/problem+json (RFC 9457). Any other exception is answered with a 500 that says nothing of it, and
+      raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
+      the first byte of the answer is raised, so that the server closes the connection.
+    - Answers are counted by route, but for those of probes and of the page.
+    - Each request is a span of open trace files and of OpenTelemetry, under the client's traceparent. What the handler
+      asks for lies below it.
+    - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
+      line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
+      status, milliseconds, trace_id where there is a trace, and the handler's notes; of these ``error`` names the error
+      that was answered, and ``gone`` says that the client hung up before the end.
+
+    default_timeout: seconds for a request without the header. None: no limit.
+    longest_timeout: seconds that a client may ask for at most.
+    bodies: the bounds on bodies. Default: ``Bodies()``.
+    spell: makes the body of an error in another form, from its `Problem` and the exchange: the bytes and their media
+        type, or None for problem+json.
+    traffic: where answers are counted. None: where `gpu_actors.asgi.lifespan` says, which shows them.
+
+    Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
+    that is not over 0.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        default_timeout: float | None = None,
+        longest_timeout: float = 300.0,
+        bodies: Bodies | None = None,
+        spell: Spelling | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.app = app
+        self.spell = spell
+        self.traffic = traffic
+        self.default_timeout = None if default_timeout is None else _over_0("default_timeout", default_timeout)
+        self.longest_timeout = _over_0("longest_timeout", longest_timeout)
+        self.bodies: Bodies = bodies if bodies is not None else Bodies()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or KEY in scope:
+            await self.app(scope, receive, send)
+        else:
+            await Exchange(self, scope, receive, send).run()
+
+
+class Exchange:
+    """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
+
+    started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
+    X-Request-Id. trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
+    path: of the request. client: whose it is, for an `Admission`: its address, and behind a `Doors` with keys what
+    `client_of` makes of its key. quiet: whether the answer is worth no line of the log at level INFO. notes: what a
+    handler wants that line to say too, by name.
+    """
+
+    def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self.request_id: str = _request_id(scope)
+        self.deadline: float | None = None
+        self.client: str = address_of(scope)
+        self.quiet: bool = False
+        self.notes: dict[str, Any] = {}
+        self._guard = guard
+        scope[KEY] = self
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.started: float = time.monotonic()
+        self._work = self._begin_work()
+        self.trace_id: str = (self._work.trace_id if self._work is not None else "") or _trace_id(scope)
+        self._run = anyio.CancelScope()
+        self._ahead: deque[Message] = deque()
+        self._ahead_bytes = self._held_bytes = 0
+        self._arrived, self._room = asyncio.Event(), asyncio.Event()
+        self._asked = self._complete = False
+        self._status = 0
+        self._answered = self._gone = False
+        self._ended: float | None = None
+        self._refusal: GpuActorsError | None = None
+
+    @property
+    def _method(self) -> str:
+        return str(self._scope.get("method", ""))
+
+    @property
+    def path(self) -> str:
+        return str(self._scope.get("path", ""))
+
+    def stretch(self, seconds: float) -> None:
+        """Cancel the handler only so many seconds after the deadline, ``math.inf`` for never: it ends its answer by the
+        deadline itself.
+
+        For streams, whose end tells the client why they end. Does nothing without a deadline.
+        """
+        if self.deadline is not None and not self._answered:
+            left = self.deadline + seconds - time.monotonic()
+            self._run.deadline = anyio.current_time() + left
+
+    async def run(self) -> None:
+        try:
+            await self._handle()
+        except Exception as error:
+            await self._settle(error)
+        finally:
+            self._guard.bodies.let_go(self._held_bytes)
+            self._count()
+            self._log()
+
+    async def _handle(self) -> None:
+        guard, scope = self._guard, self._scope
+        timeout = _timeout(scope, guard)
+        announced = b"".join(header(scope, b"content-length"))
+        if announced.isdigit():
+            guard.bodies.check(int(announced[:20]))
+        if timeout is not None:
+            self.deadline = self.started + timeout
+            self._run.deadline = anyio.current_time() + timeout
+        watcher = asyncio.create_task(self._watch())
+        try:
+            with self._run, under(self._work):
+                await guard.app(scope, self._receive_ahead, self._send_on)
+        finally:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+        if self._refusal is not None and not self._answered:
+            raise self._refusal
+        if self._run.cancelled_caught and not self._gone:
+            raise self._late()
+
+    def _late(self) -> GpuActorsError:
+        # A body that is not read further waits for the handler, not for the client.
+        if self._complete or self._ahead_bytes > _AHEAD:
+            return DeadlineExceeded("the deadline passed before the answer")
+        return BodyTooSlow("the body did not arrive by the deadline")
+
+    # What the client sends
+
+    async def _watch(self) -> None:
+        """Read ahead of the handler, a little, to see the end of the body and of the connection."""
+        try:
+            refusal = await self._read()
+            if refusal is not None:
+                self._refusal = refusal
+                self._run.cancel()
+                return
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except _HungUp:
+            pass
+        except Exception:
+            logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
+        self._gone = True
+        if not self._answered:  # a server says "disconnect" after the answer, too
+            self._run.cancel()  # before it wakes, or it would raise what its framework makes of a "disconnect"
+        self._arrived.set()
+
+    async def _read(self) -> GpuActorsError | None:
+        """Read the whole body. Gives why it is refused."""
+        self._asked = True
+        bodies = self._guard.bodies
+        left = bodies.seconds
+        while not self._complete:
+            began, message = time.monotonic(), None
+            with anyio.move_on_after(left):
+                message = await self._receive()
+            left -= time.monotonic() - began
+            if message is None:
+                return BodyTooSlow(f"the body did not arrive within {bodies.seconds:g} s")
+            if message["type"] == "http.disconnect":
+                raise _HungUp
+            size = len(message.get("body", b""))
+            try:
+                bodies.hold(self._held_bytes, size)
+            except GpuActorsError as refusal:
+                return refusal
+            self._held_bytes += size
+            self._ahead_bytes += size
+            self._complete = not message.get("more_body", False)
+            self._ahead.append(message)
+            self._arrived.set()
+            while self._ahead_bytes > _AHEAD and not self._complete:
+                self._room.clear()
+                await self._room.wait()
+        return None
+
+    async def _receive_ahead(self) -> Message:
+        while not self._ahead:
+            if self._gone:
+                return {"type": "http.disconnect"}
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._ahead.popleft()
+        self._ahead_bytes -= len(message.get("body", b""))
+        self._room.set()
+        return message
+
+    # What the client gets
+
+    async def _send_on(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "http.response.start":
+            self._status = message["status"]
+            headers = list(message.get("headers", ()))
+            names = {bytes(name).lower() for name, _ in headers}
+            if b"x-request-id" not in names:
+                headers.append((b"x-request-id", self.request_id.encode()))
+            if b"connection" not in names and self._status >= 400 and await self._left_unread():
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif kind == "http.response.pathsend" or (kind == "http.response.body" and not message.get("more_body", False)):
+            self._answered = True
+            self._ended = time.monotonic()
+        await self._send(message)
+        if self._answered:  # only now: a server waits here for a client that does not read
+            self._run.deadline = math.inf
+
+    async def _left_unread(self) -> bool:
+        """Whether the rest of the body would be read as the next request."""
+        if self._complete or not self._scope.get("http_version", "1.1").startswith("1"):
+            return False
+        if not header(self._scope, b"content-length") and not header(self._scope, b"transfer-encoding"):
+            return False
+        await asyncio.sleep(0)  # the end of a short body may lie there already
+        return not self._complete
+
+    async def _settle(self, error: Exception) -> None:
+        """Answer an error, or raise it where the application or the server has to."""
+        own = own_error(error)
+        if self._gone and own is not None and not self._answered:
+            return
+        if self._gone or self._status or (own is None and _handles_errors(self._scope.get("app"))):
+            raise error
+        answer = problem(error)
+        if own is not None and answer.status == 500:
+            logger.error("%s failed", self.request_id, exc_info=error)
+        headers = dict(answer.headers)
+        refused = isinstance(error, BodyTooLarge | BodyTooSlow | TooManyBodies)
+        if not await self._drained() or refused:
+            # The rest of the body would be read as the next request.
+            headers["Connection"] = "close"
+        if not self._scope.get("http_version", "1.1").startswith("1"):
+            headers.pop("Connection", None)
+        spelled = None if self._guard.spell is None else self._guard.spell(answer, self)
+        if spelled is None:
+            instance = f"{quote(self.path)}#{self.request_id}"
+            body = answer.body(instance=instance, request_id=self.request_id)
+        else:
+            body, headers["Content-Type"] = spelled
+        self.notes.setdefault("error", answer.name or "InternalError")
+        headers["Content-Length"] = str(len(body))
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send_on({"type": "http.response.start", "status": answer.status, "headers": raw})
+        await self._send_on({"type": "http.response.body", "body": body})
+        if own is None:
+            raise error
+
+    async def _drained(self) -> bool:
+        """Whether the body ends soon. A client that still sends when its connection closes would be reset before it
+        has read the answer; one that waits for "100 Continue" has not begun."""
+        if not self._asked and header(self._scope, b"expect"):
+            return False
+        with anyio.move_on_after(LINGER):
+            while not self._complete:
+                message = await self._receive()
+                self._complete = not message.get("more_body", False)
+        return self._complete
+
+    def _begin_work(self) -> Work | None:
+        if not active():
+            return None
+        fields = {"request_id": self.request_id, "http.request.method": self._method, "url.path": self.path[:200]}
+        headers: dict[str, list[str]] = {}
+        for name, value in self._scope.get("headers", ()):
+            headers.setdefault(bytes(name).decode("latin-1").lower(), []).append(bytes(value).decode("latin-1"))
+        return begin_work(
+            "requests",
+            self._method,
+            label=self.request_id,
+            started=self.started,
+            headers=headers,
+            server=True,
+            fields=fields,
+        )
+
+    def _count(self) -> None:
+        """Count the answer, and end its span."""
+        traffic = self._guard.traffic or traffic_of(self._scope)
+        if self.quiet or (traffic is None and self._work is None):
+            return
+        ended = self._ended or time.monotonic()
+        # Where none was sent the server answers by itself, with a 500 or by closing the connection.
+        status = self._status or (_GONE if self._gone else 500)
+        route, outcome = route_of(self._scope), self._outcome(status, ended)
+        if traffic is not None:
+            traffic.count(route, status, outcome, ended - self.started)
+        if self._work is not None:
+            failed = outcome in ("failed", "deadline")
+            self._work.end(
+                {"http.route": route, "http.response.status_code": status, "outcome": outcome},
+                name=f"{self._method} {route}",
+                error=str(self.notes.get("error", outcome)) if failed else None,
+            )
+
+    def _outcome(self, status: int, ended: float) -> str:
+        late = self.deadline is not None and ended >= self.deadline and status != 408
+        error = self.notes.get("error", "")
+        if late or status == 504 or error == DeadlineExceeded.__name__:
+            return "deadline"
+        if self._gone and not self._answered:
+            return "gone"
+        if status == 429:
+            return "refused"
+        if 400 <= status < 500:
+            return "invalid"
+        return "failed" if status >= 500 or error or not self._answered else "answered"
+
+    def _log(self) -> None:
+        status = self._status or (_GONE if self._gone else 0)
+        if not status:
+            return  # the server's own answer, or a task that was cancelled
+        if self._gone and not self._answered:
+            self.notes["gone"] = True
+        milliseconds = (time.monotonic() - self.started) * 1e3
+        # /metrics counts refusals; a log line for each would be a large part of their cost.
+        level = logging.DEBUG if self.quiet or status == 429 else logging.INFO
+        if access.isEnabledFor(level):
+            method, path = self._method, quote(self.path)[:200]
+            attributes = {
+                "request_id": self.request_id,
+                "method": method,
+                "path": path,
+                "status": status,
+                "milliseconds": milliseconds,
+                "notes": self.notes,
+            }
+            line = "%s %s %s %d %.1f ms%s"
+            notes = "".join(f" {name}={value}" for name, value in self.notes.items())
+            if self.trace_id:
+                attributes["trace_id"] = self.trace_id
+                notes = f" trace_id={self.trace_id}{notes}"
+            values = (self.request_id, method, path, status, milliseconds, notes)
+            log_record(access, level, line, values, attributes)
+
+
+class _HungUp(Exception):
+    """The client went before its body was there."""
+
+
+def _over_0(name: str, seconds: float) -> float:
+    number = real(name, seconds, "a finite number of seconds > 0")
+    expect(number > 0, name, seconds, "must be a finite number of seconds > 0")
+    return number
+
+
+def _trace_id(scope: MutableMapping[str, Any]) -> str:
+    """The client's trace, by the W3C's Trace Context."""
+    given = b",".join(header(scope, b"traceparent")).decode("latin-1")
+    found = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", given)
+    return "" if found is None or (given.startswith("00") and found[2]) else found[1]
+
+
+def _request_id(scope: MutableMapping[str, Any]) -> str:
+    given = b"".join(header(scope, b"x-request-id")).decode("latin-1")
+    # A name of the client's own is kept for its logs, unless it could forge a line of ours.
+    return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
+
+
+def _timeout(scope: MutableMapping[str, Any], guard: Guard) -> float | None:
+    values = header(scope, DEADLINE.lower().encode())
+    if not values:
+        return guard.default_timeout
+    given, longest = b", ".join(values).decode("latin-1"), guard.longest_timeout * 1e3
+    # Stricter than float(): 1e5, 1_000 and infinity are probably mistakes.
+    plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given)
+    if plain is None or not 0 < float(given) <= longest:
+        reason = f"must be milliseconds from now as a plain decimal number, over 0 and up to {longest:.0f}"
+        raise InvalidRequest(DEADLINE, given, reason)
+    return float(given) / 1e3
+
+
+def _handles_errors(app: Any) -> bool:
+    """Whether a Starlette application shows or answers unexpected errors itself."""
+    handlers = getattr(app, "exception_handlers", None) or {}
+    return bool(getattr(app, "debug", False)) or 500 in handlers or Exception in handlers

@@ -1,0 +1,393 @@
+"""Probes: /livez, /readyz and /metrics on a thread and a port of their own, apart from a busy event loop.
+
+    async with Probes(port=8001) as probes:
+        async with ga.open_context("cuda") as context:
+            probes.watch(context)  # not ready before
+            ...
+
+An orchestrator that asks the busy loop itself mistakes overload for death and restarts a process that is only busy. A
+thread alone would not notice a loop that is stuck, so the loop gives it a sign of life ten times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import anyio
+import anyio.to_thread
+
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.extras import install_hint
+from gpu_actors.server.http.proof import Proof
+from gpu_actors.server.http.verdict import verdict_of, verdict_of_workers
+from gpu_actors.validation.fields import expect, integer, real
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector, CollectorRegistry
+
+    from gpu_actors.context import GpuContext
+    from gpu_actors.server.http.admission import Admission
+    from gpu_actors.server.http.traffic import Traffic
+
+__all__ = ["EXIT_CODE", "Answer", "Probes"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+EXIT_CODE = 70
+"""The exit code of a process that ends because it is not alive: EX_SOFTWARE of sysexits.h."""
+
+_BEAT = 0.1
+_GRACE = 2.0
+
+
+class Answer(NamedTuple):
+    """The answer to a probe: an HTTP status, the body and its type."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+class Probes:
+    """Answers probes about one context, or several workers, from a thread of its own, as long as it is entered.
+
+    /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``: restart the process.
+    /readyz: 503 also before `watch`, after `leave`, while ``ctx.health()`` is not ready, and where no launch has
+        succeeded for ``proof_seconds``: send no requests. Says which device, which kernels, and why not.
+    /metrics: Prometheus' text format; 501 without the ``metrics`` extra.
+
+    host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
+        free port. The attribute ``port`` is the port in use.
+    ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
+    stall_seconds: above the longest that the loop may be busy with one thing.
+    proof_seconds: how old the last success of a launch may be. A context without requests launches something small
+        every half of that. None: a third of ``hang_timeout``, 10 s on CUDA, at most 200 s.
+    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, in which the last answers go out.
+        It ends without cleaning up, because a wait for a lost device may never end.
+
+    Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, where no port can be listened on.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        ports: int = 1,
+        stall_seconds: float = 30.0,
+        proof_seconds: float | None = None,
+        exit_when_dead: bool = False,
+    ) -> None:
+        self.host = host
+        self.port = None if port is None else integer("port", port, 0, 65535)
+        self.ports: int = integer("ports", ports, 1)
+        self.stall_seconds: float = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
+        expect(self.stall_seconds > 0, "stall_seconds", stall_seconds, "must be a finite number of seconds > 0")
+        self.proof_seconds = proof_seconds
+        if proof_seconds is not None:
+            self.proof_seconds = real("proof_seconds", proof_seconds, "a finite number of seconds > 0, or None")
+            expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
+        self.exit_when_dead = exit_when_dead
+        self._contexts: Mapping[str, GpuContext] = {}
+        self._proofs: Mapping[str, Proof] = {}
+        self._registry: CollectorRegistry | None = None
+        self._collectors: list[Collector] = []
+        self._reasons: list[Callable[[], str]] = []
+        self._told: list[Callable[[], object]] = []
+        self._leaving = False
+        self._last_beat = time.monotonic()
+        self._beating: asyncio.Task[None] | None = None
+        self._listener: _Listener | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        if self._thread is not None and self._thread.is_alive():
+            raise GpuActorsError("these probes are entered already; make some for each application")
+        self._contexts, self._proofs, self._registry = {}, {}, None
+        self._collectors, self._reasons, self._told = [], [], []
+        self._leaving = False
+        self._ended.clear()
+        if self.port is not None:
+            self._listener = _listen(self, self.host, self.port, self.ports)
+            self.port = self._listener.server_port
+        self._beating = asyncio.create_task(self._beat())
+        self._thread = threading.Thread(target=self._run, name="gpu-actors-probes", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+        assert self._beating is not None
+        self._beating.cancel()
+
+    def watch(
+        self,
+        context: GpuContext | Mapping[str, GpuContext],
+        admission: Admission | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Answer about this context from now on, and show in /metrics what the admission does and the traffic counts.
+
+        context: or several workers by name. They are alive while one of them has not failed, and ready while one of
+        them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
+        /metrics has the label ``worker``.
+        """
+        several = isinstance(context, Mapping)
+        workers: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
+        named = bool(workers) and not (several and "" in workers)
+        expect(named, "context", context, "must be a context, or at least one worker by name")
+        try:
+            from prometheus_client import CollectorRegistry
+
+            from gpu_actors.server.http.collector import AdmissionCollector, TrafficCollector
+            from gpu_actors.server.metrics import ContextCollector, WorkersCollector
+        except ImportError:
+            self._registry = None
+        else:
+            self._registry = CollectorRegistry()
+            self._registry.register(WorkersCollector(workers) if several else ContextCollector(workers[""]))
+            if admission is not None:
+                self._registry.register(AdmissionCollector(admission))
+            if traffic is not None:
+                self._registry.register(TrafficCollector(traffic))
+            for collector in self._collectors:
+                self._registry.register(collector)
+        self._proofs = {name: Proof(one, self.proof_seconds) for name, one in workers.items()}
+        self._contexts = workers
+
+    def collect(self, collector: Collector) -> None:
+        """Show in /metrics what this collector of ``prometheus_client`` gives, from the next `watch` on."""
+        self._collectors.append(collector)
+
+    def dead_if(self, reason: Callable[[], str]) -> None:
+        """Say 503 to /livez and /readyz while ``reason()``, which any thread may call, gives more than an empty string.
+
+        For what a process cannot go on without, beside its context and its loop. Until the probes are left.
+        """
+        self._reasons.append(reason)
+
+    def leave(self) -> None:
+        """The process is about to end: not ready from now on."""
+        self._leaving = True
+        for tell in self._told:
+            tell()
+
+    def when_leaving(self, tell: Callable[[], object]) -> None:
+        """Call ``tell()`` on `leave`, which may be in a signal handler. Until the probes are left."""
+        self._told.append(tell)
+
+    # The answers
+
+    def livez(self) -> Answer:
+        reason = self._dead()
+        return _answer(not reason, {"alive": not reason, "reason": reason})
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._leaving
+
+    def readyz(self) -> Answer:
+        content = self.readiness()
+        return _answer(content["ready"], content)
+
+    def readiness(self) -> dict[str, Any]:
+        """What /readyz says."""
+        contexts, dead = self._contexts, self._dead()
+        if not contexts:
+            return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
+        healths = {name: context.health() for name, context in contexts.items()}
+        found = {name: verdict_of(health, self._proofs[name].missing()) for name, health in healths.items()}
+        several = "" not in contexts
+        front = next((name for name, one in found.items() if one.ready), next(iter(contexts)))
+        ready, state, reason = verdict_of_workers(found) if several else found[front]
+        if self._leaving and state != "failed":
+            ready, state, reason = False, "draining", "the server is leaving"
+        elif dead:
+            ready, reason = False, dead
+            if state in ("ready", "degraded"):
+                state = "stalled" if self._stalled() else "failed"
+        health = healths[front]
+        compiling = [context.stats()["nvrtc"] for context in contexts.values()]
+        kernels = {
+            "arch": health.device.arch,
+            "run": health.device.runs_kernels,
+            "compiled": sum(one.completed for one in compiling),
+            "failed": sum(one.failed for one in compiling),
+            "waiting": sum(one.submitted - one.completed - one.failed - one.cancelled for one in compiling),
+        }
+        content = {
+            "ready": ready,
+            "state": state,
+            "reason": reason,
+            "device": health.device.kind,
+            "name": health.device.name,
+            "generation": health.generation,
+            "kernels": kernels,
+            "last_success_seconds": round(self._proofs[front].age, 3),
+        }
+        if several:
+            content["workers"] = {
+                name: one._asdict() | {"generation": healths[name].generation} for name, one in found.items()
+            }
+        return content
+
+    def metrics(self) -> Answer:
+        registry = self._registry
+        if not self._contexts:
+            return _answer(False, {"error": {"message": "the context is not open yet"}})
+        if registry is None:
+            return Answer(501, json.dumps({"error": {"message": install_hint("metrics")}}).encode())
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return Answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+    def _dead(self) -> str:
+        """Why the process should be replaced, or an empty string."""
+        if stalled := self._stalled():
+            return f"the event loop has not turned for {stalled:.0f} s"
+        found = {name: verdict_of(context.health()) for name, context in self._contexts.items()}
+        if found and all(one.state == "failed" for one in found.values()):
+            return found[""].reason if "" in found else verdict_of_workers(found).reason
+        return next((told for reason in self._reasons if (told := reason())), "")
+
+    def _stalled(self) -> float:
+        """Seconds for which the event loop has not turned, 0 while those are few."""
+        stalled = time.monotonic() - self._last_beat
+        return stalled if stalled > self.stall_seconds else 0.0
+
+    # Running
+
+    async def _beat(self) -> None:
+        while True:
+            self._last_beat = time.monotonic()
+            await asyncio.sleep(_BEAT)
+
+    def _run(self) -> None:
+        listening = None
+        if self._listener is not None:
+            listening = threading.Thread(target=self._listener.serve_forever, name="gpu-actors-probes-listener")
+            listening.start()
+        dead_since: float | None = None
+        while not self._ended.wait(_BEAT):
+            self._look()
+            reason = self._dead()
+            if not reason:
+                dead_since = None
+                continue
+            now = time.monotonic()
+            dead_since = now if dead_since is None else dead_since
+            if self.exit_when_dead and now - dead_since >= _GRACE:
+                logger.critical("the process ends with code %d: %s", EXIT_CODE, reason)
+                logging.shutdown()
+                os._exit(EXIT_CODE)
+        if listening is not None:
+            assert self._listener is not None
+            self._listener.shutdown()
+            listening.join()
+
+    def _look(self) -> None:
+        for proof in self._proofs.values():
+            try:
+                proof.look()
+            except Exception:
+                # This thread also ends a dead process. Without proofs /readyz says that the last one is old.
+                logger.exception("the device could not be asked for a proof of progress")
+
+    def _close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.server_close()
+
+
+def _answer(good: bool, content: dict[str, Any]) -> Answer:
+    return Answer(200 if good else 503, json.dumps(content).encode())
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_port = False
+
+    def __init__(self, address: tuple[str, int], probes: Probes) -> None:
+        self.probes = probes
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # An orchestrator has hung up. A traceback on stderr for each would bury what matters.
+        logger.debug("a probe of %s failed", client_address, exc_info=True)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name service what this machine is called, which may take long and is not used.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.socket.getsockname()[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 5.0  # of one read
+    patience = 5.0
+
+    def handle(self) -> None:
+        ending = threading.Timer(self.patience, self._end)  # or a head that drips would hold the thread
+        ending.daemon = True
+        ending.start()
+        try:
+            super().handle()
+        finally:
+            ending.cancel()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def do_HEAD(self) -> None:
+        """Some load balancers ask without wanting the body."""
+        self._reply(with_body=False)
+
+    def do_GET(self) -> None:
+        self._reply(with_body=True)
+
+    def _reply(self, *, with_body: bool) -> None:
+        server = self.server
+        assert isinstance(server, _Listener)
+        probes = server.probes
+        paths = {"/livez": probes.livez, "/readyz": probes.readyz, "/metrics": probes.metrics}
+        asked = paths.get(self.path.partition("?")[0])
+        answer = asked() if asked is not None else Answer(404, b'{"error": {"message": "no such probe"}}')
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("probe: %s", format % args)
+
+
+def _listen(probes: Probes, host: str, port: int, ports: int) -> _Listener:
+    tried = range(port, min(port + ports, 65536)) if port else (0,)
+    for number in tried:
+        try:
+            return _Listener((host, number), probes)
+        except OSError as error:
+            failure = error
+    raise InvalidRequest("port", port, f"cannot be listened on, nor can the next {ports - 1}: {failure.strerror}")

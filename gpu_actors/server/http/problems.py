@@ -1,0 +1,169 @@
+"""Problems: an error as an HTTP answer, in the words of RFC 9457 (application/problem+json)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from gpu_actors.errors import (
+    ActorFailed,
+    ActorStopped,
+    CacheFull,
+    ContextLost,
+    DeadlineExceeded,
+    GpuActorsError,
+    InvalidRequest,
+    MockModeError,
+    OutOfDeviceMemory,
+    Overloaded,
+    RequestCancelled,
+    RequestError,
+    StaleBuffer,
+    Unsupported,
+)
+from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow
+from gpu_actors.server.http.doors import Unauthorized
+from gpu_actors.server.http.json_bodies import WrongContentType
+from gpu_actors.values import show
+
+__all__ = ["CONTENT_TYPE", "NotFound", "Problem", "own_error", "problem"]
+
+CONTENT_TYPE = "application/problem+json"
+
+_LONGEST_TEXT = 320
+_HIDDEN = "an unexpected error; see the server's log"
+_STOPPED = "the service takes no requests: it is stopping, or has failed"
+
+
+class NotFound(InvalidRequest):
+    """What a request names is not here. Raised by applications; answered with 404."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """retry_after: seconds, None where a retry would not help. detail: instead of the error's own words."""
+
+    status: int
+    retry_after: float | None = None
+    detail: str | None = None
+
+
+# The first that fits. What an actor raised by accident may be quoted by ActorFailed and ActorStopped.
+_ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
+    (NotFound, _Answer(404)),
+    (RequestError, _Answer(400)),
+    (Unauthorized, _Answer(401)),
+    (BodyTooSlow, _Answer(408)),
+    (StaleBuffer, _Answer(409)),
+    (BodyTooLarge, _Answer(413)),
+    (WrongContentType, _Answer(415)),
+    (Overloaded, _Answer(429)),
+    (MockModeError, _Answer(501)),
+    (CacheFull, _Answer(503, 1.0)),
+    (OutOfDeviceMemory, _Answer(503, 1.0)),
+    (RequestCancelled, _Answer(503, 1.0)),
+    (ContextLost, _Answer(503, 5.0)),
+    (ActorFailed, _Answer(500, None, _HIDDEN)),
+    (ActorStopped, _Answer(503, 5.0, _STOPPED)),
+    (DeadlineExceeded, _Answer(504)),
+    (GpuActorsError, _Answer(500, None, _HIDDEN)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What an error is answered with.
+
+    status: of HTTP. type: a URI that ends in the error's name, or "about:blank". title: the name in words. detail: what
+    happened this time; a 500 keeps it to the log. retry_after: whole seconds >= 1, or None. members: field, value and
+    accepted of a `RequestError`, and nearest of an `Unsupported` that knows one.
+    """
+
+    status: int
+    type: str
+    title: str
+    detail: str
+    retry_after: int | None = None
+    members: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The error's name, empty for an error that is not this package's."""
+        return self.type.rpartition(":")[2] if self.type.startswith("urn:") else ""
+
+    def body(self, **members: Any) -> bytes:
+        """The JSON, with these members too: ``instance`` of RFC 9457, or some of your own."""
+        standard = {"type": self.type, "title": self.title, "status": self.status, "detail": self.detail}
+        return json.dumps(standard | dict(self.members) | members, separators=(",", ":")).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Content-Type, Retry-After where a retry may help, and WWW-Authenticate where a key is missing."""
+        headers = {"Content-Type": CONTENT_TYPE}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = 'Bearer, Basic realm="gpu-actors", charset="UTF-8"'
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return headers
+
+
+def own_error(error: BaseException) -> GpuActorsError | None:
+    """The error of this package that an exception is: itself, or the gravest of a group that holds no others."""
+    if isinstance(error, GpuActorsError):
+        return error
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    known = [own_error(inner) for inner in error.exceptions]
+    found = [inner for inner in known if inner is not None]
+    return max(found, key=lambda inner: _answer(inner).status) if len(found) == len(known) else None
+
+
+def problem(error: BaseException) -> Problem:
+    """What to answer where ``error`` ends a request. An error that is not this package's is a 500 that says nothing."""
+    own = own_error(error)
+    if own is None:
+        return Problem(status=500, type="about:blank", title=HTTPStatus(500).phrase, detail=_HIDDEN)
+    answer, name = _answer(own), type(own).__name__
+    retry_after = own.retry_after if isinstance(own, Overloaded) else answer.retry_after
+    return Problem(
+        status=answer.status,
+        type=f"urn:gpu-actors:error:{name}",
+        title=re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize(),
+        detail=_short(str(own)) if answer.detail is None else answer.detail,
+        retry_after=None if retry_after is None else _whole(retry_after),
+        members=_members(own) if isinstance(own, RequestError) else {},
+    )
+
+
+def _answer(error: GpuActorsError) -> _Answer:
+    return next(answer for kind, answer in _ANSWERS if isinstance(error, kind))
+
+
+def _whole(seconds: float) -> int:
+    """Whole seconds, for a retry at once would meet the same state."""
+    return max(1, math.ceil(seconds)) if math.isfinite(seconds) else 1
+
+
+def _members(error: RequestError) -> dict[str, Any]:
+    members = {"field": _short(error.field), "value": _plain(error.value), "accepted": _short(error.reason)}
+    if isinstance(error, Unsupported) and error.nearest is not None:
+        members["nearest"] = _plain(error.nearest)
+    return members
+
+
+def _plain(value: object) -> Any:
+    """A value as JSON has it where it is short and plain, else as messages show it."""
+    if value is None or isinstance(value, bool):
+        return value
+    if (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and math.isfinite(value)):
+        return value
+    return _short(value) if isinstance(value, str) else show(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."

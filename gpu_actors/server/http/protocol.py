@@ -1,0 +1,228 @@
+"""Protocol: uvicorn's HTTP on httptools, with the bounds and the endings that it lacks.
+
+    uvicorn.run(app, http=Protocol)        # or uvicorn module:app --http gpu_actors.server.http.protocol:Protocol
+
+A middleware sees a request only once its head is there, so a client that sends a head for hours can be ended only here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from gpu_actors.extras import missing
+
+try:
+    import httptools
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
+
+__all__ = ["Protocol"]
+
+_LINGER = 1.0
+"""Seconds for the rest of a body that is answered already."""
+
+_LOOKS = (0.25, 0.25, 2.0)
+"""Seconds between the looks whether a client that sends nothing more still reads; the last one repeats."""
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP/1 of one connection. For uvicorn's ``http``.
+
+    head_bytes, head_seconds: bounds on a head, from its first byte (of the first one: from the connection) to its end.
+        A head over either is answered with 400 or 408, and the connection closes; without an answer, where no byte of a
+        head has come or where an answer before it goes out still. Of a head in several pieces the first is not counted.
+
+    A client of HTTP/1.0 gets an answer without chunks. One that shuts down only its own half of the connection gets its
+    answer: it is told apart from one that has gone by an interim "100 Continue", which only the latter refuses. On TLS,
+    where half of a connection cannot be shut down, the end of what a client sends is its end.
+
+    A request that asks for another protocol by "Upgrade" is answered in HTTP/1.1, but for WebSocket where uvicorn has
+    it. CONNECT is answered with 400.
+    """
+
+    head_bytes: int = 64 << 10
+    head_seconds: float = 10.0
+
+    _head = -1  # bytes of the head that arrives; -1 between heads
+    _begun = 0  # requests so far
+    _whole = True  # whether the latest of them has arrived whole
+    _ended = False  # whether what arrives is of no use: the answers before it go out, and are the last ones
+    _late: asyncio.TimerHandle | None = None
+    _probe: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = _Parser(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._limit(self.head_seconds, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        if self._probe is not None:
+            self._probe.cancel()
+        super().connection_lost(exc)
+
+    # The head
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended or self.transport.is_closing():
+            return
+        begun = self._begun
+        super().data_received(data)
+        if self._ended or self.transport.is_closing():
+            return
+        if self._head >= 0 and self._begun == begun:  # the piece in which it began may hold a body before it
+            self._head += len(data)
+            if self._head > self.head_bytes:
+                self.send_400_response("The headers are too long.")
+                return
+        if self._whole and self._begun == begun:
+            self._limit(self.head_seconds, self._head_is_late)  # empty lines before a head, which uvicorn waits behind
+
+    def on_message_begin(self) -> None:
+        self._head, self._whole = 0, False
+        self._begun += 1
+        self._limit(self.head_seconds, self._head_is_late)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("a tunnel")  # which uvicorn answers with 400; a path would pass as that of a request
+        if self.ignores_upgrade():
+            return  # the parser reads the head again
+        super().on_headers_complete()
+        self._head = -1
+        self._in_time()
+        if self.cycle is not None and self.scope["http_version"] != "1.1":
+            self.cycle.__class__ = _Unchunked
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        if self.ignores_upgrade():
+            return
+        self._whole = True
+        self._in_time()
+        super().on_message_complete()
+
+    def ignores_upgrade(self) -> bool:
+        """Whether the parser has seen an Upgrade that is not followed."""
+        return bool(self.parser.should_upgrade()) and not self._should_upgrade()
+
+    def head_without_upgrade(self) -> bytes:
+        """The latest head. Without an Upgrade the parser reads the body, too."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((line, *fields, b"\r\n"))
+
+    def _limit(self, seconds: float, end: Callable[[], None]) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(seconds, end)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _head_is_late(self) -> None:
+        self._late = None
+        if self._answers():
+            self._end()
+        elif self._head < 0:
+            self.transport.close()  # a client that has it in store would take an answer for that of its next request
+        elif not self.transport.is_closing():
+            said = b"The headers did not arrive in time."
+            head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+            self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(said), said))
+            self.transport.close()
+
+    # The end
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._answers():
+            super().send_400_response(msg)
+        elif self._head >= 0 or self._whole:
+            self._end()
+        elif self.pipeline or self.cycle.response_started:
+            self.transport.close()  # the body of a request is wrong, and another answer goes out or its own
+        else:
+            super().send_400_response(msg)
+
+    def _end(self) -> None:
+        self.cycle.keep_alive = False
+        self._ended = self._whole = True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._whole and not self._answers() and not self.transport.is_closing():
+            # What drips in of a body after its answer would hold the connection.
+            self._limit(_LINGER, self.transport.close)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        if not self._whole or not self._answers() or self.transport.get_extra_info("sslcontext") is not None:
+            return None
+        self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.1":  # others know no interim answer
+            self._look_later(0)
+        return True
+
+    def _answers(self) -> bool:
+        """Whether a request is not answered yet. uvicorn's cycle is that of the latest one."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look_later(self, number: int) -> None:
+        self._probe = self.loop.call_later(_LOOKS[min(number, len(_LOOKS) - 1)], self._look, number)
+
+    def _look(self, number: int) -> None:
+        if self.transport.is_closing() or self.cycle.response_started:
+            return  # the answer's own bytes are refused, too
+        if not self.pipeline:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._look_later(number + 1)
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads the body of a request with an Upgrade that is not followed (RFC 9110, section 7.8).
+
+    httptools ends such a request with its head, and would read its body as the next one.
+    """
+
+    def __init__(self, protocol: Protocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        parser, rest = self, memoryview(data)
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.ignores_upgrade():
+                    raise
+                rest = rest[upgrade.args[0] :]
+                head = self._protocol.head_without_upgrade()
+                parser = self._protocol.parser = _Parser(self._protocol)
+                httptools.HttpRequestParser.feed_data(parser, head)
+            else:
+                return
+
+
+class _Unchunked(RequestResponseCycle):
+    """One answer to a client of HTTP/1.0: without a length, its end is that of the connection."""
+
+    endless = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.endless = all(bytes(name).lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self.endless:
+                self.chunked_encoding = False
+        elif self.endless:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)

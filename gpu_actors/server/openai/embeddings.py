@@ -1,0 +1,89 @@
+"""/v1/embeddings and /v1/models."""
+
+from __future__ import annotations
+
+import base64
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gpu_actors.embedding.embedder import Embedded, Embedder
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.http.problems import NotFound
+from gpu_actors.server.openai.reading import body_of, read
+from gpu_actors.server.openai.requests import EmbeddingRequest
+from gpu_actors.server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
+
+if TYPE_CHECKING:
+    from gpu_actors.server.openai.state import State
+
+__all__ = ["embeddings", "list_models", "one_model"]
+
+
+async def embeddings(request: Request) -> Response:
+    state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
+    body = await body_of(request)
+    limiter = state.readers_of(len(body))
+    with state.farewell.waiting():
+        async with state.embedding.reading(exchange.deadline, client=exchange.client):
+            asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=limiter)
+    embedder = state.models.encoder_of(asked.model).embedder
+    columns = embedder.model.head.columns
+    if asked.dimensions not in (None, columns):
+        raise Unsupported("dimensions", asked.dimensions, f"must be {columns}, or be left out", columns)
+    most = state.settings.max_inputs
+    if len(asked.input) > most:
+        raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")
+    cost = float(len(asked.input))
+    async with AsyncExitStack() as stack:
+        with state.farewell.waiting():
+            await stack.enter_async_context(state.embedding.place(exchange.deadline, cost=cost, client=exchange.client))
+        if not asked.truncate:
+            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=limiter)
+        result = await embedder.embed(asked.input, deadline=exchange.deadline)
+        # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
+        spelled = await anyio.to_thread.run_sync(_spelled, result, asked)
+    exchange.notes |= {"model": asked.model, "texts": len(asked.input), "prompt_tokens": int(result.tokens.sum())}
+    return Response(spelled, media_type="application/json")
+
+
+def _check_lengths(embedder: Embedder, texts: list[str]) -> None:
+    for index, row in enumerate(embedder.tokenizer.encode(texts)):
+        if row.truncated:
+            reason = f"must have at most {embedder.tokenizer.max_tokens} tokens, unless truncate is true"
+            raise InvalidRequest(f"input[{index}]", f"{len(texts[index])} characters", reason)
+
+
+def _spelled(result: Embedded, asked: EmbeddingRequest) -> bytes:
+    tokens = int(result.tokens.sum())
+    rows = [_vector(row, asked.encoding_format == "base64") for row in result.vectors]
+    data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
+    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return EmbeddingList(data=data, model=asked.model, usage=usage).model_dump_json().encode()
+
+
+def _vector(row: np.ndarray[tuple[int, ...], np.dtype[np.float32]], packed: bool) -> list[float] | str:
+    if packed:
+        return base64.b64encode(row.astype("<f4").tobytes()).decode()
+    numbers: list[float] = row.tolist()
+    return numbers
+
+
+async def list_models(request: Request) -> Response:
+    state: State = request.app.state.openai_api
+    return Response(ModelList(data=state.models.cards()).model_dump_json(), media_type="application/json")
+
+
+async def one_model(request: Request) -> Response:
+    state: State = request.app.state.openai_api
+    name = request.path_params["name"]
+    card = next((card for card in state.models.cards() if card.id == name), None)
+    if card is None:
+        raise NotFound("model", name, "must be one that GET /v1/models lists")
+    return Response(card.model_dump_json(), media_type="application/json")

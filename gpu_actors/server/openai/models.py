@@ -1,0 +1,242 @@
+"""The models that a server has: found by name, loaded from folders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from gpu_actors.distributed import ContextPool
+from gpu_actors.embedding.embedder import Embedder
+from gpu_actors.embedding.weights import find_weights
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.generation.chat import Chat
+from gpu_actors.generation.config import LlamaConfig
+from gpu_actors.generation.engine import Engine, Settings
+from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, model_name, with_blocks
+from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.server.http.problems import NotFound
+from gpu_actors.server.openai.engines import Engines, PoolAttention
+from gpu_actors.server.openai.responses import ModelCard
+from gpu_actors.server.openai.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from gpu_actors.context import GpuContext
+
+__all__ = ["Encoder", "Generator", "Models", "open_models"]
+
+T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+MINILM = "minilm"
+_MINILM_NAME = "all-MiniLM-L6-v2"
+
+_TINY_MIB = 32
+"""Of the tiny model's cache: room for 65,536 tokens, made in no time."""
+
+
+class Generator(NamedTuple):
+    """A model that generates text. template: None for a model that knows no conversations.
+
+    stored, dtype, cache_dtype: of the weights, of attention's operands and of the KV cache.
+    """
+
+    name: str
+    engine: Engine | Engines
+    tokenizer: Tokenizer
+    template: Chat | None
+    config: LlamaConfig
+    stored: str
+    dtype: str
+    cache_dtype: str
+
+
+class Encoder(NamedTuple):
+    """A model that embeds text."""
+
+    name: str
+    embedder: Embedder
+
+
+@dataclass(slots=True)
+class Models:
+    """At most one of each kind. created: when they were loaded, in seconds since 1970."""
+
+    generator: Generator | None = None
+    encoder: Encoder | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def generator_of(self, name: str | None) -> Generator:
+        """The generator of this name, whatever it is for None. Raises `NotFound`."""
+        if self.generator is None or name not in (None, self.generator.name):
+            raise self._not_found(name, self.generator)
+        return self.generator
+
+    def encoder_of(self, name: str) -> Encoder:
+        """The encoder of this name. Raises `NotFound`."""
+        if self.encoder is None or self.encoder.name != name:
+            raise self._not_found(name, self.encoder)
+        return self.encoder
+
+    def cards(self) -> list[ModelCard]:
+        """What /v1/models lists."""
+        cards = []
+        if self.generator is not None:
+            generator = self.generator
+            cards.append(
+                ModelCard(
+                    id=generator.name,
+                    created=self.created,
+                    max_model_len=generator.engine.longest,
+                    kind="generation",
+                    weights=generator.stored,
+                    dtype=generator.dtype,
+                    cache_dtype=generator.cache_dtype,
+                )
+            )
+        if self.encoder is not None:
+            embedder = self.encoder.embedder
+            cards.append(
+                ModelCard(
+                    id=self.encoder.name,
+                    created=self.created,
+                    max_model_len=embedder.tokenizer.max_tokens,
+                    kind="embedding",
+                    dtype=embedder.dtype,
+                )
+            )
+        return cards
+
+    def _not_found(self, name: str | None, found: Generator | Encoder | None) -> NotFound:
+        there = "this server has none for this endpoint" if found is None else f"must be {found.name}"
+        return NotFound("model", name, there)
+
+
+@asynccontextmanager
+async def open_models(context: GpuContext | ContextPool, settings: ServeSettings) -> AsyncIterator[Models]:
+    """Load the models of the settings, and have them answer once, as long as this is entered.
+
+    context: or a pool, whose workers all generate and embed.
+    Raises `InvalidRequest` and `Unsupported` for a folder that is not one of a model.
+    """
+    sources = [_named(given) for given in settings.models] or [_named(default_model()), (_MINILM_NAME, "")]
+    found = Models()
+    loaded: list[tuple[str, LoadedModel]] = []
+    attention: Any = PoolAttention(context) if isinstance(context, ContextPool) else context
+
+    async def load(name: str, source: str) -> None:
+        if source in ("", MINILM) or _kind(source) == "bert":
+            embedder = await _embedder(attention, source)
+            if embedder is not None:
+                _expect_first(name, found.encoder)
+                found.encoder = Encoder(name, embedder)
+                await embedder.embed(["warm up"])
+        else:
+            model = await _aside(partial(load_model, source, threads=settings.threads))
+            _expect_first(name, loaded)
+            loaded.append((name, model))
+
+    try:
+        async with anyio.create_task_group() as group:
+            for name, source in sources:
+                group.start_soon(load, name, source)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    if not loaded:
+        yield found
+        return
+    name, (_, model, tokenizer, template) = loaded[0]
+    random = model.weights.stored == "random"
+    if random:
+        logger.info(RANDOM)
+    sizes = Settings(
+        rows=max(256, settings.max_running),
+        page_size=settings.page_size,
+        dtype=settings.dtype,
+        cache_dtype=settings.cache_dtype,
+    )
+    mib = min(settings.cache_mib, _TINY_MIB) if random else settings.cache_mib
+    sizes = with_blocks(sizes, model, mib, settings.max_running)
+    opened: AbstractAsyncContextManager[Engine | Engines]
+    if isinstance(context, ContextPool):
+        opened = Engines.open(context, model, sizes, max(2, settings.max_running // len(context.workers)))
+    else:
+        opened = Engine.open(context, model, sizes)
+    async with opened as engine:
+        stored, dtypes = model.weights.stored, sizes.dtypes(model.weights.dtype)
+        found.generator = Generator(name, engine, tokenizer, template, model.config, stored, *dtypes)
+        # Compiles the kernels of the first requests, and imports what they need.
+        for each in engine if isinstance(engine, Engines) else [engine]:
+            await each.submit([0], max_new_tokens=2).tokens()
+        yield found
+
+
+async def _aside(load: Callable[[], T]) -> T:
+    """What a thread loads, for which neither a cancellation nor the end of the process waits."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(load())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="gpu-actors-loading", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _named(given: str) -> tuple[str, str]:
+    """NAME=DIR to both; a folder alone has its own name."""
+    name, equals, folder = given.partition("=")
+    if not equals:
+        folder = given
+        name = _MINILM_NAME if given == MINILM else model_name(given)
+    if not name or not folder:
+        raise InvalidRequest(
+            "model", given, "must be smollm2, tiny, minilm, FILE.gguf or DIR, or NAME= and one of these"
+        )
+    return name, folder
+
+
+def _expect_first(name: str, others: object) -> None:
+    if others:
+        raise InvalidRequest("model", name, "must be the only one of its kind: one generates, one embeds")
+
+
+def _kind(folder: str) -> str:
+    try:
+        kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""  # the loader of the other kind says what is wrong with it
+    return kind if isinstance(kind, str) else ""
+
+
+async def _embedder(context: GpuContext, source: str) -> Embedder | None:
+    """source: a folder, or "minilm" for the installed weights; "" where it does not matter if they are."""
+    if source == "":
+        try:
+            await anyio.to_thread.run_sync(find_weights, None)
+        except InvalidRequest as error:
+            logger.warning("no embeddings: %s", error.reason)
+            return None
+    return await Embedder.open(context, None if source in ("", MINILM) else source)
+
+
+def names(models: Sequence[ModelCard]) -> str:
+    """For a line of the log."""
+    return ", ".join(f"{card.id} ({card.kind})" for card in models) or "no model"

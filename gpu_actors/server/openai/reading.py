@@ -1,0 +1,91 @@
+"""A body to a request: what pydantic finds wrong, in this package's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
+from gpu_actors.server.http.json_bodies import check_json, expect_json
+from gpu_actors.server.openai.elsewhere import elsewhere
+from gpu_actors.server.openai.requests import UNKNOWN
+from gpu_actors.server.openai.state import State
+
+__all__ = ["body_of", "read"]
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_JSON = ("json_invalid", "json_type")
+
+_LONGEST_NAME = 80
+
+_GRACE = 1.0
+"""Seconds that a body may take that comes while the server leaves."""
+
+
+async def body_of(request: Request) -> bytes:
+    """The whole body of a request that is said to be JSON.
+
+    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not come once the server
+    leaves.
+    """
+    state: State = request.app.state.openai_api
+    expect_json(request.headers.get("content-type"))
+    with state.farewell.waiting(_GRACE):
+        return await request.body()
+    raise AssertionError("a wait that was ended raises")
+
+
+def read(kind: type[Body], body: bytes) -> Body:
+    """The request that a body holds.
+
+    Raises `InvalidRequest`, or `Unsupported` for what would be valid elsewhere, naming the field, its value and what is
+    accepted.
+    """
+    check_json(body)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0], body) from None
+
+
+def _refusal(found: Mapping[str, Any], body: bytes) -> RequestError:
+    kind, given, place, context = found["type"], found["input"], found["loc"], found.get("ctx", {})
+    if kind == UNKNOWN:
+        place, given = (*place, context["field"]), context["value"]
+    field, there = _field(place), elsewhere(place)
+    # What a validator of ours has found.
+    own = context.get("error")
+    if isinstance(own, RequestError):
+        return own if own.field else type(own)(field, own.value, own.reason)
+    if kind in _JSON:
+        # A body that is not UTF-8 is told here, too.
+        return InvalidRequest("body", f"{len(body)} bytes", f"must be JSON in UTF-8: {found['msg']}")
+    if not field:
+        return InvalidRequest("body", f"{len(body)} bytes", "must be a JSON object")
+    if kind == UNKNOWN:
+        return Unsupported(field, given, f"is not a field that this server knows; {there or 'leave it out'}")
+    if kind == "missing":
+        return InvalidRequest(field, None, "must be given")
+    if kind == "int_parsing_size":
+        return InvalidRequest(field, given, "must be an int of 64 bits")
+    reason = _reason(found["msg"]) + (f"; {there}" if there else "")
+    return (Unsupported if kind == "literal_error" else InvalidRequest)(field, given, reason)
+
+
+def _field(place: Sequence[int | str]) -> str:
+    """messages, 0, content: messages[0].content. A name is cut that a client has made up too long."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in place).lstrip(".")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+
+
+def _reason(message: str) -> str:
+    message = re.sub(r" after validation, not \d+$", "", message)
+    return re.sub(r"^(Input|Value|Data|List|Dictionary) should ", "must ", message)

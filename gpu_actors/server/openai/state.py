@@ -1,0 +1,37 @@
+"""State: what the endpoints of one application share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from gpu_actors.server.http.admission import Admission
+from gpu_actors.server.http.leaving import Farewell
+from gpu_actors.server.openai.models import Models
+from gpu_actors.server.openai.settings import ServeSettings
+
+__all__ = ["State"]
+
+_LARGE = 1 << 16
+"""Bytes or characters, which are read in a few milliseconds."""
+
+
+@dataclass(slots=True)
+class State:
+    """admission: of texts. embedding: of requests for embeddings. readers: bodies and prompts that are read at once.
+    slow_readers: large ones, which keep no small one waiting. farewell: the waits of both, which end once the server
+    leaves.
+    """
+
+    settings: ServeSettings
+    admission: Admission
+    embedding: Admission
+    models: Models = field(default_factory=Models)
+    readers: anyio.CapacityLimiter | None = None
+    slow_readers: anyio.CapacityLimiter | None = None
+    farewell: Farewell = field(default_factory=Farewell)
+
+    def readers_of(self, size: int) -> anyio.CapacityLimiter | None:
+        """Who reads a body or a prompt of so many bytes or characters."""
+        return self.readers if size <= _LARGE else self.slow_readers

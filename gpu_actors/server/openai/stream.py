@@ -1,0 +1,99 @@
+"""EventStream: a response of server-sent events, which says with its status whether it began well."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gpu_actors.errors import DeadlineExceeded
+from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.http.problems import problem
+from gpu_actors.server.openai.failures import error_object
+
+__all__ = ["EventStream", "Writer"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back until its buffer is full
+]
+
+_LINES = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""What some clients take for the end of a line, as JSON also spells it."""
+
+_GRACE = 15.0
+"""Seconds that a client has to read the end of its stream, from the deadline, or from when the stream ends after it."""
+
+
+class Writer:
+    """Writes events. begun: whether the status has gone out."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+
+    async def write(self, content: BaseModel, exclude: set[str] | None = None) -> None:
+        """One event."""
+        await self.write_text(content.model_dump_json(exclude=exclude))
+
+    async def write_text(self, data: str) -> None:
+        """One event of one line."""
+        if not self.begun:
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self.begun = True  # only now: a deadline may pass while the connection still sends an earlier answer
+        if not data.isascii():
+            data = data.translate(_LINES)
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    async def close(self) -> None:
+        """The last event, and the end of the answer."""
+        await self.write_text("[DONE]")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Response):
+    """events: writes all events but the last. What it raises before the first is answered as any error is; what it
+    raises later is told in an event, with which the stream ends.
+    """
+
+    def __init__(self, events: Callable[[Writer], Awaitable[None]]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send)
+        exchange: Exchange = scope[KEY]
+        # This ends by the deadline itself. After a pause of the process the guard's own limit would be due with it.
+        exchange.stretch(math.inf)
+        last: str | None = None
+        try:
+            await self._events(writer)
+        except Exception as error:
+            if not writer.begun:
+                raise
+            found = problem(error)
+            if found.status == 500:
+                logger.error("%s failed", exchange.request_id, exc_info=error)
+            exchange.notes["error"] = found.name or "InternalError"
+            last = _line(error_object(found, exchange.request_id))
+        now = time.monotonic()
+        left = math.inf if exchange.deadline is None else max(exchange.deadline, now) + _GRACE - now
+        with anyio.move_on_after(left) as ending:
+            if last is not None:
+                await writer.write_text(last)
+            await writer.close()
+        if ending.cancelled_caught:
+            raise DeadlineExceeded("the client did not read the end of its stream")
+
+
+def _line(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"))

@@ -1,0 +1,139 @@
+"""Telling: a generated text as its reader gets it, whole characters at a time and without its stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from gpu_actors.errors import RequestCancelled
+from gpu_actors.generation.sampling import TokenScores
+from gpu_actors.generation.stops import StopStrings
+from gpu_actors.generation.text import Generation
+from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.server.openai.responses import Finish, PromptDetails, Usage
+
+__all__ = ["Echo", "Said", "ScoredToken", "Telling", "token_text"]
+
+
+class ScoredToken(NamedTuple):
+    """A token of the answer. scores: None for the first of a prompt. offset: characters of the answer before it."""
+
+    token: int
+    scores: TokenScores | None
+    offset: int
+
+
+class Said(NamedTuple):
+    """A prompt as a text, and the characters before each of its tokens."""
+
+    text: str
+    offsets: list[int]
+
+
+class Echo(NamedTuple):
+    """A prompt at the beginning of its answer."""
+
+    text: str
+    scored: list[ScoredToken]
+
+
+class Telling:
+    """Reads a generation. finish: why it ended, None until then. scored: tokens since they were last taken.
+
+    A stop string may name special tokens, which the text does not show.
+    """
+
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], stop_tokens: Sequence[int]
+    ) -> None:
+        self.finish: Finish | None = None
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special
+        self._stream = tokenizer.stream()
+        self._stops = StopStrings(stops)
+        self._stop_tokens = stop_tokens
+        self._seen = 0
+        self._offset = 0
+        self._scored: list[ScoredToken] = []
+
+    async def more(self) -> str:
+        """The text that has come since, which may be empty. After it, ``finish`` says whether that was all.
+
+        Raises the error that ended the generation.
+        """
+        generation = self._generation
+        if await generation.more(self._seen):
+            return "".join(self._read())
+        if generation.reason not in ("stop", "length"):
+            raise RequestCancelled("the text was cancelled")
+        rest = self._stops.feed(self._stream.end())
+        if not self._stops.found:
+            rest += self._stops.end()
+        self.finish = "stop" if self._stops.found or generation.reason == "stop" else "length"
+        return rest
+
+    def echo(self, said: Said | None) -> Echo:
+        """The prompt, scored where that was asked for, once the first token or the end has come. Before `take_scored`.
+
+        said: the prompt as it was given; None where it was given as tokens, of which special ones do not show.
+        """
+        prompt = self._generation.prompt
+        text, offsets = self._shown(prompt) if said is None else said
+        scores = [None, *self._generation.prompt_scores]
+        scored = [ScoredToken(*one) for one in zip_longest(prompt, scores, offsets)]
+        self._scored = [one._replace(offset=one.offset + len(text)) for one in self._scored]
+        self._offset += len(text)
+        return Echo(text, scored)
+
+    def _shown(self, prompt: Sequence[int]) -> Said:
+        stream = self._tokenizer.stream(begins=True)
+        text, offsets = "", []
+        for token in prompt:
+            offsets.append(len(text))
+            if token not in self._special:
+                text += stream.feed(token)
+        return Said(text + stream.end(), offsets)
+
+    def take_scored(self) -> list[ScoredToken]:
+        """The tokens since the last call, where the sampling asked for scores."""
+        scored, self._scored = self._scored, []
+        return scored
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens up to now. What was generated behind a stop string does not count."""
+        prompt = len(self._generation.prompt)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._seen,
+            total_tokens=prompt + self._seen,
+            prompt_tokens_details=PromptDetails(cached_tokens=self._generation.cached),
+        )
+
+    def _read(self) -> Iterator[str]:
+        generation = self._generation
+        # Several at once where the reader was slower than the engine.
+        while self._seen < len(generation.made):
+            token = generation.made[self._seen]
+            if generation.scores:
+                self._scored.append(ScoredToken(token, generation.scores[self._seen], self._offset))
+            self._seen += 1
+            if token in self._stop_tokens:
+                continue
+            if token in self._special:
+                yield self._stops.feed(self._special[token], shown=False)
+            else:
+                piece = self._stream.feed(token)
+                self._offset += len(piece)
+                yield self._stops.feed(piece)
+            if self._stops.found:
+                self.finish = "stop"
+                generation.cancel("stop")
+                return
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token alone: U+FFFD for a part of a character."""
+    return tokenizer.bytes_of(token).decode(errors="replace")

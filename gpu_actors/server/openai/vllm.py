@@ -1,0 +1,90 @@
+"""/tokenize, /detokenize, /health and /version in the shapes of vLLM: evaluation harnesses ask for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gpu_actors._version import __version__
+from gpu_actors.server import asgi
+from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
+from gpu_actors.server.openai.models import Generator
+from gpu_actors.server.openai.reading import body_of, read
+from gpu_actors.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from gpu_actors.validation.fields import expect
+
+if TYPE_CHECKING:
+    from gpu_actors.server.openai.state import State
+
+__all__ = ["detokenize", "health", "tokenize", "version"]
+
+Asked = TypeVar("Asked", TokenizeRequest, DetokenizeRequest)
+
+
+async def tokenize(request: Request) -> Response:
+    return await _answered(request, TokenizeRequest, _tokens)
+
+
+def _tokens(generator: Generator, asked: TokenizeRequest) -> dict[str, Any]:
+    given: GenerationRequest = CompletionRequest.model_construct(prompt=asked.prompt)
+    if asked.messages is not None:
+        given = ChatRequest.model_construct(messages=asked.messages)
+    if asked.add_special_tokens or asked.prompt is None:
+        tokens = tokenized(generator, given)
+    else:
+        expect_to_fit(generator, given)
+        tokens = generator.tokenizer.encode(asked.prompt)
+    longest = generator.engine.longest
+    return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
+
+
+async def detokenize(request: Request) -> Response:
+    return await _answered(request, DetokenizeRequest, _text)
+
+
+def _text(generator: Generator, asked: DetokenizeRequest) -> dict[str, Any]:
+    size, longest = len(asked.tokens), generator.engine.longest
+    expect(size <= longest, "tokens", f"{size} tokens", f"must be at most {longest}, as many as a text may have")
+    check_tokens("tokens", asked.tokens, generator)
+    stream = generator.tokenizer.stream(begins=True)
+    return {"prompt": "".join(map(stream.feed, asked.tokens)) + stream.end()}
+
+
+async def _answered(
+    request: Request, kind: type[Asked], answer: Callable[[Generator, Asked], dict[str, Any]]
+) -> Response:
+    state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
+    body = await body_of(request)
+
+    def spelled() -> str:
+        asked = read(kind, body)
+        return json.dumps(answer(state.models.generator_of(asked.model), asked))
+
+    with state.farewell.waiting():
+        async with state.admission.reading(exchange.deadline, client=exchange.client):
+            content = await anyio.to_thread.run_sync(spelled, limiter=state.readers_of(len(body)))
+    return Response(content, media_type="application/json")
+
+
+async def health(request: Request) -> Response:
+    """The status of /readyz, without a body."""
+    exchange: Exchange = request.scope[KEY]
+    exchange.quiet = True
+    return Response(status_code=asgi.service(request).probes.readyz().status, headers={"Cache-Control": "no-store"})
+
+
+async def version(_: Request) -> Response:
+    return JSONResponse({"version": __version__})

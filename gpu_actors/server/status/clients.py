@@ -1,0 +1,174 @@
+"""Clients: how the answers to clients went over the last minutes, and what an operator should know first."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from gpu_actors.runtime.meter import SECONDS, Histogram
+from gpu_actors.server.http.traffic import OUTCOMES, RouteCounts, Traffic
+from gpu_actors.server.status.history import SLOT, WINDOWS
+
+__all__ = ["Clients", "judge"]
+
+RECENT = 10.0
+"""Seconds. What failed longer ago turns the state red no more, once answers have succeeded since."""
+
+TOLERATED = 0.01
+"""The share of refusals, misses or failures over the last minute from which on the state is amber."""
+
+_FEWEST = 3
+"""Answers from which on "all of them" is said."""
+
+Times = Mapping[str, Callable[[], Histogram | None]]
+
+
+class _Record(NamedTuple):
+    """outcomes, late: of all routes together. timed: counts by bucket, none where there is no histogram yet."""
+
+    time: float
+    routes: dict[str, RouteCounts]
+    outcomes: dict[str, int]
+    late: int
+    timed: dict[str, list[int]]
+
+
+class Clients:
+    """Records of the last five minutes. For one thread at a time.
+
+    timed: functions that give histograms of seconds by name, or None while there is nothing to tell.
+    """
+
+    def __init__(self, traffic: Traffic, timed: Times) -> None:
+        self._traffic = traffic
+        self._timed = timed
+        self._bounds: dict[str, list[float]] = {name: [] for name in timed}
+        self._records: deque[_Record] = deque(maxlen=int(WINDOWS[-1] / SLOT) + 1)
+        self._records.append(self._now())
+
+    def look(self) -> dict[str, Any]:
+        """The outcomes of the last ten seconds and of the last minute, all over time, and by route.
+
+        late: answers with 504; other misses of a deadline are streams that were cut.
+        """
+        now = self._now()
+        recent, minute = self._since(now, RECENT), self._since(now, WINDOWS[0])
+        counts = [_outcomes(now, before) for before in (recent, minute)]
+        found = {
+            "state": judge(*counts),
+            "recent": {"seconds": round(now.time - recent.time, 1), "outcomes": counts[0]},
+            "minute": {
+                "seconds": round(now.time - minute.time, 1),
+                "outcomes": counts[1],
+                "late": now.late - minute.late,
+            },
+            "timed": {name: self._spread(name, now, minute) for name in self._timed},
+            "slots": [
+                {
+                    "ago": round(now.time - later.time, 1),
+                    "seconds": round(later.time - earlier.time, 1),
+                    "outcomes": _outcomes(later, earlier),
+                    "timed": {name: self._spread(name, later, earlier)["most"] for name in self._timed},
+                }
+                for earlier, later in pairwise(self._records)
+            ],
+            "routes": [_route(name, now, minute) for name in now.routes],
+        }
+        if now.time - self._records[-1].time >= SLOT:
+            self._records.append(now)
+        return found
+
+    def _since(self, now: _Record, seconds: float) -> _Record:
+        """The latest record that is so old, or the oldest one."""
+        return next((one for one in reversed(self._records) if one.time <= now.time - seconds), self._records[0])
+
+    def _now(self) -> _Record:
+        timed = {}
+        for name, read in self._timed.items():
+            histogram = read()
+            if histogram is not None:
+                self._bounds[name] = list(histogram.bounds)
+            timed[name] = [] if histogram is None else histogram.counts()
+        routes = self._traffic.routes()
+        outcomes = {outcome: sum(one.outcomes[outcome] for one in routes.values()) for outcome in OUTCOMES}
+        late = sum(one.statuses.get(504, 0) for one in routes.values())
+        return _Record(time.monotonic(), routes, outcomes, late, timed)
+
+    def _spread(self, name: str, now: _Record, before: _Record) -> dict[str, Any]:
+        later = now.timed[name]
+        return _within(later, before.timed[name] or [0] * len(later), self._bounds[name])
+
+
+def judge(recent: Mapping[str, int], minute: Mapping[str, int]) -> dict[str, str]:
+    """grade: "good", "warn", "bad", or "" where no client has asked; title and reason: of "warn" and "bad".
+
+    recent, minute: answers by outcome, of the last seconds and of the last minute. Requests at fault and clients that
+    hung up count for nothing.
+    """
+    for counts, span in ((recent, "10 s"), (minute, "minute")):
+        asked = _asked(counts)
+        if asked >= _FEWEST and counts["refused"] == asked:
+            return _state("bad", "Refuses all", f"All {asked:,} requests of the last {span} got 429.")
+        if asked >= _FEWEST and not counts["answered"]:
+            return _state("bad", "All fail", f"Of {asked:,} requests of the last {span} {_parts(counts)}.")
+    asked = _asked(minute)
+    if not asked:
+        return _state("", "", "")
+    bad = [
+        (minute["failed"], "Requests fail"),
+        (minute["refused"], "Overloaded"),
+        (minute["deadline"], "Misses deadlines"),
+    ]
+    title = next((title for count, title in bad if count > TOLERATED * asked), "")
+    if title:
+        return _state("warn", title, f"Of {asked:,} requests of the last minute {_parts(minute)}.")
+    return _state("good", "", "")
+
+
+def _state(grade: str, title: str, reason: str) -> dict[str, str]:
+    return {"grade": grade, "title": title, "reason": reason}
+
+
+def _asked(counts: Mapping[str, int]) -> int:
+    return sum(counts[outcome] for outcome in ("answered", "refused", "deadline", "failed"))
+
+
+def _parts(counts: Mapping[str, int]) -> str:
+    asked = _asked(counts)
+    said = {"deadline": "missed their deadline", "failed": "failed", "refused": "got 429"}
+    parts = [f"{_percent(counts[outcome] / asked)} {words}" for outcome, words in said.items() if counts[outcome]]
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if share < 0.1 else f"{100 * share:.0f}%"
+
+
+def _outcomes(now: _Record, before: _Record) -> dict[str, int]:
+    return {outcome: now.outcomes[outcome] - before.outcomes[outcome] for outcome in OUTCOMES}
+
+
+def _route(name: str, now: _Record, before: _Record) -> dict[str, Any]:
+    """All answers of a route, and how long those since a record took."""
+    earlier, later = before.routes.get(name, RouteCounts()), now.routes[name]
+    return {
+        "route": name,
+        "statuses": {str(status): count for status, count in sorted(later.statuses.items())},
+        "outcomes": later.outcomes,
+        "seconds": _within(later.seconds.counts(), earlier.seconds.counts(), SECONDS),
+    }
+
+
+def _within(now: Sequence[int], before: Sequence[int], bounds: Sequence[float]) -> dict[str, Any]:
+    """count: values between two moments. half, most: the bound within which 50% and 99% of them lie; beyond the last
+    bound that bound's negative; None where there are none."""
+    ranks = list(accumulate(later - earlier for later, earlier in zip(now, before, strict=True)))
+    count = ranks[-1] if ranks else 0
+    if not count:
+        return {"count": 0, "half": None, "most": None}
+    half, most = ((*bounds, -bounds[-1])[bisect_left(ranks, share * count)] for share in (0.5, 0.99))
+    return {"count": count, "half": half, "most": most}

@@ -1,0 +1,163 @@
+"""The page, its files, the state as JSON and the stream of events, as routes of Starlette."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+
+import anyio
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.status.board import StatusBoard, Viewer
+from gpu_actors.server.status.files import POLICY, page_file
+
+__all__ = ["page_routes"]
+
+Find = Callable[[Request], StatusBoard | str]
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": POLICY,
+}
+_FILES = {"page.css": "text/css", "page.mjs": "text/javascript"}
+
+STREAM_SECONDS = 15.0
+"""How long a stream lasts. Its reader connects again at once, and a server that stops waits for it no longer."""
+
+PATIENCE = 5.0
+"""Seconds for a reader to take what was sent, before its stream ends."""
+
+
+def page_routes(path: str, find: Find) -> list[BaseRoute]:
+    """The routes of a page at ``path``, which ends in "/". find: gives a request's board, or why there is none."""
+
+    def quiet(request: Request) -> None:
+        exchange: Exchange | None = request.scope.get(KEY)
+        if exchange is not None:
+            exchange.quiet = True
+
+    async def page(request: Request) -> Response:
+        quiet(request)
+        return Response(page_file("index.html"), headers=_HEADERS, media_type="text/html")
+
+    async def file(request: Request) -> Response:
+        quiet(request)
+        name = request.url.path.rpartition("/")[2]
+        return Response(page_file(name), headers=_HEADERS, media_type=_FILES[name])
+
+    async def state(request: Request) -> Response:
+        quiet(request)
+        board = find(request)
+        if isinstance(board, str):
+            return _refused(board)
+        found = await anyio.to_thread.run_sync(board.snapshot)
+        text = json.dumps(found, separators=(",", ":"))
+        return Response(text, headers=_HEADERS, media_type="application/json")
+
+    async def events(request: Request) -> Response:
+        quiet(request)
+        board = find(request)
+        if isinstance(board, str):
+            return _refused(board)
+        if request.method == "HEAD":
+            return Response(headers=_HEADERS, media_type="text/event-stream")
+        exchange: Exchange | None = request.scope.get(KEY)
+        last = _last(request, board.happenings.boot)
+        return _Stream(board, last, None if exchange is None else exchange.deadline)
+
+    made: list[BaseRoute] = [Route(path, page, include_in_schema=False)]
+    made += [Route(f"{path}status/{name}", file, include_in_schema=False) for name in _FILES]
+    made.append(Route(f"{path}status.json", state, include_in_schema=False))
+    made.append(Route(f"{path}status/events", events, include_in_schema=False))
+    return made
+
+
+def _refused(reason: str) -> Response:
+    body = json.dumps({"reason": reason})
+    return Response(body, 503, headers=_HEADERS | {"Retry-After": "1"}, media_type="application/json")
+
+
+def _last(request: Request, boot: str) -> int:
+    """The number of the last event that the reader has. Numbers of another process count for nothing."""
+    given = request.headers.get("last-event-id") or request.query_params.get("last", "")
+    theirs, _, number = given.partition(".")
+    return int(number) if theirs == boot and re.fullmatch(r"[0-9]{1,15}", number) else 0
+
+
+class _Stream(Response):
+    """Server-sent events: "state", the latest one, and "happened", the events since the reader's last ones.
+
+    A reader that does not read gets no further state until it does, and is dropped after `PATIENCE`.
+    """
+
+    def __init__(self, board: StatusBoard, last: int, deadline: float | None) -> None:
+        self._board = board
+        self._last = last
+        # The end of a stream by itself is no error, so it comes before the deadline.
+        limit = time.monotonic() + STREAM_SECONDS
+        self._end = limit if deadline is None else min(limit, deadline - 1.0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._board.viewer() as viewer:
+            if viewer is None:
+                await _refused(f"{self._board.max_viewers} viewers look already")(scope, receive, send)
+                return
+            async with anyio.create_task_group() as group:
+
+                async def until_gone() -> None:
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    group.cancel_scope.cancel()
+
+                group.start_soon(until_gone)
+                await self._send(send, viewer)
+                group.cancel_scope.cancel()
+
+    async def _send(self, send: Send, viewer: Viewer) -> None:
+        headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+        headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for text in self._texts(viewer):
+            with anyio.move_on_after(PATIENCE) as waited:
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+            if waited.cancelled_caught:
+                break
+        with anyio.move_on_after(PATIENCE):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _texts(self, viewer: Viewer) -> AsyncIterator[bytes]:
+        board = self._board
+        # The latest may be some seconds old, and a look was asked for when the viewer came. The stream of a server that
+        # leaves does not last until then.
+        seen = board.latest[0] - board.draining
+        yield b"retry: 500\n\n"
+        while True:
+            parts: list[bytes] = []
+            number, latest = board.latest
+            found = board.happenings.since(self._last)
+            if found.items or found.missed:
+                boot = board.happenings.boot
+                content = {"boot": boot, "items": found.items, "missed": found.missed}
+                told = json.dumps(content, separators=(",", ":"))
+                parts.append(f"id: {boot}.{found.newest}\nevent: happened\ndata: {told}\n\n".encode())
+            self._last = found.newest
+            if number != seen:
+                seen = number
+                parts.append(b"event: state\ndata: " + latest + b"\n\n")
+            if parts:
+                yield b"".join(parts)
+            left = self._end - time.monotonic()
+            if board.ending or board.draining or left <= 0:
+                return
+            with anyio.move_on_after(left):
+                await viewer.woken.wait()
+            viewer.woken.clear()
