@@ -15,6 +15,7 @@ from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.distributed.dispatch import Dispatch
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.moving import copy_sequence
+from gpu_actors.distributed.remote.context import RemoteContext
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.kv_cache import KvCache
@@ -22,7 +23,6 @@ from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.process import Local
-from gpu_actors.remote.context import RemoteContext
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.opening import to_the_end

@@ -14,6 +14,7 @@ from gpu_actors.attention.requests import Array
 from gpu_actors.distributed.cache import PooledKvCache
 from gpu_actors.distributed.dispatch import Dispatch, PoolOptions
 from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.remote.context import open_remote
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.handles.gpu_context import GpuContext
@@ -23,7 +24,6 @@ from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.kv.requests import KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
-from gpu_actors.remote.context import open_remote
 from gpu_actors.runtime.opening import to_the_end
 from gpu_actors.runtime.reply import Reply, need_asyncio
 from gpu_actors.validation.fields import expect, integer, real

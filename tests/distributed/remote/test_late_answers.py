@@ -12,8 +12,8 @@ from inside.isolation import Received
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors.distributed.remote.direct import DirectChannel, Inbox, ThreadConnection
 from gpu_actors.remote import InProcess, Order, RemoteContext, open_remote
-from gpu_actors.remote.direct import DirectChannel, Inbox, ThreadConnection
 
 SPEC: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 ROWS = np.zeros((20, 2, 16), np.float32)

@@ -11,14 +11,14 @@ records, their order (`Link`), the requests without an answer (`Relay`), and the
 
 from __future__ import annotations
 
+from gpu_actors.distributed.remote.context import RemoteContext, open_remote
+from gpu_actors.distributed.remote.direct import InProcess
+from gpu_actors.distributed.remote.faulty import Faults, Faulty
 from gpu_actors.errors import WorkerLost
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.workplace import Connection, Order, Workplace
-from gpu_actors.remote.context import RemoteContext, open_remote
-from gpu_actors.remote.direct import InProcess
-from gpu_actors.remote.faulty import Faults, Faulty
 
 __all__ = [
     "Channel",

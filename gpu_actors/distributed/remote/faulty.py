@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_actors.distributed.remote.direct import DirectChannel, Inbox, InProcess, ThreadConnection
 from gpu_actors.isolation.workplace import Order, Received
-from gpu_actors.remote.direct import DirectChannel, Inbox, InProcess, ThreadConnection
 
 __all__ = ["Faults", "Faulty"]
 
