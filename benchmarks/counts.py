@@ -15,8 +15,9 @@ from gpu_actors.attention.requests import FlashBackward, FlashForward, PagedForw
 from gpu_actors.bench.cases import Case
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.context import GpuContext
-from gpu_actors.kernels.decode.variant import DECODE, decode_tile
-from gpu_actors.kernels.hopper_decode import variant as hopper_decode
+from gpu_actors.kernels import decode_sm90
+from gpu_actors.kernels.decode_mma import DECODE
+from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, tile_of
 from gpu_actors.kernels.variants import kernel_source
@@ -111,7 +112,7 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
     tile = _tile_of(key)
     hopper = key.kernel.endswith("_sm90")
     warps = tile.warps - 4 if hopper else tile.warps  # the others load
-    if key.kernel == hopper_decode.NAME:
+    if key.kernel == decode_sm90.NAME:
         warps = tile.block_m // 16  # and widen 8-bit caches, which is not counted
     size = (tile.block_m, tile.block_n)
     dims = (-(-key.head_dim // 16) * 16, -(-key.head_dim_v // 16) * 16)
@@ -127,8 +128,8 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
 def _tile_of(key: DispatchKey) -> Tile:
     if key.kernel == DECODE:
         return decode_tile(key).tile
-    if key.kernel == hopper_decode.NAME:
-        return hopper_decode.sm90_decode_tile(key).tile
+    if key.kernel == decode_sm90.NAME:
+        return decode_sm90.sm90_decode_tile(key).tile
     return tile_of(key)
 
 

@@ -190,7 +190,7 @@ benchmarks.model` uses them.
 
 The fit finds that instructions cost FlashAttention-3 nearly as much as if they ran alone: with a weight near 1,
 issue and products are hardly overlapped. Exponentials and shared memory add nothing to it that issue does not
-explain. It knows of no difference in how well two kernels overlap. `scripts/gate hopper` shows that ours has
+explain. It knows of no difference in how well two kernels overlap. `scripts/gate forward_sm90` shows that ours has
 more exponentials beside its own products than FlashAttention-3; what that gains is not in the model.
 
 Sources of the published figures:

@@ -38,7 +38,7 @@ from gpu_actors.cli.output import write_table
 from gpu_actors.context import GpuContext, open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
-from gpu_actors.kernels.hopper.variant import section_heads
+from gpu_actors.kernels.forward_sm90 import section_heads
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.options import ContextOptions
 

@@ -112,7 +112,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, int, int, str], ...]], ...] = (
             ("reference", 9, 3, "the oracle"),
         ),
     ),
-    (GREEN, (("kernels", 4, 5, "dispatch, tiles; a folder a family"),)),
+    (GREEN, (("kernels", 4, 5, "dispatch, tiles; a file a family"),)),
     (GREEN, (("devices", 0, 9, "cuda, emulation, mock: allocate, copy, launch, wait"),)),
     (GREEN, (("options", 0, 9, "what is set when a context is opened"),)),
     (

@@ -55,7 +55,7 @@ from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.handles.health import Health
 from gpu_actors.handles.kv_cache import KvCache
-from gpu_actors.kernels.append.variant import Rope
+from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence

@@ -23,8 +23,8 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.append.copy_pages import PageCopyKey
-from gpu_actors.kernels.append.variant import AppendProblem, append_key
+from gpu_actors.kernels.append import AppendProblem, append_key
+from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import (

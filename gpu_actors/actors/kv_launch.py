@@ -19,9 +19,8 @@ import numpy as np
 
 from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
-from gpu_actors.kernels.append.copy_pages import pack_page_copy, page_copy_geometry
-from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
+from gpu_actors.kernels.append import AppendProblem, append_geometry, append_key, pack_append
+from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
 from gpu_actors.planning.padding import pad_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_actors.actors.kv_store import CacheStore, OpenedCache
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.kernels.append.copy_pages import PageCopyKey
+from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kv.requests import ImportSequence
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.kv.transfer import check_pages, export_launch, exported, import_launch, no_pages

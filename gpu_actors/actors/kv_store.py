@@ -21,7 +21,7 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
-from gpu_actors.kernels.append.variant import AppendProblem, append_key
+from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence

@@ -1,7 +1,7 @@
 """How long the split of a decode launch takes, and how even the modelled work is.
 
 Needs no GPU: medians over many plans on the calling thread, in microseconds, and the largest load of a block over the
-mean. A load counts tiles of keys and what beginning a piece costs (`gpu_actors.kernels.decode.schedule`). The budgets
+mean. A load counts tiles of keys and what beginning a piece costs (`gpu_actors.kernels.decode_schedule`). The budgets
 are 1,000 us for 4,096 sequences and a balance of 1.1 on a batch in which few sequences are long.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_actors.attention.problem import AttentionProblem
-from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, before, split_decode
-from gpu_actors.kernels.decode.variant import ranges_of
+from gpu_actors.kernels.decode_mma import ranges_of
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, before, split_decode
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 

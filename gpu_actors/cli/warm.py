@@ -61,7 +61,7 @@ async def _warm(
     from gpu_actors.context import open_context
     from gpu_actors.devices.select import choose_device
     from gpu_actors.kernels import variants
-    from gpu_actors.kernels.merge.merge import merge_variants
+    from gpu_actors.kernels.merge import merge_variants
     from gpu_actors.options import ContextOptions
 
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)

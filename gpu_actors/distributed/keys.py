@@ -31,7 +31,7 @@ from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.distributed.shard_rows import ROTATION, among_themselves, on_host, settled, tree_of
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.handles.kv_cache import KvCache
-from gpu_actors.kernels.append.variant import AppendProblem, Rope
+from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local

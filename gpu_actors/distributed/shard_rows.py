@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import adopt, check_device, name_of
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.append.variant import AppendProblem
+from gpu_actors.kernels.append import AppendProblem
 from gpu_actors.kv.requests import AppendRows
 from gpu_actors.planning.append_rows import new_rows
 from gpu_actors.planning.cached import tree_bits

@@ -31,7 +31,7 @@ from gpu_actors.generation.model import Heads, Llama
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.text import Generation
 from gpu_actors.generation.weights import Matrix
-from gpu_actors.kernels.append.variant import Rope
+from gpu_actors.kernels.append import Rope
 from gpu_actors.tracing import host_span
 from gpu_actors.tracing.work import under, working
 from gpu_actors.validation.fields import expect, integer

@@ -41,7 +41,7 @@ from gpu_actors.validation.fields import describe, expect
 
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache
-    from gpu_actors.kernels.append.variant import Rope
+    from gpu_actors.kernels.append import Rope
     from gpu_actors.kv.transfer import SequencePages
     from gpu_actors.runtime.children import Children
     from gpu_actors.runtime.handle import ActorHandle

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from gpu_actors.attention.problem import FLAGS, AttentionProblem, DispatchKey
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.backward.launch import BACKWARD_MMA
-from gpu_actors.kernels.backward.simple import BACKWARD_SIMPLE
-from gpu_actors.kernels.decode.launch import DECODE_MMA
-from gpu_actors.kernels.decode.simple import DECODE_SIMPLE
+from gpu_actors.kernels.backward_mma import BACKWARD_MMA
+from gpu_actors.kernels.backward_simple import BACKWARD_SIMPLE
+from gpu_actors.kernels.backward_sm90 import BACKWARD_SM90
+from gpu_actors.kernels.decode_mma import DECODE_MMA
+from gpu_actors.kernels.decode_simple import DECODE_SIMPLE
+from gpu_actors.kernels.decode_sm90 import DECODE_SM90
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward.launch import FORWARD_MMA, FORWARD_SIMPLE, FORWARD_WIDE
-from gpu_actors.kernels.hopper.launch import FORWARD_SM90
-from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
-from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
+from gpu_actors.kernels.forward import FORWARD_MMA, FORWARD_SIMPLE, FORWARD_WIDE
+from gpu_actors.kernels.forward_sm90 import FORWARD_SM90
 from gpu_actors.kernels.program import ANYWHERE, Program, Target
 from gpu_actors.kernels.support import find_unsupported
 

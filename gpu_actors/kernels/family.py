@@ -41,7 +41,7 @@ class KernelFamily:
     positions: whether rows, keys and heads may stand in a larger problem. row_stats: whether it stores a row's largest
     score and the sum of its exponentials. lacks: further fields of a problem that it does not know. greatest_dim: of
     heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which not all strides suit
-    (`kernels.hopper.params.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, at multiples
+    (`kernels.forward_sm90.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, at multiples
     of which they must begin then; loads by TMA do.
     """
 

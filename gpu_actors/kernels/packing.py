@@ -20,15 +20,14 @@ import numpy as np
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, ScratchSpec
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.decode.launch import DECODE_MMA
-from gpu_actors.kernels.decode.schedule import ITEM_UNITS, min_units
-from gpu_actors.kernels.decode.variant import decode_tile, items_of
+from gpu_actors.kernels.decode_mma import DECODE_MMA
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, min_units
+from gpu_actors.kernels.decode_sm90 import DECODE_SM90
+from gpu_actors.kernels.decode_tiles import decode_tile, items_of
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward.launch import FORWARD_MMA
-from gpu_actors.kernels.hopper.launch import FORWARD_SM90
-from gpu_actors.kernels.hopper.variant import MULTIPROCESSORS, ROWS
-from gpu_actors.kernels.hopper_decode.launch import DECODE_SM90
+from gpu_actors.kernels.forward import FORWARD_MMA
+from gpu_actors.kernels.forward_sm90 import FORWARD_SM90, MULTIPROCESSORS, ROWS
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import tile_of

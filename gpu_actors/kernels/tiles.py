@@ -272,7 +272,7 @@ def mma_row(dim: int, dtype: str) -> int:
 
 
 def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
-    """What forward_sm90 rounds a head dim up to: kernels_cu/hopper/layout.cuh."""
+    """What forward_sm90 rounds a head dim up to: kernels_cu/forward_sm90/layout.cuh."""
     dims = (64, 128, 192, 256) if ELEMENTS[dtype].fp8 else (64, 96, 128, 192, 256)
     return next(padded for padded in dims if dim <= padded)
 
@@ -283,7 +283,7 @@ def shares_keys(tile: Tile) -> bool:
 
 
 def padded_backward_dims(tile: Tile, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """What backward_sm90 rounds both head dims up to: kernels_cu/hopper_backward/layout.cuh."""
+    """What backward_sm90 rounds both head dims up to: kernels_cu/backward_sm90/layout.cuh."""
     if not shares_keys(tile):
         return (64, 64) if tile.block_m == 128 else (128, 128)
     if max(head_dim, head_dim_v) > 192:
@@ -343,7 +343,7 @@ def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int)
     """K, V, stages of Q and dO with a float a row, two tiles of scores, a tile of dQ in float, mbarriers, a number.
 
     Consumers that share keys have one stage of dO and no tile of dQ. As laid out in
-    kernels_cu/hopper_backward/layout.cuh, which asserts it.
+    kernels_cu/backward_sm90/layout.cuh, which asserts it.
     """
     (dim, dim_v), itemsize = padded_backward_dims(tile, head_dim, head_dim_v), ELEMENTS[dtype].itemsize
     stages, stages_v = tile.stages, 1 if shares_keys(tile) else tile.stages

@@ -15,12 +15,12 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.score_mod import SCORE_HEADER
 from gpu_actors.compiling.assets import asset_source, kernel_file
 from gpu_actors.compiling.source import KernelSource
-from gpu_actors.kernels.append.copy_pages import PageCopyKey
-from gpu_actors.kernels.append.variant import AppendKey, AppendProblem, Rope, append_key
-from gpu_actors.kernels.decode.variant import usual_decode_problems
+from gpu_actors.kernels.append import AppendKey, AppendProblem, Rope, append_key
+from gpu_actors.kernels.copy_pages import PageCopyKey
+from gpu_actors.kernels.decode_mma import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
-from gpu_actors.kernels.merge.gradients import MergeGradientKey
-from gpu_actors.kernels.merge.merge import MergeKey
+from gpu_actors.kernels.merge import MergeKey
+from gpu_actors.kernels.merge_gradients import MergeGradientKey
 from gpu_actors.kernels.program import ANYWHERE, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 

@@ -12,7 +12,7 @@ from gpu_actors.process import incarnation
 from gpu_actors.values import brief
 
 if TYPE_CHECKING:
-    from gpu_actors.kernels.append.variant import Rope
+    from gpu_actors.kernels.append import Rope
 
 __all__ = [
     "AppendRows",

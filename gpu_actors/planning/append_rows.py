@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.kernels.append.variant import AppendProblem, Rope
+from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of

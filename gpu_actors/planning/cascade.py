@@ -39,11 +39,11 @@ from gpu_actors.devices.interface import (
     StepPack,
 )
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.decode.variant import DECODE
+from gpu_actors.kernels.decode_mma import DECODE
+from gpu_actors.kernels.decode_sm90 import NAME as DECODE_SM90
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.hopper_decode.variant import NAME as DECODE_SM90
-from gpu_actors.kernels.merge.merge import (
+from gpu_actors.kernels.merge import (
     TERM_FIELDS,
     MergeKey,
     MergeProblem,

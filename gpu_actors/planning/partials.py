@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, ScratchSpec, Step, zero_launch
-from gpu_actors.kernels.merge.gradients import (
-    GRADIENT_TERM_FIELDS,
-    MergeGradientKey,
-    merge_gradient_geometry,
-    merge_gradient_keys,
-    pack_gradient_terms,
-    pack_merge_gradients,
-    sums_dtype,
-)
-from gpu_actors.kernels.merge.merge import (
+from gpu_actors.kernels.merge import (
     TERM_FIELDS,
     MergeKey,
     MergeProblem,
@@ -25,6 +16,15 @@ from gpu_actors.kernels.merge.merge import (
     merge_key,
     pack_merge,
     pack_terms,
+)
+from gpu_actors.kernels.merge_gradients import (
+    GRADIENT_TERM_FIELDS,
+    MergeGradientKey,
+    merge_gradient_geometry,
+    merge_gradient_keys,
+    pack_gradient_terms,
+    pack_merge_gradients,
+    sums_dtype,
 )
 from gpu_actors.partial import (
     MergeBackward,

@@ -13,10 +13,10 @@ from typing import Any
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.kernels.decode.params import CHUNK, rows_refusal
+from gpu_actors.kernels.decode_mma import CHUNK, rows_refusal
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, answering_key
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.hopper.params import TMA_ALIGNMENT, tma_refusal
+from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT, tma_refusal
 
 __all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "key_for"]
 

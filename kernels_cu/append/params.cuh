@@ -1,6 +1,6 @@
 // What a launch passes the append kernel. What it is compiled for: common/defaults.cuh.
 //
-// gpu_actors/kernels/append/variant.py reads struct Params from this text: one field a line, of a type that it knows. The
+// gpu_actors/kernels/append.py reads struct Params from this text: one field a line, of a type that it knows. The
 // innermost dimension of every operand is contiguous.
 #pragma once
 

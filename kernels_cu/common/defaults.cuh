@@ -148,7 +148,7 @@
 #define QUERY 0
 #endif
 
-// Of hopper.
+// Of forward_sm90.
 #ifndef O_DIRECT  // the output leaves from registers, for shared memory has no room for it
 #define O_DIRECT 0
 #endif

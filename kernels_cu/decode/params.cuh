@@ -5,7 +5,7 @@
 // sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of
 // CACHE_ALIGNMENT bytes, and no stride of theirs is negative.
 //
-// gpu_actors/kernels/decode/params.py reads the struct from this text: one field a line, of a type that it knows.
+// gpu_actors/kernels/decode_mma.py reads the struct from this text: one field a line, of a type that it knows.
 #pragma once
 
 #include "common/params.cuh"

@@ -12,7 +12,7 @@
 // own, and decode/decode_combine.cu merges them. With `splits` pinned, an item is cut into that many pieces of equal
 // length, whatever the batch around it, and a piece belongs to the range in which it begins.
 //
-// gpu_actors/kernels/decode/schedule.py computes the same positions on the host.
+// gpu_actors/kernels/decode_schedule.py computes the same positions on the host.
 #pragma once
 
 #include "decode/params.cuh"

@@ -1,7 +1,7 @@
 """forward_sm90's tensor maps, boxes and descriptors, decoded by the second reading alone.
 
 Where TMA puts an element, wgmma must find it. What is decoded is what the product makes: the tensor maps of
-`pack_sm90`, and the descriptors, steps and places of kernels_cu/hopper/boxes.cuh, run on the emulated device.
+`pack_sm90`, and the descriptors, steps and places of kernels_cu/forward_sm90/boxes.cuh, run on the emulated device.
 """
 
 from __future__ import annotations

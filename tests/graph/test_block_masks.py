@@ -147,7 +147,7 @@ def hopper() -> Any:
 def few_blocks() -> Any:
     """A persistent block takes several tiles of rows, some of which see nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        patch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
         yield
 
 
@@ -442,9 +442,9 @@ COUNTED: dict[str, tuple[str, str, str, int, int]] = {
     "forward products": ("sm_80", "", "multiply_rows<QTile, KTile, 2>(s, q,", 0, 1),
     "backward loads": ("sm_80", "backward/ring.cuh", "copy_rows<THREADS>(q_tile(now),", 0, 1),
     "backward products": ("sm_80", "", "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10", 0, 1),
-    "hopper loads": ("sm_90a", "hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
+    "hopper loads": ("sm_90a", "forward_sm90/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
     "hopper products": (
-        "sm_90a", "hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1,
+        "sm_90a", "forward_sm90/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1,
     ),
 }  # fmt: skip
 USUALLY_COUNTED = (("forward loads", False), ("hopper loads", True))

@@ -23,9 +23,16 @@ from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.kernels.append.copy_pages import pack_page_copy
-from gpu_actors.kernels.append.params import append_layout, pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, Rope, append_geometry, append_key, cut_rows
+from gpu_actors.kernels.append import (
+    AppendProblem,
+    Rope,
+    append_geometry,
+    append_key,
+    append_layout,
+    cut_rows,
+    pack_append,
+)
+from gpu_actors.kernels.copy_pages import pack_page_copy
 
 
 class TestRounding:

@@ -13,8 +13,8 @@ from support.gate import ARCHS
 
 import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.append.copy_pages import PageCopyKey, page_copy_geometry
-from gpu_actors.kernels.append.variant import AppendKey, Rope, append_key
+from gpu_actors.kernels.append import AppendKey, Rope, append_key
+from gpu_actors.kernels.copy_pages import PageCopyKey, page_copy_geometry
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants
 

@@ -14,8 +14,7 @@ from inside.emulation import EmulatedBuffer
 
 from benchmarks.order import SECTION_BLOCKS, ranked, section_size
 from gpu_actors import KernelSource
-from gpu_actors.kernels.hopper.params import COUNTER, _schedule_binder
-from gpu_actors.kernels.hopper.variant import Sections, section_heads
+from gpu_actors.kernels.forward_sm90 import COUNTER, Sections, _schedule_binder, section_heads
 from gpu_actors.kernels.params import Buffer
 from gpu_actors.kernels.tiles import tile_of
 from gpu_actors.kernels.variants import kernel_source
@@ -54,7 +53,7 @@ extern "C" __global__ void keys(const __grid_constant__ Arguments a) {
 """
 
 HOPPER_PROBE = """
-#include "hopper/schedule.cuh"
+#include "forward_sm90/schedule.cuh"
 struct Arguments { Schedule schedule; int32_t heads_q, heads_kv, seqlen_q, seqlen_k; int32_t* out; };
 extern "C" __global__ void tiles(const __grid_constant__ Arguments a) {
   LaunchParams p{};

@@ -16,11 +16,10 @@ from inside.emulation import EmulationFault
 from inside.testing import POISON_PAGE
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.kernels.decode.params import pack_pointers
-from gpu_actors.kernels.decode.simple import DECODE_SIMPLE, SIMPLE, SIMPLE_COMBINE
-from gpu_actors.kernels.decode.variant import DECODE
+from gpu_actors.kernels.decode_mma import DECODE, pack_pointers
+from gpu_actors.kernels.decode_simple import DECODE_SIMPLE, SIMPLE, SIMPLE_COMBINE
+from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
-from gpu_actors.kernels.hopper_decode.variant import NAME
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Target
@@ -175,7 +174,7 @@ class TestBroken:
             table = np.frombuffer(pack_pointers(*arguments), np.uint64)
             return (table + np.array([0, 2, 2], np.uint64)).tobytes()
 
-        monkeypatch.setattr("gpu_actors.kernels.decode.launch.pack_pointers", crooked)
+        monkeypatch.setattr("gpu_actors.kernels.decode_mma.pack_pointers", crooked)
         out, lse = run(kernel, case, planned=False)
         assert np.isnan(out[1]).all()
         assert np.isnan(lse[1]).all()

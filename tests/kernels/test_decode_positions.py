@@ -12,7 +12,7 @@ from emulated.decode import DecodeCase, check_results, key_of, problem_of
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.kernels.decode.variant import decode_keys
+from gpu_actors.kernels.decode_mma import decode_keys
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.program import Target

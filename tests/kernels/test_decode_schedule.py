@@ -16,13 +16,9 @@ from inside.reference import visible_keys
 from support.timing import below, median_seconds, yardsticks
 
 from gpu_actors import AttentionProblem
-from gpu_actors.kernels.decode.schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
-from gpu_actors.kernels.decode.variant import (
-    ROW_TILES,
-    decode_tile,
-    ranges_of,
-    row_tile_of,
-)
+from gpu_actors.kernels.decode_mma import ranges_of
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
+from gpu_actors.kernels.decode_tiles import ROW_TILES, decode_tile, row_tile_of
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.program import Target

@@ -10,10 +10,9 @@ from cases.cached_batches import random_batch
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, problem_of
 
-from gpu_actors.kernels.decode.variant import decode_tile
+from gpu_actors.kernels.decode_sm90 import NAME, part_of, sm90_decode_tile
+from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key, explain
-from gpu_actors.kernels.hopper_decode.params import part_of
-from gpu_actors.kernels.hopper_decode.variant import NAME, sm90_decode_tile
 
 ARCH = "sm_90a"
 CASE = DecodeCase(

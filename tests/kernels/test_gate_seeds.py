@@ -51,37 +51,41 @@ def test_a_correction_of_a_fused_product_is_all_that_is_seen(row: str, faults_se
 
 FORWARD_SEEDS = {
     # As the comment in `mainloop_step` says: without the wait between, ptxas waits for O before the exponentials.
-    "overlap": ("hopper/forward_sm90.cu", "if (more) wait_for_keys();\n  ptx::wgmma_wait<0>", "ptx::wgmma_wait<0>"),
-    "C75": ("hopper/forward_sm90.cu", "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
+    "overlap": (
+        "forward_sm90/forward_sm90.cu",
+        "if (more) wait_for_keys();\n  ptx::wgmma_wait<0>",
+        "ptx::wgmma_wait<0>",
+    ),
+    "C75": ("forward_sm90/forward_sm90.cu", "  ptx::wgmma_fence();  // without it, ptxas puts one in (C7519)\n", ""),
     # A tile index that might differ between lanes, as far as the compiler knows.
-    "uniform": ("hopper/schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
-    "HGMMA": ("hopper/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
+    "uniform": ("forward_sm90/schedule.cuh", "int tile = ptx::warp_uniform(", "int tile = int(threadIdx.x >> 20) + ("),
+    "HGMMA": ("forward_sm90/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
     "fused products": ("mma/softmax.cuh", *FUSED_CORRECTION),
 }
 BACKWARD_SEEDS = {
-    "exponentials": ("hopper_backward/backward_sm90.cu", "wgmma_wait<DP_LATER ? 0 : 1>", "wgmma_wait<0>"),
-    "HGMMA": ("hopper_backward/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
+    "exponentials": ("backward_sm90/backward_sm90.cu", "wgmma_wait<DP_LATER ? 0 : 1>", "wgmma_wait<0>"),
+    "HGMMA": ("backward_sm90/consumer.cuh", "n < BLOCK_N / STEP; n++", "n < BLOCK_N / STEP - 1; n++"),
     "instructions": (
-        "hopper_backward/scores.cuh",
+        "backward_sm90/scores.cuh",
         "x = ptx::ex2(x * ",
         "for (int i = 0; i < 9; i++) x = x * 1.5f;\n      x = ptx::ex2(x * ",
     ),
 }
 DECODE_SEEDS = {
-    "HGMMA": ("hopper_decode/consumer.cuh", "n < DIM / STEP; n++", "n < DIM / STEP - 1; n++"),
+    "HGMMA": ("decode_sm90/consumer.cuh", "n < DIM / STEP; n++", "n < DIM / STEP - 1; n++"),
     "instructions": (
-        "hopper_decode/softmax.cuh",
+        "decode_sm90/softmax.cuh",
         "x = ptx::ex2(x * ",
         "for (int i = 0; i < 9; i++) x = x * 1.5f;\n      x = ptx::ex2(x * ",
     ),
 }
 SEEDED = {
-    "hopper bfloat16 128 causal": FORWARD_SEEDS,
+    "forward_sm90 bfloat16 128 causal": FORWARD_SEEDS,
     "backward_sm90 bfloat16 128 full": BACKWARD_SEEDS,
     "decode_sm90 bfloat16 128, 128 rows, paged": DECODE_SEEDS,
 }
 # Checked by every test run; the rest is the sweep's.
-WORST = (("hopper", "overlap"), ("backward_sm90", "HGMMA"))
+WORST = (("forward_sm90", "overlap"), ("backward_sm90", "HGMMA"))
 SEEDS = [
     pytest.param(row, fault, marks=() if (ROWS[row].family, fault) in WORST else pytest.mark.sweep)
     for row, seeds in SEEDED.items()

@@ -13,7 +13,7 @@ from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
 from gpu_actors import DispatchKey
-from gpu_actors.kernels.decode.variant import decode_tile
+from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.tiles import tile_of

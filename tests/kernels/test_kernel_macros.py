@@ -14,8 +14,8 @@ from inside.emulation import Toolchain
 from support.service import KERNELS_CU
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.merge.gradients import MergeGradientKey
-from gpu_actors.kernels.merge.merge import merge_variants
+from gpu_actors.kernels.merge import merge_variants
+from gpu_actors.kernels.merge_gradients import MergeGradientKey
 from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name 
 def sources() -> list[KernelSource]:
     """What every family compiles: the variants of the gates on two architectures, and the usual ones of append."""
     archs = ("sm_80", "sm_90a")
-    families = ("forward", "hopper", "backward", "backward_sm90", "decode", "decode_sm90")
+    families = ("forward", "forward_sm90", "backward", "backward_sm90", "decode", "decode_sm90")
     rows = [row for name in families for row in FAMILIES[name].rows if row.arch in archs and row.compiler == NVRTC]
     found = [row.plan().source for row in rows]
     keys = [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]

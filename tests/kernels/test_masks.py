@@ -42,7 +42,7 @@ def test_the_mask_agrees_with_itself_pair_by_pair(positioned: bool, mask: str) -
 # A block has a shape. It reports the number of the rule that is broken, and the row and the key. EXACT: nothing is
 # masked without need, either.
 PROBE = """
-#include "hopper/consumer.cuh"
+#include "forward_sm90/consumer.cuh"
 struct Shape { int32_t seqlen_q, seqlen_k, left, right, sinks, chunk, row_begin, row_end, key_begin, key_end; };
 struct Arguments { const Shape* shapes; const int32_t* positions; int32_t* out; };
 struct Checks {

@@ -12,8 +12,8 @@ from matrix.merge import check_merge, gradients_of, partials_of
 
 import gpu_actors as ga
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.merge.gradients import MergeGradientKey, merge_gradient_keys
-from gpu_actors.kernels.merge.merge import MergeKey, merge_variants
+from gpu_actors.kernels.merge import MergeKey, merge_variants
+from gpu_actors.kernels.merge_gradients import MergeGradientKey, merge_gradient_keys
 from gpu_actors.partial import Partial, merge
 
 FIELDS = ("arch", "dtype", "lse_dtype", "out_dtype", "sinks")

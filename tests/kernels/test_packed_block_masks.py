@@ -28,7 +28,7 @@ import gpu_actors as ga
 def opened() -> Any:
     """The device of an architecture, on Hopper with so few multiprocessors that each has several tiles."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        patch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
         options = (ga.ContextOptions(arch=arch) for arch in ("sm_80", "sm_90a"))
         yield {each.arch: stack.enter_context(ga.open_context("emulated", each)) for each in options}
 
@@ -113,7 +113,7 @@ def test_blocks_of_packed_sequences_take_turns() -> None:
 def test_packed_sequences_in_every_delivery(
     arch: str, kernel: str, delivery: Any, schedule: Any, fused: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    monkeypatch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
     emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
     with ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=emulation)) as ctx:
         check_forward(ctx, causal, True, True, kernel)
@@ -123,9 +123,9 @@ def test_packed_sequences_in_every_delivery(
 
 COUNTED: tuple[tuple[str, str, str, int, int], ...] = (
     ("sm_80", "", "copy_rows<THREADS>(k_tile(n),", 0, 1),
-    ("sm_90a", "hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
+    ("sm_90a", "forward_sm90/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
     ("sm_80", "", "multiply_rows<QTile, KTile, 2>(s, q,", 0, 1),
-    ("sm_90a", "hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1),
+    ("sm_90a", "forward_sm90/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1),
     ("backward", "backward/ring.cuh", "copy_rows<THREADS>(q_tile(now),", 0, 1),
     ("backward", "", "multiply_queries(p, ring.k_tile(), q_tile, warp);  // line 10", 0, 1),
 )

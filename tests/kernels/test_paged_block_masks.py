@@ -31,7 +31,7 @@ MOST = 640  # keys that a sequence can have
 @pytest.fixture(scope="module")
 def hopper() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+        patch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
         with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
             yield ctx
 
@@ -96,7 +96,7 @@ def test_lists_name_keys_wherever_their_pages_lie(
     [("eager", "lane", True), ("random", "random", False), ("late", "round_robin", True)],
 )
 def test_pages_in_every_delivery(delivery: Any, schedule: Any, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_actors.kernels.hopper.variant.MULTIPROCESSORS", 3)
+    monkeypatch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
     emulation = ga.EmulationOptions(delivery=delivery, schedule=schedule, seed=7, contraction=fused)
     with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a", emulation=emulation)) as ctx:
         check(ctx, 64, True, True)
@@ -121,9 +121,9 @@ def test_the_oracle_hides_what_is_not_listed_in_pages() -> None:
 @pytest.mark.parametrize(
     ("file", "place", "thread", "times"),
     [
-        ("hopper/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
+        ("forward_sm90/producer.cuh", "ptx::mbarrier_arrive_expect_tx(full, Tile::BYTES);", 0, 2),
         pytest.param(
-            *("hopper/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1),
+            *("forward_sm90/consumer.cuh", "const uint64_t q = QBoxes::rows(shared.q(number)), k = ", 128, 1),
             marks=pytest.mark.sweep,
         ),
     ],

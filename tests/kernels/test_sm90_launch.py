@@ -24,9 +24,7 @@ from inside.emulation import EmulatedBuffer, build_module
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain, program_of
-from gpu_actors.kernels.hopper.launch import FORWARD_SM90
-from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90, schedule_layout, tma_refusal
-from gpu_actors.kernels.hopper.variant import sections_of
+from gpu_actors.kernels.forward_sm90 import COUNTER, FORWARD_SM90, pack_sm90, schedule_layout, sections_of, tma_refusal
 from gpu_actors.kernels.params import divider, forward_layout
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
@@ -328,7 +326,7 @@ class TestSchedule:
 
     def test_the_struct_is_what_a_compiler_makes_of_it(self):
         source = (
-            '#include "hopper/params.cuh"\nextern "C" __global__ void sizes(int* out) {'
+            '#include "forward_sm90/params.cuh"\nextern "C" __global__ void sizes(int* out) {'
             "out[0] = sizeof(Sm90Params); out[1] = __builtin_offsetof(Sm90Params, params);"
             "out[2] = __builtin_offsetof(Sm90Params, schedule); out[3] = sizeof(Schedule);"
             "out[4] = __builtin_offsetof(Sm90Params, out); }"

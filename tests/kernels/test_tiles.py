@@ -166,8 +166,8 @@ class TestFlashAttentionConfig:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_host_and_hopper_kernel_pad_head_dims_alike(dtype):
-    """padded_dim of hopper/boxes.cuh: ``dim <= bound && !FP8 ? padded : .. : last``."""
-    rule = re.search(r"padded_dim\(int dim\) \{\s*return (.*?);", asset_text("hopper/boxes.cuh"), re.S)
+    """padded_dim of forward_sm90/boxes.cuh: ``dim <= bound && !FP8 ? padded : .. : last``."""
+    rule = re.search(r"padded_dim\(int dim\) \{\s*return (.*?);", asset_text("forward_sm90/boxes.cuh"), re.S)
     assert rule is not None
     cases = re.findall(r"dim <= (\d+)( && !FP8)? \? (\d+)", rule[1])
     assert len(cases) == rule[1].count("?") == 4

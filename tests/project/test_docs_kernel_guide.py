@@ -30,11 +30,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = PAGE.read_text(encoding="utf-8")
     kernel = re.findall(r"^```cuda\n(.*?)^```", text, re.M | re.S)
     assert len(kernel) == 1
-    files = {"kernels_cu/rows/forward_rows.cu": kernel[0], "gpu_actors/kernels/rows/launch.py": LAUNCH}
+    files = {"kernels_cu/rows/forward_rows.cu": kernel[0], "gpu_actors/kernels/rows.py": LAUNCH}
     for name, content in files.items():
-        (home / name).parent.mkdir()
+        (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(content, encoding="utf-8")
-    (home / "gpu_actors/kernels/rows/__init__.py").touch()
     imported, families = DISPATCH.strip().split("\n\n")
     dispatch = home / "gpu_actors/kernels/dispatch.py"
     before = dispatch.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 // What forward_sm90's own code says of its boxes: descriptors, their steps and the places of 16-byte units.
-// Macro BOXES_CASES: CASE(number, rows, columns, element) each. Macros of hopper/layout.cuh: those of any variant.
-#include "hopper/layout.cuh"
+// Macro BOXES_CASES: CASE(number, rows, columns, element) each. Macros of forward_sm90/layout.cuh: those of any variant.
+#include "forward_sm90/layout.cuh"
 
 struct BoxNumbers {
   uint32_t width, count, line, box_bytes;

@@ -1,40 +1,28 @@
 """What tests of other rooms take from inside `kernels`."""
 
-from gpu_actors.kernels import variants
-from gpu_actors.kernels.append.copy_pages import PageCopyKey, pack_page_copy, page_copy_geometry
-from gpu_actors.kernels.append.params import pack_append
-from gpu_actors.kernels.append.variant import AppendProblem, append_geometry, append_key
-from gpu_actors.kernels.backward.launch import BACKWARD_MMA, query_slots
-from gpu_actors.kernels.decode.params import decode_layout, pack_decode
-from gpu_actors.kernels.decode.schedule import split_decode
-from gpu_actors.kernels.decode.simple import SIMPLE, SIMPLE_COMBINE
-from gpu_actors.kernels.decode.variant import (
+from gpu_actors.kernels import forward_sm90, merge, variants
+from gpu_actors.kernels.append import AppendProblem, append_geometry, append_key, pack_append
+from gpu_actors.kernels.backward_mma import BACKWARD_MMA, query_slots
+from gpu_actors.kernels.backward_sm90 import BACKWARD_SM90, sm90_backward_refuses
+from gpu_actors.kernels.copy_pages import PageCopyKey, pack_page_copy, page_copy_geometry
+from gpu_actors.kernels.decode_mma import (
     COMBINE,
     DECODE,
     PLAN,
     decode_keys,
-    decode_tile,
+    decode_layout,
+    pack_decode,
     step_geometry,
     usual_decode_problems,
 )
+from gpu_actors.kernels.decode_schedule import split_decode
+from gpu_actors.kernels.decode_simple import SIMPLE, SIMPLE_COMBINE
+from gpu_actors.kernels.decode_sm90 import NAME
+from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key, explain, program_of
-from gpu_actors.kernels.hopper import variant
-from gpu_actors.kernels.hopper.params import COUNTER, pack_sm90
-from gpu_actors.kernels.hopper_backward.launch import BACKWARD_SM90
-from gpu_actors.kernels.hopper_backward.variant import sm90_backward_refuses
-from gpu_actors.kernels.hopper_decode.variant import NAME
+from gpu_actors.kernels.forward_sm90 import COUNTER, pack_sm90
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.merge import merge
-from gpu_actors.kernels.merge.gradients import (
-    GRADIENT_TERM_FIELDS,
-    MergeGradientKey,
-    merge_gradient_geometry,
-    merge_gradient_keys,
-    pack_gradient_terms,
-    pack_merge_gradients,
-    sums_dtype,
-)
-from gpu_actors.kernels.merge.merge import (
+from gpu_actors.kernels.merge import (
     TERM_FIELDS,
     MergeKey,
     MergeProblem,
@@ -43,6 +31,15 @@ from gpu_actors.kernels.merge.merge import (
     merge_variants,
     pack_merge,
     pack_terms,
+)
+from gpu_actors.kernels.merge_gradients import (
+    GRADIENT_TERM_FIELDS,
+    MergeGradientKey,
+    merge_gradient_geometry,
+    merge_gradient_keys,
+    pack_gradient_terms,
+    pack_merge_gradients,
+    sums_dtype,
 )
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cell, options_of

@@ -20,7 +20,7 @@ from emulated.forward import run as run_kernel
 from emulated.modified import check_modified, check_modified_nonfinite, modified_case
 from emulated.sweeps import LAUNCHES as MODES
 from emulated.sweeps import Sweep, case_of, launch_of
-from inside.kernels import variant as sm90_variants
+from inside.kernels import forward_sm90 as sm90_kernel
 from inside.testing import SEQLENS, poison_unseen
 
 from gpu_actors.testing import ForwardCase, check_output, random_forward
@@ -187,8 +187,8 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
     operands |= {name: case.options[name] for name in OPERANDS if name in case.options}
     with pytest.MonkeyPatch.context() as patch:
         if row in _SECTIONS:
-            patch.setattr(sm90_variants, "_L2_BYTES", _SECTIONS[row])
-        sm90_variants.sections_of.cache_clear()
+            patch.setattr(sm90_kernel, "_L2_BYTES", _SECTIONS[row])
+        sm90_kernel.sections_of.cache_clear()
         out, lse = run_kernel(
             problem,
             operands,
@@ -197,7 +197,7 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
             limit_seconds=60.0,
             **launch,
         )
-    sm90_variants.sections_of.cache_clear()
+    sm90_kernel.sections_of.cache_clear()
     check_output(out, lse, *case.inputs, repro=case.repro, **case.options)
 
 

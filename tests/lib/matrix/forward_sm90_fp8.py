@@ -34,7 +34,7 @@ _E5M2 = "float8_e5m2"
 LAUNCHES = (("late", "greedy", 0), ("eager", "lane", 1), ("random", "random", 2), ("late", "lane", 1))
 
 # What computes rows again that are not finite would put right what is NaN by mistake.
-_NONFINITE = "hopper/nonfinite.cuh"
+_NONFINITE = "forward_sm90/nonfinite.cuh"
 _MENDING = "if ((found[0] | found[1]) == 0) return;"
 
 # More tiles of keys than stages, more tiles of rows than the two blocks. "unmended" is `odd` in kernels of `unmended`.

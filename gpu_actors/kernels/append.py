@@ -1,0 +1,356 @@
+"""The append kernel: which problems it takes, its key, what is compiled for it, its grid and its parameters.
+
+New rows of K and V of many sequences are written to the ends of their caches in one launch, rotated (RoPE) and
+quantised to fp8 on the way where that is asked for; q can be rotated in the same launch. The parameters are the struct
+of kernels_cu/append/params.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from gpu_actors.devices.interface import Buffer, LaunchGeometry
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.macros import Macros, flags
+from gpu_actors.kernels.params import ITEMSIZES, Binder, Operand, ParamsLayout, struct_layout
+from gpu_actors.kernels.program import flat_grid
+from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM, MAX_HEAD_DIM, check_capability
+from gpu_actors.values import StableText
+
+__all__ = [
+    "AppendKey",
+    "AppendLayout",
+    "AppendProblem",
+    "Rope",
+    "append_geometry",
+    "append_key",
+    "append_layout",
+    "cut_rows",
+    "pack_append",
+]
+
+AppendLayout: TypeAlias = Literal["paged", "dense", "pointers"]
+
+_WARPS, _WARP = 4, 32
+_MAX_ROWS = 16  # of a thread block: their places and rotations lie in shared memory
+_BLOCK_UNITS = 4 * _WARPS * _WARP  # four a thread: enough in flight, and few enough to spread small batches
+_FULL_GPU = 256  # blocks below which a row more a block would leave multiprocessors idle
+_PLACE_BYTES, _ROTATION_BYTES = 24, 8
+
+_CONVERTS = {"float16": ("float16",), "bfloat16": ("bfloat16",), "float32": ("float32", "float16", "bfloat16")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (Su et al., arXiv 2104.09864, section 3.2.2) of the first columns of every head.
+
+    dim: columns that are rotated: even, at most head_dim. base: pair i turns by base^(-2i/dim) radians a position.
+    interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + dim / 2 ("NeoX", "rotate half").
+    inv_freq: dim / 2 radians a position, instead of what follows from base: for scaled embeddings.
+    table_rows: positions of the tables of cosines and sines that come with the request, instead of both; 0 for none.
+    Raises InvalidRequest for anything else.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    inv_freq: tuple[float, ...] | None = None
+    table_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
+            raise InvalidRequest("rope.dim", self.dim, "must be an even int >= 2: columns are rotated in pairs")
+        if not (isinstance(self.base, int | float) and self.base > 0 and math.isfinite(self.base)):
+            raise InvalidRequest("rope.base", self.base, "must be a finite number > 0")
+        if isinstance(self.table_rows, bool) or not isinstance(self.table_rows, int) or self.table_rows < 0:
+            raise InvalidRequest("rope.table_rows", self.table_rows, "must be an int >= 0, 0 for no tables")
+        if self.inv_freq is not None:
+            object.__setattr__(self, "inv_freq", tuple(map(float, self.inv_freq)))
+            if len(self.inv_freq) != self.dim // 2 or not all(map(math.isfinite, self.inv_freq)):
+                raise InvalidRequest("rope.inv_freq", self.inv_freq, f"must be {self.dim // 2} finite numbers")
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Radians a position of each pair."""
+        if self.inv_freq is not None:
+            return self.inv_freq
+        return tuple(self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendProblem:
+    """One append: shapes, dtypes and options, and no data.
+
+    layout: of the caches: "paged" (num_blocks, page_size, heads_kv, dim) with a block table (batch, max_blocks),
+        "dense" (batch, max_seq, heads_kv, dim), or "pointers", an address a sequence of (heads_kv, max_seq, dim).
+    total: new rows, packed. rows: of each sequence, or 0 where cu_seqlens says it.
+    dtype: of the new rows. cache_dtype: of the caches, the same or a narrower one.
+    page_size, num_blocks, max_blocks: of paged caches. max_seq: of the others.
+    rope: rotates K, and q where heads_q > 0. positions: of the rotation, given a row; else the row's place in its
+        sequence. descales: the fp8 cache has some.
+    latent: of multi-head latent attention: a row of the one cache has the head_dim_v columns of v, the latent, and
+        behind them the head_dim columns of k, which are rotated.
+    """
+
+    layout: AppendLayout
+    batch: int
+    total: int
+    rows: int = 0
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    cache_dtype: str
+    page_size: int = 0
+    num_blocks: int = 0
+    max_blocks: int = 0
+    max_seq: int = 0
+    rope: Rope | None = None
+    positions: bool = False
+    heads_q: int = 0
+    descales: bool = False
+    latent: bool = False
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The caches that there are, "k" and perhaps "v", and the columns of a row of each."""
+        if self.latent:
+            return {"k": self.head_dim_v + self.head_dim}
+        return {"k": self.head_dim, "v": self.head_dim_v}
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence may have in its cache."""
+        return self.max_blocks * self.page_size if self.layout == "paged" else self.max_seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendKey(StableText):
+    """What picks and compiles the append kernel: equal keys run the same cubin. Stable, as `DispatchKey`."""
+
+    kernel: ClassVar[str] = "append"
+    arch: str
+    layout: AppendLayout
+    dtype: str
+    cache_dtype: str
+    head_dim: int
+    head_dim_v: int
+    rotary_dim: int
+    interleaved: bool
+    tables: bool
+    positions: bool
+    query: bool
+    descales: bool
+
+    @property
+    def macros(self) -> Macros:
+        """What the kernel is compiled for."""
+        units = _units(self)
+        macros: Macros = {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "WARPS": _WARPS,
+            "MAX_ROWS": _MAX_ROWS,
+            "SHARED_BYTES": _shared_bytes(self),
+            "K_UNITS": units.k,
+            "V_UNITS": units.v,
+            "ELEMENT": ELEMENTS[self.dtype].c_type,
+            "CACHE_ELEMENT": ELEMENTS[self.cache_dtype].c_type,
+        }
+        macros |= flags(PAGED=self.layout == "paged", POINTERS=self.layout == "pointers", DESCALES=self.descales)
+        macros |= flags(INTERLEAVED=self.interleaved, TABLES=self.tables, POSITIONS=self.positions, QUERY=self.query)
+        if self.rotary_dim:
+            macros["ROTARY_DIM"] = self.rotary_dim
+        if self.query:
+            macros["Q_UNITS"] = units.q
+        return macros
+
+
+# The fields that a key takes from its problem.
+_CARRIED = tuple(field.name for field in dataclasses.fields(AppendKey) if hasattr(AppendProblem, field.name))
+
+
+@functools.lru_cache(maxsize=1024)
+def append_key(problem: AppendProblem, arch: str) -> AppendKey:
+    """The key of a problem on an architecture ("sm_90a", ...).
+
+    Raises `Unsupported` for what the kernel does not take; InvalidRequest where ``arch`` is no architecture.
+    """
+    check_capability(arch)
+    rope = problem.rope
+    key = AppendKey(
+        **{name: getattr(problem, name) for name in _CARRIED},
+        arch=arch,
+        rotary_dim=0 if rope is None else rope.dim,
+        interleaved=rope is not None and rope.interleaved,
+        tables=rope is not None and rope.table_rows > 0,
+        query=problem.heads_q > 0,
+    )
+    fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
+    if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS:
+        if key.dtype not in _CONVERTS:
+            raise Unsupported("dtype", key.dtype, "new rows are fp16, bf16, fp32, or as those of the cache", "bfloat16")
+        if not fp8 and key.cache_dtype not in _CONVERTS[key.dtype]:
+            reason = f"rows of {key.dtype} go to a cache of {', '.join(_CONVERTS[key.dtype])} or fp8"
+            raise Unsupported("cache_dtype", key.cache_dtype, reason, key.dtype)
+    for field, dim in (("head_dim", key.head_dim), ("latent_dim" if problem.latent else "head_dim_v", key.head_dim_v)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise Unsupported(field, dim, f"the append kernel takes rows of 1 to {MAX_HEAD_DIM} columns", MAX_HEAD_DIM)
+    if problem.latent and problem.sides["k"] > LATENT_DIM:
+        reason = f"rows of a latent cache have up to {LATENT_DIM} columns"
+        raise Unsupported("head_dim", problem.sides["k"], reason, LATENT_DIM)
+    if key.rotary_dim > key.head_dim:
+        reason = f"at most head_dim columns can be rotated, {key.head_dim}"
+        raise Unsupported("rope.dim", key.rotary_dim, reason, key.head_dim // 2 * 2)
+    if key.rotary_dim and ELEMENTS[key.dtype].itemsize not in (2, 4):
+        raise Unsupported("dtype", key.dtype, "rows that are fp8 already cannot be rotated, nor fp64 ones", "float32")
+    if key.descales and (not fp8 or key.dtype == key.cache_dtype):
+        reason = "descales are for rows that are quantised to fp8 here"
+        raise Unsupported("cache_dtype", key.cache_dtype, reason, "float8_e4m3fn")
+    if not key.rotary_dim and (key.query or key.positions):
+        field = "heads_q" if key.query else "positions"
+        raise Unsupported(field, True, "q and positions are given to be rotated, and no rope is asked for", None)
+    return key
+
+
+class _Units(NamedTuple):
+    """Pieces of one head's row that threads move, of each operand."""
+
+    k: int
+    v: int
+    q: int
+
+
+def _units(key: AppendKey) -> _Units:
+    narrow = ELEMENTS[key.dtype].itemsize
+    to_cache = 16 // min(narrow, ELEMENTS[key.cache_dtype].itemsize)
+
+    def count(dim: int, rotated: int, vector: int) -> int:
+        span = rotated if key.interleaved else rotated // 2
+        return -(-span // vector) + -(-(dim - rotated) // vector)
+
+    q = count(key.head_dim, key.rotary_dim, 16 // narrow) if key.query else 0
+    return _Units(count(key.head_dim, key.rotary_dim, to_cache), count(key.head_dim_v, 0, to_cache), q)
+
+
+def _shared_bytes(key: AppendKey) -> int:
+    return _MAX_ROWS * (_PLACE_BYTES + key.rotary_dim // 2 * _ROTATION_BYTES)
+
+
+class _Cut(NamedTuple):
+    """How a launch's rows are dealt out: see the fields of these names in kernels_cu/append/params.cuh."""
+
+    block_rows: int
+    parts: int
+    part_units: int
+
+
+def cut_rows(key: AppendKey, problem: AppendProblem) -> _Cut:
+    """How the rows of a problem are dealt out to thread blocks."""
+    units_of = _units(key)
+    row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
+    block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
+    units = block_rows * row_units
+    parts = -(-units // _BLOCK_UNITS)
+    return _Cut(block_rows, parts, -(-units // (parts * _WARP)) * _WARP)
+
+
+def append_geometry(key: AppendKey, problem: AppendProblem) -> LaunchGeometry:
+    """The grid, block and dynamic shared memory in bytes. Raises Unsupported as `flat_grid`."""
+    cut = cut_rows(key, problem)
+    blocks = -(-problem.total // cut.block_rows) * cut.parts
+    return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(key), "total", problem.total)
+
+
+append_layout = functools.partial(struct_layout, "Params", "append/params.cuh")
+
+
+def pack_append(key: AppendKey, problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of a launch.
+
+    buffers, by name; outer strides may be any, the last axis is contiguous:
+        k (total, heads_kv, head_dim), v (total, heads_kv, head_dim_v) of dtype: the new rows, sequence after sequence.
+        cu_seqlens_q int32 (batch + 1,) of the new rows, where ``rows`` is 0; rows past its end are no sequence's.
+        cache_seqlens int32 (batch,): keys of each sequence, the new ones included.
+        k_cache, v_cache of cache_dtype, as the layout says; with "pointers" k_pointers, v_pointers uint64 (batch,).
+            Of a latent cache k_cache alone, and k_descale, which is that of v too.
+        block_table int32 (batch, max_blocks), where paged.
+        positions int32 (total,); rope_cos, rope_sin float32 (table_rows, rope.dim / 2), where asked for.
+        q, q_rotated (total, heads_q, head_dim) of dtype, where heads_q > 0: the latter is an output.
+        k_descale, v_descale float32 (batch, heads_kv), positive; one of them may be missing.
+    Raises InvalidRequest for an operand that is missing or not as described.
+    """
+    packed = _binder(key, problem).pack(_columns(problem, buffers) if problem.latent else buffers)
+    if problem.rope is not None and not problem.rope.table_rows:
+        packed += struct.pack(f"<{problem.rope.dim // 2}Q", *_steps(problem.rope))
+    return packed
+
+
+def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """The one cache as two: of its first columns, which are v's, and of those behind them."""
+    cache, found = buffers["k_cache"], dict(buffers)
+    if cache.shape[-1] != problem.sides["k"]:
+        reason = f"must have {problem.sides['k']} columns: {problem.head_dim_v} of v, and k's behind them"
+        raise InvalidRequest("k_cache", f"{cache.dtype}{list(cache.shape)}", reason)
+    for name, first, dim in (("v_cache", 0, problem.head_dim_v), ("k_cache", problem.head_dim_v, problem.head_dim)):
+        address = cache.address + first * ITEMSIZES[cache.dtype]
+        found[name] = cache._replace(address=address, shape=(*cache.shape[:-1], dim))
+    if "k_descale" in buffers:
+        found["v_descale"] = buffers["k_descale"]
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(rope: Rope) -> tuple[int, ...]:
+    """Turns a position of each pair, in units of 2^-64, whole turns dropped."""
+    return tuple(round(math.fmod(radians / math.tau, 1.0) * 2.0**64) % (1 << 64) for radians in rope.frequencies)
+
+
+@functools.lru_cache(maxsize=256)
+def _binder(key: AppendKey, problem: AppendProblem) -> Binder:
+    layout = append_layout()
+    scalars = layout.named(problem) | layout.named(problem.rope) | layout.named(cut_rows(key, problem))
+    if problem.layout == "pointers":
+        for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
+            scalars |= {f"{name}_cache_row": dim, f"{name}_cache_head": problem.max_seq * dim}
+    return Binder.of(layout, _operands(problem, layout), scalars)
+
+
+def _operands(p: AppendProblem, layout: ParamsLayout) -> Iterator[Operand]:
+    operand = layout.operand
+
+    def rows(name: str, heads: int, dim: int) -> Operand:
+        return operand(name, (f"{name}_row", f"{name}_head", "."), (p.total, heads, dim), p.dtype)
+
+    for side, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+        yield rows(side, p.heads_kv, dim)
+        cache, factors = f"{side}_cache", f"{side}_descale"
+        if p.layout == "pointers":
+            yield operand(f"{side}_pointers", ".", (p.batch,), "uint64", field=cache)
+        else:
+            outer = (p.num_blocks, p.page_size) if p.layout == "paged" else (p.batch, p.max_seq)
+            axes = (f"{cache}_block", f"{cache}_row", f"{cache}_head", ".")
+            yield operand(cache, axes, (*outer, p.heads_kv, dim), p.cache_dtype)
+        if p.descales:
+            yield operand(
+                factors, (f"{factors}_row", f"{factors}_head"), (p.batch, p.heads_kv), "float32", optional=True
+            )
+    yield operand("cache_seqlens", ".", (p.batch,), "int32")
+    if not p.rows:
+        yield operand("cu_seqlens_q", ".", (p.batch + 1,), "int32", field="cu_seqlens")
+    if p.layout == "paged":
+        yield operand("block_table", ("block_table_row", "."), (p.batch, p.max_blocks), "int32")
+    if p.positions:
+        yield operand("positions", ".", (p.total,), "int32")
+    if p.rope is not None and p.rope.table_rows:
+        for name in ("rope_cos", "rope_sin"):
+            yield operand(name, (f"{name}_row", "."), (p.rope.table_rows, p.rope.dim // 2), "float32")
+    if p.heads_q:
+        yield rows("q", p.heads_q, p.head_dim)
+        yield rows("q_rotated", p.heads_q, p.head_dim)

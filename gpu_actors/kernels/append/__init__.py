@@ -1,1 +1,0 @@
-"""The kernels that write to KV caches: append and copy_pages."""

@@ -1,0 +1,282 @@
+"""backward_mma: its macros, its parameters, and the three kernels that it launches with memory between them.
+
+backward_prepare and backward_finish share its tile and its parameters, and their keys are its key under their names.
+The parameters are struct BackwardParams of kernels_cu/backward/params.cuh, which holds the forward's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
+from gpu_actors.kernels.macros import Macros, flags, forward_macros
+from gpu_actors.kernels.params import (
+    Binder,
+    Operand,
+    ParamsLayout,
+    forward_operands,
+    forward_scalars,
+    launch_values,
+    struct_layout,
+)
+from gpu_actors.kernels.program import Pack, Part, Program, Target, Values, flat_grid
+from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.shared_gradients import part_dtype, sum_parts, sum_scratch
+from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability
+from gpu_actors.kernels.tiles import backward_warp_tile, shared_bytes_of, tile_for, tile_of
+
+__all__ = [
+    "BACKWARD_MMA",
+    "NAMES",
+    "backward_macros",
+    "backward_threads",
+    "dq_floats",
+    "gradient_macros",
+    "gradient_program",
+    "keys_of",
+    "pack_backward",
+    "query_slots",
+]
+
+NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare", "backward_mma", "backward_finish"
+
+_PREPARE_THREADS = 128
+_WARP = 32
+_DS_BITS, _DS_BITS_OF_MODS = 14, 7  # of 15 that float16 has, and with room for derivatives up to 256
+_FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
+
+# The macros of the outer kernels. Options that they do not read would only make more variants.
+_COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS", "DS_BITS")
+_PREPARE_MACROS = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY", "NATURAL_LSE")
+_FINISH_MACROS = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT", "SUMMED_Q")
+
+
+def keys_of(key: DispatchKey, names: Sequence[str]) -> tuple[DispatchKey, ...]:
+    """The keys of the kernels of these names that are launched for the key of any of them, in order."""
+    return tuple(dataclasses.replace(key, kernel=name) for name in names)
+
+
+def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macros:
+    """The macros of the kernel before, in or after the products that a key names. own: of those but the first."""
+    prepare, main, finish = keys_of(key, names)
+    macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
+    if key.dtype == "float16":  # bf16 and what floats are rounded to have float's range
+        macros["DS_BITS"] = _DS_BITS if key.score_mod is None else _DS_BITS_OF_MODS
+    scored = key.softcap or key.alibi or key.bias is not None or key.score_mod is not None
+    macros |= flags(NATURAL_LSE=scored)
+    if key == prepare:
+        return {name: macros[name] for name in _PREPARE_MACROS if name in macros} | {"HEAD_DIM": key.head_dim_v}
+    if key == finish:
+        if key.bias == "bool":
+            del macros["BIAS_ELEMENT"]  # a mask has no gradient
+        return {name: macros[name] for name in _FINISH_MACROS if name in macros} | {"HEAD_DIM_V": key.head_dim} | own
+    return macros | own | {"STAGES": tile_of(main).stages} | ({"DETERMINISTIC": 1} if key.deterministic else {})
+
+
+def backward_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/backward/params.cuh, for any of the three kernels."""
+    width = 4 if capability(key.arch) >= _FIRST_VECTOR_REDUCTION else 1
+    return gradient_macros(
+        key, NAMES, {"DQ_FLOATS": dq_floats(key), "REDUCE_WIDTH": width, "WARP_TILE": _warp_tile(key)}
+    )
+
+
+def backward_threads(key: DispatchKey) -> int:
+    """The threads of a block of one of the three kernels."""
+    return _PREPARE_THREADS if key.kernel == NAMES[0] else tile_of(keys_of(key, NAMES)[1]).warps * _WARP
+
+
+def dq_floats(key: DispatchKey) -> int:
+    """Floats of dQ that a slot holds: what the lanes have in registers, columns that do not exist included.
+
+    As Columns in kernels_cu/mma/shares.cuh deals out pairs of blocks of 8 columns; the kernels assert that it agrees.
+    """
+    tile = tile_of(keys_of(key, NAMES)[1])
+    chunk = 16 // ELEMENTS[key.dtype].itemsize
+    chunks = -(-key.head_dim // chunk // 2) * 2
+    factor = next(factor for factor in (8, 4, 2) if chunks % factor == 0)
+    pair = 16 // chunk
+    group = max(factor, pair)
+    pairs_a_group = group // pair
+    rows = _warp_tile(key)
+    sharing = tile.warps // (tile.block_m // rows)
+    parts = pairs_a_group if sharing % pairs_a_group == 0 else 2 if sharing % 2 == 0 else 1
+    groups = -(-chunks // group)
+    pairs = -(-groups // (sharing // parts)) * (pairs_a_group // parts)
+    return 2 * pairs * 4 * (rows // 16) * tile.warps * _WARP
+
+
+def _warp_tile(key: DispatchKey) -> int:
+    return backward_warp_tile(tile_of(keys_of(key, NAMES)[1]), key.dtype, key.head_dim, key.head_dim_v)
+
+
+_FORWARD = "forward."
+# Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
+_SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets", "ds_bounds")
+
+
+def pack_backward(
+    problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values, number: int = 0
+) -> bytes:
+    """The parameters of one of the kernels of a gradient.
+
+    scored: those of the problem's score modification included, which the kernels before and after the products do not
+        know. number: of the pass, for backward_simple.
+    buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
+        and dv like q, k and v, or in the place of those that sequences share what `sum_scratch` gives; dbias like bias,
+        without gaps; dsinks like sinks; dlse like lse, or missing; the scratch of `backward_scratch`. Only what the
+        problem asks for is looked at.
+    Raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
+    """
+    more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
+    more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
+    if problem.bias is not None and problem.bias[0] == "float32" and "dbias" in buffers:
+        more["dbias_sums"] = buffers["dbias"].address
+    packed = _binder(problem).pack(buffers, more | {"pass": number})
+    if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
+        raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
+    return packed + pack_score(problem, buffers, values.score_scalars) if scored else packed
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(problem: AttentionProblem) -> Binder:
+    layout = struct_layout("BackwardParams", "common/params.cuh", "backward/params.cuh")
+    operands = tuple(_operands(problem, layout))
+    scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch}
+    for operand in operands:
+        if operand.name == "dbias":
+            # The kernels use the same strides for its sums, which have no gaps either.
+            scalars["dbias_size"] = math.prod(operand.shape)
+    return Binder.of(layout, operands, scalars)
+
+
+def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Operand]:
+    shapes = {
+        operand.name: operand
+        for operand in forward_operands(dataclasses.replace(problem, return_lse=True), layout, _FORWARD)
+    }
+    yield from shapes.values()
+    operand = layout.operand
+    varlen = problem.layout == "varlen"
+    axes, lse_axes = ("rh.", "hr") if varlen else ("brh.", "bhr")
+    yield operand("dout", axes, shapes["out"].shape, problem.out_dtype)
+    yield operand("dlse", lse_axes, shapes["lse"].shape, "float32", optional=True)
+    for name in ("q", "k", "v"):
+        if name in problem.summed:
+            yield operand(f"d{name}_parts", axes, shapes[name].shape, part_dtype(problem), field=f"d{name}")
+        else:
+            yield operand(f"d{name}", axes, shapes[name].shape, *shapes[name].dtypes)
+    if problem.dbias:
+        yield operand("dbias", "bhr.", shapes["bias"].shape, *shapes["bias"].dtypes)
+    if problem.sinks:
+        yield operand("dsinks", ".", shapes["sinks"].shape, *shapes["sinks"].dtypes)
+
+
+_BOUNDS = 3  # that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
+
+
+def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
+    pack = functools.partial(pack_backward, problem, True)
+    return gradient_program(problem, key, NAMES, backward_threads, pack, dq_floats(key))
+
+
+def gradient_program(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    names: Sequence[str],
+    threads: Callable[[DispatchKey], int],
+    pack: Pack,
+    floats: int,
+    shares: tuple[int, ...] = (),
+) -> Program:
+    """The kernels of these names: over rows, over tiles of keys (that of ``key``), and over rows again.
+
+    pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one.
+    Raises Unsupported where a grid cannot hold the blocks.
+    """
+    tile, outer = tile_of(key), functools.partial(pack_backward, problem, False)
+    row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q
+    key_blocks = -(-problem.seqlen_k // tile.block_n) * problem.heads_kv
+    parts = []
+    for part in keys_of(key, names):
+        blocks, shared_bytes = (key_blocks, shared_bytes_of(key)) if part == key else (row_blocks, 0)
+        geometry = flat_grid(blocks * problem.batch, threads(part), shared_bytes, "batch", problem.batch)
+        parts.append(Part(part, geometry, pack if part == key else outer))
+    # The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
+    summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
+    zeroed = frozenset({"dbias"} if summed_in_place else ())
+    scratch = _scratch(key, problem, floats, shares) | sum_scratch(problem)
+    return Program((*parts, *sum_parts(problem, key)), scratch, zeroed)
+
+
+def query_slots(problem: AttentionProblem, block_m: int) -> int:
+    """How many slots of so many query rows there are: see kernels_cu/backward/params.cuh."""
+    if problem.layout == "varlen":
+        return (problem.total_q // block_m + problem.batch) * problem.heads_q
+    return problem.batch * -(-problem.seqlen_q // block_m) * problem.heads_q
+
+
+def _scratch(
+    key: DispatchKey, problem: AttentionProblem, floats: int, shares: tuple[int, ...]
+) -> dict[str, ScratchSpec]:
+    """What the kernels hand to each other."""
+    tile, slots = tile_of(key), query_slots(problem, tile_of(key).block_m)
+    row_tiles = -(-problem.seqlen_q // tile.block_m)
+    scratch = {
+        "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
+        "dq_sums": ScratchSpec((slots, floats), "float32", zero=True),
+    }
+    if problem.dtype == "float16":
+        scratch["ds_bounds"] = ScratchSpec((problem.batch, problem.heads_kv, _BOUNDS), "int32", zero=True)
+    if problem.sinks:
+        scratch["dsinks_parts"] = ScratchSpec((problem.heads_q, problem.batch, row_tiles), "float32")
+    if key.deterministic:
+        scratch["dq_turns"] = ScratchSpec((slots, *shares), "int32", zero=True)
+        scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
+    if problem.dbias:
+        if key.bias != "float32":
+            scratch["dbias_sums"] = ScratchSpec(problem.bias_shape, "float32", zero=True)
+        if key.deterministic:
+            key_tiles = -(-problem.seqlen_k // tile.block_n)
+            scratch["dbias_turns"] = ScratchSpec((*problem.bias_shape[:2], row_tiles, key_tiles), "int32", zero=True)
+    return scratch
+
+
+def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """A block of keys that a tile of keys does not divide, which one has 48 of, and turns that are never taken."""
+    size = None if problem.score_mod is None else problem.score_mod.block_size
+    if size is None:
+        return bias_turns_refusal(problem)
+    if problem.deterministic and problem.dbias:
+        reason = "blocks take turns at a bias by batch and head, and each head has lists of its own"
+        return Unsupported("deterministic", True, reason, False)
+    widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider ones are refused anyway
+    keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
+    if size[1] % keys == 0:
+        return None
+    wanted = size[1] * keys
+    return Unsupported("block_mask", size, f"{_MAIN} has tiles of {keys} keys here", (size[0], wanted))
+
+
+BACKWARD_MMA = KernelFamily(
+    _MAIN,
+    "computes the gradients of every option of dense and varlen batches on tensor cores, with mma.sync",
+    backward_program,
+    backward_macros,
+    backward_threads,
+    "backward",
+    ("dense", "varlen"),
+    ("float16", "float32", "bfloat16"),
+    companions=(_PREPARE, _FINISH),
+    score_mods=True,
+    block_masks=True,
+    refuses=_refuses,
+    positions=True,
+)

@@ -1,0 +1,83 @@
+"""How backward_simple is compiled, and what it launches: three passes of one kernel."""
+
+from __future__ import annotations
+
+import functools
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.devices.interface import ScratchSpec
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.backward_mma import pack_backward, query_slots
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.program import Part, Program, Target, flat_grid
+from gpu_actors.kernels.shared_gradients import SUM, SUM_THREADS, sum_macros, sum_parts, sum_scratch
+from gpu_actors.kernels.support import MAX_HEAD_DIM
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
+
+__all__ = ["BACKWARD_SIMPLE"]
+
+_WARP = 32
+
+
+def simple_backward_macros(key: DispatchKey) -> Macros:
+    """The forward macros, but for the LSE's, which gradients read anyway; of backward_sum, its own."""
+    if key.kernel == SUM:
+        return sum_macros(key)
+    return {name: value for name, value in forward_macros(key).items() if name != "LSE"}
+
+
+def simple_backward_threads(key: DispatchKey) -> int:
+    """The threads of a block."""
+    if key.kernel == SUM:
+        return SUM_THREADS
+    return tile_of(key).warps * _WARP
+
+
+def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The passes over queries, over keys, and over what dsinks and dbias are of. Raises Unsupported as `flat_grid`."""
+    tile, threads, shared_bytes = tile_of(key), simple_backward_threads(key), shared_bytes_of(key)
+    row_tiles = -(-problem.seqlen_q // tile.block_m)
+    queries = row_tiles * problem.heads_q * problem.batch
+    keys = -(-problem.seqlen_k // tile.block_m) * problem.heads_kv * problem.batch
+    options = problem.heads_q if problem.sinks else 0
+    if problem.dbias:
+        batch, heads, rows, _ = problem.bias_shape
+        options += batch * heads * -(-rows // tile.block_m)
+    parts = []
+    for number, blocks in enumerate((queries, keys, options) if options else (queries, keys)):
+        geometry = flat_grid(blocks, threads, shared_bytes, "batch", problem.batch)
+        parts.append(Part(key, geometry, functools.partial(pack_backward, problem, True, number=number)))
+    dtype = "float64" if key.dtype == "float64" else "float32"
+    slots = query_slots(problem, tile.block_m)
+    scratch = {"statistics": ScratchSpec((slots, tile.block_m), dtype)} | sum_scratch(problem)
+    return Program((*parts, *sum_parts(problem, key)), scratch)
+
+
+def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Rows that do not fit into shared memory: of more than 256 columns of float64 below 163 KiB."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:  # on any architecture
+        return None
+    try:
+        tile_for("backward_simple", "backward", arch, problem.dtype, widest, problem.mask)
+    except Unsupported:
+        reason = f"tiles of rows of {problem.dtype} do not fit into shared memory on {arch}"
+        return Unsupported("head_dim", widest, reason, 256)
+    return None
+
+
+BACKWARD_SIMPLE = KernelFamily(
+    "backward_simple",
+    "computes the gradients of every option of dense and varlen batches on CUDA cores",
+    simple_backward_program,
+    simple_backward_macros,
+    simple_backward_threads,
+    "backward",
+    ("dense", "varlen"),
+    tensor_cores=False,
+    companions=(SUM,),  # also behind backward_mma: this family takes what that takes, and float64
+    refuses=_refuses,
+    score_mods=True,
+    positions=True,
+)

@@ -1,0 +1,124 @@
+"""backward_sm90: what it takes, its macros, its parameters, and the three kernels that it launches.
+
+struct Sm90BackwardParams of kernels_cu/backward_sm90/params.cuh:    q, k, v, dout | BackwardParams | ScoreParams
+
+backward_prepare_sm90 and backward_finish_sm90 share its tile, and their keys are its key under their names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.backward_mma import gradient_macros, gradient_program, keys_of, pack_backward
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.forward_sm90 import folded_factor_refusal, pad_to_maps, rows_map
+from gpu_actors.kernels.macros import Macros
+from gpu_actors.kernels.program import EncodeTensorMap, Program, Target, Values
+from gpu_actors.kernels.support import bias_turns_refusal, capability
+from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
+
+__all__ = [
+    "BACKWARD_SM90",
+    "CONSUMERS",
+    "NAMES",
+    "pack_sm90_backward",
+    "sm90_backward_macros",
+    "sm90_backward_refuses",
+    "sm90_backward_threads",
+    "sm90_dq_floats",
+]
+
+NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "backward_finish_sm90"
+
+CONSUMERS = 2
+"""Warpgroups of a block that multiply."""
+
+_NARROW = 128
+_PREPARE_THREADS, _WARPGROUP = 128, 128
+
+
+def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why backward_sm90 does not take a problem, or None. `forward_sm90.tma_refusal`: of strides."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, f"{_MAIN} is written for Hopper's wgmma", "sm_90a")
+    widest = max(problem.head_dim, problem.head_dim_v)
+    derived = problem.score_mod is not None or problem.capped
+    if problem.dbias and derived and widest > _NARROW:
+        reason = f"{_MAIN} keeps products where dQ has no place above {_NARROW} columns, for a bias beside a derivative"
+        return Unsupported("head_dim", widest, reason, _NARROW)
+    if problem.total_q == 0 or problem.total_k == 0:
+        return Unsupported("seqlen_k", 0, f"{_MAIN} moves rows and keys by TMA, which there must be", 1)
+    return bias_turns_refusal(problem) or folded_factor_refusal(problem, _MAIN)
+
+
+def sm90_backward_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/backward_sm90/layout.cuh, or of one of the outer kernels."""
+    return gradient_macros(key, NAMES, {"DQ_FLOATS": sm90_dq_floats(key)})
+
+
+def sm90_backward_threads(key: DispatchKey) -> int:
+    """The threads of a block of one of the three kernels."""
+    if key.kernel == _PREPARE:
+        return _PREPARE_THREADS
+    return _WARPGROUP * (CONSUMERS if key.kernel == _FINISH else CONSUMERS + 1)
+
+
+def sm90_dq_floats(key: DispatchKey) -> int:
+    """Floats of dQ that a slot holds: a tile's rows, padded to the columns that are multiplied."""
+    tile = tile_of(keys_of(key, NAMES)[1])
+    return tile.block_m * padded_backward_dims(tile, key.head_dim, key.head_dim_v)[0]
+
+
+def pack_sm90_backward(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    encode: EncodeTensorMap | None,
+    buffers: Mapping[str, Buffer],
+    values: Values,
+) -> bytes:
+    """The parameters of backward_sm90.
+
+    buffers: as `gpu_actors.kernels.backward_mma.pack_backward` wants them. encode: the device's own tensor maps.
+    Raises InvalidRequest as pack_backward does, and for what TMA cannot move.
+    """
+    assert encode is not None, "a launch by TMA is packed for a device"
+    params = pack_backward(problem, True, buffers, values)
+    tile = tile_of(key)
+    dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
+    share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
+    maps = (
+        rows_map("q", buffers["q"], dim // share, tile.block_m, encode),
+        rows_map("k", buffers["k"], dim, tile.block_n, encode),
+        rows_map("v", buffers["v"], dim_v, tile.block_n, encode),
+        rows_map("dout", buffers["dout"], dim_v // share, tile.block_m, encode),
+    )
+    return pad_to_maps(b"".join((*maps, params)))
+
+
+def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
+    pack = functools.partial(pack_sm90_backward, problem, key, target.encode)
+    turns = (CONSUMERS,)  # one for each one's share of a slot
+    return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns)
+
+
+BACKWARD_SM90 = KernelFamily(
+    _MAIN,
+    "computes gradients of 16-bit batches on Hopper with TMA and wgmma",
+    sm90_backward_program,
+    sm90_backward_macros,
+    sm90_backward_threads,
+    "backward",
+    ("dense", "varlen"),
+    ("float16", "bfloat16"),
+    refuses=sm90_backward_refuses,
+    companions=(_PREPARE, _FINISH),
+    score_mods=True,
+    positions=True,
+    lacks=("alibi_signed", "summed"),
+    tma=True,
+)

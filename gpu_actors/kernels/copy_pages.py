@@ -1,0 +1,92 @@
+"""The kernel that copies pages within a KV cache's pools, into them and out of them: its key, grid and parameters.
+
+The pool is an `AppendProblem`, of which only the shape and dtype of the cache count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpu_actors.devices.interface import Buffer, LaunchGeometry
+from gpu_actors.kernels.append import AppendProblem
+from gpu_actors.kernels.macros import Macros
+from gpu_actors.kernels.params import Binder, struct_layout
+from gpu_actors.kernels.program import flat_grid
+from gpu_actors.kernels.support import ELEMENTS
+from gpu_actors.values import StableText
+
+__all__ = ["PageCopyKey", "pack_page_copy", "page_copy_geometry"]
+
+_WARPS, _WARP = 4, 32
+_PART_BYTES = 8192  # four rounds of 16 bytes a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopyKey(StableText):
+    """What compiles the kernel: one cubin an architecture."""
+
+    kernel: ClassVar[str] = "copy_pages"
+    arch: str
+
+    @property
+    def macros(self) -> Macros:
+        """What the kernel is compiled for."""
+        return {"WARPS": _WARPS, "PART_BYTES": _PART_BYTES}
+
+
+def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:
+    """The launch that copies so many pages of a cache; no dynamic shared memory. Raises Unsupported as `flat_grid`."""
+    blocks = pairs * sum(_parts(size) for size in _page_bytes(pool))
+    return flat_grid(blocks, _WARPS * _WARP, 0, "pairs", pairs)
+
+
+def pack_page_copy(
+    pairs: int, pool: AppendProblem, buffers: Mapping[str, Buffer], source: str = "cache", target: str = "cache"
+) -> bytes:
+    """The parameters of a launch that copies ``pairs`` pages of a cache.
+
+    buffers: k_cache, v_cache, whose pages are contiguous in themselves, and where ``source`` or ``target`` is "pages"
+        k_pages, v_pages (pairs, ...), likewise; those of K alone for a latent cache; page_pairs int32 (pairs, 2) of
+        (source, destination), no destination twice, nor among the sources of the same pool.
+    Raises InvalidRequest for what is not as described.
+    """
+    itemsize = ELEMENTS[pool.cache_dtype].itemsize
+    found = {
+        f"{side}_{role}": buffers[f"{side}_{name}"]
+        for role, name in (("source", source), ("target", target))
+        for side in "kv"
+        if f"{side}_{name}" in buffers
+    }
+    more = {f"{name}_stride": buffer.strides[0] * itemsize for name, buffer in found.items()}
+    # A list of pages has one for each pair; the pool has its own number.
+    blocks = tuple(pool.num_blocks if name == "cache" else pairs for name in (source, target))
+    return _binder(pairs, pool, (source, target), blocks).pack(buffers, more)
+
+
+@functools.lru_cache(maxsize=256)
+def _binder(pairs: int, pool: AppendProblem, names: tuple[str, str], blocks: tuple[int, ...]) -> Binder:
+    layout, axes = struct_layout("Params", "append/copy_pages.cu"), ("", ".", ".", ".")
+    operands = [layout.operand("page_pairs", "..", (pairs, 2), "int32", field="pairs")]
+    scalars: dict[str, int] = {}
+    for role, name, count in zip(("source", "target"), names, blocks, strict=True):
+        scalars[f"{role}_blocks"] = count
+        for side, dim in pool.sides.items():
+            shape = (count, pool.page_size, pool.heads_kv, dim)
+            operands.append(layout.operand(f"{side}_{name}", axes, shape, pool.cache_dtype, field=f"{side}_{role}"))
+    for side, size in zip("kv", _page_bytes(pool), strict=True):
+        scalars |= {f"{side}_bytes": size, f"{side}_parts": _parts(size)}
+    return Binder.of(layout, operands, scalars)
+
+
+def _page_bytes(pool: AppendProblem) -> tuple[int, int]:
+    """The bytes of a page of K, and of V."""
+    rows = pool.page_size * pool.heads_kv * ELEMENTS[pool.cache_dtype].itemsize
+    return rows * pool.sides["k"], rows * pool.sides.get("v", 0)
+
+
+def _parts(size: int) -> int:
+    """Blocks that share a page of so many bytes."""
+    return -(-size // _PART_BYTES)

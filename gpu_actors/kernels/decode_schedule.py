@@ -1,0 +1,131 @@
+"""Splits the work of a decode launch into ranges of equal length, on the host from lengths that it knows.
+
+The words are those of kernels_cu/decode/plan.cuh, and so are the results: decode_plan computes the same positions on
+the device where lengths lie there. Splitting by equal ranges of the whole is stream-K (Osama et al., arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.kernels.decode_tiles import decode_tile, row_tiles
+
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_decode"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_MIN_KEYS = 128  # of a range: docs/kernels_decode.md weighs a smaller one against the merge of more pieces
+_MIN_UNITS = 2  # of a range: one alone may be an item's beginning, without keys
+ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
+
+
+class Workload(NamedTuple):
+    """What is to be split: tiles of keys by entry. exists: whether an entry has rows at all."""
+
+    tiles: Ints
+    exists: npt.NDArray[np.bool_]
+    heads: int
+    splits: int
+
+    @property
+    def units(self) -> Ints:
+        """The units of one item of each entry."""
+        units: Ints = np.where(self.exists, self.tiles + ITEM_UNITS, 0)
+        return units
+
+    @property
+    def pieces(self) -> Ints:
+        """The pieces that an item of each entry is cut into, whatever the ranges."""
+        return np.maximum(1, np.minimum(self.splits, self.tiles))
+
+
+class Schedule(NamedTuple):
+    """positions: int32 (ranges + 1, 4): entry, KV head and tile at which each range begins, and where the last ends."""
+
+    positions: npt.NDArray[np.int32]
+    workload: Workload
+
+
+def split_decode(
+    problem: AttentionProblem, key: DispatchKey, ranges: int, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
+) -> Schedule:
+    """The ranges of a launch. lengths: keys of each sequence, (batch,). rows: new rows of each, None where all have
+    ``seqlen_q``. Both within what the problem says."""
+    if rows is None and problem.mask in ("full", "causal") and row_tiles(problem, key.row_tile) == 1:
+        # The last row sees all keys. A step of decoding adds one, and most steps no tile.
+        counts = -(-lengths.astype(np.int64) // decode_tile(key).tile.block_n)
+        return _split_tiles(problem, key, ranges, counts.tobytes())
+    return _split(problem, key, ranges, workload(problem, key, lengths, rows))
+
+
+@functools.lru_cache(maxsize=256)
+def _split_tiles(problem: AttentionProblem, key: DispatchKey, ranges: int, counts: bytes) -> Schedule:
+    """The ranges of sequences of so many tiles of keys, int64 (batch,), whose rows fit into a block."""
+    lengths = np.frombuffer(counts, np.int64) * decode_tile(key).tile.block_n
+    found = _split(problem, key, ranges, workload(problem, key, lengths, None))
+    found.positions.flags.writeable = False
+    return found
+
+
+def _split(problem: AttentionProblem, key: DispatchKey, ranges: int, load: Workload) -> Schedule:
+    units = load.units
+    sums = before(units * load.heads)
+    total, entries = int(sums[-1]), units.size
+    used = min(ranges, max(1, total // min_units(key))) if total else 0
+    positions = np.zeros((ranges + 1, 4), np.int32)
+    positions[:, 0] = entries
+    if used:
+        at = np.arange(used) * total // used
+        entry = np.searchsorted(sums[:-1], at, side="right") - 1
+        rest = at - sums[entry]
+        head, tile = rest // units[entry], np.maximum(0, rest % units[entry] - ITEM_UNITS)
+        if load.splits:
+            entry, head, tile = _at_a_piece(load, entry, head, tile)
+        positions[:used, 0], positions[:used, 1], positions[:used, 2] = entry, head, tile
+    return Schedule(positions, load)
+
+
+def min_units(key: DispatchKey) -> int:
+    """The fewest units of a range, while there are enough for that."""
+    return max(_MIN_UNITS, _MIN_KEYS // decode_tile(key).tile.block_n)
+
+
+def workload(
+    problem: AttentionProblem, key: DispatchKey, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
+) -> Workload:
+    """The key tiles that each entry's rows see."""
+    tile = decode_tile(key).tile.block_n
+    block_m, tiles_of_rows, ratio = key.row_tile, row_tiles(problem, key.row_tile), problem.gqa_ratio
+    keys = lengths.astype(np.int64)[:, None]
+    rows = np.full_like(keys, problem.seqlen_q) if rows is None else rows.astype(np.int64)[:, None]
+    packed = np.arange(tiles_of_rows, dtype=np.int64) * block_m
+    packed_end = np.minimum(rows * ratio, packed + block_m)
+    seen = problem.key_ranges(packed // ratio, -(-packed_end // ratio), keys - rows, keys)
+    sinks = -(-seen.sinks // tile)
+    begin = np.maximum(sinks, seen.first // tile)
+    end = np.where(seen.first < seen.last, -(-seen.last // tile), 0)
+    counts = sinks + np.maximum(begin, end) - begin
+    exists = packed < packed_end
+    return Workload((counts * exists).ravel(), exists.ravel(), problem.heads_kv, problem.num_splits)
+
+
+def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[Ints, Ints, Ints]:
+    """Positions moved on to where the next piece begins."""
+    count, pieces = load.tiles[entry], load.pieces[entry]
+    piece = -(-tile * pieces // np.maximum(count, 1))
+    past = (tile > 0) & (piece == pieces)
+    head = head + past
+    over = head == load.heads
+    return entry + over, np.where(over, 0, head), np.where(past, 0, piece * count // pieces)
+
+
+def before(counts: npt.NDArray[Any]) -> Ints:
+    """Sums of all that comes before, with the sum of everything at the end."""
+    sums = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -1,0 +1,161 @@
+"""decode_sm90: what it takes, its tile, its macros, its parameters and its launch.
+
+    struct Sm90DecodeParams of kernels_cu/decode_sm90/params.cuh:    k, v | DecodeParams
+
+The split and the merge are decode_mma's kernels, under keys that differ in ``kernel`` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.devices.interface import Buffer, LaunchGeometry
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.decode_mma import (
+    UNKNOWN_MULTIPROCESSORS,
+    decode_refuses,
+    pack_decode,
+    query_macros,
+    split_macros,
+    split_program,
+)
+from gpu_actors.kernels.decode_tiles import DecodeTile, decode_tile, packed_rows
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.forward_sm90 import SWIZZLE_ROWS, pad_to_maps, rows_map
+from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
+from gpu_actors.kernels.occupancy import shared_mem_limit
+from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Part, Program, Target, Values
+from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
+from gpu_actors.kernels.tiles import Tile, padded_head_dim
+
+__all__ = [
+    "DECODE_SM90",
+    "NAME",
+    "SM90_ROW_TILES",
+    "pack_sm90_decode",
+    "part_of",
+    "sm90_decode_macros",
+    "sm90_decode_refuses",
+    "sm90_decode_threads",
+    "sm90_decode_tile",
+    "sm90_row_tile",
+]
+
+NAME = "decode_sm90"
+SM90_ROW_TILES = (64, 128)
+"""Packed rows of a block: of one or two warpgroups."""
+
+_FEWEST_ROWS = 16
+_WIDEST = 128  # head dim
+_BARRIERS, _FOUND = 16, 16  # bytes of a stage's, and of the word behind them
+_WIDENED = 2  # stages that hold widened keys and values
+_WIDE = 2  # bytes of an element there
+_WARP = 32
+
+
+def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why decode_sm90 does not take a problem over a cache, or None. `forward_sm90.tma_refusal`: of strides."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, f"{NAME} is written for Hopper's wgmma", "sm_90a")
+    if packed_rows(problem) < _FEWEST_ROWS:
+        which = "num_splits" if problem.num_splits else "seqlen_q"
+        rows = "heads a KV head" if problem.num_splits else "rows times heads a KV head"
+        reason = f"{NAME} is for {_FEWEST_ROWS} {rows} and more; with fewer, decode_mma reads keys as often"
+        return Unsupported(which, getattr(problem, which), reason)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest % 8 == 0 and _WIDEST < widest <= MAX_HEAD_DIM:
+        reason = f"{NAME} holds 64 rows of Q and of the output in registers, up to {_WIDEST} columns"
+        return Unsupported("head_dim", widest, reason, _WIDEST)
+    if problem.page_size % SWIZZLE_ROWS:
+        reason = f"{NAME} brings pages of a multiple of {SWIZZLE_ROWS} keys; decode_mma brings others row by row"
+        return Unsupported("page_size", problem.page_size, reason, SWIZZLE_ROWS)
+    if problem.total_k == 0:
+        return Unsupported("seqlen_k", 0, f"{NAME} moves keys by TMA, which there must be", 1)
+    return decode_refuses(problem, arch)
+
+
+def sm90_row_tile(problem: AttentionProblem) -> int:
+    """The packed rows that a block takes."""
+    return SM90_ROW_TILES[packed_rows(problem) > SM90_ROW_TILES[0]]
+
+
+@functools.lru_cache(maxsize=1024)
+def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
+    """One block a multiprocessor, with as many stages as fit. Tiles of keys are those of the split and the merge."""
+    block_n, narrow = decode_tile(key).tile.block_n, ELEMENTS[key.kv_dtype].fp8
+    columns = sum(padded_head_dim(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
+    stage = block_n * columns * ELEMENTS[key.kv_dtype].itemsize + _BARRIERS
+    widened = _WIDENED * (block_n * columns * _WIDE + _BARRIERS) if narrow else 0
+    stages = (shared_mem_limit(90) - _FOUND - widened) // stage
+    warps = key.row_tile // 16 + (8 if narrow else 4)
+    return DecodeTile(Tile(key.row_tile, block_n, stages, warps), 1, stages * stage + widened + _FOUND)
+
+
+def sm90_decode_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/decode_sm90/layout.cuh."""
+    tile, _, shared_bytes = sm90_decode_tile(key)
+    options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
+    macros = tile_macros(key, tile, shared_bytes) | query_macros(key)
+    return macros | split_macros(key) | options | {"STAGES": tile.stages}
+
+
+def sm90_decode_threads(key: DispatchKey) -> int:
+    """The threads of a block: warpgroups that multiply, one that widens an 8-bit cache, and one that loads."""
+    return sm90_decode_tile(key).tile.warps * _WARP
+
+
+def part_of(page_size: int, keys: int) -> int:
+    """The keys that one copy brings: of a tile of ``keys``, or the largest power of two that divides the page size."""
+    return min(keys, page_size & -page_size) if page_size else keys
+
+
+def pack_sm90_decode(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    ranges: int,
+    encode: EncodeTensorMap | None,
+    buffers: Mapping[str, Buffer],
+    values: Values = NO_VALUES,
+) -> bytes:
+    """The parameters of decode_sm90.
+
+    buffers: as `gpu_actors.kernels.decode_mma.pack_decode` wants them. encode: the device's own tensor maps.
+    Raises InvalidRequest as pack_decode does, and for what TMA cannot move.
+    """
+    assert encode is not None, "a launch by TMA is packed for a device"
+    params = pack_decode(problem, key, ranges, buffers, values)
+    part = part_of(problem.page_size, sm90_decode_tile(key).tile.block_n)
+    dims = {"k_cache": problem.head_dim, "v_cache": problem.head_dim_v}
+    maps = (
+        rows_map(name, buffers[name], padded_head_dim(dim, problem.kv_dtype), part, encode)
+        for name, dim in dims.items()
+    )
+    return pad_to_maps(b"".join((*maps, params)))
+
+
+def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The kernels of ``key``, which names decode_sm90: a range of the work for each multiprocessor."""
+    tile = sm90_decode_tile(key)
+    ranges = max(1, target.multiprocessors or UNKNOWN_MULTIPROCESSORS) * tile.blocks
+    geometry = LaunchGeometry((ranges, 1, 1), (sm90_decode_threads(key), 1, 1), tile.shared_bytes)
+    pack = functools.partial(pack_sm90_decode, problem, key, ranges, target.encode)
+    return split_program(problem, Part(key, geometry, pack), ranges, target.lengths_on_host)
+
+
+DECODE_SM90 = KernelFamily(
+    NAME,
+    "computes 16 packed rows and more over caches on Hopper with TMA and wgmma, splitting the keys",
+    sm90_decode_program,
+    sm90_decode_macros,
+    sm90_decode_threads,
+    "forward",
+    ("cache", "paged"),
+    ("float8_e5m2", "float8_e4m3fn", "float16", "bfloat16"),
+    refuses=sm90_decode_refuses,
+    row_tile=sm90_row_tile,
+    row_tiles=SM90_ROW_TILES,
+    tma=True,
+    lacks=("latent", "cache_batch_idx", "cache_leftpad", "bias"),
+)

@@ -1,0 +1,92 @@
+"""How forward_mma, forward_wide and forward_simple are compiled, and what they launch: one kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey, Layout
+from gpu_actors.devices.interface import Buffer
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.params import pack_forward
+from gpu_actors.kernels.program import Part, Program, Target, Values, flat_grid
+from gpu_actors.kernels.row_stats import pack_row_stats
+from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
+from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
+
+__all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE"]
+
+_WARP = 32
+
+
+def mma_macros(key: DispatchKey) -> Macros:
+    """The forward macros, and the stages of the ring."""
+    return forward_macros(key) | {"STAGES": tile_of(key).stages}
+
+
+def forward_threads(key: DispatchKey) -> int:
+    """The threads of a block."""
+    return tile_of(key).warps * _WARP
+
+
+def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The kernel of ``key``, with a block for each tile of query rows of a head. Raises Unsupported as `flat_grid`."""
+    blocks = -(-problem.seqlen_q // tile_of(key).block_m) * problem.heads_q * problem.batch
+    geometry = flat_grid(blocks, forward_threads(key), shared_bytes_of(key), "batch", problem.batch)
+    return Program((Part(key, geometry, functools.partial(_pack, problem)),))
+
+
+def _pack(problem: AttentionProblem, buffers: Mapping[str, Buffer], values: Values) -> bytes:
+    packed = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
+    return packed + pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
+
+
+_LAYOUTS: tuple[Layout, ...] = ("dense", "varlen")
+
+FORWARD_MMA = KernelFamily(
+    "forward_mma",
+    "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
+    forward_program,
+    mma_macros,
+    forward_threads,
+    "forward",
+    _LAYOUTS,
+    ("float16", "float32", "bfloat16"),
+    refuses=lambda problem, arch: scale_refusal(problem),
+    score_mods=True,
+    block_masks=True,
+    positions=True,
+    row_stats=True,
+)
+FORWARD_WIDE = KernelFamily(
+    "forward_wide",
+    "computes every forward option of dense and varlen batches of wide heads on tensor cores, with mma.sync",
+    forward_program,
+    mma_macros,
+    forward_threads,
+    "forward",
+    _LAYOUTS,
+    ("float16", "bfloat16"),
+    refuses=lambda problem, arch: scale_refusal(problem),
+    score_mods=True,
+    block_masks=True,
+    positions=True,
+    row_stats=True,
+    greatest_dim=MAX_HEAD_DIM,
+)
+FORWARD_SIMPLE = KernelFamily(
+    "forward_simple",
+    "computes every forward option of dense and varlen batches on CUDA cores",
+    forward_program,
+    forward_macros,
+    forward_threads,
+    "forward",
+    _LAYOUTS,
+    tensor_cores=False,
+    score_mods=True,
+    block_masks=True,
+    positions=True,
+    row_stats=True,
+)

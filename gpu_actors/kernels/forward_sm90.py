@@ -1,0 +1,369 @@
+"""forward_sm90: what it takes, its macros, the order in which its blocks work, its parameters and its launch.
+
+struct Sm90Params of kernels_cu/forward_sm90/params.cuh:    q, k, v, out | Params | RowStats | ScoreParams | Schedule
+
+Tile sizes are in `tiles`. The schedule is drawn in kernels_cu/forward_sm90/schedule.cuh. TMA asks more of an operand
+than a kernel that reads through pointers: `tma_refusal` says what.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
+from gpu_actors.devices.interface import Buffer, LaunchGeometry, ScratchSpec, TensorMap
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.macros import Macros, forward_macros
+from gpu_actors.kernels.params import Binder, divider, pack_forward, struct_layout
+from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Part, Program, Target, Values
+from gpu_actors.kernels.row_stats import pack_row_stats
+from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.support import ELEMENTS, capability
+from gpu_actors.kernels.tiles import Tile, output_is_direct, padded_head_dim, shared_bytes_of, tile_of, value_pieces
+
+__all__ = [
+    "COUNTER",
+    "FORWARD_SM90",
+    "MULTIPROCESSORS",
+    "ROWS",
+    "SWIZZLE_ROWS",
+    "TMA_ALIGNMENT",
+    "Sections",
+    "folded_factor_refusal",
+    "pack_sm90",
+    "pad_to_maps",
+    "rows_map",
+    "schedule_layout",
+    "section_heads",
+    "sections_of",
+    "sm90_geometry",
+    "sm90_macros",
+    "sm90_refuses",
+    "sm90_threads",
+    "tma_refusal",
+]
+
+ROWS = 64
+"""The rows of a consumer, and of its boxes of queries and outputs."""
+
+SWIZZLE_ROWS = 8
+"""The rows after which TMA's swizzle repeats: boxes of a page begin at multiples of them."""
+
+MULTIPROCESSORS = 132
+"""The multiprocessors of an H100 or H200 (SXM), assumed where a device does not say how many it has."""
+
+_MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
+_L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
+_CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
+_FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)}
+
+
+def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
+    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
+    if capability(arch) != 90:
+        return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
+    if problem.bias is not None and problem.layout != "dense":
+        return Unsupported("bias", problem.bias[0], "forward_sm90 finds a bias by rows and keys of dense batches")
+    if problem.out_dtype == "float32":
+        reason = "forward_sm90 stores outputs of 16 bits; other kernels round none"
+        return Unsupported("out_dtype", problem.out_dtype, reason, ELEMENTS[problem.dtype].out)
+    refusal = _cache_refusal(problem) or _shape_refusal(problem) or _register_refusal(problem)
+    return refusal or folded_factor_refusal(problem, "forward_sm90")
+
+
+def _register_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why options are left to other kernels that would spill registers together."""
+    biased, dropped = problem.bias is not None, problem.dropout_p > 0.0
+    dim = max(problem.head_dim, problem.head_dim_v)
+    wide, summed_apart = dim > 192, ELEMENTS[problem.dtype].fp8 and 64 < dim <= 128
+    windowed = problem.sliding_window or problem.attention_chunk > 0
+    field, value = ("dropout_p", problem.dropout_p) if problem.bias is None else ("bias", problem.bias[0])
+    for together, reason in (
+        (problem.score_mod and (biased or dropped), "a score modification beside a bias or dropout"),
+        (problem.positions and biased, "positions of rows or keys beside a bias"),
+        (problem.positions and dropped and wide, "positions beside dropout above head dim 192"),
+        (biased and dropped and wide, "a bias beside dropout above head dim 192"),
+        (summed_apart and windowed and value == "float32", "a bias in float32 beside a window in 8 bits"),
+    ):
+        if together:
+            return Unsupported(field, value, f"forward_sm90 has no registers for {reason}; other kernels do")
+    return None
+
+
+def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
+    """Why new rows over a cache are left to the kernels that decode."""
+    if not problem.decoding:
+        return None
+    if ELEMENTS[problem.dtype].fp8:
+        return Unsupported(
+            "dtype",
+            problem.dtype,
+            "forward_sm90 takes 8-bit operands of dense and packed requests, and no cache of them",
+            "bfloat16",
+        )
+    if problem.kv_dtype != problem.dtype:
+        return Unsupported("kv_dtype", problem.kv_dtype, "forward_sm90 multiplies operands of one type", problem.dtype)
+    if problem.seqlen_q < ROWS:
+        reason = f"forward_sm90 multiplies {ROWS} rows at a time, and fewer rows leave a cache's keys on few blocks"
+        return Unsupported("seqlen_q", problem.seqlen_q, reason, ROWS)
+    if problem.tree_mask:
+        return Unsupported("tree_mask", "an array", "forward_sm90 knows no tree masks")
+    if problem.num_splits > 1:
+        return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
+    if problem.num_splits and problem.varlen_q:
+        # decode_mma takes a sequence of fewer rows alone; with pinned splits it must have the same bits in a batch.
+        reason = (
+            "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
+        )
+        return Unsupported("num_splits", problem.num_splits, reason, 0)
+    if problem.page_size % SWIZZLE_ROWS:
+        reason = f"forward_sm90 brings pages of a multiple of {SWIZZLE_ROWS} keys; decode_mma brings others row by row"
+        return Unsupported("page_size", problem.page_size, reason, SWIZZLE_ROWS)
+    keys = _CACHE_KEYS if max(problem.head_dim, problem.head_dim_v) <= 128 else _WIDE_CACHE_KEYS
+    if problem.page_size and keys % problem.page_size and problem.page_size % keys:
+        reason = f"forward_sm90 brings {keys} keys at a time, which pages divide or are multiples of"
+        return Unsupported("page_size", problem.page_size, reason, keys)
+    return None
+
+
+def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
+    if problem.total_k == 0:
+        return Unsupported("seqlen_k", 0, "forward_sm90 moves keys by TMA, which there must be", 1)
+    if problem.batch * problem.heads_q * -(-problem.seqlen_q // ROWS) > _MAX_TILES:
+        reason = "forward_sm90 numbers its tiles of rows in 31 bits"
+        return Unsupported("batch", problem.batch, reason, 1)
+    return None
+
+
+def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported | None:
+    """Why the kernel of that name does not take the problem's scale or softcap, or None."""
+    for field, (least, greatest) in _FACTORS.items():
+        value = getattr(problem, field)
+        if field == "softcap" and value == 0.0:
+            continue
+        if not least <= value <= greatest:
+            reason = f"{kernel} folds it into other factors in fp32, from {least} to {greatest}"
+            return Unsupported(field, value, reason, min(max(value, least), greatest))
+    return None
+
+
+def sm90_macros(key: DispatchKey) -> Macros:
+    """The macros of kernels_cu/forward_sm90/layout.cuh."""
+    tile = tile_of(key)
+    macros = forward_macros(key) | {"STAGES": tile.stages}
+    if key.decoding:
+        macros |= {"CACHE_LENGTHS": 1} | ({"VARLEN": 1} if key.varlen_q else {})
+        macros |= {"PAGE_SIZE": key.page_size} if key.paged else {}
+    if output_is_direct(tile, key.dtype, key.head_dim, key.head_dim_v):
+        macros["O_DIRECT"] = 1
+    if (pieces := value_pieces(tile, key.dtype, key.head_dim_v)) > 1:
+        macros["PIECES"] = pieces
+    return macros
+
+
+def sm90_threads(key: DispatchKey) -> int:
+    """The threads of a block of forward_sm90."""
+    return tile_of(key).warps * 32
+
+
+def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
+    """One block a multiprocessor, and no more than there are tiles."""
+    blocks = min(sections_of(problem, tile_of(key)).tiles, multiprocessors or MULTIPROCESSORS)
+    return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
+
+
+class Sections(NamedTuple):
+    """tiles: of rows, in all. row_tiles: of a sequence. all_heads: query heads of all sequences. heads: a section."""
+
+    tiles: int
+    row_tiles: int
+    all_heads: int
+    heads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
+    """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
+    row_tiles = -(-problem.seqlen_q // tile.block_m)
+    all_heads = problem.batch * problem.heads_q
+    itemsize = ELEMENTS[problem.dtype].itemsize
+    bytes_a_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize
+    heads = section_heads(all_heads, problem.gqa_ratio, bytes_a_head)
+    return Sections(row_tiles * all_heads, row_tiles, all_heads, heads)
+
+
+def section_heads(all_heads: int, group: int, bytes_a_head: int) -> int:
+    """Query heads of a section: of the larger half of what L2 holds, the number that fills the last section best.
+
+    A last section of few heads would end with long tiles. group: query heads a KV head. bytes_a_head: of its keys and
+    values.
+    """
+    most = max(1, _L2_BYTES // max(1, bytes_a_head)) * group
+    if most >= all_heads:
+        return all_heads
+    return max(range(most, most // 2, -group), key=lambda heads: (all_heads % heads or heads) / heads)
+
+
+COUNTER = "tile_counter"
+"""The name of the scratch memory, one int32 of 0, that blocks draw tiles from."""
+
+TMA_ALIGNMENT = 16
+"""Bytes that addresses and strides are multiples of."""
+
+_ALIGNMENT = 64  # of the struct, because its tensor maps have it
+_MAX_STRIDE = 1 << 40
+_NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
+
+
+schedule_layout = functools.partial(struct_layout, "Schedule", "forward_sm90/params.cuh")
+
+
+def tma_refusal(
+    name: str, shape: Sequence[int], strides: Sequence[int], address: int = 0, itemsize: int = 2
+) -> Unsupported | None:
+    """Why TMA cannot move an operand, or None.
+
+    shape, strides: (..., dim), strides in elements; those of axes of extent 1 may be anything.
+    address: where it starts. itemsize: bytes of an element.
+    """
+    if address % TMA_ALIGNMENT:
+        return Unsupported(name, hex(address), "TMA moves operands that start at a multiple of 16 bytes")
+    if 0 in shape:
+        return None
+    for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
+        nbytes = stride * itemsize
+        last = axis == len(shape) - 1
+        if extent > 1 and last and stride != 1:
+            return Unsupported(name, f"strides {tuple(strides)}", "TMA moves operands whose last axis is contiguous")
+        if extent > 1 and not last and (nbytes % TMA_ALIGNMENT or not 0 < nbytes < _MAX_STRIDE):
+            reason = "TMA strides over positive multiples of 16 bytes below 2^40"
+            return Unsupported(name, f"strides {tuple(strides)}", reason)
+    return None
+
+
+def pack_sm90(
+    problem: AttentionProblem,
+    key: DispatchKey,
+    encode: EncodeTensorMap | None,
+    buffers: Mapping[str, Buffer],
+    values: Values = NO_VALUES,
+) -> bytes:
+    """The parameters of a launch.
+
+    buffers: as `gpu_actors.kernels.params.pack_forward` wants them, and the scratch memory `COUNTER`. Over a cache,
+        k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
+        (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
+    encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
+    """
+    assert encode is not None, "a launch by TMA is packed for a device"
+    params = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
+    params += pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
+    k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
+    tile = tile_of(key)
+    keys = min(tile.block_n, problem.page_size or tile.block_n)
+    dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
+    maps = (
+        rows_map("q", buffers["q"], dim, ROWS, encode),
+        rows_map(k, buffers[k], dim, keys, encode),
+        rows_map(v, buffers[v], dim_v, keys, encode),
+        rows_map("out", buffers["out"], dim_v, ROWS, encode),
+    )
+    schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
+    return pad_to_maps(b"".join((*maps, params, schedule)))
+
+
+def pad_to_maps(packed: bytes) -> bytes:
+    """The bytes of a struct whose tensor maps decide its alignment."""
+    return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
+
+
+def _check_tma(name: str, buffer: Buffer) -> None:
+    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, ELEMENTS[buffer.dtype].itemsize)
+    if refusal is not None:
+        raise InvalidRequest(name, refusal.value, refusal.reason)
+
+
+def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
+    """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
+
+    columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
+    """
+    _check_tma(name, buffer)
+    if 0 in buffer.shape:
+        return _NO_MAP
+    itemsize = ELEMENTS[buffer.dtype].itemsize
+    shape, strides = buffer.shape, buffer.strides
+    if len(shape) == 3:  # packed
+        shape, strides = (1, *shape), (0, *strides)
+    batch, length, heads, dim = shape
+    extents = (dim, length, heads, batch)
+    # The stride of an axis of one element has no meaning, but the driver checks it. A row has whole 16 bytes.
+    steps = tuple(
+        (stride if extent > 1 else dim) * itemsize
+        for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True)
+    )
+    wide = columns * itemsize % 128 == 0
+    return encode(
+        TensorMap(
+            address=buffer.address,
+            dtype=buffer.dtype,
+            shape=extents,
+            strides=steps,
+            box=((128 if wide else 64) // itemsize, rows, 1, 1),
+            swizzle="128B" if wide else "64B",
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
+    layout = schedule_layout()
+    operands = [layout.operand(COUNTER, ".", (1,), "int32", field="counter")]
+    if problem.decoding:
+        operands.append(layout.operand("cache_seqlens", ".", (problem.batch,), "int32"))
+    if problem.layout == "paged":
+        table = (problem.batch, problem.seqlen_k // problem.page_size)
+        operands.append(layout.operand("block_table", ("block_table_stride", "."), table, "int32"))
+    last = sections.all_heads % sections.heads if sections.heads else 0
+    dividers = {
+        "heads": problem.heads_q,
+        "head_group": problem.gqa_ratio,
+        "section": sections.heads,
+        "section_tiles": sections.heads * sections.row_tiles,
+        "last_section": last or sections.heads,
+    }
+    scalars = layout.named(sections) | {"section_heads": sections.heads}
+    for name, divisor in dividers.items():
+        multiplier, shift = divider(max(1, divisor))
+        scalars |= {f"{name}.divisor": divisor, f"{name}.multiplier": multiplier, f"{name}.shift": shift}
+    return Binder.of(layout, operands, scalars)
+
+
+def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
+    """The kernel of ``key``, which names forward_sm90. A cache takes it alone, too, whatever its lengths are."""
+    pack = functools.partial(pack_sm90, problem, key, target.encode)
+    part = Part(key, sm90_geometry(key, problem, target.multiprocessors), pack)
+    return Program((part,), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})
+
+
+FORWARD_SM90 = KernelFamily(
+    "forward_sm90",
+    "computes 16-bit and 8-bit batches, and many new rows over caches, on Hopper with TMA and wgmma",
+    sm90_program,
+    sm90_macros,
+    sm90_threads,
+    "forward",
+    ("dense", "varlen", "cache", "paged"),
+    ("float16", "float8_e5m2", "float8_e4m3fn", "bfloat16"),
+    refuses=sm90_refuses,
+    persistent=True,
+    score_mods=True,
+    block_masks=True,
+    positions=True,
+    row_stats=True,
+    tma=True,
+    lacks=("cache_batch_idx", "cache_leftpad"),
+)

@@ -1,1 +1,0 @@
-"""The forward kernel of sm_90a: forward_sm90."""

@@ -1,1 +1,0 @@
-"""The kernel that merges partial results."""

@@ -1,0 +1,14 @@
+// What a launch of backward_sm90 passes: tensor maps of what it loads by TMA, and the parameters of every backward kernel.
+//
+// gpu_actors/kernels/backward_sm90.py packs it.
+#pragma once
+
+#include "backward/params.cuh"
+#include "common/score_gradient.cuh"
+#include "ptx/types.cuh"
+
+struct Sm90BackwardParams {
+  ptx::TensorMap q, k, v, dout;  // (dim, rows, heads, batch), rows of all sequences together where VARLEN
+  WithScoreMod<BackwardParams> params;
+};
+static_assert(sizeof(ptx::TensorMap) == 128 && alignof(ptx::TensorMap) == 64, "as the driver encodes it");
