@@ -152,7 +152,6 @@ ARROWS = (
     ("runtime", "devices", 2),
     ("graph", "kernels", 5.5),
     ("kv", "kernels", 8),
-    ("reference", "validation", 10.5),
     ("kernels", "devices", 6.5),
     ("devices", "options", 4.5),
     ("options", "tracing", 1.5),

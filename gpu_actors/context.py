@@ -17,12 +17,12 @@ import anyio
 from gpu_actors.devices.interface import Device
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.fields import one_of
 from gpu_actors.handles.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.opening import Opening, in_thread, to_the_end
 from gpu_actors.runtime.reply import need_asyncio
-from gpu_actors.validation.fields import one_of
 
 __all__ = ["GpuContext", "open_context", "open_contexts"]
 

@@ -13,8 +13,8 @@ from gpu_actors.clock import SYSTEM_CLOCK, Clock
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.fault_plan import FaultPlan
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import expect, flag, integer, one_of, real
 from gpu_actors.tracing import TraceEvent
-from gpu_actors.validation.fields import expect, flag, integer, one_of, real
 
 __all__ = ["ContextOptions", "EmulationOptions", "MockOptions", "RestartPolicy"]
 

@@ -28,7 +28,7 @@ import numpy as np
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, dtype_of, name_of, restore
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.errors import Unsupported
-from gpu_actors.validation.fields import describe, expect, one_of
+from gpu_actors.fields import describe, expect, one_of
 from gpu_actors.values import brief
 
 __all__ = [

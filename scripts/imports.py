@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("extras",),
     ("errors",),
     ("process",),
-    ("validation.fields",),
+    ("fields",),
     ("attention",),
     ("devices.fault_plan",),
     ("tracing",),

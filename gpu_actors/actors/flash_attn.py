@@ -21,6 +21,7 @@ from gpu_actors.attention.requests import (
 )
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
+from gpu_actors.fields import shape_of
 from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
@@ -39,7 +40,6 @@ from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation.fields import shape_of
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 

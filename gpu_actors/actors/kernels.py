@@ -20,6 +20,7 @@ from gpu_actors.compiling.signature import KernelParameter, kernel_signature
 from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, Params, Step
 from gpu_actors.errors import GpuActorsError, InvalidRequest, MockModeError
+from gpu_actors.fields import integer
 from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place, value_bytes, written_places
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
@@ -30,7 +31,6 @@ from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation.fields import integer
 
 __all__ = ["CompilesKernels", "KernelActor", "OpenKernel"]
 

@@ -23,6 +23,7 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.variants import KernelKey
@@ -50,7 +51,6 @@ from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.handle import ActorHandle
-from gpu_actors.validation.fields import describe, expect, integer
 
 __all__ = ["KvCacheActor"]
 

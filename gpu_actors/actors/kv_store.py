@@ -21,6 +21,7 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
+from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
@@ -32,7 +33,6 @@ from gpu_actors.planning.padding import recordable
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
-from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.validation.paged import check_bias
 
 __all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]

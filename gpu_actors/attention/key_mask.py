@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.validation.fields import FURTHEST, flag, integer, one_of, window
+from gpu_actors.fields import FURTHEST, flag, integer, one_of, window
 
 __all__ = ["MASK_OPTIONS", "SINKS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
 

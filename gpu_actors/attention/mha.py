@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from gpu_actors.attention.key_mask import Alignment
 from gpu_actors.attention.requests import Array
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.validation.fields import FURTHEST, expect, integer, one_of, real
+from gpu_actors.fields import FURTHEST, expect, integer, one_of, real
 from gpu_actors.values import brief
 
 __all__ = ["AttentionParams", "Mask", "MhaBackward", "MhaForward", "MhaOutput"]

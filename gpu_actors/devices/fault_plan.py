@@ -8,7 +8,7 @@ from typing import Literal
 
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, LaunchError
-from gpu_actors.validation.fields import real
+from gpu_actors.fields import real
 
 __all__ = ["Fault", "FaultPlan"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.validation.fields import real
+from gpu_actors.fields import real
 
 __all__ = ["RetryBudget"]
 

@@ -17,6 +17,7 @@ from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.moving import copy_sequence
 from gpu_actors.distributed.remote.context import RemoteContext
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.fields import expect
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kv.prefix import prompt_digests
@@ -27,7 +28,6 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.opening import to_the_end
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation.fields import expect
 from gpu_actors.values import show
 
 __all__ = ["PooledKvCache", "PooledSequence"]

@@ -22,7 +22,7 @@ from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, F
 from gpu_actors.distributed.parts import SLOPES, Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
-from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens, sequences
 from gpu_actors.values import show
 

@@ -23,11 +23,11 @@ from gpu_actors.errors import (
     StaleBuffer,
     WorkerLost,
 )
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.health import Health
 from gpu_actors.process import Local
 from gpu_actors.runtime.reply import need_asyncio
-from gpu_actors.validation.fields import expect, integer, real
 from gpu_actors.values import show
 
 __all__ = ["Dispatch", "PoolOptions", "PoolStats"]

@@ -17,7 +17,7 @@ from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, F
 from gpu_actors.distributed.parts import Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
-from gpu_actors.validation.fields import describe, expect, integer
+from gpu_actors.fields import describe, expect, integer
 from gpu_actors.values import show
 
 __all__ = ["head_split", "head_split_backward"]

@@ -30,6 +30,7 @@ from gpu_actors.distributed.parts import SLOPES, all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.distributed.shard_rows import ROTATION, among_themselves, on_host, settled, tree_of
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.fields import FP8, describe, expect, integer, optional_array, output_dtype
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.requests import AttendCache, KvSequence
@@ -37,7 +38,6 @@ from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
 from gpu_actors.runtime.opening import to_the_end
 from gpu_actors.runtime.reply import need_asyncio
-from gpu_actors.validation.fields import FP8, describe, expect, integer, optional_array, output_dtype
 from gpu_actors.values import show
 
 __all__ = ["ShardedKvCache", "ShardedSequence"]

@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from gpu_actors.fields import real
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kv.requests import KvSequence
 from gpu_actors.kv.transfer import SequencePages
 from gpu_actors.runtime.reply import Reply, need_asyncio
-from gpu_actors.validation.fields import real
 
 __all__ = ["copy_sequence", "exported_pages", "move_sequence"]
 

@@ -17,6 +17,7 @@ from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.remote.context import open_remote
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.isolation.crossing import harmless
 from gpu_actors.isolation.processes import ChildProcess
@@ -26,7 +27,6 @@ from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.runtime.opening import to_the_end
 from gpu_actors.runtime.reply import Reply, need_asyncio
-from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ContextPool", "open_pool"]
 

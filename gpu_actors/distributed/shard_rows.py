@@ -13,13 +13,13 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import adopt, check_device, name_of
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import FP8, describe, expect
 from gpu_actors.kernels.append import AppendProblem
 from gpu_actors.kv.requests import AppendRows
 from gpu_actors.planning.append_rows import new_rows
 from gpu_actors.planning.cached import tree_bits
 from gpu_actors.reference.append import cast_saturating
 from gpu_actors.reference.rope import apply_rope
-from gpu_actors.validation.fields import FP8, describe, expect
 from gpu_actors.validation.paged import MAX_TREE_ROWS
 
 __all__ = ["ROTATION", "among_themselves", "on_host", "settled", "tree_of"]

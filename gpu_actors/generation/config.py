@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.validation.fields import expect, integer
+from gpu_actors.fields import expect, integer
 from gpu_actors.values import show
 
 __all__ = ["LlamaConfig", "frequencies"]

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, InvalidRequest, StaleBuffer
+from gpu_actors.fields import expect, integer
 from gpu_actors.generation.batch import Batcher, Rows, Text
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.model import Heads, Llama
@@ -34,7 +35,6 @@ from gpu_actors.generation.weights import Matrix
 from gpu_actors.kernels.append import Rope
 from gpu_actors.tracing import host_span
 from gpu_actors.tracing.work import under, working
-from gpu_actors.validation.fields import expect, integer
 from gpu_actors.values import show
 
 if TYPE_CHECKING:

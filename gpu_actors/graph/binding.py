@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from gpu_actors.arrays.adopt import Adopted, AnyArray, CallerNotes, element_strides
 from gpu_actors.arrays.adoption import take_in
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe
 from gpu_actors.graph.lists import check_lists
 from gpu_actors.graph.scalars import checked_scalar
 from gpu_actors.graph.tensor import GraphTensor, packed_strides
-from gpu_actors.validation.fields import describe
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph

@@ -18,12 +18,12 @@ from typing import Any
 from gpu_actors.attention.key_mask import Alignment
 from gpu_actors.attention.mha import Mask
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import expect, flag, integer, one_of, real
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
 from gpu_actors.graph.signature import signature_of
 from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, checked_uids, packed_strides
 from gpu_actors.graph.validate import Order, validated
-from gpu_actors.validation.fields import expect, flag, integer, one_of, real
 
 __all__ = ["OperationGraph"]
 

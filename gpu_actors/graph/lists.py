@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe
 from gpu_actors.graph.ops import Node
-from gpu_actors.validation.fields import describe
 
 __all__ = ["agree", "check_lists", "times_listed"]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from gpu_actors.attention.mha import Mask
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import expect, flag, one_of, real
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.validation.fields import expect, flag, one_of, real
 
 __all__ = [
     "ARITHMETIC",

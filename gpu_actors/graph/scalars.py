@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gpu_actors.validation.fields import expect, integer, real
+from gpu_actors.fields import expect, integer, real
 
 __all__ = ["INT32_MAX", "SCALAR_DTYPES", "checked_scalar"]
 

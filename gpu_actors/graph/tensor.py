@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Protocol, TypeAlias
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.validation.fields import DTYPES, integer
+from gpu_actors.fields import DTYPES, integer
 
 __all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "checked_uids", "packed_strides"]
 

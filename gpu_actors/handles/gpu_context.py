@@ -27,6 +27,7 @@ from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
 from gpu_actors.actors.probing import probe
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest
+from gpu_actors.fields import real
 from gpu_actors.handles.health import Health, examine
 from gpu_actors.handles.kv_cache import OpensKvCaches
 from gpu_actors.kernels.variants import Prepare
@@ -40,7 +41,6 @@ from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.opening import in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
-from gpu_actors.validation.fields import real
 
 __all__ = ["BUILT_IN", "NOT_DRAINED", "GpuContext", "open_contexts", "registered", "start_context"]
 

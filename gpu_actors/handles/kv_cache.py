@@ -18,6 +18,7 @@ from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
+from gpu_actors.fields import describe, expect
 from gpu_actors.kv.requests import (
     AppendRows,
     AttendCache,
@@ -37,7 +38,6 @@ from gpu_actors.planning.beside import beside
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply, need_asyncio
-from gpu_actors.validation.fields import describe, expect
 
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import expect, flag, real
 from gpu_actors.interop.flex import flex_attention
 from gpu_actors.interop.torch_attention import Attention, attention, seed_for
-from gpu_actors.validation.fields import expect, flag, real
 
 __all__ = ["Attention", "attention", "flex_attention", "routed", "scaled_dot_product_attention"]
 

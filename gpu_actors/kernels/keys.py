@@ -11,6 +11,7 @@ from gpu_actors.attention.problem import FLAGS, AttentionProblem, Direction, Dis
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.fields import flag, integer, one_of
 from gpu_actors.kernels.append import AppendKey, AppendLayout, AppendProblem, Rope, append_key
 from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.dispatch import family_of
@@ -18,7 +19,6 @@ from gpu_actors.kernels.merge import MergeKey, check_merge_key
 from gpu_actors.kernels.merge_gradients import MergeGradientKey, check_merge_gradient_key
 from gpu_actors.kernels.support import check_support
 from gpu_actors.kernels.variants import KernelKey
-from gpu_actors.validation.fields import flag, integer, one_of
 
 __all__ = ["check_key"]
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import flag, one_of
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
 from gpu_actors.kernels.support import ELEMENTS, check_capability
-from gpu_actors.validation.fields import flag, one_of
 from gpu_actors.values import StableText
 
 __all__ = [

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.fields import flag
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.merge import MergeKey, MergeProblem, check_merge_fields, result_operands
 from gpu_actors.kernels.params import Binder, struct_layout
 from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.validation.fields import flag
 from gpu_actors.values import StableText
 
 __all__ = [

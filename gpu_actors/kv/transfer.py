@@ -16,10 +16,10 @@ import numpy as np
 from gpu_actors.arrays.adopt import dtype_of, name_of
 from gpu_actors.attention.requests import Array
 from gpu_actors.devices.interface import Kernel, Launch, Outputs, OutputSpec, Step
+from gpu_actors.fields import describe, expect
 from gpu_actors.kernels.append import AppendProblem
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.kv.requests import KvSequence
-from gpu_actors.validation.fields import describe, expect
 from gpu_actors.values import brief, show
 
 __all__ = [

@@ -12,11 +12,11 @@ import numpy as np
 
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe, dtype_name, dtype_of, expect, optional_array, shape_of
 from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
-from gpu_actors.validation.fields import describe, dtype_name, dtype_of, expect, optional_array, shape_of
 from gpu_actors.validation.forward import steps_of
 
 __all__ = ["NEW_ROWS", "NewRows", "counts_of", "merge_rows", "new_rows", "pack_rows", "place_rows", "turn_apart"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.validation.fields import describe, expect
+from gpu_actors.fields import describe, expect
 
 __all__ = ["beside"]
 

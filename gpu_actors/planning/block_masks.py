@@ -18,6 +18,7 @@ from gpu_actors.attention.requests import FlashForward, PagedForward
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.fields import describe, expect
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.lists import agree, times_listed
 from gpu_actors.graph.modification import ScoreInputs
@@ -25,7 +26,6 @@ from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
-from gpu_actors.validation.fields import describe, expect
 from gpu_actors.values import show
 
 __all__ = ["mask_signature", "masked", "masked_problem", "planned_mask"]

@@ -25,12 +25,12 @@ from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
+from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output, oracle_options
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
-from gpu_actors.validation.fields import describe, expect, integer
 from gpu_actors.validation.forward import check_cu_seqlens
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpu_actors.arrays.adopt import AnyArray
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import FP8
 from gpu_actors.graph.binding import Given, adopt_given
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
@@ -15,7 +16,6 @@ from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
-from gpu_actors.validation.fields import FP8
 
 __all__ = ["GraphPlanner"]
 

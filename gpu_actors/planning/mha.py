@@ -10,9 +10,9 @@ from gpu_actors.attention.mha import AttentionParams, MhaBackward, MhaForward, M
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward, FlashForward
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe, shape_of
 from gpu_actors.planning.backward import attention_gradients
 from gpu_actors.planning.forward import attention_output
-from gpu_actors.validation.fields import describe, shape_of
 
 __all__ = ["backward_request", "forward_request", "mha_gradients", "mha_output"]
 

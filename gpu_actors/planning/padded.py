@@ -24,9 +24,9 @@ from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.requests import FlashBackward, FlashForward
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import describe, expect, optional_array
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.validation.backward import backward_problem
-from gpu_actors.validation.fields import describe, expect, optional_array
 from gpu_actors.validation.forward import forward_problem
 from gpu_actors.values import show
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeAlias
 from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ContextLost, DeadlineExceeded, GpuActorsError, InvalidRequest, LaunchError
+from gpu_actors.fields import real
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.work import caller
-from gpu_actors.validation.fields import real
 
 __all__ = ["Environment", "Happened"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from gpu_actors.errors import AsyncioNeeded, RequestCancelled, WouldBlock
+from gpu_actors.fields import real
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import DONE, Call
 from gpu_actors.runtime.waking import Waiter
-from gpu_actors.validation.fields import real
 
 __all__ = ["Reply", "need_asyncio"]
 

@@ -25,6 +25,7 @@ from gpu_actors.context import GpuContext, open_context
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.errors import ActorStopped
 from gpu_actors.extras import missing
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies
@@ -35,7 +36,6 @@ from gpu_actors.server.http.probes import Answer, Probes
 from gpu_actors.server.http.problems import problem
 from gpu_actors.server.http.traffic import STATE, Traffic
 from gpu_actors.server.status.board import StatusBoard
-from gpu_actors.validation.fields import expect, integer, real
 
 try:
     from starlette.requests import HTTPConnection, Request

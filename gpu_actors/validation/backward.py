@@ -7,7 +7,7 @@ import dataclasses
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import FlashBackward
 from gpu_actors.errors import Unsupported
-from gpu_actors.validation.fields import FP8, describe, dtype_of, expect, flag, one_of, optional_array
+from gpu_actors.fields import FP8, describe, dtype_of, expect, flag, one_of, optional_array
 from gpu_actors.validation.forward import forward_problem
 
 __all__ = ["backward_problem"]

@@ -12,7 +12,7 @@ from gpu_actors.attention.key_mask import MASK_OPTIONS
 from gpu_actors.attention.problem import AttentionProblem, Layout
 from gpu_actors.attention.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.validation.fields import (
+from gpu_actors.fields import (
     FP8,
     describe,
     dtype_name,

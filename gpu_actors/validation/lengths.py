@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.validation.fields import expect
+from gpu_actors.fields import expect
 
 __all__ = ["check_batch_idx", "check_block_table", "check_leftpad", "check_lengths"]
 

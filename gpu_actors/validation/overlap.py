@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.validation.fields import describe
+from gpu_actors.fields import describe
 
 __all__ = ["check_output_memory"]
 

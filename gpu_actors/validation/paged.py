@@ -9,7 +9,7 @@ import numpy as np
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.errors import Unsupported
-from gpu_actors.validation.fields import (
+from gpu_actors.fields import (
     FP8,
     describe,
     dtype_name,

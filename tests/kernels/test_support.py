@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from inside.validation import DTYPES, FP8, output_dtype
+from inside.package import DTYPES, FP8, output_dtype
 
 from gpu_actors import AttentionProblem
 from gpu_actors.errors import InvalidRequest, Unsupported

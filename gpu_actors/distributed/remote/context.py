@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast, overload
 
 from gpu_actors.context import open_context
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest, WorkerLost
+from gpu_actors.fields import expect, real
 from gpu_actors.handles.gpu_context import GpuContext, registered
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.isolation.beside import CacheRef
@@ -21,7 +22,6 @@ from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.validation.fields import expect, real
 from gpu_actors.values import show
 
 __all__ = ["RemoteContext", "open_remote"]

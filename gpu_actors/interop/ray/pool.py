@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gpu_actors.distributed.dispatch import PoolOptions
 from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.opening import to_the_end
-from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ray_pool"]
 

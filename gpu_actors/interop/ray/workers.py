@@ -16,12 +16,12 @@ import ray
 
 from gpu_actors.distributed.remote.context import open_remote
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
+from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
 from gpu_actors.interop.ray.worker import Place, RayWorker
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.workplace import Order, Received
 from gpu_actors.options import ContextOptions
-from gpu_actors.validation.fields import expect, real
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_actors.errors import GpuActorsError, Overloaded
-from gpu_actors.validation.fields import expect, integer, real
+from gpu_actors.fields import expect, integer, real
 
 __all__ = ["Bodies", "BodyTooLarge", "BodyTooSlow", "TooManyBodies"]
 

@@ -22,6 +22,7 @@ from urllib.parse import quote
 import anyio
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
+from gpu_actors.fields import expect, real
 from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.server.http.problems import Problem, own_error, problem
 from gpu_actors.server.http.scopes import KEY as KEY
@@ -29,7 +30,6 @@ from gpu_actors.server.http.scopes import address_of, header
 from gpu_actors.server.http.traffic import Traffic, route_of, traffic_of
 from gpu_actors.tracing.events import log_record
 from gpu_actors.tracing.work import Work, active, begin_work, under
-from gpu_actors.validation.fields import expect, real
 
 __all__ = ["Exchange", "Guard"]
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.doors import checked_hosts, checked_keys, checked_texts
-from gpu_actors.validation.fields import expect, integer, real
 
 __all__ = ["ServeSettings"]
 

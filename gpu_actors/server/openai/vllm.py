@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gpu_actors._version import __version__
+from gpu_actors.fields import expect
 from gpu_actors.server import asgi
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
@@ -23,7 +24,6 @@ from gpu_actors.server.openai.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
-from gpu_actors.validation.fields import expect
 
 if TYPE_CHECKING:
     from gpu_actors.server.openai.state import State
