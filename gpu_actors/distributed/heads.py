@@ -22,15 +22,8 @@ from gpu_actors.values import show
 
 __all__ = ["head_split", "head_split_backward"]
 
-# First words of operands without heads of q.
-_NOT_OF_Q = ("q", "k", "v", "cu")
-# The axis of q's heads in its operands, from the end: the last one in vectors, such as the sinks.
-_OF_Q = {"q": -2, "dout": -2, "out": -2, "lse": -2, "bias": -3}
-_OF_Q |= {
-    each.name: -1
-    for each in dataclasses.fields(FlashBackward)
-    if str(each.type).startswith("Array") and each.name not in _OF_Q and each.name.partition("_")[0] not in _NOT_OF_Q
-}
+# The axis of q's heads in the operands that have them, from the end.
+_OF_Q = {"q": -2, "dout": -2, "out": -2, "lse": -2, "bias": -3, "alibi_slopes": -1, "sinks": -1}
 # That of k's heads.
 _OF_K = {"k": -2, "v": -2, "q_descale": -1, "k_descale": -1, "v_descale": -1}
 

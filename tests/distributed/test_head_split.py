@@ -44,6 +44,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "slopes a head": {**dense(), "alibi_slopes": arrays((8,), seed=3), "return_lse": True},
     "window": {**shards.CONTEXT["sink tokens"], "softcap": 2.0},
     "varlen": {**shards.CONTEXT["varlen"], "return_lse": True},
+    "padded sequences, as many as heads": {
+        **{name: arrays((8, 6, heads, 16), seed=heads) for name, heads in (("q", 8), ("k", 4), ("v", 4))},
+        "seqused_q": np.arange(1, 9, dtype=np.int32).clip(max=6),
+        "seqused_k": np.arange(1, 9, dtype=np.int32).clip(max=6),
+    },
 }
 
 
