@@ -75,7 +75,8 @@ def brief(record: Any) -> str:
     if isinstance(record, tuple):
         names, defaults = record._fields, record._field_defaults  # type: ignore[attr-defined]
     else:
-        fields = dataclasses.fields(record)
+        # What every record of its type has comes first, also where a base class adds options.
+        fields = sorted(dataclasses.fields(record), key=lambda field: field.default is not dataclasses.MISSING)
         names, defaults = [field.name for field in fields], {field.name: field.default for field in fields}
     given = [(name, getattr(record, name)) for name in names]
     # By identity: an array compares to an array.

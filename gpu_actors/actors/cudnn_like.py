@@ -86,7 +86,8 @@ class CudnnLikeHandle(ActorHandle):
 
         The reply gives an `MhaOutput`, or raises `InvalidRequest` if an array does not match the params.
         """
-        return self._submit(MhaForward, locals())
+        request = MhaForward(params=params, q=q, k=k, v=v, bias=bias, return_stats=return_stats)
+        return Reply(self.send(request, deadline, timeout, priority))
 
     def mha_backward(
         self,
@@ -109,7 +110,10 @@ class CudnnLikeHandle(ActorHandle):
         The reply gives `AttentionGradients`, each shaped like its input, dbias None without a bias; or raises
         `InvalidRequest` if an array does not match the params.
         """
-        return self._submit(MhaBackward, locals())
+        request = MhaBackward(
+            params=params, q=q, k=k, v=v, o=o, do=do, stats=stats, bias=bias, deterministic=deterministic
+        )
+        return Reply(self.send(request, deadline, timeout, priority))
 
     def plan_cache_stats(self) -> PlanCacheStats:
         """hits, misses, evicted, entries of the plan cache."""

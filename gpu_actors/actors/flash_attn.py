@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Unpack
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.arrays.adoption import adopt_request
-from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.requests import (
     Array,
     AttentionGradients,
     AttentionOutput,
+    BackwardKeywords,
     BatchedDecode,
+    DecodeKeywords,
     FlashBackward,
     FlashForward,
+    ForwardKeywords,
+    LatentKeywords,
     PagedForward,
+    PagedKeywords,
 )
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import RequestError
@@ -38,7 +42,7 @@ from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
-from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.handle import ActorHandle, takes_options
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
@@ -53,94 +57,28 @@ class FlashAttnHandle(ActorHandle):
 
     __slots__ = ()
 
+    @takes_options(FlashForward, ForwardKeywords)
     def forward(
         self,
         q: Array,
         k: Array,
         v: Array,
         *,
-        causal: bool = False,
-        alignment: str = "bottom_right",
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        sink_tokens: int = 0,
-        bias: Array | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int = 0,
-        cu_seqlens_q: Array | None = None,
-        cu_seqlens_k: Array | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        q_descale: Array | None = None,
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        compute: str | None = None,
-        return_lse: bool = False,
-        out: Array | None = None,
-        q_positions: Array | None = None,
-        k_positions: Array | None = None,
-        dropout_first_head: int = 0,
-        dropout_heads: int | None = None,
-        attention_chunk: int = 0,
-        alibi_signed: bool = False,
-        out_dtype: str | None = None,
-        seqused_q: Array | None = None,
-        seqused_k: Array | None = None,
-        lse_dtype: str = "float32",
-        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[ForwardKeywords],
     ) -> Reply[AttentionOutput]:
         """Attention of q to k and v; returns at once. The arguments are those of `FlashForward`.
 
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
-        # Arguments go by position, in the order of the fields: passing 35 by name takes as long as an empty request.
-        request = FlashForward(
-            q,
-            k,
-            v,
-            causal,
-            alignment,
-            window_size,
-            softmax_scale,
-            softcap,
-            alibi_slopes,
-            sinks,
-            sink_tokens,
-            bias,
-            dropout_p,
-            dropout_seed,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            q_descale,
-            k_descale,
-            v_descale,
-            compute,
-            return_lse,
-            out,
-            q_positions,
-            k_positions,
-            dropout_first_head,
-            dropout_heads,
-            attention_chunk,
-            alibi_signed,
-            out_dtype,
-            seqused_q,
-            seqused_k,
-            lse_dtype,
-            block_mask,
-        )
+        request = FlashForward(q, k, v, **options)
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
 
+    @takes_options(FlashBackward, BackwardKeywords)
     def backward(
         self,
         dout: Array,
@@ -150,35 +88,10 @@ class FlashAttnHandle(ActorHandle):
         out: Array,
         lse: Array,
         *,
-        causal: bool = False,
-        alignment: str = "bottom_right",
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        sink_tokens: int = 0,
-        bias: Array | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int = 0,
-        cu_seqlens_q: Array | None = None,
-        cu_seqlens_k: Array | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        compute: str | None = None,
-        q_positions: Array | None = None,
-        k_positions: Array | None = None,
-        dropout_first_head: int = 0,
-        dropout_heads: int | None = None,
-        attention_chunk: int = 0,
-        alibi_signed: bool = False,
-        seqused_q: Array | None = None,
-        seqused_k: Array | None = None,
-        block_mask: BlockMask | None = None,
-        deterministic: bool = False,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[BackwardKeywords],
     ) -> Reply[AttentionGradients]:
         """The gradients of sum(dout * out) by q, k, v, bias and sinks; returns at once.
 
@@ -190,8 +103,10 @@ class FlashAttnHandle(ActorHandle):
         without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
         Tri Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
         """
-        return self._submit(FlashBackward, locals())
+        request = FlashBackward(q, k, v, dout=dout, out=out, lse=lse, **options)
+        return Reply(self.send(request, deadline, timeout, priority))
 
+    @takes_options(PagedForward, PagedKeywords)
     def paged_forward(
         self,
         q: Array,
@@ -199,44 +114,19 @@ class FlashAttnHandle(ActorHandle):
         v_cache: Array | None = None,
         *,
         cache_seqlens: Array | int,
-        latent_dim: int = 0,
-        block_table: Array | None = None,
-        cache_batch_idx: Array | None = None,
-        cache_leftpad: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        max_seqlen_q: int | None = None,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        sink_tokens: int = 0,
-        tree_mask: Array | None = None,
-        q_descale: Array | None = None,
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        num_splits: int = 0,
-        chunk_index: int = 0,
-        num_chunks: int = 1,
-        return_lse: bool = False,
-        out: Array | None = None,
-        attention_chunk: int = 0,
-        out_dtype: str | None = None,
-        q_positions: Array | None = None,
-        k_positions: Array | None = None,
-        bias: Array | None = None,
-        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[PagedKeywords],
     ) -> Reply[AttentionOutput]:
         """Attention of the last rows of each sequence to pages, or, without a block_table, to a dense cache.
 
         The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
         """
-        return self._submit(PagedForward, locals())
+        request = PagedForward(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **options)
+        return Reply(self.send(request, deadline, timeout, priority))
 
+    @takes_options(PagedForward, LatentKeywords)
     def mla_decode(
         self,
         q_nope: Array,
@@ -245,18 +135,10 @@ class FlashAttnHandle(ActorHandle):
         *,
         cache_seqlens: Array | int,
         softmax_scale: float,
-        block_table: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        max_seqlen_q: int | None = None,
-        causal: bool = True,
-        tree_mask: Array | None = None,
-        k_descale: Array | None = None,
-        num_splits: int = 0,
-        return_lse: bool = False,
-        out: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[LatentKeywords],
     ) -> Reply[AttentionOutput]:
         """Multi-head latent attention of new rows with absorbed projections: `paged_forward` over one cache.
 
@@ -266,13 +148,18 @@ class FlashAttnHandle(ActorHandle):
         latent columns, for the values' up-projection. Further arguments: those of `PagedForward`. Raises
         `InvalidRequest` where q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
         """
-        given = locals()
-        del given["q_nope"], given["q_pe"], given["latent_cache"]
-        axes = "batch, rows, heads, latent" if cu_seqlens_q is None else "total, heads, latent"
-        latent = shape_of("q_nope", q_nope, axes)[-1]
-        query = beside(("q_nope", "q_pe"), q_nope, q_pe)
-        return self._submit(PagedForward, given | {"q": query, "k_cache": latent_cache, "latent_dim": latent})
+        axes = "batch, rows, heads, latent" if options.get("cu_seqlens_q") is None else "total, heads, latent"
+        request = PagedForward(
+            q=beside(("q_nope", "q_pe"), q_nope, q_pe),
+            k_cache=latent_cache,
+            latent_dim=shape_of("q_nope", q_nope, axes)[-1],
+            cache_seqlens=cache_seqlens,
+            softmax_scale=softmax_scale,
+            **options,
+        )
+        return Reply(self.send(request, deadline, timeout, priority))
 
+    @takes_options(BatchedDecode, DecodeKeywords)
     def decode(
         self,
         q: Array,
@@ -280,32 +167,17 @@ class FlashAttnHandle(ActorHandle):
         v_caches: Sequence[Array] | Array,
         seq_lens: Array | int,
         *,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        sink_tokens: int = 0,
-        q_descale: Array | None = None,
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        num_splits: int = 0,
-        return_lse: bool = False,
-        out: Array | None = None,
-        attention_chunk: int = 0,
-        out_dtype: str | None = None,
-        q_positions: Array | None = None,
-        k_positions: Array | None = None,
-        bias: Array | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[DecodeKeywords],
     ) -> Reply[AttentionOutput]:
         """Attention of one new row a sequence to a cache array a sequence. The arguments are those of `BatchedDecode`.
 
         q and the output are (batch, heads, head_dim), the LSE (batch, heads).
         """
-        return self._submit(BatchedDecode, locals())
+        request = BatchedDecode(q=q, k_caches=k_caches, v_caches=v_caches, seq_lens=seq_lens, **options)
+        return Reply(self.send(request, deadline, timeout, priority))
 
     def merge(
         self,
@@ -321,7 +193,7 @@ class FlashAttnHandle(ActorHandle):
 
         `gpu_actors.partial.merge` is the same on the host, for partials of any dtypes.
         """
-        return self._submit(MergePartials, locals())
+        return Reply(self.send(MergePartials(partials, sinks, out_dtype), deadline, timeout, priority))
 
     def merge_backward(
         self,
@@ -338,7 +210,7 @@ class FlashAttnHandle(ActorHandle):
 
         `gpu_actors.partial.merge_gradients` is the same on the host, for arrays of any dtypes.
         """
-        return self._submit(MergeBackward, locals())
+        return Reply(self.send(MergeBackward(partials, dout, dlse, sinks), deadline, timeout, priority))
 
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key of a request. Validates it and launches nothing.

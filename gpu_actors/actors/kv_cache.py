@@ -329,7 +329,7 @@ class _KvCoalescer(Coalescer[KvWork]):
 
 def _expected(message: AppendRows | AttendCache) -> list[int] | None:
     """The lengths that the sequences must have before a request. Raises `InvalidRequest`."""
-    given = message.expect_length
+    given: Any = message.expect_length
     if given is None:
         return None
     if isinstance(message.seqs, KvSequence):

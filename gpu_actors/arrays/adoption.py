@@ -1,7 +1,6 @@
 """Adoption: the one place that takes in the arrays of a request, whatever actor answers it.
 
-A message is a dataclass whose annotations say which of its fields hold arrays: `Array` of
-`gpu_actors.attention.requests`, or `Sequence[Array]` for a list of them.
+A message is a dataclass, and `array_fields` says which of its fields hold arrays.
 """
 
 from __future__ import annotations
@@ -15,17 +14,11 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device
 from gpu_actors.attention.block_mask import LISTS, BlockMask
+from gpu_actors.attention.requests import array_fields
 
-__all__ = ["adopt_request", "array_fields", "take_in"]
+__all__ = ["adopt_request", "take_in"]
 
 Message = TypeVar("Message")
-
-
-@functools.cache
-def array_fields(kind: type) -> Mapping[str, bool]:
-    """The fields of a type of message that hold an array or None, and whether each may hold a list of arrays."""
-    annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    return {name: "Sequence[Array]" in text for name, text in annotations.items() if "Array" in text}
 
 
 def adopt_request(message: Message, device: str, notes: CallerNotes | None = None) -> tuple[Message, Adopted | None]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from gpu_actors.fields import FURTHEST, flag, integer, one_of, window
 
-__all__ = ["MASK_OPTIONS", "SINKS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions", "mask_options"]
+__all__ = ["MASK_OPTIONS", "Alignment", "KeyMask", "KeyRanges", "MaskKind", "MaskOptions"]
 
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 MaskKind: TypeAlias = Literal["full", "causal", "window", "causal_window"]
@@ -138,13 +138,5 @@ class KeyMask:
         return rows[:, None] + offset
 
 
-def mask_options(window_size: tuple[int, int], sinks: int, causal: bool = False) -> MaskOptions:
-    """A mask's options as requests take them. sinks: the first keys that stay visible."""
-    return {"causal": causal, "window_size": window_size, "sink_tokens": sinks}
-
-
 MASK_OPTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(KeyMask))
 """The names of the fields of `KeyMask`."""
-
-SINKS: str = "sink_tokens"
-"""The name of the option that keeps the first keys visible, for modules that pass options on."""

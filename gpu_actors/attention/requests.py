@@ -2,35 +2,93 @@
 
 Messages carry arrays and options exactly as the caller gave them. The actor checks them, so errors are reported by the
 reply. They are plain records: do not change one after submitting it, nor the arrays in it before the reply is done.
+
+An option is a field of a message. A type of keywords beside it has the same option for type checkers and editors, which
+cannot read the arguments of a call from a dataclass; `gpu_actors.runtime.handle.takes_options` joins the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.values import brief
 
 __all__ = [
+    "Array",
     "AttentionGradients",
     "AttentionOutput",
+    "BackwardKeywords",
     "BatchedDecode",
+    "CacheKeywords",
     "CacheOptions",
+    "DecodeKeywords",
     "FlashBackward",
     "FlashForward",
+    "ForwardKeywords",
+    "LatentKeywords",
+    "OutputKeywords",
     "PagedForward",
+    "PagedKeywords",
+    "RequestKeywords",
+    "array_fields",
     "scalars_of",
 ]
 
-Array: TypeAlias = Any
-"""NumPy, CuPy, torch, JAX, or anything with DLPack."""
+_ARRAY = "an array"
+Array: TypeAlias = Annotated[Any, _ARRAY]
+"""NumPy, CuPy, torch, JAX, or anything with DLPack. Fields of messages that hold arrays are annotated with it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestOptions:
+    """The options that every request for attention takes. `FlashForward` and `PagedForward` say what they mean."""
+
+    window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
+    sink_tokens: int = 0
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    bias: Array | None = None
+    q_positions: Array | None = None
+    k_positions: Array | None = None
+    return_lse: bool = False
+    out: Array | None = None
+    out_dtype: str | None = None
+
+
+class RequestKeywords(TypedDict, total=False):
+    """`RequestOptions` without those of the output, as keyword arguments of a call."""
+
+    window_size: tuple[int, int]
+    attention_chunk: int
+    sink_tokens: int
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Array | None
+    sinks: Array | None
+    bias: Array | None
+    q_positions: Array | None
+    k_positions: Array | None
+
+
+class OutputKeywords(RequestKeywords, total=False):
+    """`RequestOptions` as keyword arguments of a call."""
+
+    return_lse: bool
+    out: Array | None
+    out_dtype: str | None
 
 
 @dataclass(slots=True, eq=False)
-class FlashForward:
+class FlashForward(RequestOptions):
     """Attention forward, dense or varlen.
 
     q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
@@ -89,38 +147,59 @@ class FlashForward:
     q: Array
     k: Array
     v: Array
+    _: KW_ONLY
     causal: bool = False
     alignment: str = "bottom_right"
-    window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    sink_tokens: int = 0
-    bias: Array | None = None
+    alibi_signed: bool = False
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    dropout_first_head: int = 0
+    dropout_heads: int | None = None
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None
-    compute: str | None = None
-    return_lse: bool = False
-    out: Array | None = None
-    q_positions: Array | None = None
-    k_positions: Array | None = None
-    dropout_first_head: int = 0
-    dropout_heads: int | None = None
-    attention_chunk: int = 0
-    alibi_signed: bool = False
-    out_dtype: str | None = None
-    seqused_q: Array | None = None
-    seqused_k: Array | None = None
-    lse_dtype: str = "float32"
     block_mask: BlockMask | None = None
+    compute: str | None = None
+    lse_dtype: str = "float32"
+
+
+class _DenseKeywords(RequestKeywords, total=False):
+    causal: bool
+    alignment: str
+    alibi_signed: bool
+    dropout_p: float
+    dropout_seed: int
+    dropout_first_head: int
+    dropout_heads: int | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    seqused_q: Array | None
+    seqused_k: Array | None
+    block_mask: BlockMask | None
+    compute: str | None
+
+
+class ForwardKeywords(_DenseKeywords, OutputKeywords, total=False):
+    """The options of `FlashForward` as keyword arguments of a call."""
+
+    q_descale: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
+    lse_dtype: str
+
+
+class BackwardKeywords(_DenseKeywords, total=False):
+    """The options of `FlashBackward` as keyword arguments of a call."""
+
+    deterministic: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -138,23 +217,16 @@ class FlashBackward(FlashForward):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class CacheOptions:
+class CacheOptions(RequestOptions):
     """What every request over a cache may say of its attention. See `PagedForward`."""
 
-    window_size: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
-    sink_tokens: int = 0
     num_splits: int = 0
-    return_lse: bool = False
-    out: Array | None = None
-    attention_chunk: int = 0
-    out_dtype: str | None = None
-    q_positions: Array | None = None
-    k_positions: Array | None = None
-    bias: Array | None = None
+
+
+class CacheKeywords(OutputKeywords, total=False):
+    """`CacheOptions` as keyword arguments of a call."""
+
+    num_splits: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -223,6 +295,39 @@ class PagedForward(CacheOptions):
     block_mask: BlockMask | None = None
 
 
+class PagedKeywords(CacheKeywords, total=False):
+    """The options of `PagedForward` as keyword arguments of a call."""
+
+    latent_dim: int
+    block_table: Array | None
+    cu_seqlens_q: Array | None
+    max_seqlen_q: int | None
+    causal: bool
+    tree_mask: Array | None
+    q_descale: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
+    chunk_index: int
+    num_chunks: int
+    cache_batch_idx: Array | None
+    cache_leftpad: Array | None
+    block_mask: BlockMask | None
+
+
+class LatentKeywords(TypedDict, total=False):
+    """The options of `PagedForward` that a latent cache takes, as keyword arguments of a call."""
+
+    block_table: Array | None
+    cu_seqlens_q: Array | None
+    max_seqlen_q: int | None
+    causal: bool
+    tree_mask: Array | None
+    k_descale: Array | None
+    num_splits: int
+    return_lse: bool
+    out: Array | None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchedDecode(CacheOptions):
     """Attention of one new row a sequence to a cache array a sequence.
@@ -248,9 +353,37 @@ class BatchedDecode(CacheOptions):
     v_descale: Array | None = None
 
 
+class DecodeKeywords(CacheKeywords, total=False):
+    """The options of `BatchedDecode` as keyword arguments of a call."""
+
+    q_descale: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
+
+
+@functools.cache
+def array_fields(request_type: type) -> Mapping[str, bool]:
+    """The fields of a type of message that hold an array or None, and whether each may hold a list of arrays.
+
+    Those that every message has come first, so that what is wrong with q is said before what is wrong with a bias.
+    """
+    hints = typing.get_type_hints(request_type, include_extras=True)
+    fields = sorted(dataclasses.fields(request_type), key=lambda field: field.default is not dataclasses.MISSING)
+    return {field.name: _holds_several(hints[field.name]) for field in fields if _holds_array(hints[field.name])}
+
+
+def _holds_array(hint: Any) -> bool:
+    return _ARRAY in getattr(hint, "__metadata__", ()) or any(map(_holds_array, typing.get_args(hint)))
+
+
+def _holds_several(hint: Any) -> bool:
+    return any(typing.get_origin(kind) is Sequence for kind in (hint, *typing.get_args(hint)))
+
+
 def scalars_of(request_type: type) -> tuple[str, ...]:
     """The names of a request's fields that are not arrays, in order."""
-    return tuple(field.name for field in dataclasses.fields(request_type) if "Array" not in str(field.type))
+    arrays = array_fields(request_type)
+    return tuple(field.name for field in dataclasses.fields(request_type) if field.name not in arrays)
 
 
 class AttentionOutput(NamedTuple):

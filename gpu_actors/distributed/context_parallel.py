@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.arrays.adopt import restore
-from gpu_actors.attention.key_mask import MASK_OPTIONS, SINKS, KeyMask
+from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
 from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
-from gpu_actors.distributed.parts import SLOPES, Spread, all_of, host_operands
+from gpu_actors.distributed.parts import Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, integer
@@ -160,7 +160,7 @@ class _Split:
             places = self.array(name)
             sound = places.dtype == np.int32 and places.shape in ((self._batch,), (self._batch, 2))
             expect(sound, name, describe(places), f"must be int32, ({self._batch},) or ({self._batch}, 2)")
-        diagonal = self._mask.mask != "full" or getattr(request, SLOPES) is not None
+        diagonal = self._mask.mask != "full" or request.alibi_slopes is not None
         shifted = diagonal and self._mask.alignment == "bottom_right"
         self._lines = [
             _Line(row_end - row, key_end - key, row, key, (key_end - key - row_end + row) * shifted)
@@ -308,12 +308,12 @@ class _Split:
             places = {"alignment": "bottom_right"}
             if not self._counts:
                 return places
-            chunk, sinks = max(1, self._mask.attention_chunk), getattr(self._mask, SINKS)
+            chunk, sinks = max(1, self._mask.attention_chunk), self._mask.sink_tokens
             offsets = np.repeat(np.array([line.offset for line in self._lines], np.int32), count)
             # Chunks begin at multiples, so the first one must.
             first_key = -(offsets.min(initial=0) // chunk) * chunk
             begin = {"q_positions": first_key + offsets, "k_positions": np.full_like(offsets, first_key)}
-            places[SINKS] = sinks and sinks + int(first_key)
+            places["sink_tokens"] = sinks and sinks + int(first_key)
         for name, cut in zip(_PLACES, (block.rows, block.keys), strict=True):
             first = np.array(self.array(name) if name in self._given else begin[name], np.int32)
             step = first[:, 1] if first.ndim == 2 else 1

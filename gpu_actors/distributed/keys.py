@@ -22,11 +22,11 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from gpu_actors.arrays.adopt import name_of
-from gpu_actors.attention.key_mask import MASK_OPTIONS, SINKS, KeyMask, mask_options
-from gpu_actors.attention.requests import Array, AttentionOutput, CacheOptions
+from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
+from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.distributed.key_split import KeySplit, RowsAsked
 from gpu_actors.distributed.members import Member
-from gpu_actors.distributed.parts import SLOPES, all_of
+from gpu_actors.distributed.parts import all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.distributed.shard_rows import ROTATION, among_themselves, on_host, settled, tree_of
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
@@ -261,9 +261,10 @@ class ShardedKvCache(Local):
         tree = None if tree_mask is None else tree_of(tree_mask, len(query))
         masking = {name: given for name, given in options.items() if name in MASK_OPTIONS}
         mask = KeyMask(causal=causal and tree is None, **masking)
-        asked = {**{name: given for name, given in options.items() if name in _OF_A_SCORE}, "return_lse": True}
+        asked: dict[str, Any] = {"return_lse": True}
+        asked |= {name: given for name, given in options.items() if name in ("softmax_scale", "softcap")}
         asked |= {} if factors is None else {"q_descale": factors}
-        slopes = self._slopes(options.get(SLOPES), query)
+        slopes = self._slopes(options.get("alibi_slopes"), query)
         async with seq._lock:
             self._known(seq)
             if new is not None:
@@ -300,10 +301,12 @@ class ShardedKvCache(Local):
         step = self.split.step(length)
         if slopes is not None and not step:
             reason = "the keys of a worker are not equally far apart: interleave=1 makes them so"
-            raise Unsupported(SLOPES, f"interleave={self.interleave}", reason, None)
+            raise Unsupported("alibi_slopes", f"interleave={self.interleave}", reason, None)
         early = max(0, -begin)  # rows before the first key
         if slopes is not None and early and not mask.causal:
-            raise Unsupported(SLOPES, describe(slopes), f"{early} rows come before the first key and see it", None)
+            raise Unsupported(
+                "alibi_slopes", describe(slopes), f"{early} rows come before the first key and see it", None
+            )
         asking: list[Coroutine[Any, Any, Any]] = []
         for rank in range(len(self._caches)):
             parts = self.split.asked(rank, positions, length, mask)
@@ -314,15 +317,20 @@ class ShardedKvCache(Local):
             if placed and (slopes is not None or len(parts) > 1 or parts[0].apart):
                 parts = [RowsAsked(slice(early, count), self.split.before(rank, length), -1, 0, False)]
                 keys = np.array([[self.split.position(rank, 0), step]], np.int32)
-                own = {name: getattr(mask, name) for name in _MASKS} | {SLOPES: slopes}
+                own = {name: getattr(mask, name) for name in _MASKS} | {"alibi_slopes": slopes}
                 own |= {"q_positions": np.array([begin + early], np.int32), "k_positions": keys}
             asking.append(self._old(seq, rank, q, parts, options, own))
         if new is not None and count:
-            sinks_left = max(0, getattr(mask, SINKS) - length)
-            among: dict[str, Any] = {**mask_options(mask.window_size, sinks_left, mask.causal), SLOPES: slopes}
+            sinks_left = max(0, mask.sink_tokens - length)
+            among: dict[str, Any] = {
+                "causal": mask.causal,
+                "window_size": mask.window_size,
+                "sink_tokens": sinks_left,
+                "alibi_slopes": slopes,
+            }
             if mask.attention_chunk:  # chunks begin at keys of the whole sequence
                 first = np.array([length], np.int32)
-                among |= {SINKS: getattr(mask, SINKS), "q_positions": first, "k_positions": first}
+                among |= {"sink_tokens": mask.sink_tokens, "q_positions": first, "k_positions": first}
                 among["attention_chunk"] = mask.attention_chunk
             if tree is not None:
                 among["bias"] = tree[None, None]
@@ -350,7 +358,8 @@ class ShardedKvCache(Local):
             for part, handle in zip(parts, handles, strict=True):
                 rows = q[part.rows]
                 query, seqs = (rows[:, None], [handle] * len(rows)) if part.apart else (rows[None], [handle])
-                asked = {**options, **mask_options((part.reach, -1), part.sinks), **own}
+                part_mask = {"causal": False, "window_size": (part.reach, -1), "sink_tokens": part.sinks}
+                asked = {**options, **part_mask, **own}
                 if "q_descale" in options:
                     asked["q_descale"] = np.tile(options["q_descale"], (len(seqs), 1))
                 replies.append(cache.attend(query, seqs, **asked))
@@ -473,9 +482,9 @@ class ShardedKvCache(Local):
     def _slopes(self, slopes: Any, q: Any) -> Any:
         if slopes is None:
             return None
-        host = on_host(SLOPES, slopes)
+        host = on_host("alibi_slopes", slopes)
         sound = host.shape == q.shape[1:2] and name_of(host.dtype) == "float32"
-        expect(sound, SLOPES, describe(host), f"must be ({q.shape[1]},) float32")
+        expect(sound, "alibi_slopes", describe(host), f"must be ({q.shape[1]},) float32")
         return host
 
     def _query(self, q: Any) -> Any:
@@ -496,10 +505,8 @@ class ShardedKvCache(Local):
         return host
 
 
-# The floats among the options change each score by itself.
-_OF_A_SCORE = tuple(each.name for each in dataclasses.fields(CacheOptions) if "float" in str(each.type))
 _MASKS = tuple(name for name in MASK_OPTIONS if name != "alignment")
-_TAKEN = (*_OF_A_SCORE, *_MASKS, SLOPES)
+_TAKEN = ("softmax_scale", "softcap", *_MASKS, "alibi_slopes")
 
 
 def _refuse(others: dict[str, Any]) -> None:

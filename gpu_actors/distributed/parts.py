@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gpu_actors.arrays.adopt import Adopted, adopt, check_device
-from gpu_actors.attention.requests import CacheOptions
 from gpu_actors.distributed.members import Member
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import Unsupported
 from gpu_actors.values import show
 
-__all__ = ["SLOPES", "Spread", "all_of", "host_operands"]
+__all__ = ["Spread", "all_of", "host_operands"]
 
 T = TypeVar("T")
-
-SLOPES: str = next(each.name for each in dataclasses.fields(CacheOptions) if each.name.startswith("alibi"))
-"""The option that makes scores go by the distance of a key."""
 
 
 class Spread:

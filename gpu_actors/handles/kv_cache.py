@@ -10,18 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.fields import describe, expect
 from gpu_actors.kv.requests import (
+    AppendKeywords,
     AppendRows,
     AttendCache,
+    AttendKeywords,
     CloseCache,
     CreateSequence,
     ExportSequence,
@@ -37,11 +38,11 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.planning.beside import beside
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.handle import takes_options
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache
-    from gpu_actors.kernels.append import Rope
     from gpu_actors.kv.transfer import SequencePages
     from gpu_actors.runtime.children import Children
     from gpu_actors.runtime.handle import ActorHandle
@@ -222,87 +223,36 @@ class KvCache(Local):
 
     # Rows
 
+    @takes_options(AppendRows, AppendKeywords)
     def append(
         self,
         seqs: KvSequence | Sequence[KvSequence],
         k: Array | None = None,
         v: Array | None = None,
         *,
-        c_kv: Array | None = None,
-        k_pe: Array | None = None,
-        cu_seqlens: Array | None = None,
-        tokens: Any = None,
-        rope: Rope | None = None,
-        positions: Array | None = None,
-        rope_cos: Array | None = None,
-        rope_sin: Array | None = None,
-        expect_length: int | Sequence[int] | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[AppendKeywords],
     ) -> Reply[Any]:
         """Write rows behind those of a sequence, or of several at once. The arguments are those of `AppendRows`.
 
         The reply gives the new length, a list of them for a list; raises `CacheFull`, and then nothing is written.
         """
-        message = AppendRows(
-            cache=self._number,
-            seqs=seqs,
-            k=k,
-            v=v,
-            c_kv=c_kv,
-            k_pe=k_pe,
-            cu_seqlens=cu_seqlens,
-            tokens=tokens,
-            rope=rope,
-            positions=positions,
-            rope_cos=rope_cos,
-            rope_sin=rope_sin,
-            expect_length=expect_length,
-        )
+        message = AppendRows(cache=self._number, seqs=seqs, k=k, v=v, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 
+    @takes_options(AttendCache, AttendKeywords)
     def attend(
         self,
         q: Array,
         seqs: KvSequence | Sequence[KvSequence],
         *,
         q_pe: Array | None = None,
-        k: Array | None = None,
-        v: Array | None = None,
-        c_kv: Array | None = None,
-        k_pe: Array | None = None,
-        cu_seqlens_q: Array | None = None,
-        max_seqlen_q: int | None = None,
-        causal: bool = True,
-        window_size: tuple[int, int] = (-1, -1),
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Array | None = None,
-        sinks: Array | None = None,
-        sink_tokens: int = 0,
-        tree_mask: Array | None = None,
-        num_splits: int = 0,
-        return_lse: bool = False,
-        out: Array | None = None,
-        tokens: Any = None,
-        rope: Rope | None = None,
-        positions: Array | None = None,
-        rope_cos: Array | None = None,
-        rope_sin: Array | None = None,
-        expect_length: int | Sequence[int] | None = None,
-        attention_chunk: int = 0,
-        out_dtype: str | None = None,
-        q_positions: Array | None = None,
-        k_positions: Array | None = None,
-        cu_seqlens_k_new: Array | None = None,
-        positions_q: Array | None = None,
-        bias: Array | None = None,
-        q_descale: Array | None = None,
-        block_mask: BlockMask | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[AttendKeywords],
     ) -> Reply[AttentionOutput]:
         """Attention of q, the last rows of each sequence, to the sequences; k and v are appended first where given.
 
@@ -313,43 +263,7 @@ class KvCache(Local):
         if q_pe is not None:
             expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
             q = beside(("q", "q_pe"), q, q_pe)
-        message = AttendCache(
-            cache=self._number,
-            seqs=seqs,
-            q=q,
-            k=k,
-            v=v,
-            c_kv=c_kv,
-            k_pe=k_pe,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            sink_tokens=sink_tokens,
-            tree_mask=tree_mask,
-            num_splits=num_splits,
-            return_lse=return_lse,
-            out=out,
-            tokens=tokens,
-            rope=rope,
-            positions=positions,
-            rope_cos=rope_cos,
-            rope_sin=rope_sin,
-            expect_length=expect_length,
-            attention_chunk=attention_chunk,
-            out_dtype=out_dtype,
-            q_positions=q_positions,
-            k_positions=k_positions,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            positions_q=positions_q,
-            bias=bias,
-            q_descale=q_descale,
-            block_mask=block_mask,
-        )
+        message = AttendCache(cache=self._number, seqs=seqs, q=q, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 
     # Looking on

@@ -34,10 +34,13 @@ __all__ = ["attention", "typed_errors"]
 
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 _Arrays = dict[str, Any]
-_ELSEWHERE = re.compile(r"q|k|v|bias|out|return_lse|dropout_(?!p$).*|cu_.*|max_.*|.*_descale|.*_positions|block_mask")
 _FIELDS = {field.name for field in dataclasses.fields(FlashForward)}
-_OPTIONS = {name for name in _FIELDS if not _ELSEWHERE.fullmatch(name)}
-_SLOPES = next(name for name in _OPTIONS if name.endswith("_slopes"))
+# The others are arguments of their own, or belong to packed sequences, positions and fp8.
+_OPTIONS = {
+    *("causal", "alignment", "window_size", "attention_chunk", "sink_tokens", "softmax_scale", "softcap"),
+    *("alibi_slopes", "alibi_signed", "sinks", "dropout_p", "seqused_q", "seqused_k", "compute"),
+    *("out_dtype", "lse_dtype"),
+}
 _LSE, _OUT = "lse_dtype", "out_dtype"  # of forward alone
 
 
@@ -102,9 +105,9 @@ def attention(
     _check(operands, options, return_lse)
     lse_dtype = options.pop(_LSE, "float32")
     slopes_rank = 0
-    if _SLOPES in operands:
-        operands[_SLOPES] = _without_gradient(_SLOPES, operands[_SLOPES])
-        slopes_rank = operands[_SLOPES].ndim
+    if "alibi_slopes" in operands:
+        operands["alibi_slopes"] = _without_gradient("alibi_slopes", operands["alibi_slopes"])
+        slopes_rank = operands["alibi_slopes"].ndim
     call = _Call(context.number, tuple(options.items()), deterministic, slopes_rank)
     if options.get("dropout_p"):
         operands["seed"] = _words(dropout_seed)
@@ -306,7 +309,7 @@ def _folded(
     def fold(name: str, array: np.ndarray) -> np.ndarray:
         own = array.shape[len(lead) :]
         alike = all(extent == 1 for extent in array.shape[: len(lead)])
-        if name == _SLOPES and call.slopes_rank == 1:  # (heads,) and not (batch, heads)
+        if name == "alibi_slopes" and call.slopes_rank == 1:  # (heads,) and not (batch, heads)
             if alike:
                 return array.reshape(own)
             array = array[..., None, :]

@@ -45,8 +45,7 @@ def _rows_of_fields() -> dict[str, dict[str, Any]]:
         if field.name in masks and sample == 4:
             beside = rows["`window_size`"]
         rows[f"`{field.name}`"] = {**beside, field.name: sample}
-    slopes = next(field.name for field in dataclasses.fields(FlashForward) if field.name.startswith("alibi"))
-    return {**rows, f"`{slopes}`": {"alibi": "heads"}}
+    return {**rows, "`alibi_slopes`": {"alibi": "heads"}}
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 from gpu_actors.attention.block_mask import BlockMask
-from gpu_actors.attention.requests import Array, CacheOptions
+from gpu_actors.attention.requests import Array, CacheKeywords, CacheOptions
+from gpu_actors.kernels.append import Rope
 from gpu_actors.process import incarnation
 from gpu_actors.values import brief
 
-if TYPE_CHECKING:
-    from gpu_actors.kernels.append import Rope
-
 __all__ = [
+    "AppendKeywords",
     "AppendRows",
     "AttendCache",
+    "AttendKeywords",
     "CacheMessage",
     "CloseCache",
     "CreateSequence",
@@ -172,9 +172,23 @@ class AppendRows:
     positions: Array | None = None
     rope_cos: Array | None = None
     rope_sin: Array | None = None
-    expect_length: Any = None
+    expect_length: int | Sequence[int] | None = None
     c_kv: Array | None = None
     k_pe: Array | None = None
+
+
+class AppendKeywords(TypedDict, total=False):
+    """The options of `AppendRows` as keyword arguments of a call."""
+
+    c_kv: Array | None
+    k_pe: Array | None
+    cu_seqlens: Array | None
+    tokens: Any
+    rope: Rope | None
+    positions: Array | None
+    rope_cos: Array | None
+    rope_sin: Array | None
+    expect_length: int | Sequence[int] | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -219,13 +233,36 @@ class AttendCache(CacheOptions):
     positions: Array | None = None
     rope_cos: Array | None = None
     rope_sin: Array | None = None
-    expect_length: Any = None
+    expect_length: int | Sequence[int] | None = None
     cu_seqlens_k_new: Array | None = None
     positions_q: Array | None = None
     q_descale: Array | None = None
     c_kv: Array | None = None
     k_pe: Array | None = None
     block_mask: BlockMask | None = None
+
+
+class AttendKeywords(CacheKeywords, total=False):
+    """The options of `AttendCache` as keyword arguments of a call."""
+
+    k: Array | None
+    v: Array | None
+    c_kv: Array | None
+    k_pe: Array | None
+    cu_seqlens_q: Array | None
+    max_seqlen_q: int | None
+    cu_seqlens_k_new: Array | None
+    causal: bool
+    tree_mask: Array | None
+    block_mask: BlockMask | None
+    q_descale: Array | None
+    tokens: Any
+    rope: Rope | None
+    positions: Array | None
+    positions_q: Array | None
+    rope_cos: Array | None
+    rope_sin: Array | None
+    expect_length: int | Sequence[int] | None
 
 
 CacheMessage = (

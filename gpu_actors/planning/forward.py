@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -60,12 +61,8 @@ _OPTIONAL = (
 # The scalars that decide a plan. dropout_seed decides none, the longest sequences may have to be found first, and of a
 # block mask not all decides.
 _UNSAID = ("dropout_seed", "max_seqlen_q", "max_seqlen_k", "block_mask")
-_DECIDING = [name for name in scalars_of(FlashForward) if name not in _UNSAID]
-_NUMBERS = [name for name in _DECIDING if str(FlashForward.__annotations__[name]).startswith(("bool", "int", "float"))]
-# Their values, and the types of numbers: 1 == True == 1.0, and a value that validation refuses must not find the plan
-# of one that it accepts. Compiled from their names, for a loop takes a third of the time that finding a plan may take.
-_scalars: Callable[[FlashForward], Hashable] = eval(
-    f"lambda r: ({', '.join([*(f'r.{name}' for name in _DECIDING), *(f'type(r.{name})' for name in _NUMBERS)])})"
+_scalars: Callable[[FlashForward], tuple[Any, ...]] = operator.attrgetter(
+    *(name for name in scalars_of(FlashForward) if name not in _UNSAID)
 )
 _MULTIPLIED = ("q", "k", "v", "dout")
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
@@ -78,6 +75,7 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
     Hashing it raises TypeError where an option cannot be hashed.
     """
     q, k, v = request.q, request.k, request.v
+    scalars = _scalars(request)
     return (
         q.shape,
         q.strides,
@@ -88,7 +86,9 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         v.shape,
         v.strides,
         v.dtype,
-        _scalars(request),
+        scalars,
+        # 1 == True == 1.0, and a value that validation refuses must not find the plan of one that it accepts.
+        *map(type, scalars),
         type(request.window_size[0]),
         type(request.window_size[1]),
         None if plain else _other_signature(request),

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gpu_actors.arrays.adoption import array_fields
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.attention.requests import FlashBackward, FlashForward
+from gpu_actors.attention.requests import FlashBackward, FlashForward, array_fields
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, optional_array

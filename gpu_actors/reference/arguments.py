@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.attention.key_mask import KeyMask, MaskOptions
+from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask, MaskOptions
 from gpu_actors.attention.philox import dropout_threshold
-from gpu_actors.attention.requests import scalars_of
 from gpu_actors.errors import InvalidRequest
 
 __all__ = ["SCALARS", "Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece"]
@@ -250,7 +249,15 @@ class Arguments(KeyMask):
                 raise InvalidRequest("cu_seqlens_k", len(self.cu_seqlens_k), "as long as cu_seqlens_q")
 
 
-SCALARS: tuple[str, ...] = tuple(name for name in scalars_of(Arguments) if name != "dropout_seed")
+SCALARS: tuple[str, ...] = (
+    *MASK_OPTIONS,
+    "softmax_scale",
+    "softcap",
+    "dropout_p",
+    "dropout_first_head",
+    "dropout_heads",
+    "alibi_signed",
+)
 """The options that are numbers, without the seed, which changes from request to request of one problem."""
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from gpu_actors.arrays.adopt import with_grad_mode
 from gpu_actors.devices.interface import RecordingStats
@@ -15,7 +19,42 @@ from gpu_actors.runtime.cell import ActorCell, Terminated
 from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
 
-__all__ = ["ActorHandle"]
+__all__ = ["ActorHandle", "takes_options"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]:
+    """For a method that makes a message of its ``**options``: a signature that shows each of them.
+
+    keywords: the TypedDict of the options. Each has the default of the field of ``message`` that bears its name.
+    The method raises TypeError for an option that is not among them, and names the nearest one.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(message)}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
+        for name, kind in keywords.__annotations__.items()
+    ]
+
+    def decorate(method: _Method) -> _Method:
+        signature = inspect.signature(method)
+        *others, _ = signature.parameters.values()
+        optional = [each for each in others if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
+        required = [each for each in others if each not in optional]
+        known = frozenset(each.name for each in (*others, *options))
+
+        @functools.wraps(method)
+        def checked(*arguments: Any, **given: Any) -> Any:
+            if not known.issuperset(given):
+                name = next(name for name in given if name not in known)
+                nearest = difflib.get_close_matches(name, known, 1, 0.0)[0]
+                raise TypeError(f"{method.__name__}() takes no {name!r}; the nearest option is {nearest!r}")
+            return method(*arguments, **given)
+
+        checked.__signature__ = signature.replace(parameters=[*required, *options, *optional])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 class ActorHandle(Local):
@@ -72,12 +111,6 @@ class ActorHandle(Local):
         priority: higher goes first, equals in order; a step is worth as many newer calls as the mailbox holds.
         """
         return Reply(self.send(message, deadline, timeout, priority))
-
-    def _submit(self, message_type: type, arguments: dict[str, Any]) -> Reply[Any]:
-        """`submit` for a method whose arguments have the names of a message's fields. arguments: its ``locals()``."""
-        del arguments["self"]
-        deadline, timeout, priority = (arguments.pop(name) for name in ("deadline", "timeout", "priority"))
-        return Reply(self.send(message_type(**arguments), deadline, timeout, priority))
 
     def send(
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, prepared: Any = None

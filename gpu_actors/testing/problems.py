@@ -129,7 +129,6 @@ def random_forward(
         without it: sink_tokens a window, bias a dense layout, descales an 8-bit dtype.
     alignment: named in the options when given.
     """
-    given = {name: value for name, value in locals().items() if name != "seed"}
     if unknown := {*features, *always} - set(FEATURES):
         raise ValueError(f"features {sorted(unknown)}: known are {FEATURES}")
     rng = np.random.default_rng(seed)
@@ -157,7 +156,20 @@ def random_forward(
         options=options,
         kind=shape.kind,
         seqlens=lengths,
-        repro=_repro(seed, given),
+        repro=_repro(
+            seed,
+            dtype=dtype,
+            kind=kind,
+            varlen=varlen,
+            batch=batch,
+            seqlens=seqlens,
+            heads=heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            features=features,
+            always=always,
+            alignment=alignment,
+        ),
     )
 
 
@@ -279,7 +291,7 @@ def _outlier(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) 
 _INPUTS = {"gaussian": _gaussian, "peaked": _peaked, "rising": _rising, "outlier": _outlier}
 
 
-def _repro(seed: int, given: dict[str, Any]) -> str:
+def _repro(seed: int, **given: object) -> str:
     defaults = random_forward.__kwdefaults__ or {}
     named = (f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
     return f"random_forward({', '.join([str(seed), *named])})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,41 @@ def test_every_option_of_the_message_is_an_option_of_the_call() -> None:
     assert set(parameters) - {field.name for field in dataclasses.fields(ga.FlashForward)} == {
         *("self", "deadline", "timeout", "priority")
     }
+
+
+CALLS = {
+    ga.FlashAttnHandle.forward: (ga.FlashForward, set()),
+    ga.FlashAttnHandle.backward: (
+        ga.FlashBackward,
+        {"return_lse", "out_dtype", "lse_dtype", "q_descale", "k_descale", "v_descale"},
+    ),
+    ga.FlashAttnHandle.paged_forward: (ga.PagedForward, set()),
+    ga.FlashAttnHandle.decode: (ga.BatchedDecode, set()),
+    ga.KvCache.append: (ga.AppendRows, {"cache"}),
+    ga.KvCache.attend: (ga.AttendCache, {"cache"}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
+def test_the_options_of_a_call_are_those_of_its_message(call: Any) -> None:
+    message, left = CALLS[call]
+    fields = {field.name: field for field in dataclasses.fields(message)}
+    parameters = inspect.signature(call).parameters
+    assert fields.keys() - parameters.keys() == left, "what the call does not take"
+    keywords = typing.get_type_hints(inspect.unwrap(call), include_extras=True)["options"].__args__[0]
+    hints = typing.get_type_hints(message, include_extras=True)
+    for name, hint in typing.get_type_hints(keywords, include_extras=True).items():
+        assert hint == hints[name], name
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == fields[name].default, name
+
+
+def test_an_unknown_option_is_told_the_nearest(ctx: ga.GpuContext) -> None:
+    q, k, v = operands()
+    with pytest.raises(TypeError, match=r"forward\(\) takes no 'windw_size'; the nearest option is 'window_size'"):
+        ctx.flash_attn.forward(q, k, v, windw_size=(1, 1))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"backward\(\) takes no 'return_lse'"):
+        ctx.flash_attn.backward(v, q, k, v, v, q, return_lse=True)  # type: ignore[call-arg]
 
 
 def test_inspect_key_tells_without_launching(ctx: ga.GpuContext) -> None:
