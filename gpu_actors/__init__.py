@@ -56,8 +56,8 @@ from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.handles.health import Health
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.append import Rope
+from gpu_actors.kernels.flash_attention_config import FlashAttentionConfig
 from gpu_actors.kernels.option_table import Explanation
-from gpu_actors.kernels.tiles import FlashAttentionConfig
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.kv.transfer import SequencePages

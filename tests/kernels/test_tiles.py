@@ -11,11 +11,11 @@ from inside.attention import Layout, MaskKind
 from inside.compiling import asset_text
 
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.kernels.flash_attention_config import FlashAttentionConfig
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import (
     TILES,
-    FlashAttentionConfig,
     Tile,
     arch_class,
     padded_head_dim,
@@ -162,6 +162,13 @@ class TestFlashAttentionConfig:
             config_of(dtype="int8")
         with pytest.raises(Unsupported, match="at least one"):
             config_of(0)
+
+    @pytest.mark.parametrize(("name", "value"), [("sm", "sm_80"), ("sm", True), ("head_dim", "64"), ("seq_q", -1)])
+    def test_what_is_no_size_is_refused_by_its_name(self, name, value):
+        sizes = {"head_dim": 64, "seq_q": 512, "seq_kv": 1025, "causal": True, "sm": 80}
+        with pytest.raises(InvalidRequest) as refused:
+            FlashAttentionConfig.auto(**sizes | {name: value})
+        assert (refused.value.field, refused.value.value) == (name, value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
