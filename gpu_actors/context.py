@@ -21,7 +21,7 @@ from gpu_actors.fields import one_of
 from gpu_actors.handles.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local, refuse_on_loop
-from gpu_actors.runtime.opening import Opening, in_thread, to_the_end
+from gpu_actors.runtime.opening import Opening, run_in_thread, shielded
 from gpu_actors.runtime.reply import need_asyncio
 
 __all__ = ["GpuContext", "open_context", "open_contexts"]
@@ -75,18 +75,18 @@ class open_context(Local):
 
     async def _start(self, stacklevel: int) -> GpuContext:
         """Open a context in a thread. stacklevel: of the program's own frame, for a warning."""
-        warn_of_mock(None if self._isolated else await in_thread(self._choose), stacklevel)
+        warn_of_mock(None if self._isolated else await run_in_thread(self._choose), stacklevel)
         opening = Opening(self._open)
         with anyio.CancelScope(shield=True):
             try:
-                context = await in_thread(opening.run)
+                context = await run_in_thread(opening.run)
                 warn_of_mock(self._obstacle, stacklevel)
             except BaseException:
                 # A context that opens after its opener was cancelled would never be closed. A task can be cancelled
                 # again at any await, so nothing is awaited before the opening is abandoned.
                 opened = opening.abandon()
                 if opened is not None:
-                    await to_the_end(in_thread(opened.close))
+                    await shielded(run_in_thread(opened.close))
                 raise
         return context
 

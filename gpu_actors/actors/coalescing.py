@@ -115,7 +115,7 @@ class Coalescer(Generic[W]):
         while self._groups:
             if self._mailbox.saturated:
                 self.held_up = True
-                self._mailbox.ask_flush()
+                self._mailbox.request_flush()
                 return
             group = self._groups.popleft()
             self._first += 1
@@ -211,7 +211,7 @@ class Coalescer(Generic[W]):
         for call in calls:
             call.unmergeable = True
             if call.unclaim():
-                self._mailbox.give_back((call,))
+                self._mailbox.requeue((call,))
         return calls
 
 

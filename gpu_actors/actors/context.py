@@ -26,7 +26,7 @@ from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.children import Children
-from gpu_actors.runtime.environment import Happened
+from gpu_actors.runtime.environment import ChildEvent
 from gpu_actors.runtime.pykka_base import ThreadActor
 from gpu_actors.runtime.supervision import Supervisor
 from gpu_actors.runtime.timers import Timers
@@ -108,7 +108,7 @@ class ContextActor(ThreadActor):
             if not self._opened.done():
                 self._opened.set_exception(ActorStopped("the context was stopped while it opened"))
 
-    def _heed(self, cell: ActorCell, urn: str, what: Happened, error: BaseException | None) -> None:
+    def _heed(self, cell: ActorCell, urn: str, what: ChildEvent, error: BaseException | None) -> None:
         supervisor = self._supervisor
         if what == "ready":
             supervisor.ready(cell, urn)

@@ -279,7 +279,7 @@ class FlashAttnActor(ServiceActor):
             if self._coalescer.held_up:
                 self._coalescer.flush(due=True)
                 if self.cell.mailbox.saturated:
-                    self.cell.mailbox.give_back((call,))
+                    self.cell.mailbox.requeue((call,))
                     return
             planner = self._planner
             if call.prepared is not None:

@@ -162,7 +162,7 @@ def _compiled(cell: ActorCell, call: Call[Any], compiling: Call[Any]) -> None:
     error = compiling.error
     if error is None:
         call.prepared = compiling.answer()
-        cell.mailbox.give_back((call,))
+        cell.mailbox.requeue((call,))
     else:
         call.fail(error if isinstance(error, GpuActorsError) else GpuActorsError(repr(error)))
 

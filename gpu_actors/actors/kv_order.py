@@ -49,7 +49,7 @@ class KvOrder:
         # In this order: the actor parks a call before it asks in `release` whether something has ended.
         self._due = True
         if self._parked:
-            self._cell.mailbox.ask_flush()
+            self._cell.mailbox.request_flush()
 
     def release(self) -> None:
         """Give the parked calls back to the mailbox, in their order, if what they wait for may have ended."""
@@ -58,7 +58,7 @@ class KvOrder:
             self._blockers = [call for call in self._blockers if not call.done]
             parked, self._parked = self._parked, []
             if parked:
-                self._cell.mailbox.give_back(parked)
+                self._cell.mailbox.requeue(parked)
 
     def _goes_before(self, call: Call[Any], other: Call[Any]) -> bool:
         """Whether the mailbox gives ``call`` out before ``other``, and both are of one cache."""

@@ -26,7 +26,7 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
-from gpu_actors.runtime.opening import to_the_end
+from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.values import show
 
@@ -95,14 +95,14 @@ class PooledKvCache(Local):
             for member in self._pool.candidates().values():
                 await self._shard(member)
         except BaseException:
-            await to_the_end(self._leave())
+            await shielded(self._leave())
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await to_the_end(self._leave())
+        await shielded(self._leave())
 
     # Sequences
 

@@ -36,7 +36,7 @@ from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
-from gpu_actors.runtime.opening import to_the_end
+from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.values import show
 
@@ -142,7 +142,7 @@ class ShardedKvCache(Local):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._state = "closed"
-        await to_the_end(self._close())
+        await shielded(self._close())
 
     @property
     def split(self) -> KeySplit:

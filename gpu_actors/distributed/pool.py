@@ -25,7 +25,7 @@ from gpu_actors.isolation.workplace import Workplace
 from gpu_actors.kv.requests import KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
-from gpu_actors.runtime.opening import to_the_end
+from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 __all__ = ["ContextPool", "open_pool"]
@@ -176,7 +176,7 @@ class open_pool(Local):
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await to_the_end(_closed(tasks))
+            await shielded(_closed(tasks))
             raise
         for task in tasks:
             self._pool.add(task.result(), owned=True)

@@ -38,7 +38,7 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
-from gpu_actors.runtime.opening import in_thread
+from gpu_actors.runtime.opening import run_in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
@@ -189,7 +189,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         finally:
             # A task that is cancelled while it drains still closes.
             with anyio.CancelScope(shield=True):
-                await in_thread(self.close)
+                await run_in_thread(self.close)
 
     def close(self) -> None:
         """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.

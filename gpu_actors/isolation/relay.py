@@ -93,11 +93,11 @@ class RelayMailbox(Mailbox):
             call.fail(RequestCancelled("interrupted as it was made"))
             raise
 
-    def let_go(self, call: Call[Any]) -> bool:
+    def release(self, call: Call[Any]) -> bool:
         self._relay.forget(call)
-        return super().let_go(call)
+        return super().release(call)
 
-    def recall(self, call: Call[Any]) -> bool:
+    def cancel_launched(self, call: Call[Any]) -> bool:
         return self._relay.cancel(call)
 
     def there(self, counts: Counts) -> None:

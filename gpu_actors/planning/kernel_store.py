@@ -78,7 +78,7 @@ class KernelStore:
                 cell.mailbox.park(call)
                 self._parked[awaited[0]].append(call)
         if not awaited:  # compiled since the actor looked
-            cell.mailbox.give_back([call])
+            cell.mailbox.requeue([call])
             return
         if call.traced:
             cell.environment.trace.emit("request.compiling", actor=cell.name, request=call.number, key=awaited[0])
@@ -96,7 +96,7 @@ class KernelStore:
                 _let_go(self._products, self._capacity)
             parked = self._parked.pop(key)
         if error is None:
-            self._cell.mailbox.give_back(parked)
+            self._cell.mailbox.requeue(parked)
             return
         self._cell.progress.launch_ended(error)
         for call in parked:

@@ -32,8 +32,9 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 class ServiceActor(MailboxActor, ActorType):
     """Base of every child of a ContextActor.
 
-    label: the actor's name, unique in a context. handle_type: what ``ctx.actor(TheClass)`` gives out. takes: the types
-        of its messages, for what `refusal` says.
+    label: the actor's name, unique in a context.
+    handle_type: the type of the handle that ``ctx.actor(TheClass)`` returns.
+    takes: the types of its messages, for the text of `refusal`.
     vital: whether the context cannot do without it. If a vital actor fails more often than the restart policy allows,
         the context fails; otherwise that actor alone stops, and health says so. All built-in actors are vital but
         KernelActor.
@@ -54,7 +55,7 @@ class ServiceActor(MailboxActor, ActorType):
 
     @classmethod
     def make_shared(cls, cell: ActorCell) -> Any:
-        """Make what every incarnation shares, found as ``self.cell.shared``. Has a ``close()`` if it needs one."""
+        """Make the object that all incarnations share as ``self.cell.shared``. Has a ``close()`` if it needs one."""
         return None
 
     def open(self) -> None:
@@ -69,22 +70,24 @@ class ServiceActor(MailboxActor, ActorType):
 
     @classmethod
     def refusal(cls, message: object) -> InvalidRequest:
-        """What to raise for a message that is none of those that the actor ``takes``."""
+        """The error for a message whose type is not one that the actor ``takes``."""
         reason = f"{cls.__name__} takes {', '.join(kind.__name__ for kind in cls.takes)}"
         if not cls.takes:
             reason = f"{cls.__name__} takes no requests: it has no handle() of its own"
         return InvalidRequest("message", type(message).__name__, reason)
 
     def flush(self) -> None:
-        """Launch what `handle` has gathered. Called after every batch of calls, before the actor looks for more."""
+        """Launch the calls that `handle` has gathered. Called after every batch of calls, before the next is taken."""
 
     def on_message(self, message: Any) -> Any:
         """Handle a message that was sent with ``actor_ref.tell`` or ``.ask`` rather than submitted as a call."""
 
     def launch(self, calls: Sequence[Call[Any]], launch: Launch, finish: Finish, failed: Failed | None = None) -> None:
-        """Enqueue a launch that answers ``calls``; those answered already (cancelled, expired) are the caller's care.
+        """Enqueue a launch that answers ``calls``.
 
-        Each call must have been claimed with ``claim``. failed: called once if the launch fails after it was enqueued.
+        Each call must have been claimed with ``claim``. The caller leaves out calls that are answered already
+        (cancelled, expired).
+        failed: called once if the launch fails after it was enqueued.
         Raises what ``Stream.launch`` raises. The calls have been answered then, unless ``failed`` is given: then the
         caller answers them, or launches them again.
         """
@@ -105,16 +108,16 @@ class ServiceActor(MailboxActor, ActorType):
         cell.completion.watch(event, calls, finish, self.outbox, failed)
 
     def answer_failure(self, calls: Iterable[Call[Any]], error: BaseException) -> None:
-        """Answer calls with what was raised while they were worked on."""
+        """Answer calls with the error that was raised while the actor worked on them."""
         if isinstance(error, GpuActorsError):
             error.__traceback__ = None
         else:
             traceback.clear_frames(error.__traceback__)
-        lost, name = self.cell.environment.context_lost, self.cell.name
-        failure = as_answer(error, lost, name, "failed while it handled the request")
+        on_lost, name = self.cell.environment.context_lost, self.cell.name
+        failure = as_answer(error, on_lost, name, "failed while it handled the request")
         for call in calls:
-            known = failure.named_for(call.message) if isinstance(failure, RequestError) else failure
-            call.fail(known, self.outbox)
+            answer = failure.named_for(call.message) if isinstance(failure, RequestError) else failure
+            call.fail(answer, self.outbox)
 
     # Pykka's side
 
@@ -150,7 +153,7 @@ class ServiceActor(MailboxActor, ActorType):
         try:
             for index, call in enumerate(calls):
                 if mailbox.saturated or self._controls:
-                    mailbox.give_back(calls[index:])
+                    mailbox.requeue(calls[index:])
                     break
                 if call.state is DONE:
                     continue
@@ -160,7 +163,7 @@ class ServiceActor(MailboxActor, ActorType):
                     self.answer_failure((call,), error)
                 except BaseException as error:
                     self.answer_failure((call,), error)
-                    mailbox.give_back(calls[index + 1 :])
+                    mailbox.requeue(calls[index + 1 :])
                     raise_exception(cell.name, error)
             try:
                 self.flush()
@@ -177,10 +180,10 @@ class ServiceActor(MailboxActor, ActorType):
 
 @contextlib.contextmanager
 def reading(request: object) -> Iterator[None]:
-    """Refuse a request that raises while it is looked at, rather than fail the actor.
+    """Refuse a request that raises while it is read, rather than fail the actor.
 
-    Its arrays and options bring code of their own, which may raise anything. One program's strange argument must not
-    cost every other program the actor. Raises `InvalidRequest`; a `GpuActorsError` goes on as it is.
+    Its arrays and options bring code of their own, which may raise anything. One program's bad argument must not cost
+    every other program the actor. Raises `InvalidRequest`. A `GpuActorsError` passes unchanged.
     """
     try:
         yield

@@ -6,7 +6,7 @@
 
 Five parties may settle a call, and the first one decides its answer: the actor, the completion thread, the deadline
 timer, a cancelling waiter, the context on its way down. All go through `settle`, so a call is answered exactly once.
-The mailbox's lock guards its calls too: an answer and its place in the account are one step.
+The mailbox's lock guards its calls too: the answer and its count are one step.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class CallState(IntEnum):
 QUEUED, LAUNCHED, DONE = CallState
 
 
-class Account(Protocol):
-    """What a call is entered in: the `Mailbox` that it was sent to, whose lock guards it."""
+class CallRegistry(Protocol):
+    """The `Mailbox` that a call was sent to, as the call sees it. Its lock guards the call."""
 
     lock: Any  # re-entrant: see Mailbox
     numbers: Iterator[int]
     answered: defaultdict[type[BaseException] | None, int]
 
-    def let_go(self, call: Call[Any]) -> bool: ...
-    def recall(self, call: Call[Any]) -> bool: ...
-    def report(self, call: Call[Any]) -> None: ...
-    def tell_idle(self) -> None: ...
+    def release(self, call: Call[Any]) -> bool: ...
+    def cancel_launched(self, call: Call[Any]) -> bool: ...
+    def record(self, call: Call[Any]) -> None: ...
+    def notify_idle(self) -> None: ...
 
 
 class Gate:
-    """A thread waits in it until a call is done. Opening it twice does no harm.
+    """Blocks one thread until a call is done. It may be opened twice.
 
-    No Event, whose own lock is not re-entrant: the thread that waits may be the one that settles the call.
+    It is not an Event, whose own lock is not re-entrant: the thread that waits may be the one that settles the call.
     """
 
     __slots__ = ("_lock",)
@@ -76,17 +76,17 @@ class Gate:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Call(Local, Generic[T]):
-    """A message, its answer once there is one, and the waiters for it.
+    """A message, its answer once there is one, and the waiters for it. Safe to use from any thread.
 
-    Safe to use from any thread. ``parked`` says that a call which is not queued is kept by something that outlives the
-    actor, and which will answer it or give it back. ``caller_notes`` is what had to be noted on the caller's thread,
-    ``prepared`` what the handle found out there, if anything.
-    ``unmergeable`` says that it must not share a launch with others any more: one that it shared failed.
-    ``traced`` was decided when the call was accepted, so that a trace holds all of a call or nothing.
+    caller_notes: what had to be noted on the caller's thread, such as its stream.
+    prepared: what the handle prepared on the caller's thread, such as a cached plan, or None.
+    parked: something that outlives the actor holds the call outside the queue, and answers or requeues it later.
+    unmergeable: the call must not share a launch with others, because one that it shared has failed.
+    traced: decided when the call was accepted, so that a trace holds all of a call or nothing.
     """
 
     message: Any
-    mailbox: Account
+    mailbox: CallRegistry
     priority: int = 0
     deadline: float | None = None
     number: int = field(init=False)
@@ -121,9 +121,9 @@ class Call(Local, Generic[T]):
             return True
 
     def unclaim(self) -> bool:
-        """Take the claim back: the launch did not answer the call, and it is to be launched again.
+        """Undo the claim: the launch did not answer the call, and it is launched again.
 
-        False if it has been answered meanwhile.
+        False if the call has been answered meanwhile.
         """
         with self.mailbox.lock:
             if self.state is not LAUNCHED:
@@ -140,13 +140,13 @@ class Call(Local, Generic[T]):
         return self.settle(None, error, outbox)
 
     def cancel(self) -> bool:
-        """Answer with `RequestCancelled` unless the call has been launched or answered. True if that was done."""
+        """Answer with `RequestCancelled` unless the call has been launched or answered. True if it is cancelled."""
         if self.settle(None, RequestCancelled("cancelled before its launch"), None, QUEUED):
             return True
-        return self.state is LAUNCHED and self.mailbox.recall(self)
+        return self.state is LAUNCHED and self.mailbox.cancel_launched(self)
 
     def expire(self) -> None:
-        """Answer with `DeadlineExceeded`; what was launched goes on, unobserved."""
+        """Answer with `DeadlineExceeded`. A launch goes on, and its result is dropped."""
         launched = self.state is LAUNCHED
         where = "after its launch" if launched else "before its launch"
         self.fail(DeadlineExceeded(f"the deadline passed {where}"))
@@ -156,12 +156,12 @@ class Call(Local, Generic[T]):
         value: T | None,
         error: BaseException | None,
         outbox: Outbox | None,
-        before: CallState = LAUNCHED,
+        latest: CallState = LAUNCHED,
     ) -> bool:
-        """Answer, with ``error`` if there is one. False if the call has gone beyond the state ``before`` already.
+        """Answer, with ``error`` if there is one. False if the call's state is beyond ``latest``.
 
-        On the main thread Ctrl-C may raise KeyboardInterrupt after any call in here, and no waiter may be forgotten for
-        that. So the step from one state to the other calls nothing, and what follows it may be done twice.
+        On the main thread Ctrl-C may raise KeyboardInterrupt after any function call in here, and that must not lose a
+        waiter. So the step from one state to the other calls nothing, and the steps after it may be done twice.
         """
         mailbox = self.mailbox
         kind = None if error is None else type(error)
@@ -170,7 +170,7 @@ class Call(Local, Generic[T]):
         called = 0
         try:
             with mailbox.lock:
-                if self.state > before:
+                if self.state > latest:
                     return False
                 waiters, callbacks = self._waiters, self._callbacks
                 self._waiters = self._callbacks = None
@@ -183,11 +183,11 @@ class Call(Local, Generic[T]):
                 mailbox.answered[kind] += 1
                 # Last: a thread that sees the call done reads its answer without the lock.
                 self.state = DONE
-                idle = mailbox.let_go(self)
+                idle = mailbox.release(self)
             if self.timer is not None:
                 self.timer.cancel()
             if self.traced or idle:
-                mailbox.report(self)
+                mailbox.record(self)
             if waiters is not None:
                 box = outbox if outbox is not None else Outbox()
                 box.add(waiters)
@@ -206,8 +206,8 @@ class Call(Local, Generic[T]):
         return True
 
     def _wake_again(self, waiters: Sequence[Waiter] | None, callbacks: Sequence[Callable[[Call[T]], None]]) -> None:
-        """Do what follows an answer where that was interrupted. A waiter that was woken already takes no notice."""
-        self.mailbox.let_go(self)
+        """Repeat the steps after an answer that was interrupted. A waiter that is woken twice ignores the second."""
+        self.mailbox.release(self)
         outbox = Outbox()
         outbox.add(waiters or ())
         outbox.flush()
@@ -217,9 +217,9 @@ class Call(Local, Generic[T]):
                 callback(self)
             except Exception:
                 logger.exception("what waited for a request raised")
-            except BaseException as error:  # Ctrl-C is the program's, once the others have been called
+            except BaseException as error:  # Ctrl-C is raised once the others have been called
                 interrupted = error
-        self.mailbox.tell_idle()
+        self.mailbox.notify_idle()
         if interrupted is not None:
             raise interrupted
 
@@ -238,7 +238,7 @@ class Call(Local, Generic[T]):
             return True
 
     def abandon(self, waiter: Waiter) -> None:
-        """A waiter gave up: forget it, and cancel the call if no other is left."""
+        """Remove a waiter that gave up. Cancel the call if no other waiter is left."""
         with self.mailbox.lock:
             waiters = self._waiters
             if waiters is None or waiter not in waiters:
@@ -271,7 +271,7 @@ class Call(Local, Generic[T]):
         callback(self)
 
     def forget_callbacks(self, unwanted: Callable[[Callable[[Call[T]], None]], bool]) -> int:
-        """Do not call these once the call is done. Gives their number, those left out that were called already."""
+        """Remove callbacks. Gives how many were removed; one that was called already does not count."""
         removed = 0
         with self.mailbox.lock:
             for callback in list(self._callbacks or ()):

@@ -25,7 +25,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """Sent to the watchers of an actor, once it has stopped (error None) or failed for good."""
+    """Sent to the watchers of an actor once it has stopped (``error`` is None) or has failed for good."""
 
     label: str
     error: BaseException | None
@@ -46,12 +46,12 @@ class Cell:
     ) -> None:
         options = environment.options
         self.name: str = actor_type.label or actor_type.__name__
-        made: Any = actor_type  # what `ServiceActor` adds to ActorType knows cells
+        service_type: Any = actor_type  # a ServiceActor, whose attributes ActorType does not declare
         self.actor_type: Any = actor_type
         self.environment = environment
         self.mailbox: Mailbox = make_mailbox(self.name, options.mailbox_capacity, options.max_in_flight)
         self.mailbox.on_traced = self._trace_answer
-        self.handle: Any = made.handle_type(self)
+        self.handle: Any = service_type.handle_type(self)
         self.state: str = state
         self.restarts = 0
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class Cell:
         self._terminated: Terminated | None = None
 
     def terminate(self, error: BaseException | None) -> None:
-        """No incarnation will follow: tell the watchers."""
+        """Tell the watchers that no further incarnation follows."""
         with self._lock:
             if self._terminated is not None:
                 return
@@ -96,9 +96,10 @@ class Cell:
 class ActorCell(Cell):
     """Mailbox, stream, completion and state of one child of a ContextActor, on whose thread ``ref`` is written too.
 
-    ``busy_since`` is the clock's reading when the actor took what it is working on, None while it is not. ``stream`` is
-    None before the first launch (see `open_stream`). ``shared`` is what all incarnations share (see
-    `ServiceActor.make_shared`).
+    progress: counts the failures of the actor.
+    busy_since: the clock's reading when the actor took its current batch of calls, None while it has none.
+    stream: None before the first launch (see `open_stream`).
+    shared: the object that all incarnations share (see `ServiceActor.make_shared`).
     """
 
     def __init__(self, actor_type: type[ActorType], environment: Environment) -> None:
@@ -115,7 +116,7 @@ class ActorCell(Cell):
         self.shared: Any = self.actor_type.make_shared(self)
 
     def open_stream(self) -> Stream:
-        """The actor's stream, which is opened the first time."""
+        """The actor's stream. The first call opens it."""
         with self._lock:
             if self.stream is None:
                 self.stream = self.environment.device.open_stream(self.name)
@@ -124,21 +125,23 @@ class ActorCell(Cell):
     # Used by the ContextActor
 
     def start(self) -> None:
-        """Start an incarnation; it reports to the ContextActor."""
+        """Start an incarnation. It reports to the ContextActor."""
         self.ref = self.actor_type.start(self)
 
     def stop(self) -> None:
-        """Ask the incarnation to stop after the call that it is working on; it reports to the ContextActor."""
+        """Ask the incarnation to stop after its current call. It reports to the ContextActor."""
         if self.ref is not None and self.ref.is_alive():
             self.ref.stop(block=False)
 
     def retire(self, failure: ActorFailed | None = None) -> None:
-        """The incarnation has stopped, of itself or with this failure, and no other one follows: refuse calls, answer
-        those that wait, tell the watchers."""
-        said = f"{self.name} has stopped" if failure is None else str(failure)
+        """Refuse new calls, answer those that wait and tell the watchers: no further incarnation follows.
+
+        failure: what ended the last incarnation, None if it stopped by itself.
+        """
+        text = f"{self.name} has stopped" if failure is None else str(failure)
 
         def reason() -> ActorStopped:
-            return caused(ActorStopped(said), failure)
+            return caused(ActorStopped(text), failure)
 
         if self.environment.lost is None:
             self.mailbox.close(reason)
@@ -147,9 +150,9 @@ class ActorCell(Cell):
 
     def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
         super().after_fork(reason)
-        forked = getattr(self.shared, "after_fork", None)
-        if forked is not None:
-            forked(reason)
+        after_fork = getattr(self.shared, "after_fork", None)
+        if after_fork is not None:
+            after_fork(reason)
 
     # Used by the actor
 
@@ -157,16 +160,16 @@ class ActorCell(Cell):
         self.environment.supervise(self, urn, "ready", None)
 
     def report_stopped(self, urn: str) -> None:
-        """The incarnation has stopped. Calls that only it knew go back in the queue; what it had claimed cannot."""
+        """The incarnation has stopped. Calls that it held are queued again. Those that it had claimed are failed."""
         for call in self._held():
             if call.state is LAUNCHED:
                 call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
             else:
-                self.mailbox.give_back((call,))
+                self.mailbox.requeue((call,))
         self.environment.supervise(self, urn, "stopped", None)
 
     def report_failure(self, urn: str, error: BaseException) -> None:
-        """The incarnation is dying of ``error``. Calls that only it knew are answered here and now."""
+        """The incarnation ends with ``error``. Calls that it held are answered with it at once."""
         for call in self._held():
             call.fail(caused(ActorFailed(f"{self.name} failed while it held the request: {error!r}"), error))
         self.progress.crashed(error)

@@ -1,4 +1,4 @@
-"""Children: the cells of a context's actors, and what concerns all of them."""
+"""Children: the cells of a context's actors, and the operations on all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Children(Environment):
         raise KeyError(f"{actor_type.__name__} is not an actor of this context; name it in ContextOptions(actors=...)")
 
     def oldest_launch(self) -> float | None:
-        """Clock reading at which the oldest unfinished launch of the context began, None where there is none."""
+        """The clock's reading when the context's oldest unfinished launch began. None if there is none."""
         ages = [since for cell in self.cells.values() if (since := cell.completion.oldest()) is not None]
         return min(ages, default=None)
 
@@ -41,9 +41,13 @@ class Children(Environment):
         return [self.cells[name].progress for name in self.vital() if self.cells[name].progress.failing]
 
     def stuck(self) -> list[str]:
-        """The actors that have been at the same requests for half the hang timeout."""
+        """The names of the actors that have worked on one batch of requests for over half the hang timeout."""
         since = self.clock.now() - self.hang_timeout / 2
-        return [name for name, cell in self.cells.items() if (began := cell.busy_since) is not None and began < since]
+        return [
+            name
+            for name, cell in self.cells.items()
+            if (busy_since := cell.busy_since) is not None and busy_since < since
+        ]
 
     def context_lost(self, error: ContextLost) -> ContextLost:
         with self._lock:
@@ -54,8 +58,8 @@ class Children(Environment):
         generation, cause = self.generation - 1, self.lost
 
         def reason() -> ContextLost:
-            said = f"generation {generation} of the context is lost: {cause}"
-            return caused(ContextLost(said, generation), cause)
+            text = f"generation {generation} of the context is lost: {cause}"
+            return caused(ContextLost(text, generation), cause)
 
         if first:
             self.trace.emit("context.lost", generation=generation, error=error)

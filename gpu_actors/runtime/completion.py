@@ -1,8 +1,8 @@
 """Completion: the thread that waits for a stream's launches, in order, and settles their calls.
 
-One thread a stream. Waiting on an event blocks without the GIL, surfaces the launch's error, and batches by itself:
-all launches that finished while the thread was busy are settled before the loops are woken once. A host callback from
-the driver would do neither, and never fires after a device error.
+Each stream has one thread. A wait on an event releases the GIL, raises the launch's error, and batches by itself: all
+launches that finished while the thread was busy are settled before the loops are woken once. A host callback from the
+driver would do none of this, and it never fires after a device error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
 
 Failed = Callable[[BaseException], Collection[Call[Any]]]
-"""Told that a launch failed; gives the calls that it launches again, which are not answered with the error."""
+"""Called with the error of a failed launch. Returns the calls that it launches again, which are not failed."""
 
 
 class _Entry(NamedTuple):
@@ -47,9 +47,9 @@ class _Entry(NamedTuple):
 class Completion:
     """Settles the calls of one stream's launches.
 
-    on_lost: called, on the thread that saw it, when a launch reports that the context is gone. Gives what to answer
-        the launch's calls with.
-    progress: told how launches end.
+    on_lost: called, on the thread that saw it, when a launch reports that the context is lost. Returns the error for
+        the launch's calls.
+    progress: counts how launches end.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Completion:
         outbox: Outbox,
         failed: Failed | None = None,
     ) -> None:
-        """Book the launch, and settle ``calls`` when ``event`` is done; at once if it is and nothing is ahead of it.
+        """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        Called by the actor thread alone.
+        They are settled at once if it is done and no earlier launch waits. Only the actor's thread calls this.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -81,7 +81,7 @@ class Completion:
             return
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
-            thread.start()  # which may raise, and then nothing has been booked that would never end
+            thread.start()  # may raise: until here no launch is counted, which would never end
             self._thread = thread
         self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
@@ -89,7 +89,7 @@ class Completion:
         self._arrivals.put(entry)
 
     def oldest(self) -> float | None:
-        """Clock reading at the launch of the oldest unfinished launch, None if there is none."""
+        """The clock's reading when the oldest unfinished launch began. None if there is none."""
         try:
             return self._entries[0].since
         except IndexError:
@@ -100,7 +100,7 @@ class Completion:
         return {call for entry in list(self._entries) for call in entry.calls}
 
     def close(self, timeout: float) -> bool:
-        """End the thread once its launches are done. False if it still waits for one after ``timeout`` seconds."""
+        """End the thread once its launches are done. False if one is unfinished after ``timeout`` seconds."""
         if self._thread is None:
             return True
         self._arrivals.put(None)
@@ -146,9 +146,9 @@ class Completion:
             for call, result in zip(calls, results, strict=True):
                 call.settle(result, None, outbox)
             return
-        # A mock device that does not compute says so to every request, which a benchmark times: no calls for that.
+        # A mock device that does not compute answers every request so. A benchmark times that: call nothing here.
         if type(error) is not MockModeError or self.progress.failed_launches:
-            error = self._reported(error)
+            error = self._as_answer(error)
             self.progress.launch_ended(error)
         else:
             error.__traceback__ = None
@@ -157,11 +157,11 @@ class Completion:
             if call not in again:
                 call.settle(None, error, outbox)
 
-    def _reported(self, error: BaseException) -> GpuActorsError:
-        """What to answer with where a launch, or finishing it, raised ``error``."""
+    def _as_answer(self, error: BaseException) -> GpuActorsError:
+        """The error for calls whose launch raised ``error``, or whose `Finish` did."""
         if not isinstance(error, GpuActorsError):
             logger.error("%s: a finished launch could not be answered", self.name, exc_info=error)
-        # Its traceback leads through frames of this module back to the calls; what it says is all in its message.
+        # Its traceback refers through frames of this module to the calls. Its message says all.
         error.__traceback__ = None
         return as_answer(error, self.on_lost, self.name, "could not finish the request")
 
@@ -169,7 +169,11 @@ class Completion:
 def as_answer(
     error: BaseException, on_lost: Callable[[ContextLost], ContextLost], name: str, failure: str
 ) -> GpuActorsError:
-    """What to answer calls with that ``error`` came from. name, failure: of the actor, and what it failed in."""
+    """The error for calls that an actor could not answer because of ``error``.
+
+    name: of the actor.
+    failure: what the actor failed in, such as "could not finish the request".
+    """
     if isinstance(error, GpuActorsError):
         return on_lost(error) if isinstance(error, ContextLost) else error
     return caused(ActorFailed(f"{name} {failure}: {show(error)}"), error)

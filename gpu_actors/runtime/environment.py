@@ -1,4 +1,4 @@
-"""Environment: what a context's actors share, and what they may ask of the context."""
+"""Environment: what a context's actors share, and the context's functions that they call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.work import caller
 
-__all__ = ["Environment", "Happened"]
+__all__ = ["ChildEvent", "Environment"]
 
-Happened: TypeAlias = Literal["ready", "failed", "stopped"]
+ChildEvent: TypeAlias = Literal["ready", "failed", "stopped"]
 
 
 @dataclass(eq=False)
 class Environment(ABC):
-    """Device, options, clock, timers and trace of one context, and the ways back to its ContextActor.
+    """Device, options, clock, timers and trace of one context, and the callbacks of its ContextActor.
 
-    supervise: tells the ContextActor what happened to an incarnation of a child, by its cell and its urn, and with
-        which error it failed. Never blocks; safe from any thread.
+    supervise: reports an event of a child's incarnation to the ContextActor: its cell, its urn, the event and the error
+        if it failed. Never blocks. Safe to use from any thread.
     carry_context: whether calls carry their caller's OpenTelemetry context.
+    lost: why the device context is lost, None while it is not.
+    failure: why the context has failed, None while it has not.
+    draining: whether the context closes and takes no more requests.
     compiler: the handle of the actor that compiles kernels, once the children are made.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
     """
@@ -37,7 +40,7 @@ class Environment(ABC):
     options: ContextOptions
     trace: Trace
     timers: Timers
-    supervise: Callable[[Any, str, Happened, BaseException | None], None]
+    supervise: Callable[[Any, str, ChildEvent, BaseException | None], None]
     carry_context: bool
     generation: int = 1
     lost: ContextLost | None = None
@@ -58,15 +61,15 @@ class Environment(ABC):
 
     @abstractmethod
     def context_lost(self, error: ContextLost) -> ContextLost:
-        """The device context is gone: answer everything unanswered with `ContextLost`, refuse what comes later.
+        """Answer every unanswered call with `ContextLost`, and refuse later ones: the device context is lost.
 
         Runs on the thread that saw it, so that no answer waits for an actor. Only the first report counts.
-        Gives what to answer with where ``error`` would have been the answer: that does not know the generation.
+        Returns the answer in place of ``error``, which does not know the generation.
         """
 
     @property
     def compiles(self) -> bool:
-        """Whether the kernels of requests are compiled: on every device that runs them, elsewhere where asked for."""
+        """Whether the kernels of requests are compiled: on a device that runs them, or if the options say so."""
         return self.device.info.runs_kernels or self.options.compile_on_mock
 
     @property
@@ -75,7 +78,7 @@ class Environment(ABC):
         return self.lost is None and self.failure is None and not self.draining
 
     def note_caller(self) -> Any:
-        """What the launch of a request needs of the thread that makes it. Raises `LaunchError`."""
+        """What the launch of a request needs to know of the submitting thread. Raises `LaunchError`."""
         try:
             return self.device.note_caller()
         except Exception as error:
@@ -88,13 +91,13 @@ class Environment(ABC):
             raise InvalidRequest("timeout", timeout, "give deadline or timeout, not both")
         now = self.clock.now()
         if deadline is not None:
-            found = real("deadline", deadline, "a finite number of monotonic seconds")
+            reading = real("deadline", deadline, "a finite number of monotonic seconds")
         else:
             seconds = self.default_timeout if timeout is None else timeout
-            found = now + real("timeout", seconds, "a finite number of seconds")
-        if found <= now:
+            reading = now + real("timeout", seconds, "a finite number of seconds")
+        if reading <= now:
             raise DeadlineExceeded("the deadline had passed when the request was made")
-        return found
+        return reading
 
     def trace_accepted(self, actor: str, call: Call[Any]) -> None:
         """Record a submission, with the caller's OpenTelemetry context where spans are made."""

@@ -115,7 +115,7 @@ class ActorHandle(Local):
     def send(
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, prepared: Any = None
     ) -> Call[Any]:
-        """`submit` for handles and actors, which take the call itself. prepared: see `Call`."""
+        """`submit` for handles and actors. Returns the call itself. prepared: see `Call`."""
         cell = self._cell
         environment = cell.environment
         mailbox = cell.mailbox
@@ -142,7 +142,7 @@ class ActorHandle(Local):
         return call
 
     def watch(self, callback: Callable[[Terminated], None]) -> None:
-        """Call ``callback`` once when the actor has stopped or failed for good; at once if it has already.
+        """Call ``callback`` once when the actor has stopped or failed for good, or at once if it has already.
 
         Restarts do not count. The callback runs on the supervisor's thread and must be short.
         """

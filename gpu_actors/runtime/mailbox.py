@@ -1,12 +1,12 @@
-"""Mailbox: the bounded queue in front of an actor, and the account of every call that passed through it.
+"""Mailbox: the bounded queue in front of an actor, and the registry of every call that passed through it.
 
 It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
-never blocks a sender. One lock guards it all: calls ordered by priority and age, their states and answers, the
-number of launches in flight, and the sleeping actor thread, which is woken only when it sleeps.
+never blocks a sender. One lock guards all of it: calls ordered by priority and age, their states and answers, the
+number of launches in flight, and whether the actor's thread sleeps, which alone needs to be woken.
 
-The lock is re-entrant. Wherever a thread is, the garbage collector may just then end a task that waits for a reply,
-which cancels its request, and a signal handler or a finalizer may do as much: all in the middle of what that thread
-does here, lock or no lock. So nothing under the lock is decided on what a call in between may have changed.
+The lock is re-entrant. At any point of a thread's work here, even under the lock, the garbage collector may end a task
+that waits for a reply, which cancels its request. A signal handler or a finalizer may cancel and submit too. So no
+decision under the lock relies on state that a function call in between may have changed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ActorStats:
     """Counts since the context opened.
 
     submitted == completed + failed + cancelled + (queued or being worked on) + (in flight and unanswered).
-    in_flight counts launches that have not finished, answered (by a deadline) or not. errors: requests answered with
-    an error, by the name of its type; failed and cancelled together.
+    in_flight: launches that have not finished. A deadline may have answered their requests.
+    errors: requests answered with an error, by the name of its type. Failed and cancelled ones together.
     """
 
     submitted: int
@@ -51,12 +51,13 @@ class ActorStats:
 class Mailbox:
     """Calls for one actor.
 
-    capacity: calls that may wait, here, parked or gathered by the actor; a message whose type has ``frees_memory`` set
-    is taken in beyond it, for what it gives back would be lost otherwise. max_in_flight: launches that may be
-    unfinished; while so many are, the mailbox is ``saturated`` and `take` gives nothing out.
+    capacity: how many calls may wait: queued, parked, or gathered by the actor. A message whose type has
+        ``frees_memory`` set is accepted beyond it, because its memory would be lost otherwise.
+    max_in_flight: how many launches may be unfinished. While there are so many, the mailbox is ``saturated`` and `take`
+        returns no calls.
     """
 
-    make_pipe: Callable[[], WakePipe] = WakePipe  # a process may have its actors sleep in another way
+    make_pipe: Callable[[], WakePipe] = WakePipe  # a worker process replaces it
 
     def __init__(self, name: str, capacity: int, max_in_flight: int) -> None:
         self.name = name
@@ -65,8 +66,8 @@ class Mailbox:
         self.on_traced: Callable[[Call[Any]], None] | None = None
         self.lock: Any = threading.RLock()
         self.numbers: Iterator[int] = itertools.count(1)
-        # The order in which calls go, by rank and number, and those that still wait. A call that is answered while
-        # it waits, with the arrays in its message, is let go of at once; its place in the order is passed over later.
+        # The order of the calls, by rank and number, and those that still wait. A call that is answered while it waits
+        # is released at once, with the arrays in its message. Its place in the order is skipped later.
         self._order: list[tuple[int, int]] = []
         self._waiting: dict[int, Call[Any]] = {}
         self._parked = 0
@@ -82,7 +83,7 @@ class Mailbox:
         self._written_off = False
         self._idle_callbacks: list[tuple[Callable[[], None], bool]] = []
         self._asleep = False
-        self._flush_asked = False
+        self._flush_requested = False
         self._pipe: WakePipe | None = None
 
     # The sender's side
@@ -110,16 +111,16 @@ class Mailbox:
             elif wake:
                 self._wake()
         except BaseException:
-            # Ctrl-C: the sender never learns of the call. Other senders rely on the actor, which must wake.
+            # Ctrl-C: the sender never gets the call. Other senders rely on the actor, which must wake.
             if wake:
                 self._wake()
             call.cancel()
             raise
 
     def close(self, reason: Callable[[], GpuActorsError], admit: type | None = None) -> None:
-        """Refuse calls from now on with a fresh error from ``reason``. What is queued stays.
+        """Refuse calls from now on with a new error from ``reason``. Queued calls stay.
 
-        admit: messages of this type are still taken in.
+        admit: a type of messages that are still accepted.
         """
         with self.lock:
             self._closed, self._admitted = reason, admit
@@ -141,19 +142,19 @@ class Mailbox:
         outbox.flush()
 
     def held(self, in_flight: Collection[Call[Any]]) -> list[Call[Any]]:
-        """The unanswered calls that only the actor knows: it took them, and they are neither parked nor in flight."""
+        """The unanswered calls that only the actor holds: it took them, and they are neither parked nor in flight."""
         with self.lock:
-            held = [call for call in list(self._unanswered) if call.number not in self._waiting and not call.parked]
-        return [call for call in held if call not in in_flight]
+            taken = [call for call in list(self._unanswered) if call.number not in self._waiting and not call.parked]
+        return [call for call in taken if call not in in_flight]
 
     def write_off(self) -> None:
-        """Count launches as ended for those that wait in `when_idle`: they may never end."""
+        """Let `when_idle` wait for launches no longer: they may never end."""
         with self.lock:
             self._written_off = True
-        self.tell_idle()
+        self.notify_idle()
 
     def abandon(self) -> None:
-        """No actor will look here again: let go of what it slept by, however long the replies are kept."""
+        """Release the actor's pipe, however long the replies live: no actor will take calls again."""
         self._pipe = None
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
@@ -165,23 +166,23 @@ class Mailbox:
         self.write_off()
 
     def refuse(self, call: Call[Any], error: GpuActorsError) -> None:
-        """Book a call and answer it with an error at once."""
+        """Count a call and answer it with an error at once."""
         with self.lock:
             self._submitted += 1
         call.fail(error)
 
-    def recall(self, _: Call[Any]) -> bool:
-        """Cancel a call that is launched: False, it goes on."""
+    def cancel_launched(self, _: Call[Any]) -> bool:
+        """Cancel a call that is launched. False: a launch cannot be cancelled here."""
         return False
 
-    def report(self, call: Call[Any]) -> None:
-        """Tell the trace, and who waits for idleness, that a call has been answered. Without the lock."""
+    def record(self, call: Call[Any]) -> None:
+        """Trace an answered call, and run the `when_idle` callbacks that are due. Called without the lock."""
         if call.traced and self.on_traced is not None:
             self.on_traced(call)
-        self.tell_idle()
+        self.notify_idle()
 
-    def tell_idle(self) -> None:
-        """Call who waits in `when_idle`, where it is time."""
+    def notify_idle(self) -> None:
+        """Run the `when_idle` callbacks that are due."""
         while True:
             with self.lock:
                 entry = self._due()
@@ -196,25 +197,25 @@ class Mailbox:
     # The actor's side
 
     def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]] | None:
-        """Sleep until there is work and give it out, most urgent first; None if ``controls`` holds something.
+        """Sleep until calls wait, and take them, most urgent first. None if ``controls`` holds something.
 
-        Empty where a flush was asked for (`ask_flush`) and no call waits.
+        Empty if a flush was requested and no call waits.
         """
         while True:
             pipe = self._pipe = self._pipe or self.make_pipe()
             with self.lock:
                 # Set before the look for work, so that a call which arrives after that wakes the thread.
                 self._asleep = True
-                if controls or ((self._waiting or self._flush_asked) and not self.saturated):
+                if controls or ((self._waiting or self._flush_requested) and not self.saturated):
                     self._asleep = False
                     if controls:
                         return None
-                    self._flush_asked = False
+                    self._flush_requested = False
                     return self._pop(limit)
             pipe.wait()
 
-    def give_back(self, calls: Iterable[Call[Any]]) -> None:
-        """Queue calls again that were taken but not handled. They keep their place by age."""
+    def requeue(self, calls: Iterable[Call[Any]]) -> None:
+        """Queue calls again that were taken but not handled. They keep their place in the order."""
         with self.lock:
             for call in calls:
                 if call.state is not DONE and call.number not in self._waiting:
@@ -223,23 +224,23 @@ class Mailbox:
         self.nudge()
 
     def park(self, call: Call[Any]) -> None:
-        """Note that the call is kept by something that outlives the actor. It still counts towards the capacity."""
+        """Note that something that outlives the actor holds the call. It still counts towards the capacity."""
         with self.lock:
             if call.state is not DONE and not call.parked:
                 call.parked = True
                 self._parked += 1
 
     def gather(self, count: int) -> None:
-        """Note that the actor has so many calls now that it took and lets wait for others to share their launches."""
+        """Note how many calls the actor has taken that wait for others to share their launches."""
         self._gathered = count
 
-    def ask_flush(self) -> None:
-        """Have the actor flush as soon as another launch may begin, whether or not a call waits."""
-        self._flush_asked = True
+    def request_flush(self) -> None:
+        """Request that the actor flushes as soon as another launch may begin, whether or not a call waits."""
+        self._flush_requested = True
         self.nudge()
 
     def nudge(self) -> None:
-        """Wake the actor thread to look for work and at its controls."""
+        """Wake the actor's thread to look for calls and controls."""
         wake = False
         try:
             with self.lock:
@@ -252,20 +253,20 @@ class Mailbox:
             raise
 
     def measure(self, clock: Clock) -> Meter:
-        """The meter of the requests that are made from now on, or the one that measures already."""
+        """The mailbox's meter. The first call makes it, and it measures the requests from then on."""
         with self.lock:
             if self.meter is None:
                 self.meter = Meter(clock)
             return self.meter
 
     def launching(self, calls: Sequence[Call[Any]]) -> None:
-        """Let the meter, if there is one, know of a launch that answers these calls."""
+        """Measure a launch that answers these calls, if there is a meter."""
         if self.meter is not None:
             with self.lock:
                 self.meter.launched(calls)
 
     def launch_began(self, calls: int = 1) -> None:
-        """Book a launch that answers so many calls."""
+        """Count a launch that answers so many calls."""
         with self.lock:
             self._launched += 1
             self._launched_calls += calls
@@ -273,30 +274,31 @@ class Mailbox:
             self.saturated = self._in_flight >= self.max_in_flight
 
     def launch_passed(self, calls: int) -> None:
-        """Book a launch that was over as soon as it began. For the actor's thread, which alone counts launches."""
+        """Count a launch that ended as soon as it began. Only the actor's thread counts launches."""
         self._launched += 1
         self._launched_calls += calls
 
     def launch_ended(self) -> None:
-        """Book the end of a launch, and let the actor go on if it waited for that."""
+        """Count the end of a launch, and wake the actor if it waited for that."""
         with self.lock:
             self._in_flight -= 1
             self.saturated = self._in_flight >= self.max_in_flight
         self.nudge()
         if self._idle_callbacks:
-            self.tell_idle()
+            self.notify_idle()
 
-    # Looking on
+    # Observation
 
     def when_idle(self, callback: Callable[[], None], launches: bool = True) -> None:
-        """Call ``callback`` as soon as no call is unanswered: once, or twice where Ctrl-C comes in between.
+        """Call ``callback`` as soon as no call is unanswered: once, or twice if Ctrl-C interrupts it.
 
-        launches: and no launch unfinished either (see `write_off`). One whose calls a deadline answered may never end.
+        launches: whether unfinished launches count too (see `write_off`). One whose calls a deadline answered may never
+            end.
         """
         entry = (callback, launches)
         with self.lock:
             self._idle_callbacks.append(entry)
-        self.tell_idle()
+        self.notify_idle()
 
     def stats(self) -> ActorStats:
         with self.lock:
@@ -320,10 +322,10 @@ class Mailbox:
 
     # Under the lock
 
-    def let_go(self, call: Call[Any]) -> bool:
-        """Forget a call that is answered. Called by the call itself, and again where Ctrl-C kept it from going on.
+    def release(self, call: Call[Any]) -> bool:
+        """Forget a call that is answered. The call itself calls it, and again if Ctrl-C interrupted it.
 
-        True if `report` has something to tell.
+        True if `record` has callbacks to run.
         """
         if self.meter is not None:
             self.meter.answered(call)
@@ -340,20 +342,20 @@ class Mailbox:
             self._parked -= 1
 
     def rank(self, call: Call[Any]) -> tuple[int, int]:
-        """The lowest goes first: a call that has waited for ``capacity`` others before newer ones of a step more."""
+        """The lowest goes first. A step of priority is worth as many newer calls as the capacity."""
         return call.number - call.priority * self.capacity, call.number
 
     def _push(self, call: Call[Any]) -> None:
         place = self.rank(call)
         self._waiting[call.number] = call
         heappush(self._order, place)
-        if call.state is DONE:  # since it was looked at
+        if call.state is DONE:  # it was answered meanwhile
             self._waiting.pop(call.number, None)
 
     def _pop(self, limit: int) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
         waiting = self._waiting
-        while len(calls) < limit and waiting:  # asked last: where nothing waits, nothing may be left of the order
+        while len(calls) < limit and waiting:  # evaluated last: if no call waits, the order may be empty
             call = waiting.pop(heappop(self._order)[1], None)
             if call is not None:  # else it was answered while it waited
                 calls.append(call)
@@ -372,7 +374,7 @@ class Mailbox:
                 for place in order:
                     if place[1] in self._waiting:
                         heappush(self._order, place)
-            except BaseException:  # Ctrl-C: what has its place twice is given out once
+            except BaseException:  # Ctrl-C: a call with two places is taken once
                 self._order += order
                 heapify(self._order)
                 raise
@@ -380,5 +382,5 @@ class Mailbox:
     def _due(self) -> tuple[Callable[[], None], bool] | None:
         if self._unanswered:
             return None
-        ended = self._in_flight == 0 or self._written_off
-        return next((entry for entry in list(self._idle_callbacks) if ended or not entry[1]), None)
+        launches_over = self._in_flight == 0 or self._written_off
+        return next((entry for entry in list(self._idle_callbacks) if launches_over or not entry[1]), None)

@@ -1,4 +1,4 @@
-"""Meter: how long an actor's requests took and how many shared a launch, where histograms were asked for."""
+"""Meter: histograms of how long an actor's requests take and of how many share a launch."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ class Histogram:
         self.total += value
 
     def counts(self) -> list[int]:
-        """Values above the bound before and up to each bound, and at last those above all bounds."""
+        """How many values lie between each bound and the one below it, and last how many lie above all bounds."""
         return list(self._counts)
 
     def cumulative(self) -> list[int]:
-        """Values up to each bound, and at last all of them."""
+        """How many values lie up to each bound, and last how many there are."""
         return list(accumulate(self._counts))
 
 
 class Meter:
     """Times the calls of one mailbox, which calls it under its lock.
 
-    latency: seconds from acceptance to the answer, by outcome. queue: seconds from acceptance to the first launch.
-    launch: seconds from the first launch to the answer. batch: requests that one launch answers.
+    latency: seconds from acceptance to the answer, by outcome.
+    queue: seconds from acceptance to the first launch.
+    launch: seconds from the first launch to the answer.
+    batch: requests that one launch answers.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -59,7 +61,7 @@ class Meter:
 
     def accepted(self, call: Call[Any]) -> None:
         self._accepted[call.number] = self._clock.now()
-        if call.state is DONE:  # answered while this was noted
+        if call.state is DONE:  # it was answered meanwhile
             self._accepted.pop(call.number, None)
 
     def launched(self, calls: Sequence[Call[Any]]) -> None:
@@ -73,11 +75,11 @@ class Meter:
 
     def answered(self, call: Call[Any]) -> None:
         now = self._clock.now()
-        begun, since = self._launched.pop(call.number, None), self._accepted.pop(call.number, None)
-        if begun is not None:
-            self.launch.observe(now - begun)
-        if since is not None:
-            self.latency[outcome_of(None if call.error is None else type(call.error))].observe(now - since)
+        launched, accepted = self._launched.pop(call.number, None), self._accepted.pop(call.number, None)
+        if launched is not None:
+            self.launch.observe(now - launched)
+        if accepted is not None:
+            self.latency[outcome_of(None if call.error is None else type(call.error))].observe(now - accepted)
 
 
 def outcome_of(error: type[BaseException] | None) -> str:

@@ -1,4 +1,4 @@
-"""Opening: a context that is made in a thread, on the way to the task that asked for it."""
+"""Opening: a context that a thread opens for a task, and that is closed if the task is cancelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from gpu_actors.errors import GpuActorsError
 
-__all__ = ["Opening", "in_thread", "to_the_end"]
+__all__ = ["Opening", "run_in_thread", "shielded"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ C = TypeVar("C", bound=Closeable)
 
 
 class Opening(Generic[C]):
-    """A context that is being opened, and may be abandoned meanwhile."""
+    """A context that is being opened. The task that waits for it may abandon it."""
 
     def __init__(self, open_it: Callable[[], C]) -> None:
         self._open = open_it
@@ -43,31 +43,33 @@ class Opening(Generic[C]):
         return context
 
     def abandon(self) -> C | None:
-        """Have the opening thread close the context once it is open. Gives the context if it is open already: the
-        caller closes it."""
+        """Have the opening thread close the context once it is open.
+
+        Returns the context if it is open already. The caller closes it then.
+        """
         with self._lock:
             self._abandoned = True
             return self._context
 
 
-async def to_the_end(work: Coroutine[Any, Any, object]) -> None:
-    """Do this even if the task that waits for it is cancelled, once more or while it waits."""
+async def shielded(work: Coroutine[Any, Any, object]) -> None:
+    """Run ``work`` to its end, even if the task that waits for it is cancelled."""
     await asyncio.shield(asyncio.create_task(work))
 
 
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a function in a thread of anyio's pool. Raises GpuActorsError if there is none and none can be started."""
-    begun = False
+async def run_in_thread(function: Callable[[], T]) -> T:
+    """Run a function in a thread of anyio's pool. Raises GpuActorsError if no thread can be started."""
+    started = False
 
     def run() -> T:
-        nonlocal begun
-        begun = True
+        nonlocal started
+        started = True
         return function()
 
     try:
-        # With a limiter of its own: the loop's threads may all be waiting for replies that only closing would answer.
+        # Its own limiter: all threads of the loop's limiter may wait for replies that only closing would answer.
         return await anyio.to_thread.run_sync(run, limiter=anyio.CapacityLimiter(1))
     except RuntimeError as error:
-        if begun:
+        if started:
             raise
         raise GpuActorsError(f"no thread can be started: {error}") from error

@@ -1,7 +1,7 @@
-"""Progress: whether an actor's work still succeeds, as far as health can tell.
+"""Progress: whether an actor's work still succeeds, for the context's health.
 
-Two counts, each since something last succeeded: launches that failed, and incarnations that ended with an exception.
-They do not depend on how far apart the failures lie, so an actor that fails slowly is noticed too.
+It has two counts, each since the last success: launches that failed, and incarnations that ended with an exception.
+The time between failures does not matter, so an actor that fails slowly is noticed too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FAILURES = (LaunchError, OutOfDeviceMemory, CompileError, ActorFailed)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error says that the service cannot do its work, rather than that the request is at fault."""
+    """Whether an error is a fault of the service, rather than of the request."""
     return isinstance(error, _FAILURES) or type(error) is GpuActorsError or not isinstance(error, GpuActorsError)
 
 
@@ -26,8 +26,8 @@ def is_failure(error: BaseException) -> bool:
 class Progress:
     """Counts the failures of one actor. Safe to use from any thread.
 
-    limit: failures without a success from which on the actor counts as ``failing``.
-    answered: gives the number of requests that the actor has answered with a result so far.
+    limit: how many failures without a success make the actor ``failing``.
+    answered: returns how many requests the actor has answered with a result.
     on_failing: called at each failure while the actor is failing, on the thread that saw the failure.
     """
 
@@ -43,7 +43,7 @@ class Progress:
     def launch_ended(self, error: BaseException | None) -> None:
         """A launch, or the compilation of a kernel for one, has ended with this error, or with none."""
         if error is None or isinstance(error, MockModeError):
-            # MockModeError is what a mock device answers that was told not to compute.
+            # A mock device that does not compute answers MockModeError.
             self.failed_launches = 0
         elif is_failure(error):
             with self._lock:
@@ -78,14 +78,14 @@ class Progress:
 
     @property
     def reason(self) -> str:
-        """What fails, in words."""
+        """What fails, as text."""
         what = f"{self.failed_launches} launches" if self.failed_launches >= self.crashes else f"{self.crashes} times"
         return f"has failed {what} in a row, last with {self._last}"
 
     def put_on_trial(self, completed: int) -> None:
-        """A probe succeeded: count the actor as failing no longer, until one more failure.
+        """A probe succeeded: the actor is not failing until one more failure.
 
-        completed: the actor's ``completed`` before the probe. The probe's own success is not one of a request.
+        completed: the actor's ``completed`` before the probe. The probe's success is not the success of a request.
         """
         with self._lock:
             self._crashes = min(self._crashes, self.limit - 1)
@@ -93,9 +93,9 @@ class Progress:
                 self.failed_launches = self.limit - 1
 
     def discount(self, completed: int, failed_launches: int) -> None:
-        """A probe of an actor that does not fail succeeded: its success does not end a row of failed requests.
+        """A probe of an actor that is not failing succeeded: its success does not reset the count of failed launches.
 
-        completed, failed_launches: the actor's before the probe.
+        completed, failed_launches: the actor's counts before the probe.
         """
         with self._lock:
             if self.completed - completed <= 1:

@@ -1,7 +1,7 @@
-"""What is used of Pykka: an actor's thread, its loop and its reference. The only module that imports Pykka.
+"""The actors' base over Pykka: an actor's thread, its loop and its reference. Only this module imports Pykka.
 
 Pykka's loop asks an inbox for the next envelope and hands its message to ``on_receive``. It documents neither the inbox
-nor the envelope, so both are kept here, with all else that is relied on and not promised:
+nor the envelope, so both are here, with all else that this package relies on and Pykka does not promise:
 
     ThreadActor    a daemon thread with Pykka's own inbox, which is also written to without a look at Pykka's registry
     MailboxActor   the same over an inbox that works through the calls of a mailbox between Pykka's messages
@@ -34,20 +34,20 @@ class ThreadActor(pykka.ThreadingActor):
     def _start_actor_loop(self) -> None:
         try:
             super()._start_actor_loop()
-        except BaseException:  # no thread can be had: Pykka's registry would keep the actor, and all that it holds
+        except BaseException:  # no thread can be started: Pykka's registry would keep the actor and its objects alive
             pykka.ActorRegistry.unregister(self.actor_ref)
             raise
 
     def post_message(self, message: Any) -> None:
         """Put a message in the inbox. For any thread; a message to an actor that has stopped is dropped."""
-        # Not actor_ref.tell: that asks a registry lock first, and raises once this actor has stopped.
+        # Not actor_ref.tell: it takes the registry's lock first, and raises once this actor has stopped.
         self.actor_inbox.put(_Envelope(message))  # type: ignore[arg-type]
 
 
 class MailboxActor(ThreadActor):
     """An actor that works through the calls of a mailbox, on Pykka's thread and outside of Pykka's dispatch.
 
-    Its attributes have underscores, for the names without belong to the actors that users write.
+    Its attributes have underscores. Names without belong to the actors that users write.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -57,11 +57,11 @@ class MailboxActor(ThreadActor):
 
     @abstractmethod
     def _work(self, calls: list[Call[Any]]) -> None:
-        """Work through a batch of calls. What it raises ends the actor, as `pykka.Actor.on_failure` is told."""
+        """Work through a batch of calls. An exception ends the actor, and is passed to ``on_failure``."""
 
     @abstractmethod
     def _receive(self, message: Any) -> Any:
-        """Handle a message that was sent by ``actor_ref``, and give the answer."""
+        """Handle a message that was sent by ``actor_ref``, and return the answer."""
 
     def on_receive(self, message: Any) -> Any:
         if type(message) is _Crash:
@@ -73,7 +73,7 @@ class MailboxActor(ThreadActor):
 
 
 def raise_exception(name: str, error: BaseException) -> NoReturn:
-    """Raise ``error``, or a stand-in where it is no Exception: Pykka answers those by stopping every actor there is."""
+    """Raise ``error``, or a RuntimeError in place of a BaseException, for which Pykka would stop every actor."""
     if isinstance(error, Exception):
         raise error
     raise RuntimeError(f"{name} raised {error!r}") from error
@@ -81,14 +81,14 @@ def raise_exception(name: str, error: BaseException) -> NoReturn:
 
 @dataclass(slots=True, eq=False)
 class _Crash:
-    """Takes what ended a batch of calls to where Pykka reports failures."""
+    """A message that raises the error of a batch of calls in Pykka's loop, which reports it."""
 
     error: BaseException
 
 
 @dataclass(slots=True, eq=False)
 class _Envelope:
-    """What Pykka's loop expects an inbox to give it."""
+    """What Pykka's loop expects from an inbox."""
 
     message: Any
     reply_to: pykka.Future[Any] | None = None
@@ -96,9 +96,9 @@ class _Envelope:
 
 @dataclass(slots=True, eq=False)
 class _Inbox:
-    """One incarnation's view of its cell's mailbox: gives out Pykka's own messages, and works through calls meanwhile.
+    """One incarnation's inbox: returns Pykka's own messages, and works through the mailbox's calls meanwhile.
 
-    Only Pykka's messages count as content, so that a dying incarnation drains those and leaves the calls.
+    Only Pykka's messages count as content, so that an incarnation that ends drains those and leaves the calls.
     """
 
     mailbox: Mailbox
@@ -110,10 +110,10 @@ class _Inbox:
         self.mailbox.nudge()
 
     def get(self) -> _Envelope:
-        # Calls are worked on in here, without an envelope and Pykka's dispatch around each batch, which a lone request
-        # would pay for in full.
+        # Calls are handled in here, without an envelope and Pykka's dispatch around each batch. A lone request would
+        # pay for both in full.
         controls = self.controls
-        # Pykka does not look for errors in here: one that escaped would end the thread without a word.
+        # Pykka does not catch errors of an inbox: one that escaped would end the thread silently.
         try:
             while not controls:
                 calls = self.mailbox.take(controls)

@@ -27,7 +27,7 @@ _AT_ONCE = 16
 
 
 class _Turns(threading.local):
-    """at_once: replies in a row that this thread's tasks found answered, so that none of them suspended."""
+    """at_once: how many replies in a row were done when this thread's tasks awaited them, so that none suspended."""
 
     at_once = 0
 
@@ -122,25 +122,25 @@ class Reply(Local, Generic[T]):
 
         Added on the thread of a running event loop, it is called there, in ``context``, as asyncio calls it for a
         future. Added elsewhere, it is called on the thread that answers the request, or on this one if the reply is
-        done, and must be short; what it raises is logged.
+        done. It must be short then, and its exceptions are logged.
         """
         context = copy_context() if context is None else context
         self._call.when_done(DoneCallback(self, function, asyncio._get_running_loop(), context))
 
     def remove_done_callback(self, function: Callable[[Self], object]) -> int:
-        """Take back what was added and has not been called. Gives the number of callbacks removed."""
+        """Remove a callback that has not been called. Returns the number of callbacks removed."""
         return self._call.forget_callbacks(lambda added: isinstance(added, DoneCallback) and added.function == function)
 
     def __repr__(self) -> str:
         call = self._call
-        # asyncio shows this text where it is given a reply in place of a coroutine.
+        # asyncio shows this text if it gets a reply in place of a coroutine.
         hint = "" if call.done else ": await it, or make a task with create_task(reply.wait())"
         return f"<Reply #{call.number} {call.state.name.lower()} of {type(call.message).__name__}{hint}>"
 
 
 @dataclass(slots=True, eq=False)
 class DoneCallback:
-    """What `Reply.add_done_callback` was given. Calling it twice calls the function once."""
+    """A callback of `Reply.add_done_callback`. Calling it twice calls the function once."""
 
     reply: Reply[Any]
     function: Callable[[Any], object]
@@ -167,7 +167,7 @@ class DoneCallback:
 
 
 def need_asyncio(call: str) -> None:
-    """Raise `AsyncioNeeded` where no asyncio event loop runs. call: what was done there."""
+    """Raise `AsyncioNeeded` if no asyncio event loop runs. call: the name of what needs one."""
     if asyncio._get_running_loop() is None:
         raise _asyncio_needed(call)
 

@@ -1,7 +1,7 @@
 """Supervisor: what happens when a child fails.
 
-Models: Erlang/OTP's supervisor (restart strategies, intensity and period, escalation) and Akka's backoff. It keeps no
-thread of its own: the ContextActor feeds it reports and timers, so every decision is taken on one thread.
+Models: Erlang/OTP's supervisor (restart strategies, intensity and period, escalation) and Akka's backoff. It has no
+thread of its own: the ContextActor passes it reports and timers, so every decision is made on one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Supervisor:
     escalate: Callable[[ActorCell, BaseException], None]
     stopping: bool = False
     _failures: dict[ActorCell | None, deque[float]] = field(init=False, default_factory=dict)
-    _asked: set[ActorCell] = field(init=False, default_factory=set)
+    _stop_requested: set[ActorCell] = field(init=False, default_factory=set)
     _due: set[ActorCell] = field(init=False, default_factory=set)
     _errors: dict[ActorCell, BaseException] = field(init=False, default_factory=dict)
 
@@ -56,7 +56,7 @@ class Supervisor:
         """A child's incarnation raised: restart it, all of them, or escalate."""
         if not self._current(cell, urn):
             return
-        if self.stopping or cell in self._asked:
+        if self.stopping or cell in self._stop_requested:
             self.stopped(cell, urn)
             return
         cell.ref = None
@@ -77,22 +77,22 @@ class Supervisor:
             member.state = "restarting"
             self._errors.setdefault(member, error)
             if member.ref is not None:
-                self._asked.add(member)
+                self._stop_requested.add(member)
                 member.stop()
         self.after(delay, lambda: self._restart(group))
 
     def stopped(self, cell: ActorCell, urn: str) -> None:
-        """A child's incarnation has stopped: on request, or for good where there was none."""
+        """A child's incarnation has stopped: on request, or for good if there was no request."""
         if not self._current(cell, urn):
             return
         cell.ref = None
-        asked = cell in self._asked
-        self._asked.discard(cell)
+        requested = cell in self._stop_requested
+        self._stop_requested.discard(cell)
         if self.stopping:
             cell.terminate(None)
         elif cell in self._due:
             self._replace(cell)
-        elif not asked:
+        elif not requested:
             cell.retire()
 
     def _restart(self, group: list[ActorCell]) -> None:
@@ -100,7 +100,7 @@ class Supervisor:
             if cell.ref is None:
                 self._replace(cell)
             else:
-                # The old incarnation still works on its last call. Two at one mailbox would overtake each other.
+                # The old incarnation still works on its last call. Two on one mailbox would overtake each other.
                 self._due.add(cell)
 
     def _replace(self, cell: ActorCell) -> None:

@@ -1,4 +1,4 @@
-"""Timers: the one thread of a context that acts when a time comes.
+"""Timers: the one thread of a context that runs callbacks at their times.
 
 Deadlines, restart backoff and the hang check are all timers. The thread starts with the first timer and sleeps on
 the context's clock, so a mock clock drives it.
@@ -20,11 +20,11 @@ __all__ = ["Timer", "Timers"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-# Seconds. A thread cannot be asked to sleep for longer than some centuries, and a deadline may be further away.
+# Seconds. A lock's timeout has an upper limit, and a deadline may be further away.
 _LONGEST_SLEEP = 3600.0
 
-# A sweep needs more cancelled timers than this, and more than half of all.
-_FEW_DEAD = 256
+# A sweep removes cancelled timers once there are more than this, and more than half of all.
+_MIN_CANCELLED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -62,16 +62,16 @@ class Timers:
         self._closed = False
 
     def at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Run ``callback`` once the clock reads ``when``; at once, on the timers' thread, if it does already.
+        """Run ``callback`` on the timers' thread once the clock reads ``when``, or at once if that has passed.
 
-        Raises GpuActorsError where that thread cannot be started.
+        Raises GpuActorsError if the thread cannot be started.
         """
         timer = Timer(self, callback)
         entry = (when, next(self._numbers), timer)
         with self._condition:
             if self._closed:
                 return timer
-            if self._cancelled > max(_FEW_DEAD, len(self._heap) // 2):
+            if self._cancelled > max(_MIN_CANCELLED, len(self._heap) // 2):
                 self._sweep()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="gpu-actors-timers", daemon=True)
@@ -85,19 +85,20 @@ class Timers:
                 heapq.heappush(self._heap, entry)
                 if first:
                     self._condition.notify()
-            except BaseException:  # Ctrl-C: the next timer is not the first one, and would not wake the thread
+            except BaseException:  # Ctrl-C: the next timer may not be the first one, and would not wake the thread
                 self._condition.notify()
                 raise
         return timer
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Run ``callback`` once so many seconds have passed."""
+        """Run ``callback`` after so many seconds."""
         return self.at(self._clock.now() + seconds, callback)
 
     def cancelled(self) -> None:
-        """A timer was cancelled. The next one that is set sweeps out the dead, if there are many.
+        """Count a cancelled timer. The next timer that is set removes the cancelled ones, if there are many.
 
-        Not here: the garbage collector may cancel timers at any moment, and this thread may be at work on the heap.
+        They are not removed here: the garbage collector may cancel a timer at any moment, in the middle of an operation
+        on the heap.
         """
         self._cancelled += 1
 

@@ -1,6 +1,6 @@
-"""Waking: how a thread or a task sleeps until there is something for it, and how it is woken.
+"""Waking: how a thread or a task sleeps until there is work for it, and how it is woken.
 
-    WakePipe  an actor's thread sleeps in it until a call or a message comes
+    WakePipe  an actor's thread sleeps in it until a call or a message arrives
     Waiter    a task suspends on it until its request is answered
     Outbox    gathers the waiters of a batch of answers, and wakes each event loop once
 
@@ -26,13 +26,13 @@ _ONE = b"\0\0\0\1\0\0\0\0"  # a small number in either byte order, which an even
 
 
 class WakePipe:
-    """One thread sleeps in `wait`, any other wakes it with `wake`.
+    """One thread sleeps in `wait`. Any other thread wakes it with `wake`.
 
-    A descriptor and not a lock: the write lets go of the GIL. A thread that a lock wakes finds the GIL taken and sleeps
-    a second time. Linux gives an eventfd, which costs less than the pipe that other systems give.
+    It is a descriptor and not a lock: the write releases the GIL. A thread that a lock wakes finds the GIL taken and
+    sleeps a second time. On Linux it is an eventfd, which costs less than the pipe of other systems.
 
-    A wake-up is not lost where no thread waits yet, and a wait may end without one: look for work after it. Raises
-    OSError where the process has no file descriptors left. The descriptors are closed with the last reference.
+    A wake-up is not lost if no thread waits yet, and a wait may end without one: look for work after it. Raises OSError
+    if the process has no file descriptors left. The descriptors are closed with the last reference.
     """
 
     __slots__ = ("__weakref__", "_reader", "_writer")
@@ -55,34 +55,33 @@ class WakePipe:
 class Waiter:
     """Awaited by one task, once: ``yield waiter``. All but ``loop`` is for the loop's own thread.
 
-    A task that awaits an asyncio future goes to the end of its loop's queue once that is set, and a task that waits
-    alone then costs the loop another turn, with another look at its selector. This one is future-like in asyncio's
-    sense (`asyncio.isfuture`): a task adds its next step to it as to any future, and `wake` takes that step then and
-    there.
+    A task that awaits an asyncio future goes to the end of its loop's queue once that is set. A task that waits alone
+    then costs the loop another turn, with another poll of its selector. A Waiter is future-like in asyncio's sense
+    (`asyncio.isfuture`): a task adds its next step to it as to any future, and `wake` takes that step at once.
     """
 
     loop: asyncio.AbstractEventLoop
-    _asyncio_future_blocking: bool = True  # which tells a task that it is given something to wait for
+    _asyncio_future_blocking: bool = True  # tells a task that it has a future to wait for
     _over: bool = False
     _error: asyncio.CancelledError | None = None
     _step: Step | None = None
     _context: Context | None = None
 
     def wake(self) -> None:
-        """Let the task go on. Raises what a task may end its loop with."""
-        # No call in between: Ctrl-C after one would lose the step.
+        """Let the task continue. Raises an exception with which the task ends its loop."""
+        # No function call in between: Ctrl-C after one would lose the step.
         step, self._step = self._step, None
         self._over = True
         if step is not None and self._context is not None:
             self._context.run(step, self)
 
-    # What a task asks of a future
+    # What a task calls on a future
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self.loop
 
     def add_done_callback(self, step: Step, *, context: Context) -> None:
-        """Take the step that follows. The task adds it before the loop goes on to anything else."""
+        """Set the task's next step. The task adds it before the loop runs anything else."""
         self._step, self._context = step, context
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -126,7 +125,7 @@ class Outbox:
         self._waiters = []
         try:
             _wake_all(waiters)
-        except BaseException:  # Ctrl-C: a waiter that is woken twice takes no notice
+        except BaseException:  # Ctrl-C: a waiter that is woken twice ignores the second wake-up
             _wake_all(waiters)
             raise
 
@@ -143,18 +142,18 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argum
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
-        # The loop was closed while its requests were in flight. No task is left to wake; the answers stay on the
-        # calls, for those that hold the replies.
+        # The loop was closed while its requests were in flight. No task is left to wake. The answers stay on the
+        # calls, for holders of the replies.
         return
 
 
 def _wake(waiters: deque[Waiter]) -> None:
     if len(waiters) > 1:
-        # A task that raises what ends the loop, or runs the loop from within, must not keep the others from going on.
+        # A task that ends the loop with an exception, or runs the loop from within, must not stop the others.
         waiters[0].loop.call_soon(_wake, waiters)
     while waiters:
-        # A waiter is removed after it was woken, so that Ctrl-C in between does not lose it. A loop that the waiter ran
-        # from within may have removed it already.
+        # A waiter is removed after it was woken, so that Ctrl-C in between does not lose it. If its task ran the loop
+        # from within, the loop may have removed it already.
         waiter = waiters[0]
         waiter.wake()
         if waiters and waiters[0] is waiter:

@@ -47,7 +47,7 @@ def test_a_call_that_is_answered_while_it_waits_for_its_kernel_lets_later_calls_
     order.block(blocked)
     assert not order.admits(later)
     blocked.cancel()
-    assert cell.flush_asked()
+    assert cell.flush_requested()
     order.release()
     assert cell.taken() == [later]
     assert order.admits(later)
@@ -84,9 +84,9 @@ def test_calls_behind_a_held_one_come_back_with_it_when_a_launch_has_ended(cell:
     assert not order.admits(later)
     order.release()
     assert cell.taken() == []
-    assert not cell.flush_asked()
+    assert not cell.flush_requested()
     order.look_again()
-    assert cell.flush_asked()
+    assert cell.flush_requested()
     order.release()
     assert cell.taken() == [held, later]
     assert order.admits(held)

@@ -32,7 +32,7 @@ class Store:
         self._pending: dict[str, Call[Any]] = {}
         self._mailbox = Mailbox("test", 64, 8)
         environment = SimpleNamespace(device=SimpleNamespace(load=self._load), compiler=self)
-        mailbox = SimpleNamespace(give_back=lambda calls: None, park=lambda call: None)
+        mailbox = SimpleNamespace(requeue=lambda calls: None, park=lambda call: None)
         cell: Any = SimpleNamespace(environment=environment, mailbox=mailbox, progress=None)
         self.store = KernelStore(cell, capacity)
 

@@ -179,7 +179,7 @@ def test_an_interrupted_closing_answers_every_call() -> None:
     assert each_point(FILES, make) > 50
 
 
-@pytest.mark.parametrize("how", ["put", "give back", "nudge"])
+@pytest.mark.parametrize("how", ["put", "requeue", "nudge"])
 def test_an_actor_that_missed_a_wake_up_is_woken_by_the_next_call(how: str) -> None:
     def make() -> Case:
         awaited = Awaited()
@@ -188,7 +188,7 @@ def test_an_actor_that_missed_a_wake_up_is_woken_by_the_next_call(how: str) -> N
         taken = mailbox._pop(1)
         acts = {
             "put": lambda: mailbox.put(new),
-            "give back": lambda: mailbox.give_back(taken),
+            "requeue": lambda: mailbox.requeue(taken),
             "nudge": mailbox.nudge,
         }
 
@@ -251,7 +251,7 @@ def test_calls_behind_a_cancelled_call_are_handled_after_an_interruption() -> No
 
         def check() -> None:
             blocked.cancel()
-            assert cell.flush_asked()
+            assert cell.flush_requested()
             order.release()
             assert cell.taken() == later
             assert all(order.admits(call) for call in later)

@@ -53,14 +53,14 @@ class Waiting:
         with self.mailbox.lock:
             return self.mailbox._pop(1000)
 
-    def give_back(self) -> None:
-        self.mailbox.give_back(self.pop())
+    def requeue(self) -> None:
+        self.mailbox.requeue(self.pop())
 
-    def park_and_give_back(self) -> None:
+    def park_and_requeue(self) -> None:
         calls = self.pop()
         for call in calls:
             self.mailbox.park(call)
-        self.mailbox.give_back(calls)
+        self.mailbox.requeue(calls)
 
     def cancel_all(self) -> None:
         for call in self.calls:
@@ -94,8 +94,8 @@ class Waiting:
 ACTS: dict[str, Callable[[Waiting], Any]] = {
     "put": Waiting.put,
     "take": Waiting.take,
-    "give back": Waiting.give_back,
-    "park and give back": Waiting.park_and_give_back,
+    "requeue": Waiting.requeue,
+    "park and requeue": Waiting.park_and_requeue,
     "cancel": lambda waiting: waiting.one.cancel(),
     "answer": lambda waiting: waiting.one.resolve(1),
     "fail all": Waiting.fail_all,
@@ -139,7 +139,7 @@ def test_a_blocking_call_may_end_while_another_is_put_behind_it(blocked_by: str)
             order.look_again()
 
         def check() -> None:
-            assert cell.flush_asked()
+            assert cell.flush_requested()
             order.release()
             came_back = cell.taken()
             assert came_back[0] is held

@@ -18,7 +18,7 @@ from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.options import ContextOptions
-from gpu_actors.runtime.opening import to_the_end
+from gpu_actors.runtime.opening import shielded
 
 __all__ = ["ray_pool"]
 
@@ -76,7 +76,7 @@ class ray_pool(open_pool):
             await self._wait_for_group(self._group)
             return await super().__aenter__()
         except BaseException:
-            await to_the_end(self._remove())
+            await shielded(self._remove())
             raise
 
     async def __aexit__(
@@ -85,7 +85,7 @@ class ray_pool(open_pool):
         try:
             await super().__aexit__(kind, error, traceback)
         finally:
-            await to_the_end(self._remove())
+            await shielded(self._remove())
 
     async def _wait_for_group(self, group: PlacementGroup) -> None:
         end = time.monotonic() + self._timeout

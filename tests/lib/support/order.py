@@ -27,6 +27,6 @@ class Cell:
         with self.mailbox.lock:
             return self.mailbox._pop(100)
 
-    def flush_asked(self) -> bool:
+    def flush_requested(self) -> bool:
         """Whether the actor is to flush."""
-        return self.mailbox._flush_asked
+        return self.mailbox._flush_requested
