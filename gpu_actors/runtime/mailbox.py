@@ -279,11 +279,13 @@ class Mailbox:
         self._launched_calls += calls
 
     def launch_ended(self) -> None:
-        """Count the end of a launch, and wake the actor if it waited for that."""
+        """Count the end of a launch, and wake the actor if there is something that it could launch now."""
         with self.lock:
             self._in_flight -= 1
             self.saturated = self._in_flight >= self.max_in_flight
-        self.nudge()
+        # Looked at without the lock: a call or a flush that comes later wakes the actor by itself.
+        if self._waiting or self._flush_requested:
+            self.nudge()
         if self._idle_callbacks:
             self.notify_idle()
 
