@@ -26,7 +26,7 @@ from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
-from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table
+from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
 from gpu_actors.planning.padding import recordable
@@ -136,8 +136,8 @@ class OpenedCache:
 
     def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
         """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages."""
-        batch, size = len(lengths), self.pool.page_size
-        table = np.zeros((batch, max(1, -(-int(lengths.max(initial=0)) // size))), np.int32)
+        batch, pages = len(lengths), -(-int(lengths.max(initial=0)) // self.pool.page_size)
+        table = np.zeros((batch, table_width(pages, options.get("block_mask") is not None)), np.int32)
         return PagedForward(
             q=q,
             k_cache=self.k_pool,
@@ -189,7 +189,9 @@ class OpenedCache:
             work.writes = self.tables.reserve(*zip(*growing, strict=True)) if growing else []
             lengths = [table.length for table in tables]
         self.tables.enter(tables)
-        work.table, work.lengths = block_table(tables), np.array(lengths, np.int32)
+        # A block mask has columns for the pages that there are.
+        exact = work.request is not None and work.request.block_mask is not None
+        work.table, work.lengths = block_table(tables, exact), np.array(lengths, np.int32)
 
     def succeeded(self, group: list[KvWork]) -> None:
         """The launch of a group has succeeded."""

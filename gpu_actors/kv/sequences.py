@@ -24,7 +24,7 @@ from gpu_actors.errors import CacheFull, InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write", "block_table"]
+__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write", "block_table", "table_width"]
 
 
 class KvCacheStats(NamedTuple):
@@ -303,9 +303,17 @@ class CacheTables:
         self._evicted += 1
 
 
-def block_table(tables: Sequence[PageTable]) -> Any:
-    """int32 (batch, max_blocks), at least one column. Past a sequence's last page it holds -1."""
-    width = max([1, *(len(table.pages) for table in tables)])
+def table_width(pages: int, exact: bool = False) -> int:
+    """The columns of a block table for sequences of at most so many pages: a power of two, or ``exact``ly those.
+
+    A plan belongs to a width, so that most new pages of a growing sequence keep the plan.
+    """
+    return max(1, pages) if exact else 1 << max(0, pages - 1).bit_length()
+
+
+def block_table(tables: Sequence[PageTable], exact: bool = False) -> Any:
+    """int32 (batch, columns), as wide as `table_width` says. Past a sequence's last page it holds -1."""
+    width = table_width(max(len(table.pages) for table in tables), exact) if tables else 1
     made = np.full((len(tables), width), -1, np.int32)
     for row, table in zip(made, tables, strict=True):
         row[: len(table.pages)] = table.pages

@@ -171,8 +171,11 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     names, others = (_LATENT, _WHOLE) if pool.latent else (_WHOLE, _LATENT)
     for name in others:
         given: Any = getattr(message, name)
-        kind = "whose keys and values lie apart" if pool.latent else "of latents (latent_dim)"
-        expect(given is None, name, describe(given), f"goes with a cache {kind}: this one takes {' and '.join(names)}")
+        if given is not None:
+            kind = "whose keys and values lie apart" if pool.latent else "of latents (latent_dim)"
+            raise InvalidRequest(
+                name, describe(given), f"goes with a cache {kind}: this one takes {' and '.join(names)}"
+            )
     k: Any
     v: Any
     k, v = (getattr(message, name) for name in names)
@@ -185,8 +188,8 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     ends = getattr(message, ends_field)
     if ends_field == "cu_seqlens_q" and len(getattr(k, "shape", ())) == 4:
         ends = None  # as many new rows a sequence, whatever rows q has
-    missing = names[0] if k is None else names[1]
-    expect(k is not None and v is not None, missing, None, f"must be given: rows have {' and '.join(names)}")
+    if k is None or v is None:
+        raise InvalidRequest(names[k is not None], None, f"must be given: rows have {' and '.join(names)}")
     leading: tuple[int, ...]
     alone, given = batch is None, (k, v)
     if batch is None:
@@ -196,7 +199,8 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
         k, v, batch = k[None], v[None], 1
     if ends is None:
         leading = shape_of(names[0], k, _AXES)[:2]
-        expect(leading[0] == batch, names[0], describe(k), f"must have the rows of {batch} sequences")
+        if leading[0] != batch:
+            raise InvalidRequest(names[0], describe(k), f"must have the rows of {batch} sequences")
         counts = np.full(batch, leading[1], np.int32)
     else:
         counts = counts_of(ends_field, ends, batch)
@@ -221,7 +225,8 @@ def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
     given = {name: getattr(message, name) for name in names}
     if rope is None:
         for name, array in given.items():
-            expect(array is None, name, None if array is None else describe(array), "goes with a rope only")
+            if array is not None:
+                raise InvalidRequest(name, describe(array), "goes with a rope only")
         return
     expect(isinstance(rope, Rope), "rope", rope, "must be a Rope, or None")
     total = rows.k.shape[0]
@@ -258,7 +263,8 @@ def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
     """
     given: Any = message.positions_q
     if rows.rope is None:
-        expect(given is None, "positions_q", None if given is None else describe(given), "goes with a rope only")
+        if given is not None:
+            raise InvalidRequest("positions_q", describe(given), "goes with a rope only")
         return
     if message.cu_seqlens_q is None:
         counts = np.full(len(rows.counts), q.shape[1], np.int32)
@@ -292,13 +298,11 @@ def pack_rows(field: str, array: Any) -> Any:
     batch, rows = array.shape[:2]
     if not isinstance(array, DeviceArray):
         return array.reshape(batch * rows, *array.shape[2:])
-    if rows == 1:
-        return array[:, 0]
-    if batch == 1:
-        return array[0]
-    if array.strides[0] != rows * array.strides[1]:
-        raise InvalidRequest(field, f"strides {array.strides}", "must have the sequences' rows one after the other")
-    return dataclasses.replace(array, shape=(batch * rows, *array.shape[2:]), strides=array.strides[1:], source=None)
+    try:
+        return array.packed()
+    except ValueError:
+        reason = "must have the sequences' rows one after the other"
+        raise InvalidRequest(field, f"strides {array.strides}", reason) from None
 
 
 def merge_rows(parts: Sequence[NewRows]) -> NewRows:

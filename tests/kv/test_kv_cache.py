@@ -12,6 +12,7 @@ from support.kv_cache import DIM, HEADS, PAGE, Rows, attention, contents, holds,
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors.kv.sequences import PageTable, block_table, table_width
 from gpu_actors.testing import reference
 
 
@@ -290,3 +291,14 @@ async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
         assert await kept == await kept
         assert cache.stats().shared_blocks == 0
         assert cache.stats().sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("pages", "wide", "exact"), [(0, 1, 1), (1, 1, 1), (2, 2, 2), (3, 4, 3), (9, 16, 9), (16, 16, 16)]
+)
+def test_a_growing_sequence_keeps_its_block_tables_width(pages: int, wide: int, exact: int) -> None:
+    assert (table_width(pages), table_width(pages, exact=True)) == (wide, exact)
+    table = PageTable(1, list(range(5, 5 + pages)))
+    for shape, made in ((wide, block_table([table])), (exact, block_table([table], exact=True))):
+        assert made.shape == (1, shape)
+        assert made[0].tolist() == [*table.pages, *[-1] * (shape - pages)]
