@@ -68,12 +68,12 @@ class ChromeTrace(Recorder):
         The file is written whole or left as it was. Blocks while the disk writes: on a loop, call it on a thread.
         """
         with self._lock:
-            spans, begun = list(self._spans), list(self._open.values())
+            spans, open_spans = list(self._spans), list(self._open.values())
             rows = [(ACTORS, row, name) for name, row in self._tracks.items()]
             rows += [(THREADS, row, name) for (_, name), row in self._threads.items()]
             rows += [(SERVICE, row, name) for name, row in self._kinds.items()]
             last, dropped = self._last, self.dropped
-        spans += [_Span(begin, last, begin["args"]) for begin in begun]
+        spans += [_Span(begin, last, begin["args"]) for begin in open_spans]
         replace_file(self.path, _document(spans, rows, dropped))
 
     async def __aenter__(self) -> Self:
@@ -100,19 +100,19 @@ class ChromeTrace(Recorder):
 
     # Records, under the lock
 
-    def _begun(self, begin: Record) -> bool:
+    def _span_began(self, begin: Record) -> bool:
         return True
 
-    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+    def _span_ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
         self._keep(_Span(begin, stop, args))
 
     def _instant(self, record: Record) -> None:
         self._keep(_Span(record, None, record["args"]))
 
-    def _replaced(self, former: Record, stop: float) -> None:
+    def _span_replaced(self, former: Record, stop: float) -> None:
         """It never ends, so it is left out."""
 
-    def _row_begins(self, group: int, row: int, name: str) -> None:
+    def _row_began(self, group: int, row: int, name: str) -> None:
         """Rows are named when the file is written."""
 
     def _keep(self, span: _Span) -> None:

@@ -1,4 +1,4 @@
-"""Trace events and where they go.
+"""Trace events and their listeners.
 
     request.accepted    a request entered an actor's mailbox          fields: actor, request, message, under: the
                                                                       step or client's request that it is a part of
@@ -18,8 +18,8 @@
     context.lost        the device context is gone                    fields: generation, error
 
 Every event goes to the logger ``gpu_actors.trace`` as a record with ``event`` and ``fields`` attributes, to
-``ContextOptions.on_event``, and to OpenTelemetry where a tracer provider is configured. With none of them listening an
-event costs one test.
+``ContextOptions.on_event``, and to OpenTelemetry if a tracer provider is configured. Without a listener an event costs
+one test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _LEVELS = {
 
 
 class TraceEvent(NamedTuple):
-    """Something that happened. time: ``time.monotonic_ns``. thread: the name of the thread where it happened."""
+    """One event.
+
+    time: ``time.monotonic_ns``.
+    thread: the name of the thread on which it happened.
+    """
 
     name: str
     time: int
@@ -57,9 +61,9 @@ Listener = Callable[[TraceEvent], None]
 
 
 class Trace:
-    """The trace of one context: hands events to those that listen.
+    """The trace of one context: passes events to its listeners.
 
-    active: ``trace.active()`` is True if a request's events would be seen. Ask before an event is built.
+    active: ``trace.active()`` is True if a listener would see a request's events. Call it before an event is built.
     """
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
@@ -72,7 +76,10 @@ class Trace:
         self._hand_to(())
 
     def watch(self, watcher: Listener) -> Callable[[], None]:
-        """Hand the watcher each event that is not a request's, so requests cost nothing more. Gives what ends that."""
+        """Pass the watcher each event that is not a request's, so that requests cost no more.
+
+        Returns a function that removes the watcher.
+        """
         self._watchers = (*self._watchers, watcher)
 
         def end() -> None:
@@ -82,13 +89,13 @@ class Trace:
 
     def _hand_to(self, listeners: tuple[Listener, ...]) -> None:
         self._listeners = listeners
-        # No method: a request that is not traced goes straight to the logger, which may be turned on at any time.
+        # Not a method: a request that is not traced asks only the logger, which may be turned on at any time.
         self.active: Callable[[], bool] = functools.partial(logger.isEnabledFor, logging.DEBUG)
         if listeners:
             self.active = lambda: True
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Hand out one event. If a listener raises, that is logged and the request goes on."""
+        """Pass on one event. If a listener raises, that is logged and the request goes on."""
         level = _LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
             attributes = {"event": name, "fields": fields}
@@ -108,7 +115,7 @@ def log_record(
 ) -> None:
     """Log ``text % values`` in a record that has these attributes.
 
-    Not by ``extra``, which raises KeyError where a record factory of the program has set one of them already.
+    ``extra`` would raise KeyError if a record factory of the program has set one of them already.
     """
     path, line, function, _ = log.findCaller(stacklevel=2)
     record = log.makeRecord(log.name, level, path, line, text, values, None, function)
@@ -117,11 +124,11 @@ def log_record(
 
 
 def _guarded(name: str, hand_out: Callable[[], None]) -> None:
-    """Call, and log what is raised: answers are on their way on this thread, and they must arrive."""
+    """Call ``hand_out`` and log its exceptions: this thread delivers answers, which must arrive."""
     try:
         hand_out()
     except BaseException as error:
         if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-            raise  # a signal that came meanwhile, and not for us
+            raise  # a signal for the program that arrived meanwhile
         with contextlib.suppress(Exception):
             logger.exception("a trace listener raised on %s", name)

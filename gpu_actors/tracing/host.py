@@ -1,4 +1,4 @@
-"""Host spans: work of a thread beside the actors, such as tokenizing, as a trace file shows it.
+"""Host spans: work of a thread outside of the actors, such as tokenizing, as a trace file shows it.
 
 with host_span("matmul", rows=256):
     y = x @ weights
@@ -24,9 +24,11 @@ logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
 
 class HostSpan(NamedTuple):
-    """A span that has ended. begin, end: ``time.monotonic_ns``. thread: its number. thread_name: its name then.
+    """A span that has ended.
 
-    Work that no thread does by itself, such as a client's request, has the thread 0 and its kind as the name.
+    begin, end: ``time.monotonic_ns``.
+    thread: the thread's number. 0 for work that no thread does by itself, such as a client's request.
+    thread_name: the thread's name when the span ended, or the kind of such work.
     """
 
     name: str
@@ -44,8 +46,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def host_span(name: str, **fields: Any) -> AbstractContextManager[None]:
-    """A span of the calling thread, from entering to leaving, with these fields. For open `ChromeTrace` and
-    `StreamedTrace` files; without one it is a context manager that does nothing."""
+    """A span of the calling thread, from entering to leaving, with these fields.
+
+    Open `ChromeTrace` and `StreamedTrace` files record it. Without one it is a context manager that does nothing.
+    """
     return _Span(name, fields) if _sinks else _NOTHING
 
 
@@ -55,7 +59,7 @@ def active() -> bool:
 
 
 def hand_out(span: HostSpan) -> None:
-    """Give a span that has ended to each open file."""
+    """Pass a span that has ended to each open file."""
     for sink in _sinks:
         try:
             sink(span)
@@ -64,13 +68,13 @@ def hand_out(span: HostSpan) -> None:
 
 
 def add_sink(sink: Sink) -> None:
-    """Have each span that ends from now on handed to this function, on its thread."""
+    """Pass each span that ends from now on to this function, on the span's thread."""
     global _sinks
     _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Sink) -> None:
-    """End what `add_sink` began. Nothing happens to one that is not there."""
+    """Remove what `add_sink` added. Does nothing if the sink is not there."""
     global _sinks
     _sinks = tuple(other for other in _sinks if other != sink)
 

@@ -24,7 +24,7 @@ __all__ = ["PROGRAM_TRACER", "ProgramTracer", "current_context", "otel_listener"
 
 
 def otel_listener() -> Listener | None:
-    """A listener that makes spans, or None where OpenTelemetry is absent or no tracer provider is configured."""
+    """A listener that makes spans, or None if OpenTelemetry is absent or no tracer provider is configured."""
     with contextlib.suppress(ImportError):
         importlib.import_module("opentelemetry.trace")
     if not provided():
@@ -49,9 +49,10 @@ def current_context() -> Any:
 
 
 class ProgramTracer:
-    """Spans that are no request's of a context. For programs where one is `provided`. Times are monotonic nanoseconds.
+    """Makes spans of work that is not a context's request, for programs with a tracer provider (`provided`).
 
-    Attributes have the names of OpenTelemetry where those have a dot, and others "gpu_actors." before them.
+    Times are monotonic nanoseconds. Attributes whose names have a dot are OpenTelemetry's; others get the prefix
+    "gpu_actors.".
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class ProgramTracer:
         server: bool = False,
         fields: Mapping[str, Any],
     ) -> Any:
-        """parent: a span; None: the current one, or the one that the headers name where none is current."""
+        """Start a span. parent: a span; None: the current one, or that of the headers if none is current."""
         from opentelemetry import propagate, trace
 
         context = None if parent is None else trace.set_span_in_context(parent)
@@ -91,7 +92,7 @@ class ProgramTracer:
         fields: Mapping[str, Any] = MappingProxyType({}),
         error: BaseException | str | None = None,
     ) -> None:
-        """name: a better one, or an empty string. error: why the work failed."""
+        """End a span. name: a new name, or an empty string. error: why the work failed."""
         from opentelemetry import trace
 
         if name:
@@ -102,7 +103,7 @@ class ProgramTracer:
         span.end(end_time=self.epoch + end)
 
     def current(self, span: Any) -> Any:
-        """While entered, the span is current."""
+        """A context manager in which the span is current."""
         from opentelemetry import trace
 
         return trace.use_span(span, record_exception=False, set_status_on_exception=False)

@@ -2,8 +2,8 @@
 
 Three groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
 pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). Group 2 has a row for
-each thread, with what it did beside the actors as complete events ("X"), which nest. Group 3 has the
-work that no thread does by itself, requests of clients, texts and steps, as async events again.
+each thread, with its work outside of the actors as complete events ("X"), which nest. Group 3 has work that no thread
+does by itself, requests of clients, texts and steps, as async events again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recorder(ABC):
             row = self._threads.get(key)
             if row is None:
                 row = self._threads[key] = len(self._threads) + 1
-                self._row_begins(THREADS, row, key[1])
+                self._row_began(THREADS, row, key[1])
             self._instant(
                 {
                     "name": span.name,
@@ -70,30 +70,30 @@ class Recorder(ABC):
         row = self._kinds.get(span.thread_name)
         if row is None:
             row = self._kinds[span.thread_name] = len(self._kinds) + 1
-            self._row_begins(SERVICE, row, span.thread_name)
+            self._row_began(SERVICE, row, span.thread_name)
         self._works += 1
         begin: Record = {"name": span.name, "cat": span.thread_name, "pid": SERVICE, "tid": row, "ph": "b"}
         args = {name: str(value) for name, value in span.fields.items() if value is not None}
         begin |= {"id": f"{span.thread_name}:{self._works}", "ts": span.begin / 1000, "args": args}
-        if self._begun(begin):
-            self._ended(begin, span.end / 1000, args)
+        if self._span_began(begin):
+            self._span_ended(begin, span.end / 1000, args)
 
-    # What a kind of file does with them. Under the lock.
-
-    @abstractmethod
-    def _begun(self, begin: Record) -> bool:
-        """A span has begun. False if it is not recorded: then nothing is told of its end."""
+    # For subclasses. Called under the lock.
 
     @abstractmethod
-    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
-        """It has ended. stop: microseconds."""
+    def _span_began(self, begin: Record) -> bool:
+        """A span has begun. False if it is not recorded: `_span_ended` is not called for it then."""
+
+    @abstractmethod
+    def _span_ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+        """A span has ended. stop: microseconds."""
 
     @abstractmethod
     def _instant(self, record: Record) -> None:
         """A record that is complete in itself."""
 
     @abstractmethod
-    def _row_begins(self, group: int, row: int, name: str) -> None:
+    def _row_began(self, group: int, row: int, name: str) -> None:
         """The first record of a row follows."""
 
     def _record(self, event: TraceEvent) -> None:
@@ -104,7 +104,7 @@ class Recorder(ABC):
             case "request.accepted":
                 self._begin(event, actor, "request", request, str(fields["message"]))
             case "request.compiling" | "request.launched" if ("request", request) not in self._open:
-                pass  # answered at that moment: no event will end this span
+                pass  # answered at that moment: no event would end this span
             case "request.compiling":
                 self._begin(event, actor, "compile wait", request, "wait for kernel")
             case "request.launched":
@@ -124,34 +124,34 @@ class Recorder(ABC):
         record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}
         former = self._open.pop((category, identity), None)
         if former is not None:
-            self._replaced(former, record["ts"])
-        if self._begun(record):
+            self._span_replaced(former, record["ts"])
+        if self._span_began(record):
             self._open[category, identity] = record
 
     @abstractmethod
-    def _replaced(self, former: Record, stop: float) -> None:
-        """Another span of the same name begins, as where two threads compile the same kernel."""
+    def _span_replaced(self, former: Record, stop: float) -> None:
+        """Another span of the same name begins, as when two threads compile the same kernel."""
 
     def _end(self, event: TraceEvent, category: str, identity: str) -> None:
         begin = self._open.pop((category, identity), None)
         if begin is not None:
             # Threads take the time before they take the lock.
-            self._ended(begin, max(begin["ts"], event.time / 1000), _args(event))
+            self._span_ended(begin, max(begin["ts"], event.time / 1000), _args(event))
 
     def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
         row = self._tracks.get(actor)
         if row is None:
             row = self._tracks[actor] = len(self._tracks) + 1
-            self._row_begins(ACTORS, row, actor)
+            self._row_began(ACTORS, row, actor)
         return {"name": name, "cat": category, "pid": ACTORS, "tid": row, "ts": event.time / 1000, "args": _args(event)}
 
 
 def row_names(group: int, row: int, name: str) -> list[Record]:
-    """The records that name a row, and before the first row of a group that group."""
-    found = [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}]
+    """The records that name a row, and before a group's first row the group."""
+    records = [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}]
     if row == 1:
-        found.insert(0, {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": _GROUPS[group]}})
-    return found
+        records.insert(0, {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": _GROUPS[group]}})
+    return records
 
 
 def _args(event: TraceEvent) -> dict[str, str]:

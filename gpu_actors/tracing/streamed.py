@@ -40,10 +40,12 @@ class StreamedTrace(Recorder):
     A row for each actor with its requests, launches and compilations, and one for each thread with its host spans (see
     `gpu_actors.tracing.host_span`). A thread of its own writes, so no request waits for the disk.
 
-    path: replaced when this is entered. Enter it around the context, with ``async with``, or ``with`` in a program
-        without a loop. max_bytes: of the file; what comes later is dropped. max_waiting: records that wait to be
-        written, some 1 KB each; spans that begin while so many wait are dropped whole.
-    dropped: spans and instants that are not in the file. The last line of a file that was closed counts them.
+    path: replaced on entering. Enter it around the context, with ``async with``, or ``with`` in a program without a
+        loop.
+    max_bytes: the greatest size of the file. Later records are dropped.
+    max_waiting: how many records may wait to be written, some 1 KB each. A span that begins while there are so many is
+        dropped whole.
+    dropped: how many spans and instants are not in the file. The last line of a file that was closed has the number.
 
     Raises `InvalidRequest` for a bound that is not an int >= 1, and OSError on entering where the file cannot be
     written. A disk that fails later ends the trace, with a line in the log.
@@ -89,20 +91,20 @@ class StreamedTrace(Recorder):
 
     # Records, under the lock
 
-    def _begun(self, begin: Record) -> bool:
+    def _span_began(self, begin: Record) -> bool:
         return self._put(begin)
 
-    def _ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
-        # Beyond the bound: there are no more ends than spans that have begun.
+    def _span_ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
+        # Not bounded: there are no more ends than spans that have begun.
         self._waiting.append({**begin, "ph": "e", "ts": stop, "args": args})
 
-    def _replaced(self, former: Record, stop: float) -> None:
-        self._ended(former, max(stop, former["ts"]), former["args"])
+    def _span_replaced(self, former: Record, stop: float) -> None:
+        self._span_ended(former, max(stop, former["ts"]), former["args"])
 
     def _instant(self, record: Record) -> None:
         self._put(record)
 
-    def _row_begins(self, group: int, row: int, name: str) -> None:
+    def _row_began(self, group: int, row: int, name: str) -> None:
         self._waiting += row_names(group, row, name)
 
     def _put(self, record: Record) -> bool:
@@ -125,7 +127,7 @@ class StreamedTrace(Recorder):
         try:
             _put_all(self._file, "[\n")
         except OSError:
-            with contextlib.suppress(OSError):  # what it could not write is tried again
+            with contextlib.suppress(OSError):  # closing tries the failed write again
                 self._file.close()
             raise
         self._thread = threading.Thread(target=self._run, name="gpu-actors-trace", daemon=True)
@@ -166,7 +168,7 @@ class StreamedTrace(Recorder):
 
 
 def _put_all(file: FileIO, text: str) -> None:
-    """Write it past this process's memory, in one call where the system takes it whole: a kill cuts few lines."""
+    """Write without a buffer, in one call if the system accepts all of it, so that a kill cuts few lines."""
     rest = memoryview(text.encode())
     while rest:
         rest = rest[file.write(rest) :]

@@ -1,9 +1,9 @@
-"""Work: what takes many awaits and no thread of its own, a client's request, a text or a step of many texts.
+"""Work: what spans many awaits and has no thread of its own: a client's request, a text, a step of many texts.
 
 with working("step", links=texts, fields={"rows": 12}):
     await cache.attend(...)  # requests of a context lie under it
 
-It becomes a span of open trace files and of OpenTelemetry. Where there is neither, that costs a microsecond.
+It becomes a span of open trace files and of OpenTelemetry. Without both, that costs a microsecond.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Work:
-    """Work that is under way. label: what other records call it. span: OpenTelemetry's, or None."""
+    """Work that has begun.
+
+    label: its name in other records.
+    span: OpenTelemetry's, or None.
+    """
 
     __slots__ = ("_begin", "_fields", "_kind", "_name", "label", "span")
 
@@ -44,12 +48,12 @@ class Work:
 
     @property
     def trace_id(self) -> str:
-        """Of OpenTelemetry's trace, 32 hexadecimal digits. Empty without one."""
-        found = 0 if self.span is None else self.span.get_span_context().trace_id
-        return f"{found:032x}" if found else ""
+        """The id of OpenTelemetry's trace, 32 hexadecimal digits. Empty if there is none."""
+        number = 0 if self.span is None else self.span.get_span_context().trace_id
+        return f"{number:032x}" if number else ""
 
     def part(self, name: str, begin: float, end: float, fields: Fields = _NO_FIELDS) -> None:
-        """A part of it that is over. begin, end: ``time.monotonic()`` seconds."""
+        """Record a part of the work that has ended. begin, end: ``time.monotonic()`` seconds."""
         times = _nanoseconds(begin), _nanoseconds(end)
         if self.span is not None:
             with _guarded(name):
@@ -58,7 +62,7 @@ class Work:
         _hand_out(self._kind, name, *times, {**fields, "under": self.label})
 
     def end(self, fields: Fields = _NO_FIELDS, *, name: str = "", error: BaseException | str | None = None) -> None:
-        """It is over. name: a better one, known by now. error: why it failed."""
+        """The work has ended. name: a new name. error: why it failed."""
         now = time.monotonic_ns()
         if self.span is not None:
             with _guarded(self._name):
@@ -68,7 +72,7 @@ class Work:
 
 
 def active() -> bool:
-    """Whether anything would see work: an open trace file, or OpenTelemetry."""
+    """Whether an open trace file or OpenTelemetry records work."""
     return host.active() or provided()
 
 
@@ -84,20 +88,24 @@ def begin_work(
     server: bool = False,
     fields: Fields = _NO_FIELDS,
 ) -> Work | None:
-    """Work that begins now, or None where nothing would see it.
+    """Work that begins now, or None if nothing records it.
 
-    kind: names its row in files. label: default: the name and a number. started: ``time.monotonic()`` seconds, before
-    now. parent: default: what is current. links: other work that this is done for. headers: of a client, by lower-case
-    name, whose traceparent is the parent where no span is current. server: whether it answers a client.
+    kind: names its row in files.
+    label: by default the name and a number.
+    started: when it began, ``time.monotonic()`` seconds. By default now.
+    parent: by default the current work.
+    links: other work that this is done for.
+    headers: of a client, by lower-case name. Their traceparent is the parent if no span is current.
+    server: whether it answers a client.
     """
     if not active():
         return None
     begin = time.monotonic_ns() if started is None else _nanoseconds(started)
     label = label or f"{name} {next(_numbers)}"
-    above = parent or _current.get()
-    known = {**fields, "under": above.label} if above is not None else dict(fields)
+    enclosing = parent or _current.get()
+    all_fields = {**fields, "under": enclosing.label} if enclosing is not None else dict(fields)
     if links:
-        known["links"] = ", ".join(one.label for one in links)
+        all_fields["links"] = ", ".join(one.label for one in links)
     span = None
     if provided():
         with _guarded(name):
@@ -110,24 +118,27 @@ def begin_work(
                 server=server,
                 fields=fields,
             )
-    return Work(kind, name, label, begin, {"label": label, **known}, span)
+    return Work(kind, name, label, begin, {"label": label, **all_fields}, span)
 
 
 def caller(carry_context: bool) -> dict[str, Any]:
-    """What a request's event says of its caller. context: OpenTelemetry's, where asked for. under: the work's label."""
+    """The fields of a request's event about its caller.
+
+    context: OpenTelemetry's, if ``carry_context``. under: the label of the caller's work.
+    """
     work = _current.get()
     context = current_context() if carry_context else None
     return {"context": context, "under": None if work is None else work.label}
 
 
 def under(work: Work | None) -> AbstractContextManager[None]:
-    """While entered, this work is current, for OpenTelemetry too. None changes nothing."""
+    """A context manager in which this work is current, for OpenTelemetry too. None changes nothing."""
     return _NOTHING if work is None else _under(work)
 
 
 @contextmanager
 def working(kind: str, *, links: Sequence[Work], fields: Fields) -> Iterator[None]:
-    """Work for several others, as long as this is entered: a child of the first one that is recorded, linked to all."""
+    """Work for several others, from entering to leaving: a child of the first one that is recorded, linked to all."""
     first = next((one for one in links if one.span is not None and one.span.is_recording()), None)
     parent = first or next(iter(links), None)
     work = begin_work(f"{kind}s", kind, parent=parent, links=links, fields=fields) if links else None
@@ -154,7 +165,7 @@ def _under(work: Work) -> Iterator[None]:
 
 @contextmanager
 def _guarded(name: str) -> Iterator[None]:
-    """The work that is measured goes on, whatever a sampler or a processor of spans raises."""
+    """Log what a sampler or a processor of spans raises. The measured work goes on."""
     try:
         yield
     except Exception:
