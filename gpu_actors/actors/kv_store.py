@@ -282,7 +282,7 @@ class CacheStore(Workbench):
         """The caches that are open now. For any thread; an actor waits for two copied lists at most."""
         found = []
         for number, cache in list(self._caches.items()):
-            pages = page_map(*cache.tables.look())
+            pages = page_map(*cache.tables.snapshot())
             pool, stats = cache.pool, cache.tables.stats()
             sizes = pool.page_size, pool.heads_kv, pool.sides["k"]
             found.append(CacheLook(number, *sizes, pool.cache_dtype, stats, pages))

@@ -1,3 +1,4 @@
-"""The bookkeeping of a paged KV cache: pages, prefixes, sequences and writes on their way. No threads, and no
-arrays but those of a sequence that moves to another cache (transfer).
+"""The bookkeeping of a paged KV cache: pages, prefixes, sequences and writes in flight.
+
+It has no threads. Only ``transfer`` holds arrays, those of a sequence that moves to another cache.
 """

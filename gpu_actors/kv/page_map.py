@@ -1,4 +1,4 @@
-"""PageMap: which pages of a cache are used, shared and kept, small enough to be drawn."""
+"""PageMap: which pages of a cache are used, shared and cached, small enough to be drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _MOST_CELLS = 1024
 
 
 class PageMap(NamedTuple):
-    """The pages of a cache as cells in their order. per_cell: pages that a cell stands for, the last one fewer.
+    """The pages of a cache as cells, in order. All pages that no field counts are free.
 
-    used, shared, kept: a digit a cell, "0" for none of its pages to "9" for all of them, and "1" where there is one at
-    least. used: pages that one sequence reads. shared: that several read. kept: that none reads, but whose prefix is
-    remembered. All others are free.
+    per_cell: how many pages a cell stands for. The last cell may have fewer.
+    used, shared, kept: a digit for each cell, from "0" for none of its pages to "9" for all; "1" if there is any.
+    used: pages that one sequence reads.
+    shared: pages that several sequences read.
+    kept: cached pages: no sequence reads them, but the index of prefixes has them.
     """
 
     per_cell: int
@@ -27,11 +29,14 @@ class PageMap(NamedTuple):
     kept: str
 
 
-def page_map(references: Sequence[int], remembered: Sequence[bool], most_cells: int = _MOST_CELLS) -> PageMap:
-    """The map of a pool with these references of each page. most_cells: at most so many cells."""
-    counts, known = np.array(references, np.int64), np.array(remembered, bool)
+def page_map(references: Sequence[int], indexed: Sequence[bool], most_cells: int = _MOST_CELLS) -> PageMap:
+    """The map of a pool.
+
+    references: of each page. indexed: whether the index of prefixes has the page. most_cells: an upper bound.
+    """
+    counts, in_index = np.array(references, np.int64), np.array(indexed, bool)
     per_cell = max(1, -(-len(counts) // most_cells))
-    kinds = (counts == 1, counts > 1, (counts == 0) & known)
+    kinds = (counts == 1, counts > 1, (counts == 0) & in_index)
     return PageMap(per_cell, *(_digits(kind, per_cell) for kind in kinds))
 
 
@@ -39,8 +44,8 @@ def _digits(pages: NDArray[np.bool_], per_cell: int) -> str:
     starts = np.arange(0, len(pages), per_cell)
     if not len(starts):
         return ""
-    held = np.add.reduceat(pages.astype(np.int64), starts)
+    counts = np.add.reduceat(pages.astype(np.int64), starts)
     sizes = np.minimum(per_cell, len(pages) - starts)
     # A single page of a large cell still shows, and a cell counts as full only when it is.
-    tenths = np.where(held == sizes, 9, np.clip(held * 9 // sizes, (held > 0).astype(np.int64), 8))
+    tenths = np.where(counts == sizes, 9, np.clip(counts * 9 // sizes, (counts > 0).astype(np.int64), 8))
     return "".join(map(str, tenths.tolist()))

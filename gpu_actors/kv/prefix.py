@@ -22,13 +22,14 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
 def token_ids(tokens: Any, shape: tuple[int, ...] | None = None, most: int | None = None) -> Tokens:
-    """Ids as int64, with one axis. shape: the one that they must have. most: how many there may be.
+    """Token ids as int64, with one axis.
 
-    Raises `InvalidRequest` for anything else, before memory is taken for more than that.
+    shape: the shape that they must have. most: how many there may be.
+    Raises `InvalidRequest` for anything else, before memory is allocated for more than that.
     """
-    wanted = "one axis" if shape is None else f"shape {shape}"
+    expected = "one axis" if shape is None else f"shape {shape}"
     if most is not None:
-        wanted = f"{wanted}, at most {most}, which is what the cache holds"
+        expected = f"{expected}, at most {most}, which is what the cache holds"
     try:
         length = len(tokens)
         if length > (length if most is None else most) or (shape is not None and length != shape[0]):
@@ -39,12 +40,12 @@ def token_ids(tokens: Any, shape: tuple[int, ...] | None = None, most: int | Non
     except Exception:
         sound = False
     if not sound:
-        raise InvalidRequest("tokens", show(tokens), f"must be token ids: ints, of {wanted}")
+        raise InvalidRequest("tokens", show(tokens), f"must be token ids: ints, of {expected}")
     return ids.astype("<i8").reshape(-1)
 
 
 def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
-    """Add the names of the whole pages that these tokens fill to those before. Gives the tokens left over."""
+    """Append the names of the whole pages that these tokens fill to ``digests``. Returns the remaining tokens."""
     whole = len(ids) // page_size * page_size
     chain = digests[-1] if digests else b""
     for start in range(0, whole, page_size):
@@ -54,7 +55,7 @@ def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
 
 
 def prompt_digests(tokens: Any, page_size: int, most: int | None = None) -> list[bytes]:
-    """The names of a prompt's pages that may be found. most: how many tokens a cache holds. Raises as `token_ids`."""
+    """The names of a prompt's pages that a cache may have. most: how many tokens it holds. Raises as `token_ids`."""
     digests: list[bytes] = []
     # Never the last token: a sequence needs at least one new row to attend with.
     extend_digests(digests, token_ids(tokens, most=most)[:-1], page_size)
@@ -69,7 +70,7 @@ class PrefixIndex:
         self._names: dict[int, bytes] = {}
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known beginning."""
+        """The pages of the longest beginning that the index has."""
         pages: list[int] = []
         for digest in digests:
             page = self._pages.get(digest)
@@ -87,5 +88,5 @@ class PrefixIndex:
         return True
 
     def forget(self, page: int) -> None:
-        """Take a page's name away."""
+        """Remove a page."""
         del self._pages[self._names.pop(page)]

@@ -1,14 +1,14 @@
-"""CacheTables: the sequences of a paged KV cache, their pages, and writes that have not ended.
+"""CacheTables: the sequences of a paged KV cache, their pages, and writes in flight.
 
 A write is reserved just before its launch: its pages are taken, and the sequence is as long as if the launch had
 succeeded, so that the next launch can build on it. At the end of the launch the write is committed or undone:
 
-    reserve ──launch──> in flight ──> commit     old copies of shared pages are let go, whole prompt pages get names
+    reserve ──launch──> in flight ──> commit     originals of copied pages are released, whole prompt pages are indexed
        │                   │
        └───────────────────┴────────> undo       the sequence is as long as before
 
-Writes to one sequence are undone from the last one backwards. Their pages go back to the pool at once, even while a
-launch in flight still uses them: the device works in the order of launches, so the next owner writes them later.
+Writes to one sequence are undone from the last one backwards. Their pages return to the pool at once, even while a
+launch in flight still uses them: the device runs launches in order, so the next owner writes them later.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ __all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write", "block_table", "
 
 
 class KvCacheStats(NamedTuple):
-    """blocks: pages in all. free_blocks: pages that are free, or kept for the next prompt with their prefix.
+    """Counts of pages and sequences.
 
-    prefix_blocks: the kept ones. shared_blocks: pages that several sequences read. prefix_hits: pages that `create`
-    found. evicted: kept pages that were given up.
+    blocks: all pages.
+    free_blocks: pages that are free, or cached for the next prompt with their prefix.
+    sequences: sequences that are not freed.
+    shared_blocks: pages that several sequences read.
+    prefix_blocks: the cached pages.
+    prefix_hits: pages with which new sequences began.
+    evicted: cached pages that were taken for other rows.
     """
 
     blocks: int
@@ -47,9 +52,11 @@ class KvCacheStats(NamedTuple):
 class PageTable:
     """One sequence.
 
-    digests: names of the pages whose tokens are known, from the first on; the index of prefixes has the first ``named``
-    of them. tail: the known tokens behind them. users: requests in flight that read or write the sequence; while there
-    are any, rows may be appended and nothing else may change.
+    digests: names of the pages whose tokens are known, from the first on.
+    named: how many of them the index of prefixes has.
+    tail: the known tokens behind them.
+    users: requests in flight that read or write the sequence. While there are any, rows may be appended and nothing
+        else may change.
     """
 
     number: int
@@ -69,9 +76,10 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Rows on their way into one sequence, up to ``stop``.
+    """Rows that are being written to one sequence, up to ``stop``.
 
-    pages_before, length_before, tail: of the sequence, before the write. copy: a shared page that is copied first.
+    pages_before, length_before, tail: of the sequence, before the write.
+    copy: a shared page that is copied first.
     """
 
     table: PageTable
@@ -83,7 +91,7 @@ class Write:
 
 
 class CacheTables:
-    """The tables of one cache. Safe to use from the actor's thread and the completion thread at once."""
+    """The tables of one cache. The actor's thread and the completion thread may use it at the same time."""
 
     def __init__(self, blocks: int, page_size: int) -> None:
         self.page_size = page_size
@@ -103,18 +111,18 @@ class CacheTables:
                 free_blocks=pool.free_blocks,
                 sequences=len(self._tables),
                 shared_blocks=pool.shared_blocks,
-                prefix_blocks=pool.kept_blocks,
+                prefix_blocks=pool.cached_blocks,
                 prefix_hits=self._hits,
                 evicted=self._evicted,
             )
 
-    def look(self) -> tuple[list[int], list[bool]]:
-        """What `PagePool.look` gives. The lock is held while two lists are copied."""
+    def snapshot(self) -> tuple[list[int], list[bool]]:
+        """See `PagePool.snapshot`. The lock is held while two lists are copied."""
         with self._lock:
-            return self._pool.look()
+            return self._pool.snapshot()
 
     def find(self, number: int, field: str = "seq") -> PageTable:
-        """The sequence of that number. Raises `InvalidRequest`, with that field, for one that was freed."""
+        """The sequence with this number. Raises `InvalidRequest` for ``field`` if it was freed."""
         table = self._tables.get(number)
         if table is None:
             raise InvalidRequest(field, number, "is no sequence of this cache, or was freed")
@@ -123,7 +131,7 @@ class CacheTables:
     # Sequences
 
     def create(self, digests: Sequence[bytes] = ()) -> PageTable:
-        """A new sequence, which begins with the pages that are known for ``digests``."""
+        """A new sequence, which begins with the indexed pages of ``digests``."""
         with self._lock:
             pages = self._prefixes.find(digests)
             for page in pages:
@@ -136,17 +144,17 @@ class CacheTables:
             return table
 
     def most_shared(self, tables: Sequence[PageTable]) -> int:
-        """At most so many pages are read again for sequences that share them with these."""
-        found: dict[int, int] = {}
+        """An upper bound of how many pages are read again for other sequences that share them with these."""
+        shared: dict[int, int] = {}
         if not self._sharing:
             return 0
         with self._lock:
             for table in tables:
                 if table.pages:
-                    first = table.pages[0]  # which no page behind it has more references than
+                    first = table.pages[0]  # no later page has more references
                     others = (self._pool.references(first) - 1) * len(table.pages)
-                    found[first] = max(found.get(first, 0), others)
-        return sum(found.values())
+                    shared[first] = max(shared.get(first, 0), others)
+        return sum(shared.values())
 
     def enter(self, tables: Sequence[PageTable]) -> None:
         """A request uses these sequences until `leave`."""
@@ -171,7 +179,7 @@ class CacheTables:
             return child
 
     def free(self, table: PageTable) -> None:
-        """Forget a sequence. Its pages go back, the last first, so that prefixes are given up from their end."""
+        """Forget a sequence. Its pages are released, the last first, so that prefixes are evicted from their end."""
         with self._lock:
             if self._tables.pop(table.number, None) is None:
                 return  # freed already, perhaps by another thread
@@ -180,25 +188,24 @@ class CacheTables:
             table.pages = []
 
     def adopt(self, length: int, digests: Sequence[bytes], tail: Sequence[int]) -> Write:
-        """A new sequence of ``length`` rows, which begins with the pages that are known for ``digests``, and has room
-        for the others. tail: the known tokens behind those of the digests.
+        """A new sequence of ``length`` rows: it begins with the indexed pages of ``digests``, and has new ones behind.
 
-        Nothing may be done with it before `commit`, or `free` in its place. Raises `CacheFull`, and then nothing has
-        changed.
+        tail: the known tokens behind those of the digests.
+        Only `commit` or `free` may follow. Raises `CacheFull`, and then nothing has changed.
         """
         with self._lock:
             pages = self._prefixes.find(digests)
             for page in pages:
                 self._pool.retain(page)
             try:
-                taken = self._pool.take(-(-length // self.page_size) - len(pages))
+                new_pages = self._pool.take(-(-length // self.page_size) - len(pages))
             except CacheFull:
                 for page in reversed(pages):
                     self._pool.release(page)
                 raise
             self._hits += len(pages)
             self._sharing |= bool(pages)
-            table = self._add([*pages, *taken], length)
+            table = self._add([*pages, *new_pages], length)
             table.digests, table.named, table.tail = list(digests), len(pages), list(tail)
             return Write(table, length, len(pages), len(pages) * self.page_size, [])
 
@@ -214,9 +221,9 @@ class CacheTables:
     def reserve(
         self, tables: Sequence[PageTable], rows: Sequence[int], tokens: Sequence[Tokens | None] | None = None
     ) -> list[Write]:
-        """Room for so many more rows, at least one, of each sequence. tokens: what these rows are of, where known.
+        """Reserve pages for new rows. Raises `CacheFull`, and then nothing has changed.
 
-        Raises `CacheFull`, and then nothing has changed.
+        rows: how many new rows each sequence gets, at least one. tokens: the tokens of these rows, if known.
         """
         with self._lock:
             size = self.page_size
@@ -224,39 +231,39 @@ class CacheTables:
             grown = [
                 -(-(table.length + more) // size) - len(table.pages) for table, more in zip(tables, rows, strict=True)
             ]
-            taken = self._pool.take(sum(grown) + sum(copies))
+            new_pages = self._pool.take(sum(grown) + sum(copies))
             writes: list[Write] = []
-            known = [None] * len(tables) if tokens is None else tokens
-            for table, more, copied, count, ids in zip(tables, rows, copies, grown, known, strict=True):
+            row_tokens = [None] * len(tables) if tokens is None else tokens
+            for table, more, copied, count, ids in zip(tables, rows, copies, grown, row_tokens, strict=True):
                 write = Write(table, table.length + more, len(table.pages), table.length, list(table.tail))
                 if copied:
-                    destination = taken.pop()
-                    # The old page's reference goes from the table to the write, which may have to give it back.
+                    destination = new_pages.pop()
+                    # The old page's reference moves from the table to the write, which may return it.
                     write.copy = _Copy(len(table.pages) - 1, table.pages[-1], destination)
                     table.pages[-1] = destination
-                table.pages += [taken.pop() for _ in range(count)]
+                table.pages += [new_pages.pop() for _ in range(count)]
                 if ids is not None:
-                    self._learn(table, ids)
+                    self._extend_digests(table, ids)
                 table.length = write.stop
                 writes.append(write)
             return writes
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """These have been carried out."""
+        """The launch has carried out these writes."""
         with self._lock:
             for write in writes:
                 if write.copy is not None:
                     self._pool.release(write.copy.source)
                 if self._tables.get(write.table.number) is write.table:  # and not one whose import was given up
-                    self._name_pages(write)
+                    self._index_pages(write)
 
     def undo(self, writes: Sequence[Write]) -> None:
-        """These are not carried out. Later writes to the same sequences must have been undone."""
+        """Undo writes that are not carried out. Later writes to the same sequences must have been undone."""
         with self._lock:
             for write in reversed(writes):
                 table, copy = write.table, write.copy
                 self._cut(table, write.pages_before, write.length_before)
-                table.tail = write.tail  # what was known is known again, even where the write ended that page
+                table.tail = write.tail  # the tokens of a page that the write ended are known again
                 if copy is not None:
                     table.pages[copy.slot] = copy.source
                     self._pool.release(copy.destination)
@@ -269,11 +276,11 @@ class CacheTables:
         self._tables[table.number] = table
         return table
 
-    def _learn(self, table: PageTable, ids: Tokens) -> None:
-        """These are the tokens of the next rows, if all before them are known."""
+    def _extend_digests(self, table: PageTable, ids: Tokens) -> None:
+        """Note the tokens of the next rows, if all tokens before them are known."""
         if len(table.digests) * self.page_size + len(table.tail) == table.length:
-            known = np.concatenate([np.array(table.tail, np.int64), ids])
-            table.tail = extend_digests(table.digests, known, self.page_size).tolist()
+            tokens = np.concatenate([np.array(table.tail, np.int64), ids])
+            table.tail = extend_digests(table.digests, tokens, self.page_size).tolist()
 
     def _cut(self, table: PageTable, pages: int, length: int) -> None:
         for page in reversed(table.pages[pages:]):
@@ -282,20 +289,20 @@ class CacheTables:
         table.length = length
         whole = len(table.digests) * self.page_size
         if length < whole:
-            # The tokens of a page that is begun are not kept: what follows in it has no name.
+            # The tokens of a page that is begun are dropped: it gets no name.
             del table.digests[length // self.page_size :]
             table.named = min(table.named, len(table.digests))
             table.tail = []
         else:
             del table.tail[length - whole :]
 
-    def _name_pages(self, write: Write) -> None:
+    def _index_pages(self, write: Write) -> None:
         table = write.table
         whole = min(write.stop // self.page_size, len(table.digests))
         for index in range(table.named, whole):
             page = table.pages[index]
             if self._prefixes.add(table.digests[index], page):
-                self._pool.remember(page)
+                self._pool.mark_indexed(page)
         table.named = max(table.named, whole)
 
     def _forget(self, page: int) -> None:
@@ -312,9 +319,9 @@ def table_width(pages: int, exact: bool = False) -> int:
 
 
 def block_table(tables: Sequence[PageTable], exact: bool = False) -> Any:
-    """int32 (batch, columns), as wide as `table_width` says. Past a sequence's last page it holds -1."""
+    """int32 (batch, columns), as wide as `table_width` says. Behind a sequence's last page it is -1."""
     width = table_width(max(len(table.pages) for table in tables), exact) if tables else 1
-    made = np.full((len(tables), width), -1, np.int32)
-    for row, table in zip(made, tables, strict=True):
+    block_ids = np.full((len(tables), width), -1, np.int32)
+    for row, table in zip(block_ids, tables, strict=True):
         row[: len(table.pages)] = table.pages
-    return made
+    return block_ids

@@ -1,4 +1,4 @@
-"""Which neighbours of a batch begin with the same pages, found in their block table on the host.
+"""Which neighbours of a batch begin with the same pages, from their block table on the host.
 
 sequence 0   7 3 9 | 4          ends   0 2 3 5        group 0 shares pages 7 3 9, group 1 is one sequence alone,
 sequence 1   7 3 9 | 8 2        pages  3 0 1          group 2 shares page 5
@@ -23,7 +23,8 @@ _DEEPEST = 64  # cuts inside cuts, after which a run stays whole
 class SharedPrefixes(NamedTuple):
     """A batch as groups of neighbours. Group g has sequences ``ends[g]`` to ``ends[g + 1]``.
 
-    ends: int64 (groups + 1,). pages: int64 (groups,), how many pages all of the group begin with; 0 for one alone.
+    ends: int64 (groups + 1,).
+    pages: int64 (groups,), how many first pages the whole group shares; 0 for a single sequence.
     """
 
     ends: npt.NDArray[np.int64]
@@ -31,7 +32,7 @@ class SharedPrefixes(NamedTuple):
 
 
 def shared_prefixes(table: Any, most: Any) -> SharedPrefixes | None:
-    """The groups of a batch that save the most pages, or None where no neighbours begin with the same page.
+    """The groups of a batch that save the most pages, or None if no neighbours begin with the same page.
 
     table: int32 (batch, columns), the pages of each sequence. most: (batch,), pages of each that may be shared.
     """
@@ -64,4 +65,4 @@ def _groups(common: npt.NDArray[np.int64], end: int, depth: int) -> tuple[int, l
     cut = int(common.argmin())
     left = _groups(common[:cut], end - (common.size - cut), depth + 1)
     right = _groups(common[cut + 1 :], end, depth + 1)
-    return max(whole, (left[0] + right[0], left[1] + right[1]), key=lambda found: found[0])
+    return max(whole, (left[0] + right[0], left[1] + right[1]), key=lambda saving: saving[0])

@@ -1,4 +1,4 @@
-"""A sequence on its way from one cache to another: its pages, and the launches that read and write them.
+"""The transfer of a sequence from one cache to another: its pages, and the launches that read and write them.
 
 Pages are copied as they are, so a sequence has the same bits at its new home, fp8 elements included.
 """
@@ -70,7 +70,7 @@ class SequencePages:
 
 
 def page_checks(*pools: Any) -> tuple[bytes, ...]:
-    """A digest of each page's bytes. pools: the pages of K, and those of V where there are some."""
+    """A digest of each page's bytes. pools: the pages of K, and those of V if there are any."""
     checks = []
     for pages in zip(*pools, strict=True):
         check = hashlib.blake2b(digest_size=16)
@@ -80,55 +80,64 @@ def page_checks(*pools: Any) -> tuple[bytes, ...]:
     return tuple(checks)
 
 
-def check_pages(given: Any, pool: AppendProblem, descales: Mapping[str, Any]) -> None:
-    """Check that pages fit a pool and are what they were when they left. Raises `InvalidRequest`."""
-    expect(isinstance(given, SequencePages), "pages", show(given), "must be SequencePages, as export_pages() gives")
-    for name, own in zip(_LAYOUT, _layout(pool), strict=True):
-        other = getattr(given, name)
-        expect(type(other) is type(own) and other == own, name, show(other), f"must be that of the cache, {own}")
-    count = _pages(given.length, pool.page_size) if type(given.length) is int and given.length >= 0 else -1
-    expect(count >= 0, "length", show(given.length), "must be a number of rows")
-    expect(not pool.latent or given.v is None, "v", describe(given.v), "must be None: a latent cache has no V")
+def check_pages(pages: Any, pool: AppendProblem, descales: Mapping[str, Any]) -> None:
+    """Check that pages fit a pool and have not changed since their export. Raises `InvalidRequest`."""
+    expect(isinstance(pages, SequencePages), "pages", show(pages), "must be SequencePages, as export_pages() gives")
+    for name, expected in zip(_LAYOUT, _layout(pool), strict=True):
+        other = getattr(pages, name)
+        expect(
+            type(other) is type(expected) and other == expected,
+            name,
+            show(other),
+            f"must be that of the cache, {expected}",
+        )
+    count = _pages(pages.length, pool.page_size) if type(pages.length) is int and pages.length >= 0 else -1
+    expect(count >= 0, "length", show(pages.length), "must be a number of rows")
+    expect(not pool.latent or pages.v is None, "v", describe(pages.v), "must be None: a latent cache has no V")
     for name, dim in pool.sides.items():
-        array, shape = getattr(given, name), (count, pool.page_size, pool.heads_kv, dim)
+        array, shape = getattr(pages, name), (count, pool.page_size, pool.heads_kv, dim)
         sound = isinstance(array, np.ndarray) and array.shape == shape and name_of(array.dtype) == pool.cache_dtype
         expect(sound, name, describe(array), f"must be {pool.cache_dtype} {shape}, on the host")
     for name in ("k_descale", "v_descale"):
-        own, other = descales.get(name), getattr(given, name)
-        same = (own is None) == (other is None) and (own is None or np.array_equal(own, other))
-        expect(same, name, describe(other), f"must be that of the cache, {describe(own)}")
-    whole = given.length // pool.page_size
-    known = len(given.digests) * pool.page_size + len(given.tail)
-    sound = len(given.digests) <= whole and known <= given.length and len(given.tail) < pool.page_size
-    expect(sound, "digests", len(given.digests), f"must be of whole pages, of which there are {whole}")
-    found = page_checks(*(getattr(given, name) for name in pool.sides))
-    expect(len(given.checks) == count, "checks", len(given.checks), f"must be one a page, {count}")
-    for index, (check, wanted) in enumerate(zip(found, given.checks, strict=True)):
+        expected, other = descales.get(name), getattr(pages, name)
+        same = (expected is None) == (other is None) and (expected is None or np.array_equal(expected, other))
+        expect(same, name, describe(other), f"must be that of the cache, {describe(expected)}")
+    whole = pages.length // pool.page_size
+    tokens = len(pages.digests) * pool.page_size + len(pages.tail)
+    sound = len(pages.digests) <= whole and tokens <= pages.length and len(pages.tail) < pool.page_size
+    expect(sound, "digests", len(pages.digests), f"must be of whole pages, of which there are {whole}")
+    checks = page_checks(*(getattr(pages, name) for name in pool.sides))
+    expect(len(pages.checks) == count, "checks", len(pages.checks), f"must be one a page, {count}")
+    for index, (check, digest) in enumerate(zip(checks, pages.checks, strict=True)):
         expect(
-            check == wanted, f"checks[{index}]", show(wanted), "is not that of the page, which has changed on its way"
+            check == digest, f"checks[{index}]", show(digest), "is not that of the page, which has changed on its way"
         )
 
 
 def export_launch(
     pool: AppendProblem, pools: Mapping[str, Any], pages: Sequence[int], kernels: Sequence[Kernel]
 ) -> Launch:
-    """Copies these pages of a pool into k_pages and v_pages on the host. pools: k_cache, and v_cache where it is."""
+    """Copies these pages of a pool to k_pages and v_pages on the host. pools: k_cache, and v_cache if there is one."""
     count = len(pages)
     outputs = {
         f"{side}_pages": OutputSpec((count, pool.page_size, pool.heads_kv, dim), pool.cache_dtype)
         for side, dim in pool.sides.items()
     }
-    # The pairs come first: outputs lie where the first input does, on the host.
+    # The pairs come first: outputs are in the memory of the first input, on the host.
     inputs = {"page_pairs": np.array([(page, index) for index, page in enumerate(pages)], np.int32), **pools}
     return Launch(None, inputs, outputs, _read, _steps(pool, count, kernels, "cache", "pages"))
 
 
 def import_launch(
-    pool: AppendProblem, pools: Mapping[str, Any], given: Sequence[Any], pages: Sequence[int], kernels: Sequence[Kernel]
+    pool: AppendProblem,
+    pools: Mapping[str, Any],
+    contents: Sequence[Any],
+    pages: Sequence[int],
+    kernels: Sequence[Kernel],
 ) -> Launch:
-    """Copies ``given`` pages, of K and perhaps V, to these pages of a pool. pools: as in `export_launch`."""
+    """Copies ``contents``, pages of K and perhaps V, to these pages of a pool. pools: as in `export_launch`."""
     inputs = {"page_pairs": np.array([(index, page) for index, page in enumerate(pages)], np.int32), **pools}
-    inputs |= {f"{side}_pages": np.ascontiguousarray(one) for side, one in zip(pool.sides, given, strict=True)}
+    inputs |= {f"{side}_pages": np.ascontiguousarray(one) for side, one in zip(pool.sides, contents, strict=True)}
     steps = _steps(pool, len(pages), kernels, "pages", "cache")
     return Launch(None, inputs, {}, _write, steps, updates=tuple(pools))
 
@@ -143,10 +152,10 @@ def exported(
     tail: Sequence[int],
     length: int,
 ) -> SequencePages:
-    """The record of what `export_launch` has read."""
+    """The message for the pages that `export_launch` has read."""
     arrays = {side: outputs[f"{side}_pages"] for side in pool.sides}
     rest = length % pool.page_size
-    if rest:  # rows that were never written hold what the page held before
+    if rest:  # rows that were not written hold old data
         for array in arrays.values():
             array[-1, rest:].view(np.uint8)[...] = 0
     return SequencePages(
@@ -164,7 +173,7 @@ def exported(
 
 
 def no_pages(pool: AppendProblem) -> Outputs:
-    """What `export_launch` would read of no pages."""
+    """The outputs of `export_launch` for no pages."""
     dtype: Any = dtype_of(pool.cache_dtype)
     return {
         f"{side}_pages": np.zeros((0, pool.page_size, pool.heads_kv, dim), dtype) for side, dim in pool.sides.items()

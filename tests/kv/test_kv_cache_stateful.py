@@ -313,7 +313,7 @@ class Caching(RuleBasedStateMachine):
         tables, pool = self.opened.tables, self.opened.tables._pool
         held = Counter(page for table in tables._tables.values() for page in table.pages)
         assert [pool.references(page) for page in range(pool.blocks)] == [held[page] for page in range(pool.blocks)]
-        assert sorted([*pool._free, *pool._kept, *held]) == list(range(pool.blocks)), "leaked, or in two places"
+        assert sorted([*pool._free, *pool._cached, *held]) == list(range(pool.blocks)), "leaked, or in two places"
         stats = self.cache.stats()
         assert stats.sequences == len(self.rows)
         assert stats.free_blocks == stats.blocks - len(held)
