@@ -120,7 +120,7 @@ def measure(sizes: tuple[int, ...] = (1, 8, 32, 125, 1000), choices: int = 300) 
         for workers in sizes:
             pool = ContextPool({f"worker-{number}": context for number in range(workers)}, seed=0)
             for member in pool.candidates().values():
-                member._looked = math.inf  # looks are counted apart
+                member._health_time = math.inf  # looks are counted apart
             dice = random.Random(0)
             taken = []
             for number in range(choices):

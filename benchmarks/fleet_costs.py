@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
-from gpu_actors.distributed.members import _LOOK
+from gpu_actors.distributed.member import _HEALTH_TTL
 from gpu_actors.errors import InvalidRequest
 
 __all__ = ["Costs", "load_costs"]
@@ -33,7 +33,7 @@ class Costs(NamedTuple):
     def choice(self, workers: int) -> float:
         """Seconds of a router's CPU for one choice: a line between the sizes that are known, and flat outside.
 
-        The looks at each worker's health, every `_LOOK` seconds, leave it only a part of the CPU, here a tenth at
+        Reading each worker's health, every `_HEALTH_TTL` seconds, leaves it only a part of the CPU, here a tenth at
         least.
         """
         sizes = sorted(self.router_us)
@@ -43,7 +43,7 @@ class Costs(NamedTuple):
         low, high = sizes[max(at - 1, 0)], sizes[min(at, len(sizes) - 1)]
         share = min(max((workers - low) / (high - low), 0.0), 1.0) if high > low else 0.0
         alone = self.router_us[low] + share * (self.router_us[high] - self.router_us[low])
-        return alone * 1e-6 / max(0.1, 1.0 - workers * self.router_look_us * 1e-6 / _LOOK)
+        return alone * 1e-6 / max(0.1, 1.0 - workers * self.router_look_us * 1e-6 / _HEALTH_TTL)
 
 
 def load_costs(text: str | None = None) -> Costs:

@@ -28,9 +28,9 @@ import simpy
 
 from benchmarks.fleet_costs import Costs, load_costs
 from gpu_actors.distributed.budget import RetryBudget
-from gpu_actors.distributed.dispatch import Dispatch
-from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
+from gpu_actors.distributed.worker_pool import WorkerPool
 from gpu_actors.errors import GpuActorsError, InvalidRequest, WorkerLost
 
 __all__ = ["Fleet", "Policy", "Settings", "changed", "simulate"]
@@ -171,7 +171,7 @@ class _Cell:
         self.alive = {name: one for name, one in self.members.items() if self.workers[name].up}
 
 
-class _Router(Dispatch):
+class _Router(WorkerPool):
     """A pool of the package, over workers that are simulated. loads: as it believes them to be."""
 
     def __init__(self, cell: _Cell, settings: Settings, seed: str, ring: Ring) -> None:
@@ -189,7 +189,7 @@ class _Router(Dispatch):
         self._generations = dict.fromkeys(cell.workers, 1)
 
     def candidates(self, tried: Collection[str] = ()) -> dict[str, Member]:
-        """As `Dispatch.candidates` chooses by health: those that are up, untried ones first; else all wait."""
+        """As `WorkerPool.candidates` chooses by health: those that are up, untried ones first; else all wait."""
         alive = self.cell.alive or self.cell.members
         rest = {name: member for name, member in alive.items() if name not in tried} if tried else alive
         return rest or alive

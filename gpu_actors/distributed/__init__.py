@@ -5,26 +5,34 @@ async with open_pool("mock", workers=4) as pool:
     async with pool.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=64) as cache:
         seq = await cache.create(tokens)
 
-pool: requests without state. dispatch: the workers, and what is repeated elsewhere. cache: sequences with a
-home. members: one worker's account. routing: who gets what. budget: how much is repeated.
-heads: one request over several workers by heads. context_parallel: the same by rows. parts: what both share.
-keys: one sequence over several workers; key_split: which worker has which keys; shard_rows: rows before they are sent.
-moving: a sequence from one cache to another.
+    pool              requests without state
+    worker_pool       the workers, and the repetition of requests on another one
+    member            one worker and its load
+    routing           the choice of a worker
+    budget            how many requests are repeated
+    pooled_cache      sequences that each live on one worker
+    migration         a sequence moves from one cache to another
+    tensor_parallel   one request over several workers by heads
+    context_parallel  the same by rows
+    parts             what both share
+    sharded_cache     one sequence over several workers
+    key_split         which worker has which keys
+    shard_rows        rotates and quantises rows before they are sent
 """
 
 from __future__ import annotations
 
 from gpu_actors.distributed.budget import RetryBudget
-from gpu_actors.distributed.cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.context_parallel import context_split, context_split_backward, zigzag
-from gpu_actors.distributed.dispatch import PoolOptions, PoolStats
-from gpu_actors.distributed.heads import head_split, head_split_backward
 from gpu_actors.distributed.key_split import KeySplit
-from gpu_actors.distributed.keys import ShardedKvCache, ShardedSequence
-from gpu_actors.distributed.members import Member, WorkerStats
-from gpu_actors.distributed.moving import copy_sequence, exported_pages, move_sequence
+from gpu_actors.distributed.member import Member, WorkerStats
+from gpu_actors.distributed.migration import copy_sequence, exported_pages, move_sequence
 from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.distributed.pooled_cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
+from gpu_actors.distributed.sharded_cache import ShardedKvCache, ShardedSequence
+from gpu_actors.distributed.tensor_parallel import head_split, head_split_backward
+from gpu_actors.distributed.worker_pool import PoolOptions, PoolStats
 from gpu_actors.kv.prefix import prompt_digests as prefix_digests
 
 __all__ = [

@@ -11,10 +11,10 @@ __all__ = ["RetryBudget"]
 
 
 class RetryBudget:
-    """A bucket of repetitions. Each new request puts ``ratio`` of one in, up to ``burst``; each repetition takes one.
+    """A token bucket of repetitions. A new request adds ``ratio`` of a token, up to ``burst``. A repetition takes one.
 
-    So workers that fail again and again get at most ``1 + ratio`` times the load, and a death with many requests in
-    flight is answered from the burst. Safe to use from any thread. Raises `InvalidRequest` for values below 0.
+    So workers that keep failing get at most ``1 + ratio`` times the load, and the burst covers a worker's death with
+    many requests in flight. Safe to use from any thread. Raises `InvalidRequest` for values below 0.
     """
 
     def __init__(self, ratio: float = 0.1, burst: float = 256.0) -> None:
@@ -28,16 +28,16 @@ class RetryBudget:
 
     @property
     def left(self) -> float:
-        """Repetitions that may be made now."""
+        """How many repetitions may be made now."""
         return self._left
 
     def request(self) -> None:
-        """A new request is made."""
+        """Count a new request."""
         with self._lock:
             self._left = min(self.burst, self._left + self.ratio)
 
     def take(self) -> bool:
-        """Whether a request may be repeated now."""
+        """Take a token. False if there is none, and a request may not be repeated now."""
         with self._lock:
             if self._left < 1.0:
                 return False

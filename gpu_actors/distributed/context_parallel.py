@@ -3,8 +3,8 @@
     2 parts       sequence 0          sequence 1
                   0 0 1 1 1 1 0 0     0 1 1 0            a request a block: 4 requests, each with rows of both
 
-Each worker gets the keys that its rows see, as after an all-gather of K and V, so every row is attended to in one place
-and nothing is merged. The rows are dealt out in a zig-zag, because under a causal mask late rows see most keys.
+Each worker gets the keys that its rows see, as after an all-gather of K and V. So each row is computed by one worker,
+and nothing is merged. The rows are divided in a zig-zag, because under a causal mask late rows see the most keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLACES = ("q_positions", "k_positions")
 
 
 def zigzag(rows: int, parts: int) -> list[tuple[slice, slice]]:
-    """The two blocks of rows of each part: block i and block 2 * parts - 1 - i of 2 * parts that are alike in length.
+    """The two blocks of rows of each part: blocks i and 2 * parts - 1 - i of 2 * parts blocks of about equal length.
 
     Raises `InvalidRequest` for ``rows`` below 0 and ``parts`` below 1.
     """
@@ -83,20 +83,22 @@ async def context_split_backward(
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
     split = _Split(request, parts)
     answers = await split.ask(pool, timeout)
-    found: list[Any] = [split.joined("q", [answer.dq for answer in answers])]
-    found += [split.summed(name, [getattr(answer, f"d{name}") for answer in answers]) for name in ("k", "v")]
+    gradients: list[Any] = [split.joined("q", [answer.dq for answer in answers])]
+    gradients += [split.summed(name, [getattr(answer, f"d{name}") for answer in answers]) for name in ("k", "v")]
     dbias = dsinks = None
     if answers[0].dbias is not None:
         dbias = split.summed("bias", [answer.dbias for answer in answers])
     if answers[0].dsinks is not None:
         dsinks = np.sum([answer.dsinks for answer in answers], axis=0, dtype=answers[0].dsinks.dtype)
-    return AttentionGradients(*(None if one is None else split.restored(one) for one in (*found, dbias, dsinks)))
+    return AttentionGradients(*(None if one is None else split.restored(one) for one in (*gradients, dbias, dsinks)))
 
 
 class _Line(NamedTuple):
-    """Rows and keys that are cut as one: those of a packed sequence, or of all sequences of a dense request.
+    """Rows and keys that are cut together: those of a packed sequence, or of all sequences of a dense request.
 
-    rows, keys: how many. first_row, first_key: where they begin in the operands. offset: the key of row 0.
+    rows, keys: how many.
+    first_row, first_key: where they begin in the operands.
+    offset: the key of row 0.
     """
 
     rows: int
@@ -107,7 +109,11 @@ class _Line(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """rows, keys: of each line, counted in it."""
+    """A block of rows, with the keys that they see.
+
+    part: the part that computes it.
+    rows, keys: the slices of each line, counted in the line.
+    """
 
     part: int
     rows: list[slice]
@@ -124,13 +130,13 @@ class _Split:
                 reason = "counts rows or keys of whole sequences, and a part has others: give packed sequences"
                 raise Unsupported(name, describe(used), reason, name.replace("seqused", "cu_seqlens"))
         self._packed = any(getattr(request, name) is not None for name in _ENDS)
-        self._given = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
+        self._operands = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
         dims = 3 if self._packed else 4
         for name in ("q", "k", "v"):
-            array = self._given[name].array if name in self._given else None
+            array = self._operands[name].array if name in self._operands else None
             shape = "(total, heads, head_dim)" if self._packed else "(batch, rows, heads, head_dim)"
             expect(getattr(array, "ndim", 0) == dims, name, describe(array), f"must be {shape}")
-        bias = self.array("bias") if "bias" in self._given else None
+        bias = self.array("bias") if "bias" in self._operands else None
         self._axes = {name: axis - self._packed for name, axis in _ROWS.items()}
         self._key_axes = {name: axis - self._packed for name, axis in _KEYS.items()}
         rows, keys = (self.array(name).shape[1 - self._packed] for name in ("q", "k"))
@@ -140,7 +146,7 @@ class _Split:
             del self._axes["bias"]  # one row for all
         for axes, extent, kind in ((self._axes, rows, "q's rows"), (self._key_axes, keys, "k's keys")):
             for name, axis in axes.items():
-                if name in self._given:
+                if name in self._operands:
                     array = self.array(name)
                     sound = array.ndim == dims - (name == "lse") and array.shape[axis] == extent
                     expect(sound, name, describe(array), f"must have {kind}, {extent}, on axis {axis}")
@@ -152,11 +158,11 @@ class _Split:
             most = [max((0, *np.diff(each).tolist())) for each in ends]
             sound = bias.ndim == 4 and len(bias) in (1, self._batch)
             sound = sound and (bias.shape[2] == 1 or bias.shape[2] >= most[0]) and bias.shape[3] >= most[1]
-            wanted = f"({self._batch} or 1, heads or 1, at least {most[0]} or 1, at least {most[1]})"
-            expect(sound, "bias", describe(bias), f"must be {wanted}")
+            expected = f"({self._batch} or 1, heads or 1, at least {most[0]} or 1, at least {most[1]})"
+            expect(sound, "bias", describe(bias), f"must be {expected}")
         self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
-        self._placed = [name for name in _PLACES if name in self._given]
-        for name in self._placed:
+        self._positions = [name for name in _PLACES if name in self._operands]
+        for name in self._positions:
             places = self.array(name)
             sound = places.dtype == np.int32 and places.shape in ((self._batch,), (self._batch, 2))
             expect(sound, name, describe(places), f"must be int32, ({self._batch},) or ({self._batch}, 2)")
@@ -167,13 +173,13 @@ class _Split:
             for (row, row_end), (key, key_end) in zip(*map(itertools.pairwise, ends), strict=True)
         ]
         offsets = [line.offset for line in self._lines if line.offset]
-        if request.dropout_p and offsets and not self._placed:
+        if request.dropout_p and offsets and not self._positions:
             reason = f"its random numbers count rows and keys from 0, and the diagonal begins at key {offsets[0]}"
             raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
-        # The keys of a causal block end on its diagonal, where its last row lies without positions as well.
+        # The keys of a causal block end on its diagonal, which is the diagonal of its last row without positions too.
         ends_there = self._mask.causal and all(line.keys >= line.rows + line.offset for line in self._lines)
         chunked = request.attention_chunk > 0
-        self._counts = bool(self._placed or request.dropout_p or chunked or (diagonal and not ends_there))
+        self._counts = bool(self._positions or request.dropout_p or chunked or (diagonal and not ends_there))
         parts = integer("parts", parts, 1)
         dealt = [zigzag(line.rows, parts) for line in self._lines]
         self.blocks: list[_Block] = []
@@ -181,20 +187,20 @@ class _Split:
             part = min(block, 2 * parts - 1 - block)
             cut = [pairs[part][block >= parts] for pairs in dealt]
             if any(one.start < one.stop for one in cut):
-                self.blocks.append(_Block(part, cut, self._seen(cut)))
-        if not self.blocks:  # without rows the request is answered all the same
+                self.blocks.append(_Block(part, cut, self._visible_keys(cut)))
+        if not self.blocks:  # a request without rows is answered too
             whole = [slice(0, line.keys) for line in self._lines]
             self.blocks = [_Block(0, [slice(0, 0)] * len(whole), whole)]
 
     def array(self, name: str) -> Any:
-        return self._given[name].array
+        return self._operands[name].array
 
     def restored(self, array: Any) -> Any:
-        """An array of the answer in q's kind."""
-        return restore(array, self._given["q"])
+        """An array of the answer, as an array of q's library."""
+        return restore(array, self._operands["q"])
 
     def joined(self, name: str, parts: Sequence[Any]) -> Any:
-        """An answer of all rows, from those of each block. name: of the operand whose axis of rows it has."""
+        """The answer for all rows, from those of the blocks. name: the operand whose axis of rows it has."""
         axis = self._axes[name]
         shape = list(parts[0].shape)
         shape[axis] = self.array("q").shape[self._axes["q"]]
@@ -204,15 +210,15 @@ class _Split:
         return whole
 
     def summed(self, name: str, parts: Sequence[Any]) -> Any:
-        """The gradients of keys, values or the bias, from those of each block."""
-        given = self.array(name)
-        total = np.zeros(given.shape, np.float64 if given.dtype == np.float64 else np.float32)
+        """The gradient of keys, values or the bias, from those of the blocks."""
+        operand = self.array(name)
+        total = np.zeros(operand.shape, np.float64 if operand.dtype == np.float64 else np.float32)
         for block, part in zip(self.blocks, parts, strict=True):
             if name not in self._key_axes:
                 for there, here in self._bias_places(block):
                     total[there] += part[here]
                 continue
-            cut: list[Any] = [slice(None)] * given.ndim
+            cut: list[Any] = [slice(None)] * operand.ndim
             cut[self._key_axes[name]] = self._keys_of(block)
             if name in self._axes:
                 cut[self._axes[name]] = self._rows_of(block)
@@ -220,7 +226,7 @@ class _Split:
         return total.astype(parts[0].dtype)
 
     async def ask(self, pool: ContextPool, timeout: float | None) -> list[Any]:
-        """The answers of the blocks, in their order."""
+        """The answers for the blocks, in order."""
         spread = Spread(pool.dice)
 
         def ask(block: _Block) -> Coroutine[Any, Any, Any]:
@@ -233,24 +239,24 @@ class _Split:
         """Where the lines begin and end, in rows or keys of the operands."""
         if not self._packed:
             return [0, total]
-        ends = self._given[name].array if name in self._given else None
+        ends = self._operands[name].array if name in self._operands else None
         sequences(name, ends)
         check_cu_seqlens(name, ends, total, total)
-        found: list[int] = ends.tolist()  # type: ignore[union-attr]
-        return found
+        bounds: list[int] = ends.tolist()  # type: ignore[union-attr]
+        return bounds
 
-    def _seen(self, cut: list[slice]) -> list[slice]:
-        """The keys that rows see, from the first to the last, of each line."""
-        if self._placed:
+    def _visible_keys(self, cut: list[slice]) -> list[slice]:
+        """The keys of each line that its rows see, from the first to the last."""
+        if self._positions:
             return [slice(0, line.keys) for line in self._lines]
-        found = []
+        visible = []
         for line, rows in zip(self._lines, cut, strict=True):
             bounds = [np.array([[edge]], np.int64) for edge in (rows.start, rows.stop, line.offset)]
             ranges = self._mask.key_ranges(bounds[0], bounds[1], bounds[2], line.keys)
             sinks, first, last = (int(np.clip(edge, 0, line.keys).flat[0]) for edge in ranges)
             first, last = 0 if sinks else first, max(last, sinks)
-            found.append(slice(min(first, last), last if rows.start < rows.stop else min(first, last)))
-        return found
+            visible.append(slice(min(first, last), last if rows.start < rows.stop else min(first, last)))
+        return visible
 
     def _rows_of(self, block: _Block) -> Any:
         return self._index([line.first_row for line in self._lines], block.rows)
@@ -259,7 +265,7 @@ class _Split:
         return self._index([line.first_key for line in self._lines], block.keys)
 
     def _index(self, firsts: Sequence[int], cut: Sequence[slice]) -> Any:
-        """What picks the cut of each line out of an operand."""
+        """The index that selects the cut of each line from an operand."""
         if not self._packed:
             return cut[0]
         places = [np.arange(first + one.start, first + one.stop) for first, one in zip(firsts, cut, strict=True)]
@@ -269,7 +275,7 @@ class _Split:
         changed: dict[str, Any] = {}
         for axes, cut in ((self._axes, self._rows_of(block)), (self._key_axes, self._keys_of(block))):
             for name, axis in axes.items():
-                if name in self._given:
+                if name in self._operands:
                     array = changed.get(name, self.array(name))
                     changed[name] = array[(*(slice(None),) * axis, cut)]
         changed = {name: np.ascontiguousarray(array) for name, array in changed.items()}
@@ -277,7 +283,7 @@ class _Split:
             for (ends, longest_of), cuts in zip(_ENDS.items(), (block.rows, block.keys), strict=True):
                 lengths = [one.stop - one.start for one in cuts]
                 changed |= {ends: np.cumsum([0, *lengths], dtype=np.int32), longest_of: None}
-            if "bias" in self._given:
+            if "bias" in self._operands:
                 changed["bias"] = self._bias_of(block)
         return dataclasses.replace(self._request, **changed, **self._places(block))
 
@@ -291,7 +297,7 @@ class _Split:
         return cut
 
     def _bias_places(self, block: _Block) -> Iterator[tuple[Any, Any]]:
-        """Where the bias of each packed sequence's block is in the whole, and in the block's own."""
+        """The index of each packed sequence's block in the whole bias, and in the block's own bias."""
         shape = self.array("bias").shape
         for n, (rows, keys) in enumerate(zip(block.rows, block.keys, strict=True)):
             rows = rows if shape[2] > 1 else slice(0, 1)  # one row for all
@@ -299,9 +305,9 @@ class _Split:
             yield (n if shape[0] > 1 else 0, slice(None), rows, keys), (n, slice(None), *here)
 
     def _places(self, block: _Block) -> Mapping[str, Any]:
-        """Where the rows and keys of a block stand in the whole, for what goes by that."""
+        """The options that give the positions of a block's rows and keys in the whole request."""
         count = self._batch if not self._packed else 1  # sequences of a line
-        if self._placed:
+        if self._positions:
             begin = dict.fromkeys(_PLACES, np.zeros(self._batch, np.int32))
             places: dict[str, Any] = {}
         else:
@@ -315,7 +321,7 @@ class _Split:
             begin = {"q_positions": first_key + offsets, "k_positions": np.full_like(offsets, first_key)}
             places["sink_tokens"] = sinks and sinks + int(first_key)
         for name, cut in zip(_PLACES, (block.rows, block.keys), strict=True):
-            first = np.array(self.array(name) if name in self._given else begin[name], np.int32)
+            first = np.array(self.array(name) if name in self._operands else begin[name], np.int32)
             step = first[:, 1] if first.ndim == 2 else 1
             starts = np.repeat(np.array([one.start for one in cut], np.int32), count)
             first.reshape(self._batch, -1)[:, 0] += starts * step

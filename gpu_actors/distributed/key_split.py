@@ -1,4 +1,4 @@
-"""KeySplit: which worker has which keys of a sequence, and what each is asked so that a row sees its own keys.
+"""KeySplit: which worker has which keys of a sequence, and the requests by which a row sees its keys on each.
 
     3 workers, runs of 2     position   0  1 | 2  3 | 4  5 | 6  7 | 8  9 | 10 11 | 12
                              worker     0  0 | 1  1 | 2  2 | 0  0 | 1  1 |  2  2 |  0
@@ -17,17 +17,20 @@ import numpy.typing as npt
 
 from gpu_actors.attention.key_mask import KeyMask
 
-__all__ = ["KeySplit", "RowsAsked"]
+__all__ = ["KeySplit", "RowRequest"]
 
 _Ints = npt.NDArray[np.int64]
 
 
-class RowsAsked(NamedTuple):
-    """One request for some rows. rows: of those asked for. keys: the first so many of the worker's keys are attended.
+class RowRequest(NamedTuple):
+    """A request to one worker for some rows.
 
-    reach: keys that the window goes back from the row's own, or -1. sinks: the first keys, which stay visible.
+    rows: which rows.
+    keys: how many of the worker's first keys they attend to.
+    reach: how many keys the window reaches back from the row's own, or -1.
+    sinks: how many first keys stay visible.
     apart: each row is a sequence of one row, whose own key is the last one. Otherwise they are the last rows of one
-    sequence, and see all keys behind their window's beginning.
+        sequence, and see all keys behind their window's beginning.
     """
 
     rows: slice
@@ -38,7 +41,7 @@ class RowsAsked(NamedTuple):
 
 
 class KeySplit(NamedTuple):
-    """Keys dealt out over ``workers``, ``run`` of them after each other, and the first run to worker 0."""
+    """Keys divided among ``workers`` in runs of ``run`` keys, in turn. Worker 0 has the first run."""
 
     workers: int
     run: int
@@ -53,17 +56,16 @@ class KeySplit(NamedTuple):
         return [int(self.before(worker, length)) for worker in range(self.workers)]
 
     def owners(self, begin: int, end: int) -> _Ints:
-        """(end - begin,): whose key each position is."""
+        """(end - begin,): the worker that has the key at each position."""
         return np.arange(begin, end) // self.run % self.workers
 
     def position(self, worker: int, key: int) -> int:
-        """Where the key of a worker stands in the whole sequence."""
+        """The position in the whole sequence of a worker's key."""
         whole, rest = divmod(key, self.run)
         return (whole * self.workers + worker) * self.run + rest
 
     def step(self, length: int) -> int:
-        """How far neighbouring keys of a worker are apart in the first ``length``; 0 where that is not the same for
-        all."""
+        """The distance between neighbouring keys of a worker in the first ``length``. 0 if it varies."""
         if self.workers == 1 or length <= self.run * self.workers:
             return 1
         return self.workers if self.run == 1 else 0
@@ -74,18 +76,18 @@ class KeySplit(NamedTuple):
         sees: bool (rows, rows), which of the keys at ``begin`` and after each row sees. Every key before them is seen.
         """
         count = len(sees)
-        mine = np.flatnonzero(self.owners(begin, begin + count) == worker)
+        own = np.flatnonzero(self.owners(begin, begin + count) == worker)
         bits = np.uint64(1) << np.arange(count, dtype=np.uint64)
-        found = np.full(count, bits[: count - len(mine)].sum(dtype=np.uint64), np.uint64)
-        return found + np.where(sees[:, mine], bits[count - len(mine) :], np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        earlier = np.full(count, bits[: count - len(own)].sum(dtype=np.uint64), np.uint64)
+        return earlier + np.where(sees[:, own], bits[count - len(own) :], np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
-    def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> list[RowsAsked]:
+    def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> list[RowRequest]:
         """The requests to a worker for rows at ``positions``, which follow each other, and the first ``length`` keys.
 
         mask: of the whole problem. Rows that see no key of the worker are in no request.
         """
         sinks, first, last = self._bounds(worker, positions, length, mask)
-        asked: list[RowsAsked] = []
+        requests: list[RowRequest] = []
         index, count = 0, len(positions)
         while index < count:
             end = index + 1
@@ -104,15 +106,17 @@ class KeySplit(NamedTuple):
             if not keys:
                 continue
             if not begin:
-                asked.append(RowsAsked(rows, keys, -1, 0, False))
+                requests.append(RowRequest(rows, keys, -1, 0, False))
             elif step:
-                asked.append(RowsAsked(rows, keys, keys - (end - rows.start) - begin, int(sinks[rows.start]), False))
+                requests.append(
+                    RowRequest(rows, keys, keys - (end - rows.start) - begin, int(sinks[rows.start]), False)
+                )
             else:
-                asked.append(RowsAsked(rows, keys, keys - 1 - begin, int(sinks[rows.start]), True))
-        return asked
+                requests.append(RowRequest(rows, keys, keys - 1 - begin, int(sinks[rows.start]), True))
+        return requests
 
     def _bounds(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> tuple[_Ints, _Ints, _Ints]:
-        """(sinks, first, last) of each row, in keys of the worker; first is 0 where one range has all."""
+        """(sinks, first, last) of each row, in keys of the worker. first is 0 if one range has all keys."""
         begins = positions[:, None]
         ranges = mask.key_ranges(begins, begins + 1, np.zeros((1, 1), np.int64), length)
         bounds = [np.broadcast_to(np.clip(edge, 0, length), begins.shape)[:, 0] for edge in ranges]

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack
 
 from gpu_actors.attention.requests import Array
-from gpu_actors.distributed.cache import PooledKvCache
-from gpu_actors.distributed.dispatch import Dispatch, PoolOptions
-from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.member import Member
+from gpu_actors.distributed.pooled_cache import PooledKvCache
 from gpu_actors.distributed.remote.context import open_remote
 from gpu_actors.distributed.routing import less_loaded_of_two
+from gpu_actors.distributed.worker_pool import PoolOptions, WorkerPool
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.handles.gpu_context import GpuContext
@@ -33,21 +33,24 @@ __all__ = ["ContextPool", "open_pool"]
 T = TypeVar("T")
 Choose = Callable[[Mapping[str, Member]], Member]
 
-# A forward into an ``out`` leaves no other trace, and writes the same there when it is repeated.
+# A forward into an ``out`` has no other effect, and writes the same values when it is repeated.
 _INTO_OUT = ("FlashForward", "PagedForward", "BatchedDecode")
 
 
-class ContextPool(Dispatch):
-    """Several contexts behind one door. Made by `open_pool`, or over contexts of your own.
+class ContextPool(WorkerPool):
+    """Several contexts as one. `open_pool` makes it, or you make it over contexts of your own.
 
-    contexts: `GpuContext` of this process, isolated or remote ones, by name. The pool closes none of these.
-    retries: how often one request may be repeated. budget: how many may be, over all requests.
-    slots: sequences that a worker is good for. bound: how far above the mean of all it may be loaded with sequences.
-    directory: pages of prompts whose worker the pool remembers, those that were used last. Give it room for all pages
-    of all sequences (0.15 KiB each): a smaller directory sends sequences with the same beginning to one worker.
-    seed: of the dice.
+    contexts: `GpuContext` of this process, isolated or remote ones, by name. The pool does not close these.
+    retries: how often one request may be repeated.
+    budget: how many repetitions there may be over all requests.
+    slots: how many sequences a worker should have at most.
+    bound: how far above the mean load of all workers a worker may be loaded with sequences.
+    directory: how many pages of prompts the pool remembers with their workers, the last used ones. Give it room for all
+        pages of all sequences (0.15 KiB each): a smaller directory sends sequences with the same beginning to one
+        worker.
+    seed: of the random choices.
 
-    Safe to share between tasks of an event loop; requests may be made on several loops.
+    Tasks of an event loop may share it. Requests may be made on several loops.
     """
 
     async def ask(
@@ -62,13 +65,13 @@ class ContextPool(Dispatch):
         ctx.flash_attn.forward(q, k, v))``.
 
         If its worker is lost, leaves, or is full, another one gets it, as often as ``retries`` and the budget allow.
-        request: called with a context, once for each attempt; gives the reply.
+        request: called with a context, once for each attempt. Returns the reply.
         timeout: seconds for all attempts together, after which it raises `DeadlineExceeded`.
-        repeatable: whether the request may be made again though it may have been carried out. None: attention,
-            gradients, graphs and compiles may; anything else, such as ``ctx.run(...)``, may not.
-        choose: another choice than the less loaded of two: of the workers that may get the request, by name.
+        repeatable: whether the request may be repeated although it may have been carried out. None: attention,
+            gradients, graphs and compiles may. Anything else, such as ``ctx.run(...)``, may not.
+        choose: replaces the less loaded of two: chooses among the workers that may get the request, by name.
 
-        Raises what the reply raises; `WorkerLost` where no worker is left. Cancelling it cancels the request.
+        Raises what the reply raises, and `WorkerLost` if no worker is left. Cancelling it cancels the request.
         """
         deadline = None
         if timeout is not None and timeout != math.inf:
@@ -103,8 +106,10 @@ class ContextPool(Dispatch):
         latent_dim: int = 0,
         cascade: bool | Literal["auto"] = "auto",
     ) -> PooledKvCache:
-        """A paged KV cache on every worker, whose sequences each have a home. The arguments are those of `KvCacheSpec`,
-        of each worker's cache. Enter it with ``async with``."""
+        """A paged KV cache on every worker. Each sequence lives on one of them. Enter it with ``async with``.
+
+        The arguments are those of `KvCacheSpec`, for each worker's cache.
+        """
         spec = KvCacheSpec(
             num_blocks=num_blocks,
             page_size=page_size,
@@ -125,9 +130,9 @@ class ContextPool(Dispatch):
 
 
 async def _answer(reply: Reply[T], deadline: float | None) -> T:
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
-        async with asyncio.timeout(left) as limit:
+        async with asyncio.timeout(seconds_left) as limit:
             return await reply
     except asyncio.CancelledError:
         reply.cancel()
@@ -140,13 +145,16 @@ async def _answer(reply: Reply[T], deadline: float | None) -> T:
 
 
 class open_pool(Local):
-    """Open a pool of workers of its own: ``async with open_pool("mock", workers=4) as pool``.
+    """Open a pool with new workers: ``async with open_pool("mock", workers=4) as pool``.
 
-    devices: as for `open_context`; a list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker a GPU.
-    workers: of each device. options: as for `open_remote`. workplace: makes where each worker runs.
+    devices: as for `open_context`. A list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker a GPU.
+    workers: how many for each device.
+    options: as for `open_remote`.
+    workplace: makes the workplace of each worker.
     others: retries, budget, slots, bound, directory and seed, as for `ContextPool`.
 
-    The workers open at once. Entering raises what `open_context` raises, and then none stays open; leaving closes them.
+    All workers open at the same time. Entering raises what `open_context` raises, and then none stays open. Leaving
+    closes them.
     """
 
     def __init__(
@@ -193,5 +201,5 @@ async def _opened(opening: open_remote) -> GpuContext:
 
 
 async def _closed(tasks: Iterable[asyncio.Task[GpuContext]]) -> None:
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(context.aclose() for context in found if isinstance(context, GpuContext)))
+    contexts = await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(context.aclose() for context in contexts if isinstance(context, GpuContext)))

@@ -1,12 +1,12 @@
-"""Routing: which worker gets a request, and which one a new sequence. Names and numbers only.
+"""Routing: which worker gets a request, and which one a new sequence. It works on names and numbers only.
 
-Stateless requests go to the less loaded of two workers drawn by lot (Mitzenmacher, "The power of two choices in
-randomized load balancing", 1996), which needs no look at all the others.
+A stateless request goes to the less loaded of two random workers (Mitzenmacher, "The power of two choices in randomized
+load balancing", 1996), which does not need the loads of all others.
 
-A sequence goes where the pages of its beginning are. The `Directory` remembers that for each prefix, and is a hint: a
-wrong entry costs a prefill, never a wrong answer. A prefix that it does not know goes to its place on a ring of hashes
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), so that several routers send it to the same
-worker, and so that few prefixes move when a worker comes or goes.
+A sequence goes to a worker that has the pages of its beginning. The `Directory` remembers that for each prefix, and is
+a hint: a wrong entry costs a prefill, never a wrong answer. A prefix that it does not know goes to its place on a ring
+of hashes with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), so that several routers send it to
+the same worker, and few prefixes move when a worker joins or leaves.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from itertools import chain
 
 __all__ = ["Directory", "Homes", "Ring", "less_loaded_of_two"]
 
-# Digests, of 0.15 KiB each.
+# How many digests a directory holds by default, of 0.15 KiB each.
 DIRECTORY = 1 << 16
 
 
 def less_loaded_of_two(loads: Mapping[str, float], dice: random.Random) -> str:
-    """One of the workers. loads: of each, at least one."""
+    """Choose one of the workers. loads: by name, at least one."""
     names = list(loads)
     drawn = dice.sample(names, min(2, len(names)))
     return min(drawn, key=loads.__getitem__)
 
 
 class Directory:
-    """Which worker has the pages of a prefix. Keeps the ``capacity`` digests that were used last."""
+    """Which worker has the pages of a prefix. Keeps the ``capacity`` last used digests."""
 
     def __init__(self, capacity: int = DIRECTORY) -> None:
         self._capacity = capacity
@@ -42,14 +42,14 @@ class Directory:
         return len(self._workers)
 
     def find(self, digests: Sequence[bytes]) -> Iterator[str]:
-        """The workers that are known for the prefix, that of the longest beginning first."""
+        """The workers that have pages of the prefix, that of the longest beginning first."""
         for digest in reversed(digests):
             worker = self._workers.get(digest)
             if worker is not None:
                 yield worker
 
     def note(self, digests: Sequence[bytes], worker: str) -> None:
-        """The worker has the pages of these from now on."""
+        """Note that the worker has the pages of these digests."""
         for digest in digests:
             self._workers[digest] = worker
             self._workers.move_to_end(digest)
@@ -57,13 +57,13 @@ class Directory:
             self._workers.popitem(last=False)
 
     def forget(self, worker: str) -> None:
-        """That worker has nothing any more."""
+        """Forget all pages of a worker."""
         for digest in [digest for digest, name in self._workers.items() if name == worker]:
             del self._workers[digest]
 
 
 class Ring:
-    """Workers on a circle of hashes, each at so many ``points``."""
+    """Workers on a circle of hashes, each at ``points`` places."""
 
     def __init__(self, points: int = 64) -> None:
         self._points = points
@@ -77,22 +77,24 @@ class Ring:
         self._places = [place for place in self._places if place[1] != worker]
 
     def from_place_of(self, key: bytes) -> Iterator[str]:
-        """Every worker once, in the order in which the circle has them behind the key."""
-        places = self._places  # never changed in place, so that a worker may come or go meanwhile
+        """Every worker once, in their order on the circle, from the key's place on."""
+        places = self._places  # never changed in place, so that a worker may join or leave meanwhile
         start = bisect_left(places, (_hash(key), ""))
-        seen: set[str] = set()
+        yielded: set[str] = set()
         for at in chain(range(start, len(places)), range(start)):
             worker = places[at][1]
-            if worker not in seen:
-                seen.add(worker)
+            if worker not in yielded:
+                yielded.add(worker)
                 yield worker
 
 
 class Homes:
-    """Gives new sequences a home.
+    """Chooses the homes of new sequences.
 
-    bound: how far above the mean of all workers one may be loaded. slots: sequences that a worker is good for; below
-    half of them it always takes more, because a bound by a small mean is noise. directory: digests that are kept.
+    bound: how far above the mean load of all workers a worker may be loaded.
+    slots: how many sequences a worker should have at most. Below half of them it always takes more, because a bound by
+        a small mean is noise.
+    directory: how many digests are remembered.
     """
 
     def __init__(self, dice: random.Random, bound: float = 1.25, slots: int = 64, directory: int = DIRECTORY) -> None:
@@ -103,25 +105,25 @@ class Homes:
         self._slots = slots
 
     def limit(self, loads: Mapping[str, float]) -> float:
-        """The load from which on a worker gets no new sequence where another has room."""
+        """The load at which a worker gets no new sequence if another has room."""
         mean = (sum(loads.values()) + 1) / len(loads)
         return max(self._bound * mean, self._slots / 2)
 
     def choose(self, digests: Sequence[bytes], loads: Mapping[str, float]) -> str:
-        """A home among the workers with ``loads``, at least one. digests: of the prompt's pages, from the first on."""
+        """Choose a home. loads: of the workers, at least one. digests: of the prompt's pages, from the first on."""
         limit = self.limit(loads)
-        chosen = None
+        home = None
         if digests:
-            known = self.directory.find(digests)
-            placed = self.ring.from_place_of(digests[0])
-            chosen = next((name for name in chain(known, placed) if loads.get(name, limit) < limit), None)
-        if chosen is None:
-            chosen = less_loaded_of_two(loads, self._dice)
-        self.directory.note(digests, chosen)
-        return chosen
+            by_prefix = self.directory.find(digests)
+            by_hash = self.ring.from_place_of(digests[0])
+            home = next((name for name in chain(by_prefix, by_hash) if loads.get(name, limit) < limit), None)
+        if home is None:
+            home = less_loaded_of_two(loads, self._dice)
+        self.directory.note(digests, home)
+        return home
 
     def forget(self, worker: str) -> None:
-        """The worker has lost its pages."""
+        """Forget the pages of a worker, which has lost them."""
         self.directory.forget(worker)
 
 

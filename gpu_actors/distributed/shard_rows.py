@@ -1,7 +1,7 @@
-"""New rows of a sequence whose keys lie on several workers, as its caches hold them.
+"""New rows of a sequence whose keys lie on several workers, as its caches store them.
 
-A worker does not know the places of its keys in the whole sequence. So rows are rotated and quantised before they are
-dealt out, with the arithmetic of the reference: in float64, rounded once.
+A worker does not know the positions of its keys in the whole sequence. So rows are rotated and quantised before they
+are sent, with the arithmetic of the reference: in float64, rounded once.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ from gpu_actors.reference.append import cast_saturating
 from gpu_actors.reference.rope import apply_rope
 from gpu_actors.validation.paged import MAX_TREE_ROWS
 
-__all__ = ["ROTATION", "among_themselves", "on_host", "settled", "tree_of"]
+__all__ = ["ROTATION", "dense_operands", "on_host", "rotate_and_quantise", "tree_matrix"]
 
 ROTATION: tuple[str, ...] = ("rope", "positions", "rope_cos", "rope_sin")
 """The options of an append that rotate its rows."""
 
 
 def on_host(name: str, array: Any) -> Any:
-    """An array of any library as NumPy's. Raises `InvalidRequest` for one on a GPU."""
+    """An array of any library as a NumPy array. Raises `InvalidRequest` for one on a GPU."""
     adopted = adopt(array, name)
     check_device(adopted, name, "cpu")
     return adopted.array
 
 
-def settled(
+def rotate_and_quantise(
     pool: AppendProblem, descales: Mapping[str, Any], k: Any, v: Any, q: Any, begin: int, rotation: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """k and v as elements of the cache, and q as it meets them. All are (rows, heads, dim).
+    """k and v as elements of the cache, and q rotated like k. All are (rows, heads, dim).
 
-    pool: of the caches. descales: k_descale and v_descale, (kv_heads,), where there are some. q: or None. begin: the
-    place of the first row in the whole sequence. rotation: `ROTATION` by name.
+    pool: of the caches.
+    descales: k_descale and v_descale, (kv_heads,), if there are any.
+    q: the queries, or None.
+    begin: the position of the first row in the whole sequence.
+    rotation: the options of `ROTATION`, by name.
     Raises what one cache raises for the rotation of its rows.
     """
-    given = {name: one if one is None or name == "rope" else on_host(name, one) for name, one in rotation.items()}
-    rows = new_rows(AppendRows(cache=0, seqs=None, k=k, v=v, **given), pool, None)
+    on_cpu = {name: one if one is None or name == "rope" else on_host(name, one) for name, one in rotation.items()}
+    rows = new_rows(AppendRows(cache=0, seqs=None, k=k, v=v, **on_cpu), pool, None)
     if rows.rope is not None:
         expect(rows.rope.dim <= pool.head_dim, "rope.dim", rows.rope.dim, f"must be head_dim at most, {pool.head_dim}")
         if name_of(k.dtype) == pool.cache_dtype and pool.cache_dtype in FP8:
@@ -60,24 +63,24 @@ def settled(
         if q is not None:
             q = apply_rope(q, *angles, interleaved=rows.rope.interleaved).astype(q.dtype)
     dtype: Any = pool.cache_dtype
-    found = [cast_saturating(one, dtype, _factors(descales, side)) for side, one in (("k", k), ("v", v))]
-    return found[0], found[1], q
+    elements = [cast_saturating(one, dtype, _factors(descales, side)) for side, one in (("k", k), ("v", v))]
+    return elements[0], elements[1], q
 
 
-def among_themselves(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The operands of a dense forward among new rows. fp8 elements are widened to float32, and q with them.
+def dense_operands(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """The operands of a dense forward of new rows to each other. fp8 elements are widened to float32, and q with them.
 
-    descales: k_descale, v_descale and, of an fp8 q, q_descale, (kv_heads,), where there are some.
+    descales: k_descale, v_descale and, for an fp8 q, q_descale, (kv_heads,), if there are any.
     """
     if name_of(k.dtype) not in FP8:
         return q, k, v
     wide = [one.astype(np.float32) * _factors(descales, side) for side, one in (("k", k), ("v", v))]
     factors = descales.get("q_descale")
-    own = np.float32(1.0) if factors is None else np.repeat(factors, q.shape[-2] // len(factors))[:, None]
-    return q.astype(np.float32) * own, wide[0], wide[1]
+    q_factors = np.float32(1.0) if factors is None else np.repeat(factors, q.shape[-2] // len(factors))[:, None]
+    return q.astype(np.float32) * q_factors, wide[0], wide[1]
 
 
-def tree_of(mask: Any, rows: int) -> Any:
+def tree_matrix(mask: Any, rows: int) -> Any:
     """bool (rows, rows): which of the last rows each of them sees.
 
     mask: uint64 or int64 (rows,), bit j for row j, or bool (rows, rows). Raises `InvalidRequest` and `Unsupported`.
@@ -94,5 +97,5 @@ def tree_of(mask: Any, rows: int) -> Any:
 
 
 def _factors(descales: Mapping[str, Any], side: str) -> Any:
-    found = descales.get(f"{side}_descale")
-    return np.float32(1.0) if found is None else found[:, None]
+    factors = descales.get(f"{side}_descale")
+    return np.float32(1.0) if factors is None else factors[:, None]

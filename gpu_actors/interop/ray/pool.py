@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gpu_actors.distributed.dispatch import PoolOptions
 from gpu_actors.distributed.pool import ContextPool, open_pool
+from gpu_actors.distributed.worker_pool import PoolOptions
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.options import ContextOptions

@@ -1,4 +1,4 @@
-"""Dispatch: the workers of a pool, and attempts at a request on one after the other."""
+"""WorkerPool: the workers of a pool, and attempts at a request on one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple, TypedDict, TypeVar
 
 from gpu_actors.distributed.budget import RetryBudget
-from gpu_actors.distributed.members import Member, WorkerStats
+from gpu_actors.distributed.member import Member, WorkerStats
 from gpu_actors.distributed.routing import DIRECTORY, Homes
 from gpu_actors.errors import (
     ActorFailed,
@@ -30,16 +30,21 @@ from gpu_actors.process import Local
 from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.values import show
 
-__all__ = ["Dispatch", "PoolOptions", "PoolStats"]
+__all__ = ["PoolOptions", "PoolStats", "WorkerPool"]
 
 T = TypeVar("T")
 
-# Seconds after which one that waits for a worker to be idle looks again.
-_LOOK = 0.2
+# Seconds between checks of whether a worker that leaves is idle.
+_IDLE_POLL_SECONDS = 0.2
 
 
 class PoolStats(NamedTuple):
-    """workers: by name. repeated: requests that were made again elsewhere. retries_left: of the budget."""
+    """Counts of a pool.
+
+    workers: by name.
+    repeated: how many requests were repeated on another worker.
+    retries_left: of the budget.
+    """
 
     workers: Mapping[str, WorkerStats]
     repeated: int
@@ -57,8 +62,8 @@ class PoolOptions(TypedDict, total=False):
     seed: int | None
 
 
-class Dispatch(Local):
-    """What a pool and its caches share: members by name, their homes, and what may be repeated."""
+class WorkerPool(Local):
+    """What a pool and its caches share: members by name, the homes of sequences, and the budget of repetitions."""
 
     def __init__(
         self,
@@ -75,8 +80,8 @@ class Dispatch(Local):
         self.budget: RetryBudget = budget if budget is not None else RetryBudget()
         expect(real("bound", bound) >= 1.0, "bound", bound, "must be a number >= 1")
         self.dice: random.Random = random.Random(seed)
-        kept = integer("directory", directory, 0)
-        self.homes: Homes = Homes(self.dice, bound, integer("slots", slots, 1), kept)
+        capacity = integer("directory", directory, 0)
+        self.homes: Homes = Homes(self.dice, bound, integer("slots", slots, 1), capacity)
         self._members: dict[str, Member] = {}
         self._repeated = 0
         self._lock = threading.Lock()
@@ -92,13 +97,13 @@ class Dispatch(Local):
 
     @property
     def workers(self) -> Mapping[str, GpuContext]:
-        """The contexts by name, those that leave included."""
+        """The contexts by name, including those that leave."""
         return {name: member.context for name, member in self._members.items()}
 
     def add(self, context: GpuContext, name: str | None = None, *, owned: bool = False) -> str:
-        """Another worker, which gets requests from now on. Gives its name.
+        """Add a worker, which gets requests from now on. Returns its name.
 
-        owned: the pool closes the context when the worker is removed, or the pool closed.
+        owned: the pool closes the context when the worker is removed or the pool is closed.
         Raises `InvalidRequest` for a name that another worker has.
         """
         expect(isinstance(context, GpuContext), "context", show(context), "must be an open context")
@@ -113,11 +118,11 @@ class Dispatch(Local):
         return name
 
     async def remove(self, name: str, timeout: float | None = None) -> None:
-        """Take a worker out: it gets nothing new at once, and leaves when its requests are answered and its sequences
-        freed.
+        """Drain and remove a worker: it gets no new requests, and leaves once its requests are answered and its
+        sequences freed.
 
-        timeout: seconds (None: no limit) after which it leaves anyway. Its sequences are `StaleBuffer` then, and what
-        it has not answered is what closing its context makes of it; other workers repeat what they may.
+        timeout: seconds (None: no limit) after which it leaves anyway. Its sequences are `StaleBuffer` then. Closing
+        its context answers its open requests, and other workers repeat those that may be repeated.
         If the task is cancelled while it waits, the worker stays.
         Raises `InvalidRequest` for a name that no worker has.
         """
@@ -135,8 +140,8 @@ class Dispatch(Local):
             async with asyncio.timeout(timeout):
                 while not member.idle:
                     with contextlib.suppress(TimeoutError):
-                        # A lost generation takes its sequences along, and tells no one here.
-                        await asyncio.wait_for(news.wait(), _LOOK)
+                        # A lost generation loses its sequences without a notification here.
+                        await asyncio.wait_for(news.wait(), _IDLE_POLL_SECONDS)
                     news.clear()
         except TimeoutError:
             pass
@@ -159,11 +164,11 @@ class Dispatch(Local):
 
     @property
     def ready(self) -> bool:
-        """Whether any worker takes requests now."""
+        """Whether any worker accepts requests now."""
         return any(not member.leaving and member.context.health().ready for member in self._members.values())
 
     def stats(self) -> PoolStats:
-        """What the workers do, and how often requests were repeated."""
+        """The load of each worker, and how often requests were repeated."""
         workers = {name: member.stats() for name, member in self._members.items()}
         return PoolStats(workers, self._repeated, self.budget.left)
 
@@ -175,8 +180,12 @@ class Dispatch(Local):
         make: Callable[[Member], Awaitable[T]],
         may_repeat: Callable[[GpuActorsError, Member], bool],
     ) -> T:
-        """What `ask` and caches of the pool have in common. choose: of the members that may get a request, by name.
-        make: makes it. may_repeat: whether it may be made again, though it may have been carried out."""
+        """Make a request, on another worker again if it fails and may be repeated.
+
+        choose: chooses among the members that may get the request, by name.
+        make: makes the request.
+        may_repeat: whether the request may be repeated although it may have been carried out.
+        """
         need_asyncio("a request to a pool")
         return await self._attempt(choose, make, may_repeat)
 
@@ -189,20 +198,20 @@ class Dispatch(Local):
         # It awaits nothing but `make`, so the simulation of `benchmarks.fleet` runs it without an event loop.
         self.budget.request()
         tried: set[str] = set()
-        for left in range(self.retries, -1, -1):
+        for retries_left in range(self.retries, -1, -1):
             member = choose(self.candidates(tried))
             tried.add(member.name)
             try:
                 return await make(member)
             except (ContextLost, ActorStopped, Overloaded, StaleBuffer) as error:
-                again = _elsewhere(error, member) and (_refused(error) or may_repeat(error, member))
-                if not left or not again or not self.budget.take():
+                again = _other_may_succeed(error, member) and (_not_carried_out(error) or may_repeat(error, member))
+                if not retries_left or not again or not self.budget.take():
                     raise
             self._repeated += 1
         raise AssertionError
 
     def member(self, name: str) -> Member | None:
-        """The worker of that name, if it is still here."""
+        """The worker with this name, None if it has left."""
         return self._members.get(name)
 
     async def aclose(self) -> None:
@@ -222,8 +231,10 @@ class Dispatch(Local):
         return member
 
     def candidates(self, tried: Collection[str] = ()) -> dict[str, Member]:
-        """Who may get a request: those that are ready, else those that are about to be; no other for the second time
-        where there is a choice."""
+        """The members that may get a request: those that are ready, else those that may become ready.
+
+        tried: members that have had the request. They are left out if there are others.
+        """
         if self._closed:
             raise ActorStopped("the pool is closed")
         staying = {name: member for name, member in self._members.items() if not member.leaving}
@@ -242,8 +253,8 @@ class Dispatch(Local):
         return alive
 
 
-def _elsewhere(error: GpuActorsError, member: Member) -> bool:
-    """Whether another worker may do better."""
+def _other_may_succeed(error: GpuActorsError, member: Member) -> bool:
+    """Whether the request may succeed on another worker."""
     if isinstance(error, ActorFailed):
         return False  # the request itself may be what failed
     if isinstance(error, ActorStopped):
@@ -251,6 +262,6 @@ def _elsewhere(error: GpuActorsError, member: Member) -> bool:
     return True
 
 
-def _refused(error: GpuActorsError) -> bool:
+def _not_carried_out(error: GpuActorsError) -> bool:
     """Whether the request was certainly not carried out."""
     return isinstance(error, Overloaded) or (isinstance(error, WorkerLost) and error.happened == "no")

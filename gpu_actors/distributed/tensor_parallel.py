@@ -1,7 +1,7 @@
 """head_split: one request of attention over several workers, each with some of the heads (tensor parallel).
 
-Heads do not meet in attention, so nothing is merged: the answer has the bits of one context's, if one kernel computes
-both and splits no keys (docs/distributed.md).
+Heads are independent in attention, so nothing is merged: the answer is bit-identical to one context's, if one kernel
+computes both and splits no keys (docs/distributed.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gpu_actors.values import show
 
 __all__ = ["head_split", "head_split_backward"]
 
-# The axis of q's heads in the operands that have them, from the end.
+# The axis of q's heads in the operands that have them, counted from the end.
 _OF_Q = {"q": -2, "dout": -2, "out": -2, "lse": -2, "bias": -3, "alibi_slopes": -1, "sinks": -1}
-# That of k's heads.
+# The axis of k's heads.
 _OF_K = {"k": -2, "v": -2, "q_descale": -1, "k_descale": -1, "v_descale": -1}
 
 
@@ -44,8 +44,8 @@ async def head_split(
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if request.out is not None:
         raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
-    given = host_operands(request, (*_OF_Q, *_OF_K))
-    return _joined(await _answers(pool, request, given, parts, timeout), given)
+    operands = host_operands(request, (*_OF_Q, *_OF_K))
+    return _joined(await _answers(pool, request, operands, parts, timeout), operands)
 
 
 async def head_split_backward(
@@ -53,15 +53,15 @@ async def head_split_backward(
 ) -> AttentionGradients:
     """`head_split` for gradients. Those of a bias that all heads share are summed over the parts."""
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
-    given = host_operands(request, (*_OF_Q, *_OF_K))
-    return _joined_gradients(await _answers(pool, request, given, parts, timeout), given)
+    operands = host_operands(request, (*_OF_Q, *_OF_K))
+    return _joined_gradients(await _answers(pool, request, operands, parts, timeout), operands)
 
 
 async def _answers(
-    pool: ContextPool, request: FlashForward, given: Mapping[str, Adopted], parts: int, timeout: float | None
+    pool: ContextPool, request: FlashForward, operands: Mapping[str, Adopted], parts: int, timeout: float | None
 ) -> list[Any]:
     count = integer("parts", parts, 1)
-    heads, heads_kv = _heads(given)
+    heads, heads_kv = _heads(operands)
     if heads_kv % count:
         nearest = max(number for number in range(1, count) if heads_kv % number == 0)
         raise Unsupported("parts", parts, f"must divide heads_kv, {heads_kv}", nearest)
@@ -70,60 +70,60 @@ async def _answers(
     def ask(index: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
         return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=spread.choice(index))
 
-    split = [_part(request, given, (heads, heads_kv), (index, count)) for index in range(count)]
+    split = [_part(request, operands, (heads, heads_kv), (index, count)) for index in range(count)]
     return await all_of([ask(index, part) for index, part in enumerate(split)])
 
 
-def _heads(given: Mapping[str, Adopted]) -> tuple[int, int]:
+def _heads(operands: Mapping[str, Adopted]) -> tuple[int, int]:
     counts = []
     for name in ("q", "k"):
-        array: Any = given[name].array if name in given else None
+        array: Any = operands[name].array if name in operands else None
         sound = array is not None and array.ndim >= 3
         expect(sound, name, describe(array), "must be (..., rows, heads, head_dim)")
         counts.append(int(array.shape[-2]))
     heads, heads_kv = counts
     sound = heads > 0 and heads_kv > 0 and heads % heads_kv == 0
-    expect(sound, "q", describe(given["q"].array), f"must have a multiple of k's heads, {heads_kv}")
+    expect(sound, "q", describe(operands["q"].array), f"must have a multiple of k's heads, {heads_kv}")
     return heads, heads_kv
 
 
 def _part(
-    request: FlashForward, given: Mapping[str, Adopted], counts: tuple[int, int], share: tuple[int, int]
+    request: FlashForward, operands: Mapping[str, Adopted], counts: tuple[int, int], share: tuple[int, int]
 ) -> FlashForward:
-    """The request of one part. share: its number, and how many there are."""
+    """The request of one part. share: the part's number, and how many parts there are."""
     index, parts = share
     changed: dict[str, Any] = {}
     for axes, heads in ((_OF_Q, counts[0]), (_OF_K, counts[1])):
         each = heads // parts
         for name, axis in axes.items():
-            if name not in given:
+            if name not in operands:
                 continue
-            array: Any = given[name].array
+            array: Any = operands[name].array
             if name == "bias" and array.ndim >= 3 and array.shape[axis] == 1:
                 continue  # one bias for all heads
             extent = array.shape[axis] if array.ndim >= -axis else None
             expect(extent == heads, name, describe(array), f"must have {heads} heads on axis {axis}")
             changed[name] = np.ascontiguousarray(array.take(range(index * each, (index + 1) * each), axis=axis))
-    if request.dropout_p:  # its random numbers go by the number of the head
+    if request.dropout_p:  # its random numbers depend on the number of the head
         changed["dropout_first_head"] = request.dropout_first_head + index * (counts[0] // parts)
         changed["dropout_heads"] = counts[0] if request.dropout_heads is None else request.dropout_heads
     return dataclasses.replace(request, **changed)
 
 
-def _joined(answers: Sequence[AttentionOutput], given: Mapping[str, Adopted]) -> AttentionOutput:
+def _joined(answers: Sequence[AttentionOutput], operands: Mapping[str, Adopted]) -> AttentionOutput:
     out = np.concatenate([answer.out for answer in answers], axis=-2)
     lse = None if answers[0].lse is None else np.concatenate([answer.lse for answer in answers], axis=-2)
-    template = given["q"]
+    template = operands["q"]
     return AttentionOutput(restore(out, template), None if lse is None else restore(lse, template))
 
 
-def _joined_gradients(answers: Sequence[AttentionGradients], given: Mapping[str, Adopted]) -> AttentionGradients:
-    template = given["q"]
+def _joined_gradients(answers: Sequence[AttentionGradients], operands: Mapping[str, Adopted]) -> AttentionGradients:
+    template = operands["q"]
     joined = [np.concatenate([answer[index] for answer in answers], axis=-2) for index in range(3)]
     dbias = dsinks = None
     if answers[0].dbias is not None:
         biases = [answer.dbias for answer in answers]
-        if given["bias"].array.shape[-3] == 1:
+        if operands["bias"].array.shape[-3] == 1:
             kind = biases[0].dtype
             dbias = np.sum([bias.astype(np.float64) for bias in biases], axis=0).astype(kind)
         else:

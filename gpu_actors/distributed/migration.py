@@ -1,7 +1,7 @@
-"""move_sequence: a sequence goes from one cache to another, in this process or between any two workers.
+"""move_sequence: a sequence moves from one cache to another, in this process or between any two workers.
 
-The source keeps the sequence until the target has said that it has it. So at every step that fails, one of the two has
-the sequence: the source before the import is answered, the target after.
+The source keeps the sequence until the target has confirmed it. So whichever step fails, one of the two has the
+sequence: the source before the import is answered, the target after.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ async def copy_sequence(
 ) -> KvSequence:
     """Begin a sequence of ``target`` with the rows of one of ``source``, which stays: prefill here, decode there.
 
-    source, target: of the same layout, dtype and descales. timeout: seconds for both steps together. asked: called with
-    each request and its cache. arrived: called with the digests of the pages once the target has them.
-    Raises what `KvCache.export_pages` and `KvCache.import_pages` raise; then the target has nothing new.
+    source, target: of the same layout, dtype and descales.
+    timeout: seconds for both steps together.
+    asked: called with each request and its cache.
+    arrived: called with the digests of the pages once the target has them.
+    Raises what `KvCache.export_pages` and `KvCache.import_pages` raise. The target is unchanged then.
     """
     need_asyncio("copy_sequence()")
     end = math.inf
@@ -73,7 +75,7 @@ async def move_sequence(
     If it raises, the source has the sequence as before. Rows that are appended at the source meanwhile do not move.
     """
     moved = await copy_sequence(source, seq, target, timeout=timeout)
-    # Without an await, so that a cancelled task finds the sequence at one of the two. A lost source has none to free.
+    # Without an await, so that a cancelled task leaves the sequence in one of the two. A lost source has none to free.
     source.free(seq)
     return moved
 

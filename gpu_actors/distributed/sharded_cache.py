@@ -3,9 +3,9 @@
     old keys: on every worker that has some ──────────┐
     new rows among themselves: one forward request ───┴──> merge ──> append the new rows to their owners
 
-`gpu_actors.distributed.key_split` says which keys of a worker a row sees. Where a worker's keys are equally far apart,
-and the rows would take several requests or have slopes, it is told where rows and keys stand instead (`k_positions`).
-The merge is `gpu_actors.partial.merge`.
+`gpu_actors.distributed.key_split` says which keys of a worker a row sees. If a worker's keys are equally far apart, and
+the rows would need several requests or have slopes, it gets the positions of rows and keys instead (`k_positions`). The
+merge is `gpu_actors.partial.merge`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from gpu_actors.arrays.adopt import name_of
 from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
 from gpu_actors.attention.requests import Array, AttentionOutput
-from gpu_actors.distributed.key_split import KeySplit, RowsAsked
-from gpu_actors.distributed.members import Member
+from gpu_actors.distributed.key_split import KeySplit, RowRequest
+from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.parts import all_of
 from gpu_actors.distributed.pool import ContextPool
-from gpu_actors.distributed.shard_rows import ROTATION, among_themselves, on_host, settled, tree_of
+from gpu_actors.distributed.shard_rows import ROTATION, dense_operands, on_host, rotate_and_quantise, tree_matrix
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.fields import FP8, describe, expect, integer, optional_array, output_dtype
 from gpu_actors.handles.kv_cache import KvCache
@@ -48,31 +48,38 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class ShardedSequence:
-    """A sequence of a `ShardedKvCache`. number: unique in the process. length: rows that are written."""
+    """A sequence of a `ShardedKvCache`.
+
+    number: unique in the process.
+    length: how many rows are written.
+    """
 
     number: int
     length: int
     _cache: ShardedKvCache = field(repr=False)
     _handles: list[KvSequence] = field(repr=False)
-    # The first keys of a worker as a sequence of their own, by worker and how many they are.
+    # Sequences of a worker's first keys, by worker and number of keys.
     _prefixes: dict[tuple[int, int], KvSequence] = field(default_factory=dict, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    _lost: str = field(default="", repr=False)
+    _loss_reason: str = field(default="", repr=False)
     _freed: bool = field(default=False, repr=False)
 
 
 class ShardedKvCache(Local):
-    """A paged KV cache whose sequences are dealt out over the workers of a pool, in runs of ``interleave`` rows.
+    """A paged KV cache whose sequences are divided among the workers of a pool, in runs of ``interleave`` rows.
 
-    So a sequence may have as many keys as all workers together have pages for, and each reads its share of them. Enter
-    it with ``async with`` on one event loop; it uses the workers that the pool has then.
+    So a sequence may have as many keys as all workers together have pages for, and each worker reads its share. Enter
+    it with ``async with`` on one event loop. It uses the workers that the pool has then.
 
-    pool: a pool with at least one worker. interleave: rows in a row on one worker; None: ``page_size``.
-    num_blocks: pages of each worker. The other arguments are those of `KvCacheSpec`. k_descale, v_descale lie on the
-    host. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes both.
+    pool: a pool with at least one worker.
+    interleave: how many consecutive rows a worker has. None: ``page_size``.
+    num_blocks: pages of each worker.
+    k_descale, v_descale: on the host.
+    The other arguments are those of `KvCacheSpec`. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes
+    both.
 
-    Requests on a sequence take effect one after the other. Each takes effect wholly or leaves no trace, unless a worker
-    is lost: then the sequence is lost with it, which raises `WorkerLost` first and `StaleBuffer` ever after.
+    Requests on a sequence take effect one after the other. Each takes effect wholly or not at all, unless a worker is
+    lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
     """
 
     def __init__(
@@ -101,8 +108,8 @@ class ShardedKvCache(Local):
         expect(isinstance(dtype, str), "dtype", show(dtype), "must be the name of a dtype")
         self._pool = pool
         self._dtype = dtype
-        given = (("k_descale", k_descale), ("v_descale", v_descale))
-        self._descales = {name: on_host(name, factors) for name, factors in given if factors is not None}
+        descales = (("k_descale", k_descale), ("v_descale", v_descale))
+        self._descales = {name: on_host(name, factors) for name, factors in descales if factors is not None}
         self._dim_v = head_dim if head_dim_v is None else head_dim_v
         self._kv_heads = kv_heads
         self.interleave: int = integer("interleave", page_size if interleave is None else interleave, 1)
@@ -157,23 +164,23 @@ class ShardedKvCache(Local):
     # Sequences
 
     async def create(self) -> ShardedSequence:
-        """Begin a sequence, which is empty on every worker."""
+        """Begin an empty sequence."""
         self._check()
-        begun: list[KvSequence] = []
+        handles: list[KvSequence] = []
         try:
             for cache in self._caches:
-                begun.append(await cache.create())  # noqa: PERF401  what was begun before one fails is freed
+                handles.append(await cache.create())  # noqa: PERF401  what was begun before one fails is freed
         except BaseException:
-            for cache, handle in zip(self._caches, begun, strict=False):
+            for cache, handle in zip(self._caches, handles, strict=False):
                 cache.free(handle)
             raise
-        return ShardedSequence(next(_NUMBERS), 0, self, begun)
+        return ShardedSequence(next(_NUMBERS), 0, self, handles)
 
     async def free(self, seq: ShardedSequence) -> None:
         """Forget a sequence on every worker."""
-        self._known(seq)
+        self._check_sequence(seq)
         async with seq._lock:
-            self._known(seq)
+            self._check_sequence(seq)
             seq._freed = True
             freeing = [cache.free(handle) for cache, handle in zip(self._caches, seq._handles, strict=True)]
             freeing += [self._caches[rank].free(prefix) for (rank, _), prefix in seq._prefixes.items()]
@@ -194,19 +201,20 @@ class ShardedKvCache(Local):
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
     ) -> int:
-        """Write rows behind those of a sequence. k: (rows, kv_heads, head_dim), v likewise, in the cache's dtype; for
-        an fp8 cache in float16, bfloat16 or its own dtype.
+        """Write rows behind those of a sequence. Returns the new length.
 
+        k: (rows, kv_heads, head_dim), in the cache's dtype; for an fp8 cache in float16, bfloat16 or its own dtype.
+        v: likewise, with head_dim_v.
         rope, positions, rope_cos, rope_sin: as in `AppendRows`. Rows are rotated and quantised before they are sent.
-        Gives the new length. Raises `InvalidRequest`, `CacheFull`, and then nothing is written. If the task is
-        cancelled while rows are written, they are written all the same.
+        Raises `InvalidRequest` and `CacheFull`, and then nothing is written. Rows that are being written are written
+        even if the task is cancelled.
         """
-        self._known(seq)
+        self._check_sequence(seq)
         rows = self._rows(k, v)
         rotation = dict(zip(ROTATION, (rope, positions, rope_cos, rope_sin), strict=True))
         async with seq._lock:
-            self._known(seq)
-            new_k, new_v, _ = settled(self._layout, self._descales, *rows, None, seq.length, rotation)
+            self._check_sequence(seq)
+            new_k, new_v, _ = rotate_and_quantise(self._layout, self._descales, *rows, None, seq.length, rotation)
             return await self._append(seq, new_k, new_v)
 
     async def attend(
@@ -245,8 +253,8 @@ class ShardedKvCache(Local):
         chunks or ALiBi, because a worker that has some keys of the tree does not know their places. Raises what
         `append` raises, and then nothing is written.
         """
-        _refuse({name: given for name, given in options.items() if name not in _TAKEN})
-        self._known(seq)
+        _check_options({name: value for name, value in options.items() if name not in _SUPPORTED})
+        self._check_sequence(seq)
         query = self._query(q)
         factors = self._query_factors(q_descale, query)
         new = None
@@ -256,21 +264,21 @@ class ShardedKvCache(Local):
             expect(rows == query.shape[0], "k", describe(new[0]), f"must have q's rows, {query.shape[0]}")
         rotation = dict(zip(ROTATION, (rope, positions, rope_cos, rope_sin), strict=True))
         if new is None:
-            for name, given in rotation.items():
-                expect(given is None, name, show(given), "goes with k and v: rows in the cache have been rotated")
-        tree = None if tree_mask is None else tree_of(tree_mask, len(query))
-        masking = {name: given for name, given in options.items() if name in MASK_OPTIONS}
+            for name, value in rotation.items():
+                expect(value is None, name, show(value), "goes with k and v: rows in the cache have been rotated")
+        tree = None if tree_mask is None else tree_matrix(tree_mask, len(query))
+        masking = {name: value for name, value in options.items() if name in MASK_OPTIONS}
         mask = KeyMask(causal=causal and tree is None, **masking)
-        asked: dict[str, Any] = {"return_lse": True}
-        asked |= {name: given for name, given in options.items() if name in ("softmax_scale", "softcap")}
-        asked |= {} if factors is None else {"q_descale": factors}
+        per_score: dict[str, Any] = {"return_lse": True}
+        per_score |= {name: value for name, value in options.items() if name in ("softmax_scale", "softcap")}
+        per_score |= {} if factors is None else {"q_descale": factors}
         slopes = self._slopes(options.get("alibi_slopes"), query)
         async with seq._lock:
-            self._known(seq)
+            self._check_sequence(seq)
             if new is not None:
-                settling = settled(self._layout, self._descales, *new, query, seq.length, rotation)
-                new, query = settling[:2], settling[2]
-            merged = await self._attend(seq, query, new, mask, slopes, tree, sinks, {**asked, "timeout": timeout})
+                rotated = rotate_and_quantise(self._layout, self._descales, *new, query, seq.length, rotation)
+                new, query = rotated[:2], rotated[2]
+            merged = await self._attend(seq, query, new, mask, slopes, tree, sinks, {**per_score, "timeout": timeout})
             if new is not None:
                 await self._append(seq, *new)
         return AttentionOutput(merged.out, merged.lse if return_lse else None)
@@ -307,19 +315,21 @@ class ShardedKvCache(Local):
             raise Unsupported(
                 "alibi_slopes", describe(slopes), f"{early} rows come before the first key and see it", None
             )
-        asking: list[Coroutine[Any, Any, Any]] = []
+        attentions: list[Coroutine[Any, Any, Any]] = []
         for rank in range(len(self._caches)):
             parts = self.split.asked(rank, positions, length, mask)
             if not parts:
                 continue
-            own: dict[str, Any] = {} if within is None else {"tree_mask": self.split.tree(rank, begin, within)[None]}
+            overrides: dict[str, Any] = (
+                {} if within is None else {"tree_mask": self.split.tree(rank, begin, within)[None]}
+            )
             placed = step and (mask.causal or not early)
             if placed and (slopes is not None or len(parts) > 1 or parts[0].apart):
-                parts = [RowsAsked(slice(early, count), self.split.before(rank, length), -1, 0, False)]
+                parts = [RowRequest(slice(early, count), self.split.before(rank, length), -1, 0, False)]
                 keys = np.array([[self.split.position(rank, 0), step]], np.int32)
-                own = {name: getattr(mask, name) for name in _MASKS} | {"alibi_slopes": slopes}
-                own |= {"q_positions": np.array([begin + early], np.int32), "k_positions": keys}
-            asking.append(self._old(seq, rank, q, parts, options, own))
+                overrides = {name: getattr(mask, name) for name in _MASKS} | {"alibi_slopes": slopes}
+                overrides |= {"q_positions": np.array([begin + early], np.int32), "k_positions": keys}
+            attentions.append(self._attend_cached(seq, rank, q, parts, options, overrides))
         if new is not None and count:
             sinks_left = max(0, mask.sink_tokens - length)
             among: dict[str, Any] = {
@@ -334,24 +344,24 @@ class ShardedKvCache(Local):
                 among["attention_chunk"] = mask.attention_chunk
             if tree is not None:
                 among["bias"] = tree[None, None]
-            asking.append(self._new(q, new, {**options, **among}))
+            attentions.append(self._attend_new(q, new, {**options, **among}))
         dtype = output_dtype(name_of(q.dtype))
         partials = [empty((*q.shape[:-1], self._dim_v), dtype=dtype)]
-        merged = merge(partials + await all_of(asking), sinks=sinks, out_dtype=dtype)
+        merged = merge(partials + await all_of(attentions), sinks=sinks, out_dtype=dtype)
         return Partial(merged.out, merged.lse.astype(np.float32))
 
-    async def _old(
+    async def _attend_cached(
         self,
         seq: ShardedSequence,
         rank: int,
         q: Any,
-        parts: list[RowsAsked],
+        parts: list[RowRequest],
         options: dict[str, Any],
-        own: dict[str, Any],
+        overrides: dict[str, Any],
     ) -> Partial:
-        """What rows see of the keys of one worker. own: its options, which overrule those of a part."""
-        found = empty((*q.shape[:-1], self._dim_v), dtype=output_dtype(name_of(q.dtype)))
-        found = Partial(found.out, found.lse.astype(np.float64))
+        """The attention of rows to the keys of one worker. overrides: options that replace those of a part."""
+        partial = empty((*q.shape[:-1], self._dim_v), dtype=output_dtype(name_of(q.dtype)))
+        partial = Partial(partial.out, partial.lse.astype(np.float64))
         cache, replies = self._caches[rank], []
         try:
             handles = [await self._prefix(seq, rank, part.keys) for part in parts]
@@ -359,25 +369,25 @@ class ShardedKvCache(Local):
                 rows = q[part.rows]
                 query, seqs = (rows[:, None], [handle] * len(rows)) if part.apart else (rows[None], [handle])
                 part_mask = {"causal": False, "window_size": (part.reach, -1), "sink_tokens": part.sinks}
-                asked = {**options, **part_mask, **own}
+                part_options = {**options, **part_mask, **overrides}
                 if "q_descale" in options:
-                    asked["q_descale"] = np.tile(options["q_descale"], (len(seqs), 1))
-                replies.append(cache.attend(query, seqs, **asked))
+                    part_options["q_descale"] = np.tile(options["q_descale"], (len(seqs), 1))
+                replies.append(cache.attend(query, seqs, **part_options))
                 self._members[rank].began(replies[-1])
             for part, reply in zip(parts, replies, strict=True):
                 answer = await reply
-                found.out[part.rows] = answer.out.reshape(-1, *found.out.shape[1:])
-                found.lse[:, part.rows] = answer.lse[:, :, 0].T if part.apart else answer.lse[0]
+                partial.out[part.rows] = answer.out.reshape(-1, *partial.out.shape[1:])
+                partial.lse[:, part.rows] = answer.lse[:, :, 0].T if part.apart else answer.lse[0]
         except GpuActorsError as error:
             self._note_loss(seq, error)
             raise
         finally:
             for reply in replies:
                 reply.cancel()
-        return found
+        return partial
 
     async def _prefix(self, seq: ShardedSequence, rank: int, keys: int) -> KvSequence:
-        """The sequence of a worker that has its first so many keys."""
+        """A sequence of a worker that has its first ``keys`` keys."""
         if keys == self.split.before(rank, seq.length):
             return seq._handles[rank]
         prefix = seq._prefixes.get((rank, keys))
@@ -391,16 +401,16 @@ class ShardedKvCache(Local):
             seq._prefixes[rank, keys] = prefix
         return prefix
 
-    async def _new(self, q: Any, new: Any, options: dict[str, Any]) -> Partial:
+    async def _attend_new(self, q: Any, new: Any, options: dict[str, Any]) -> Partial:
         timeout = options.pop("timeout")
         factors = {**self._descales, "q_descale": options.pop("q_descale", None)}
-        q, k, v = (array[None] for array in among_themselves(factors, q, *new))
-        found = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
-        return Partial(found.out[0], found.lse[0].astype(np.float64))
+        q, k, v = (array[None] for array in dense_operands(factors, q, *new))
+        answer = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
+        return Partial(answer.out[0], answer.lse[0].astype(np.float64))
 
     async def _append(self, seq: ShardedSequence, k: Any, v: Any) -> int:
         writing = asyncio.ensure_future(self._write(seq, k, v))
-        # A sequence with the rows of some workers only would be no use to anyone.
+        # Half of a write would leave a sequence that cannot be used.
         cancelled = None
         while not writing.done():
             try:
@@ -420,14 +430,14 @@ class ShardedKvCache(Local):
         begin: int = seq.length
         end: int = begin + k.shape[0]
         owners = self.split.owners(begin, end)
-        before = self.split.lengths(begin)
+        lengths = self.split.lengths(begin)
         replies = {}
         for rank in np.unique(owners).tolist():
-            mine = owners == rank
-            for key in [key for key in seq._prefixes if key[0] == rank]:  # or they would cost the write a page
+            own_rows = owners == rank
+            for key in [key for key in seq._prefixes if key[0] == rank]:  # they would cost the write a page
                 self._caches[rank].free(seq._prefixes.pop(key))
-            options = {"expect_length": before[rank]}
-            replies[rank] = self._caches[rank].append(seq._handles[rank], k[mine], v[mine], **options)
+            options = {"expect_length": lengths[rank]}
+            replies[rank] = self._caches[rank].append(seq._handles[rank], k[own_rows], v[own_rows], **options)
             self._members[rank].began(replies[rank])
         failure: GpuActorsError | None = None
         written = []
@@ -441,7 +451,7 @@ class ShardedKvCache(Local):
             self._note_loss(seq, failure)
             for rank in written:
                 try:
-                    await self._caches[rank].truncate(seq._handles[rank], before[rank])
+                    await self._caches[rank].truncate(seq._handles[rank], lengths[rank])
                 except GpuActorsError as error:
                     self._note_loss(seq, error, always=True)
             raise failure
@@ -450,7 +460,7 @@ class ShardedKvCache(Local):
 
     def _note_loss(self, seq: ShardedSequence, error: GpuActorsError, always: bool = False) -> None:
         if always or isinstance(error, ContextLost | StaleBuffer):
-            seq._lost = f"a worker that had rows of the sequence is lost: {error}"
+            seq._loss_reason = f"a worker that had rows of the sequence is lost: {error}"
 
     def _check(self) -> None:
         if self._state == "new":
@@ -458,26 +468,26 @@ class ShardedKvCache(Local):
         if self._state == "closed":
             raise StaleBuffer("the cache was closed, and its pages are given back")
 
-    def _known(self, seq: ShardedSequence) -> None:
+    def _check_sequence(self, seq: ShardedSequence) -> None:
         self._check()
         sound = isinstance(seq, ShardedSequence) and seq._cache is self
         expect(sound, "seq", show(seq), "must be a sequence of this cache, as create() gives")
         expect(not seq._freed, "seq", show(seq), "was freed")
-        if seq._lost:
-            raise StaleBuffer(seq._lost)
+        if seq._loss_reason:
+            raise StaleBuffer(seq._loss_reason)
 
     def _rows(self, k: Any, v: Any) -> tuple[Any, Any]:
         dtypes = (self._dtype, *_HALVES) if self._dtype in FP8 else (self._dtype,)
-        found = []
+        arrays = []
         for name, array, dim in (("k", k, self._spec["head_dim"]), ("v", v, self._dim_v)):
             expect(array is not None, name, None, "must be given: rows have keys and values")
             host = on_host(name, array)
-            wanted = f"must be (rows, {self._kv_heads}, {dim}) {' or '.join(dtypes)}"
+            reason = f"must be (rows, {self._kv_heads}, {dim}) {' or '.join(dtypes)}"
             sound = host.ndim == 3 and host.shape[1:] == (self._kv_heads, dim) and name_of(host.dtype) in dtypes
-            expect(sound, name, describe(host), wanted)
-            found.append(host)
-        expect(len(found[0]) == len(found[1]), "v", describe(found[1]), f"must have k's rows, {len(found[0])}")
-        return found[0], found[1]
+            expect(sound, name, describe(host), reason)
+            arrays.append(host)
+        expect(len(arrays[0]) == len(arrays[1]), "v", describe(arrays[1]), f"must have k's rows, {len(arrays[0])}")
+        return arrays[0], arrays[1]
 
     def _slopes(self, slopes: Any, q: Any) -> Any:
         if slopes is None:
@@ -506,17 +516,17 @@ class ShardedKvCache(Local):
 
 
 _MASKS = tuple(name for name in MASK_OPTIONS if name != "alignment")
-_TAKEN = ("softmax_scale", "softcap", *_MASKS, "alibi_slopes")
+_SUPPORTED = ("softmax_scale", "softcap", *_MASKS, "alibi_slopes")
 
 
-def _refuse(others: dict[str, Any]) -> None:
-    """Raise `Unsupported` for an option of `AttendCache` that is not at its default, TypeError for what is none."""
+def _check_options(others: dict[str, Any]) -> None:
+    """Raise `Unsupported` for an option of `AttendCache` that is not at its default, TypeError for an unknown one."""
     options = {each.name: each.default for each in dataclasses.fields(AttendCache)}
-    for name, given in others.items():
+    for name, value in others.items():
         if name not in options:
             raise TypeError(f"attend() got an unexpected keyword argument {name!r}")
         default = options[name]
-        if given is default or (isinstance(given, int | tuple) and given == default):
+        if value is default or (isinstance(value, int | tuple) and value == default):
             continue
         reason = "is not taken by a cache over several workers"
-        raise Unsupported(name, given if isinstance(given, int | tuple) else describe(given), reason, default)
+        raise Unsupported(name, value if isinstance(value, int | tuple) else describe(value), reason, default)

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpu_actors.attention.requests import Array, AttentionOutput
-from gpu_actors.distributed.dispatch import Dispatch
-from gpu_actors.distributed.members import Member
-from gpu_actors.distributed.moving import copy_sequence
+from gpu_actors.distributed.member import Member
+from gpu_actors.distributed.migration import copy_sequence
 from gpu_actors.distributed.remote.context import RemoteContext
+from gpu_actors.distributed.worker_pool import WorkerPool
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.fields import expect
 from gpu_actors.handles.gpu_context import GpuContext
@@ -37,7 +37,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PooledSequence:
-    """A sequence of a `PooledKvCache`. worker: the name of its home. handle: what the home's own cache knows it by."""
+    """A sequence of a `PooledKvCache`.
+
+    worker: the name of its home.
+    handle: the sequence in the home's own cache.
+    """
 
     worker: str
     handle: KvSequence
@@ -62,7 +66,7 @@ class _Shard:
     opening: asyncio.Task[KvCache]
 
     def serves(self, context: GpuContext) -> bool:
-        """Whether it is the cache of the context as that is now. A cache that has not begun to open will be."""
+        """Whether it is the cache of the context's current generation, or will be once it has opened."""
         return self.context is context and self.cache._generation in (0, context.generation)
 
 
@@ -76,12 +80,12 @@ class PooledKvCache(Local):
     Requests take the arguments of `KvCache`'s, timeout and priority included.
     """
 
-    def __init__(self, pool: Dispatch, spec: KvCacheSpec) -> None:
+    def __init__(self, pool: WorkerPool, spec: KvCacheSpec) -> None:
         self._pool = pool
         self._homes = pool.homes
         self._spec = spec
         self._shards: dict[str, _Shard] = {}
-        self._entered = self._left = False
+        self._entered = self._closed = False
 
     def __repr__(self) -> str:
         return f"<PooledKvCache on {', '.join(self._shards) or 'no worker yet'}>"
@@ -91,7 +95,7 @@ class PooledKvCache(Local):
             raise GpuActorsError("this cache has been entered already; make one for each use")
         self._entered = True
         try:
-            # A spec that is refused is refused here, and not by the first sequence.
+            # A bad spec is refused here, and not by the first sequence.
             for member in self._pool.candidates().values():
                 await self._shard(member)
         except BaseException:
@@ -107,9 +111,10 @@ class PooledKvCache(Local):
     # Sequences
 
     async def create(self, tokens: Any = None, *, timeout: float | None = None) -> PooledSequence:
-        """Begin a sequence at a home of its own. tokens: ids of its whole prompt, as for `KvCache.create`: it goes
-        where the pages of its beginning are, unless that worker is loaded too much.
+        """Begin a sequence, and choose its home.
 
+        tokens: ids of its whole prompt, as for `KvCache.create`. A worker that has the pages of its beginning is chosen
+        unless its load is too high.
         If the home is lost meanwhile, another worker gets the sequence. Raises what `KvCache.create` raises.
         """
         self._check()
@@ -137,11 +142,11 @@ class PooledKvCache(Local):
     async def move(
         self, seq: PooledSequence, worker: str | None = None, *, timeout: float | None = None
     ) -> PooledSequence:
-        """Give a sequence another home, with its rows and prefixes: to decode where it was not prefilled, or before its
-        home is removed. ``seq`` is freed then.
+        """Move a sequence to another home, with its rows and prefixes. ``seq`` is freed then.
 
-        worker: the new home; None: one of the others, as for a sequence without tokens. timeout: seconds for reading
-        the pages and writing them.
+        Use it to decode on another worker than the one that prefilled, or before a home is removed.
+        worker: the new home. None: one of the others, as for a sequence without tokens.
+        timeout: seconds for reading the pages and writing them.
         If it raises, the sequence is where it was. Rows that are appended meanwhile do not move.
         Raises `InvalidRequest` for a worker that takes no new sequence, `CacheFull`, and `WorkerLost` of either worker.
         """
@@ -154,13 +159,13 @@ class PooledKvCache(Local):
         home = others[worker]
         shard = await self._shard(home)
 
-        def asked(cache: KvCache, reply: Reply[Any]) -> None:
+        def count(cache: KvCache, reply: Reply[Any]) -> None:
             (member if cache is source else home).began(reply)
 
         def arrived(digests: tuple[bytes, ...]) -> None:
             self._homes.directory.note(digests, home.name)
 
-        handle = await copy_sequence(source, seq.handle, shard.cache, timeout=timeout, asked=asked, arrived=arrived)
+        handle = await copy_sequence(source, seq.handle, shard.cache, timeout=timeout, asked=count, arrived=arrived)
         self.free(seq)
         return self._housed(home, handle)
 
@@ -216,7 +221,7 @@ class PooledKvCache(Local):
         member.began(reply)
         return reply
 
-    # Looking on
+    # Observation
 
     def length(self, seq: PooledSequence) -> int:
         """Rows of a sequence. As `KvCache.length`."""
@@ -225,18 +230,18 @@ class PooledKvCache(Local):
 
     def stats(self) -> Mapping[str, KvCacheStats]:
         """The statistics of each worker's cache, of those that answer."""
-        found = {}
+        stats = {}
         for name, shard in list(self._shards.items()):
             with contextlib.suppress(GpuActorsError):
-                found[name] = shard.cache.stats()
-        return found
+                stats[name] = shard.cache.stats()
+        return stats
 
     # Inside
 
     def _check(self) -> None:
         if not self._entered:
             raise InvalidRequest("cache", None, "must be entered first: async with pool.kv_cache(...) as cache")
-        if self._left:
+        if self._closed:
             raise StaleBuffer("the cache was closed, and its pages are given back")
 
     async def _shard(self, member: Member) -> _Shard:
@@ -286,7 +291,7 @@ class PooledKvCache(Local):
         return member, shard.cache
 
     async def _leave(self) -> None:
-        self._left = True
+        self._closed = True
         shards, self._shards = list(self._shards.values()), {}
 
         async def close(shard: _Shard) -> None:
