@@ -232,7 +232,7 @@ class _Workshop:
             max_bytes=options.cache_max_bytes,
             readonly_paths=options.prewarmed_paths,
             offline=options.offline,
-            chosen=options.cache_path is not None,
+            explicit=options.cache_path is not None,
             on_event=self._event,
         )
         self._compiler = Compiler()
@@ -318,10 +318,10 @@ class _Workshop:
                 self._uses.popitem(last=False)
 
     def _build(self, source: KernelSource, arch: str) -> Product:
-        from gpu_actors.compiling.cubin_cache import announced
+        from gpu_actors.compiling.cubin_cache import traced_compile
 
         about = {"variant": f"{source.name}:{_digest(source)}", "arch": arch}
-        return announced(
+        return traced_compile(
             lambda name, **fields: self._event(name, about | fields),
             lambda: self._cell.environment.device.build(source, arch),
         )

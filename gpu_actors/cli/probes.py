@@ -208,7 +208,7 @@ def _mps() -> Check:
 
 @_probe("nvrtc")
 def _nvrtc() -> Check:
-    from gpu_actors.compiling.toolchain import adoption, find_toolchain, supported_archs
+    from gpu_actors.compiling.toolchain import find_toolchain, mismatch, supported_archs
     from gpu_actors.errors import CompileError
 
     if find_toolchain() is None:
@@ -218,7 +218,7 @@ def _nvrtc() -> Check:
     except CompileError as error:
         return Check("nvrtc", "problem", str(error))
     assert toolchain is not None
-    why = adoption()
+    why = mismatch()
     adopted = "" if why is None else f"; {why}"
     return Check("nvrtc", "ok", f"{toolchain.version}, compiles for {', '.join(archs)}{adopted}")
 

@@ -1,4 +1,4 @@
-"""Finds the CUDA sources that ship with the package, in a wheel and in a checkout alike."""
+"""Finds the CUDA sources that ship with the package, in a wheel and in a checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["asset_headers", "asset_root", "asset_source", "asset_text", "asset_t
 
 @functools.cache
 def asset_root() -> Path:
-    """A checkout's folder ``kernels_cu``, or the archive of a wheel. Raises GpuActorsError where neither is there."""
+    """A checkout's folder ``kernels_cu``, or the archive of a wheel. Raises GpuActorsError if there is neither."""
     package = Path(__file__).resolve().parent.parent
     places = (package / "kernels_cu.zip", package.parent / "kernels_cu")
     for place in places:
@@ -28,7 +28,7 @@ def asset_root() -> Path:
 
 @functools.cache
 def asset_texts() -> dict[str, str]:
-    """All sources and headers by their names, relative to ``kernels_cu``, read once a process."""
+    """All sources and headers by their names, relative to ``kernels_cu``. A process reads them once."""
     root = asset_root()
     if root.is_file():
         with zipfile.ZipFile(root) as archive:
@@ -38,17 +38,17 @@ def asset_texts() -> dict[str, str]:
 
 
 def asset_text(name: str) -> str:
-    """The text of ``kernels_cu/<name>``. Raises InvalidRequest where there is none."""
-    found = asset_texts().get(name)
-    if found is None:
-        have = ", ".join(name for name in asset_texts() if name.endswith(".cu"))
-        raise InvalidRequest("name", name, f"no such file in kernels_cu, which has {have or 'no .cu file'}")
-    return found
+    """The text of ``kernels_cu/<name>``. Raises InvalidRequest if there is none."""
+    text = asset_texts().get(name)
+    if text is None:
+        names = ", ".join(name for name in asset_texts() if name.endswith(".cu"))
+        raise InvalidRequest("name", name, f"no such file in kernels_cu, which has {names or 'no .cu file'}")
+    return text
 
 
 @functools.cache
 def kernel_file(kernel: str) -> str:
-    """The file of a kernel of the package, relative to ``kernels_cu``. Raises InvalidRequest where there is none."""
+    """The file of a kernel of the package, relative to ``kernels_cu``. Raises InvalidRequest if there is none."""
     for name in asset_texts():
         if name.endswith(f"/{kernel}.cu"):
             return name
@@ -58,8 +58,7 @@ def kernel_file(kernel: str) -> str:
 def asset_headers(source: str) -> dict[str, str]:
     """The headers of ``kernels_cu`` that ``source`` reaches, by the name that its includes spell.
 
-    Names are relative to ``kernels_cu``, also inside headers in its folders: NVRTC knows headers by their
-    spelling.
+    Names are relative to ``kernels_cu``, also in headers in its folders: NVRTC finds headers by their spelling.
     """
 
     def lookup(name: str, _place: str) -> Header | None:
@@ -79,8 +78,8 @@ def asset_source(
 ) -> KernelSource:
     """The kernel file ``name`` of the package with the headers that it reaches, ready to compile.
 
-    headers: text that takes the place of the package's own, by name; it may include more of them.
-    Raises InvalidRequest naming the field at fault.
+    headers: text by name, in place of the package's own headers. It may include more of them.
+    Raises InvalidRequest for the field at fault.
     """
     text = asset_text(name)
     headers = completed_headers(text, headers or {})
@@ -88,5 +87,5 @@ def asset_source(
 
 
 def completed_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """``headers`` with those of ``kernels_cu`` that ``source`` and they reach and do not bring themselves."""
+    """``headers``, and the headers of ``kernels_cu`` that ``source`` and they reach."""
     return asset_headers("\n".join((source, *headers.values()))) | dict(headers)

@@ -1,6 +1,6 @@
-"""Compiles a KernelSource with NVRTC, through CuPy's bindings; no GPU and no driver is needed.
+"""Compiles a KernelSource with NVRTC, through CuPy's bindings. It needs no GPU and no driver.
 
-NVRTC gets every header in memory and may not look at the disk, so the cache key covers all that it reads.
+NVRTC gets every header in memory and does not read the disk, so the cache key covers all of its input.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ __all__ = ["CompileInputs", "Compiler", "compile_inputs", "elf_sections", "suppo
 class CompileInputs(NamedTuple):
     """The inputs of NVRTC for a source and an architecture, besides the source and its macros.
 
-    options: in order. headers: every header in reach, text by the name that includes spell.
-    own_headers: those of them that the source brings itself.
+    options: in order.
+    headers: the text of every reachable header, by the name that includes spell.
+    own_headers: those that come with the source.
     """
 
     options: tuple[str, ...]
@@ -35,7 +36,7 @@ class CompileInputs(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None) -> CompileInputs:
-    """The inputs of a compile; without a toolchain, the part that the source states itself.
+    """The inputs of a compile. Without a toolchain, those of the source alone.
 
     Raises CompileError if the source includes a file that no key can cover (see `include_closure`).
     """
@@ -47,7 +48,7 @@ def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None)
 
 
 def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str, ...]:
-    """The options picked here, then the source's own. Arithmetic stays IEEE: nothing here sets -ftz."""
+    """The package's options, then the source's own. Arithmetic stays IEEE: no option sets -ftz."""
     picked = [
         # The exact architecture: wgmma and setmaxnreg exist in sm_90a, not in sm_90, and a cubin instead of
         # PTX leaves the driver nothing to compile.
@@ -58,10 +59,9 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         "--ptxas-options=-v",
         # constexpr helpers in headers that the emulated device shares have no __device__.
         "-default-device",
-        # A missing quoted header would else be read from the working directory.
+        # Otherwise a missing quoted header would be read from the working directory.
         "--no-source-include",
-        # The default raises the whole process's stack limit during a compile; two at once may leave it
-        # raised.
+        # The default raises the whole process's stack limit during a compile. Two at once may leave it raised.
         "--modify-stack-limit=false",
     ]
     if toolchain.release >= (12, 9):
@@ -74,31 +74,31 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
 
 
 class Compiler:
-    """NVRTC. It keeps no state and compiles in parallel on as many threads as call it."""
+    """NVRTC. It has no state. Several threads may compile at the same time."""
 
     def compile(self, source: KernelSource, arch: str | None = None) -> Cubin:
-        """The cubin of ``source`` for ``arch`` (default: the source's own), in 0.03 to 1 s.
+        """Compile ``source`` for ``arch`` (default: the source's own), in 0.03 to 1 s.
 
-        Raises CompileError with ``.log`` and ``.source_line`` where NVRTC refuses the source, an include is
-        missing, an entry point is not in it, or no NVRTC is installed; Unsupported for an architecture that
-        NVRTC does not know; InvalidRequest for one that contradicts the source.
+        Raises CompileError with ``.log`` and ``.source_line`` if NVRTC refuses the source, an include is missing, an
+        entry point is not in it, or no NVRTC is installed. Raises Unsupported for an architecture that NVRTC does not
+        know, and InvalidRequest for one that contradicts the source.
         """
         arch = source.resolve_arch(arch)
         nvrtc = load_nvrtc()
-        known = supported_archs()
-        if arch not in known:
-            number, *numbers = (int(re.sub(r"\D", "", name)) for name in (arch, *known))
-            nearest = min(zip(numbers, known, strict=True), key=lambda one: abs(one[0] - number))[1]
-            raise Unsupported("arch", arch, f"this NVRTC compiles for {', '.join(known)}", nearest=nearest)
+        archs = supported_archs()
+        if arch not in archs:
+            number, *numbers = (int(re.sub(r"\D", "", name)) for name in (arch, *archs))
+            nearest = min(zip(numbers, archs, strict=True), key=lambda one: abs(one[0] - number))[1]
+            raise Unsupported("arch", arch, f"this NVRTC compiles for {', '.join(archs)}", nearest=nearest)
         inputs = compile_inputs(source, arch, find_toolchain())
         data, log = _run(nvrtc, source, arch, inputs)
         resources = parse_resources(log)
         absent = [entry for entry in source.entry_points if entry not in resources]
         if absent:
-            held = ", ".join(resources) or "none"
+            kernels = ", ".join(resources) or "none"
             raise CompileError(
                 f"kernel {source.name!r} has no entry point {', '.join(absent)}: "
-                f'is it extern "C" __global__? The source holds {held}',
+                f'is it extern "C" __global__? The source holds {kernels}',
                 log,
             )
         return Cubin(whole_cubin(data), arch, source.entry_points, log, resources)
@@ -124,8 +124,8 @@ def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> 
 
 
 def _file_name(source: KernelSource) -> str:
-    # No key covers the path as the caller spells it, so the cubin must not hold it either. NVRTC takes a name that
-    # begins with a dash for an option, which may name a file to write.
+    # No key covers the path as the caller spells it, so the cubin must not contain it. NVRTC reads a name that begins
+    # with a dash as an option, which may name a file to write.
     return re.sub(r"[^\w.+-]", "_", PurePosixPath(source.name).name).lstrip("-") or "kernel.cu"
 
 
@@ -165,11 +165,10 @@ _NOBITS, _FIRST_VENDOR_TYPE = 8, 0x70000000
 
 
 def whole_cubin(data: bytes) -> bytes:
-    """``data`` with the last byte that CuPy 14's getCUBIN cuts off, where it did.
+    """``data`` with its last byte, which CuPy 14's getCUBIN may cut off.
 
-    The ELF headers tell the length: the byte is restored only if exactly it is missing, and it is zero
-    because every table and section that can end a cubin ends in one. Raises CompileError for anything shorter
-    or not ELF.
+    The ELF headers give the length: a byte is added only if exactly one is missing. It is zero, because every table and
+    section that can end a cubin ends in a zero byte. Raises CompileError for anything shorter or not ELF.
     """
     if data[:5] != b"\x7fELF\x02" or len(data) < _ELF_HEADER.size:
         raise CompileError(f"NVRTC returned {len(data)} bytes that are no 64-bit ELF image")
@@ -183,7 +182,7 @@ def whole_cubin(data: bytes) -> bytes:
 
 
 def elf_sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """The sections of a whole 64-bit ELF image, (name, contents). Raises struct.error for what is none."""
+    """The sections of a whole 64-bit ELF image, (name, contents). Raises struct.error for anything else."""
     header = _ELF_HEADER.unpack_from(image)
     table, size, count, names = header[6], *header[11:14]
     sections = [_SECTION.unpack_from(image, table + index * size) for index in range(count)]

@@ -26,11 +26,11 @@ from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.tracing.events import log_record
 
-__all__ = ["CacheStats", "CubinCache", "announced", "default_cache_dir"]
+__all__ = ["CacheStats", "CubinCache", "default_cache_dir", "traced_compile"]
 
 Compile = Callable[[KernelSource, str], Cubin]
-Made = TypeVar("Made")
-Found = tuple[Cubin, bool]  # the cubin, and whether it was there rather than compiled
+T = TypeVar("T")
+Entry = tuple[Cubin, bool]  # the cubin, and whether it was cached rather than compiled
 OnEvent = Callable[[str, dict[str, object]], None]
 
 _log = logging.getLogger("gpu_actors")
@@ -39,11 +39,14 @@ _MAX_KEYS = 8192
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts since the cache was made, and what its folder holds now (memory, where it has no folder).
+    """Counts since the cache was made.
 
-    hits: lookups answered from memory or a folder. misses: lookups that were not; of many callers who wait
-    for one compile, each. compiles: compiles begun. corrupt: entries refused. evicted: entries removed to
-    keep to the size bound. entries, bytes: in the folder.
+    hits: lookups answered from memory or a folder.
+    misses: other lookups. Each of several callers that wait for one compile counts.
+    compiles: compiles begun.
+    corrupt: entries refused.
+    evicted: entries removed to keep to the size bound.
+    entries, bytes: now in the folder, or in memory if there is no folder.
     """
 
     hits: int = 0
@@ -60,31 +63,31 @@ def default_cache_dir() -> Path:
 
     Raises InvalidRequest for a GPU_ACTORS_CACHE_DIR below the home of a user who has none.
     """
-    if given := os.environ.get("GPU_ACTORS_CACHE_DIR"):
+    if setting := os.environ.get("GPU_ACTORS_CACHE_DIR"):
         try:
-            return Path(given).expanduser().absolute()
+            return Path(setting).expanduser().absolute()
         except RuntimeError as error:
-            raise InvalidRequest("GPU_ACTORS_CACHE_DIR", given, f"must name a folder: {error}") from None
+            raise InvalidRequest("GPU_ACTORS_CACHE_DIR", setting, f"must name a folder: {error}") from None
     return user_cache_folder() / "cubins"
 
 
 class CubinCache:
     """Cubins by kernel source and architecture. Every method may be called from any thread.
 
-    directory: the user's folder (see `default_cache_dir`), or None to keep cubins in memory alone.
-    max_bytes: bound of the folder; the entries that no process read from it for longest go first.
+    directory: the user's folder (see `default_cache_dir`), or None to cache cubins in memory alone.
+    max_bytes: bound of the folder. The least recently read entries are evicted first.
     readonly_paths: folders that are searched first and never written.
-    offline: never compile; a variant that is in no cache raises CompileError.
-    max_memory_bytes: bound of the cubins kept in memory.
-    lock_timeout: seconds to wait for another process that compiles the variant, before doing so here as well.
+    offline: never compile. A variant that is in no cache raises CompileError.
+    max_memory_bytes: bound of the cubins cached in memory.
+    lock_timeout: seconds to wait for another process that compiles the variant, before it is compiled here too.
     on_event: called with (name, fields) for the events cache.hit (fields variant, digest, layer), cache.miss,
-        cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error); by
-        default they go to the logger "gpu_actors".
+        cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error). By default they go
+        to the logger "gpu_actors".
     toolchain: finds the compiler whose version is in the keys.
-    chosen: whether the user named the directory. The default one is opened when it is first needed.
+    explicit: whether the user named the directory. The default one is opened at the first need.
 
     Raises InvalidRequest("cache_dir" or "prewarmed", ...) for a folder from which another user's code could be loaded,
-    and for a path that is not a folder: here, or, if the directory was not chosen, from each lookup that needs it.
+    and for a path that is not a folder. If the directory is the default one, each lookup that needs it raises instead.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class CubinCache:
         lock_timeout: float = 60.0,
         on_event: OnEvent | None = None,
         toolchain: FindToolchain = find_toolchain,
-        chosen: bool = True,
+        explicit: bool = True,
     ) -> None:
         if max_bytes <= 0:
             raise InvalidRequest("max_bytes", max_bytes, "must be positive")
@@ -114,7 +117,7 @@ class CubinCache:
         self._memory: OrderedDict[VariantKey, Cubin] = OrderedDict()
         self._memory_bytes = 0
         self._warned: set[tuple[str, int | None]] = set()
-        self._flights: dict[VariantKey, Future[Found]] = {}
+        self._flights: dict[VariantKey, Future[Entry]] = {}
         self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
         self._folders = [CacheFolder(Path(path), writable=False, field="prewarmed") for path in readonly_paths]
         for folder in self._folders:
@@ -122,13 +125,13 @@ class CubinCache:
                 _log.warning("prewarmed folder %s does not exist", folder.path)
         if self._folder is not None:
             self._folders.append(self._folder)
-            if chosen:
+            if explicit:
                 self._folder.check()
             with contextlib.suppress(OSError, InvalidRequest):
-                self._tidy(self._folder)
+                self._prune(self._folder)
 
     def key(self, source: KernelSource, arch: str | None = None) -> VariantKey:
-        """The names of the variant. Raises what `KernelSource.resolve_arch` and `variant_key` raise."""
+        """The variant's key. Raises what `KernelSource.resolve_arch` and `variant_key` raise."""
         try:
             return self._keys[source, arch or ""]
         except KeyError:
@@ -140,25 +143,25 @@ class CubinCache:
         return key
 
     def peek(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
-        """The cubin if it is in memory. Touches no disk and computes no key: for threads that must not wait."""
+        """The cubin if it is in memory. Reads no disk and computes no key: for threads that must not wait."""
         key = self._keys.get((source, arch or ""))
-        return None if key is None else self._remembered(key, source)
+        return None if key is None else self._from_memory(key, source)
 
     def get(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
-        """The cubin, or None where neither memory nor a folder has it. Compiles nothing and does not wait."""
+        """The cubin, or None if neither memory nor a folder has it. Compiles nothing and does not wait."""
         key = self.key(source, arch)
-        cubin = self._remembered(key, source) or self._stored(key, source, source.resolve_arch(arch))
+        cubin = self._from_memory(key, source) or self._from_folders(key, source, source.resolve_arch(arch))
         if cubin is None:
             self._miss(key, source)
         return cubin
 
     def get_or_compile(self, source: KernelSource, arch: str | None, compile: Compile) -> Cubin:
-        """The cubin; ``compile(source, arch)`` makes it at most once for all threads and processes that ask.
+        """The cubin. ``compile(source, arch)`` runs at most once for all threads and processes that need it.
 
-        Raises CompileError as ``compile`` does, to every waiter, or, offline, naming the missing variant.
+        Raises CompileError as ``compile`` does, to every waiter, or, offline, with the name of the missing variant.
         """
         key = self.key(source, arch)
-        cubin = self._remembered(key, source)
+        cubin = self._from_memory(key, source)
         if cubin is not None:
             return cubin
         arch = source.resolve_arch(arch)
@@ -172,7 +175,7 @@ class CubinCache:
             try:
                 cubin, at_once = joined.result()
             except Exception:
-                if joined.cancelled():  # the thread that led was interrupted, which says nothing of the kernel
+                if joined.cancelled():  # the leading thread was interrupted, which is no fault of the kernel
                     continue
                 self._miss(key, source)
                 raise
@@ -183,7 +186,7 @@ class CubinCache:
             return cubin
 
     def stats(self) -> CacheStats:
-        """The counts now. Lists the folder: not for a hot path."""
+        """The current counts. It lists the folder, so do not call it on a hot path."""
         if self._folder is not None:
             entries, size = self._folder.usage()
         else:
@@ -193,11 +196,11 @@ class CubinCache:
 
     # One compile for many callers
 
-    def _lead(self, flight: Future[Found], key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
-        """The cubin, for the threads that joined the flight too. Who asks after it has landed asks anew."""
+    def _lead(self, flight: Future[Entry], key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+        """Find or compile the cubin for all threads that joined the flight. A later thread starts a new one."""
         try:
             try:
-                found = self._find_or_make(key, source, arch, compile)
+                result = self._find_or_compile(key, source, arch, compile)
             finally:
                 with self._lock:
                     del self._flights[key]
@@ -207,54 +210,54 @@ class CubinCache:
         except BaseException:
             flight.cancel()
             raise
-        flight.set_result(found)
-        return found[0]
+        flight.set_result(result)
+        return result[0]
 
-    def _find_or_make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Found:
-        cubin = self._remembered(key, source) or self._stored(key, source, arch)
+    def _find_or_compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Entry:
+        cubin = self._from_memory(key, source) or self._from_folders(key, source, arch)
         if cubin is not None:
             return cubin, True
         compiled = self._compiled_key(key, source, arch)
         if compiled != key:
-            return self._find_or_make(compiled, source, arch, compile)
+            return self._find_or_compile(compiled, source, arch, compile)
         self._miss(key, source)
-        cubin = self._make(key, source, arch, compile)
-        self._remember(key, cubin)
+        cubin = self._compile_locked(key, source, arch, compile)
+        self._store_in_memory(key, cubin)
         return cubin, False
 
     def _compiled_key(self, key: VariantKey, source: KernelSource, arch: str) -> VariantKey:
-        """The key that a cubin made here gets: the compiler that is loaded may not be the one that is installed."""
+        """The key of a cubin that is compiled here: the loaded compiler may not be the installed one."""
         if self._offline or key.build is None:
             return key
         try:
             toolchain = self._toolchain(load=True)
-        except CompileError:  # which compiling raises, too
+        except CompileError:  # compiling raises it too
             return key
         compiled = variant_key(source, arch, toolchain)
         if compiled != key:
             self._keys.clear()
         return compiled
 
-    def _make(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _compile_locked(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         if self._offline:
             raise self._missing(key, source, arch)
         with contextlib.ExitStack() as lock:
-            holds = self._locked(lock, key, source)
-            # Another process may have made it while this one waited.
-            cubin = self._stored(key, source, arch, counted=False) if holds else None
+            locked = self._locked(lock, key, source)
+            # Another process may have compiled it while this one waited.
+            cubin = self._from_folders(key, source, arch, counted=False) if locked else None
             if cubin is None:
                 cubin = self._compile(key, source, arch, compile)
-                if holds:
+                if locked:
                     self._publish(key, source, cubin)
             return cubin
 
     def _compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         self._count("compiles")
         emit = functools.partial(self._emit, logging.INFO, key=key, source=source, arch=arch)
-        return announced(emit, lambda: compile(source, arch))
+        return traced_compile(emit, lambda: compile(source, arch))
 
     def _locked(self, lock: contextlib.ExitStack, key: VariantKey, source: KernelSource) -> bool:
-        """Whether ``lock`` now keeps other processes from compiling the variant. Nothing is published without it."""
+        """Take the lock that keeps other processes from compiling the variant. Without it nothing is published."""
         if self._folder is None or key.build is None:
             return False
         try:
@@ -283,7 +286,7 @@ class CubinCache:
 
     # Memory and folders
 
-    def _remembered(self, key: VariantKey, source: KernelSource) -> Cubin | None:
+    def _from_memory(self, key: VariantKey, source: KernelSource) -> Cubin | None:
         with self._lock:
             cubin = self._memory.get(key)
             if cubin is None:
@@ -292,7 +295,7 @@ class CubinCache:
         self._hit(key, source, "memory")
         return cubin
 
-    def _remember(self, key: VariantKey, cubin: Cubin) -> None:
+    def _store_in_memory(self, key: VariantKey, cubin: Cubin) -> None:
         with self._lock:
             if key not in self._memory:
                 self._memory[key] = cubin
@@ -300,15 +303,15 @@ class CubinCache:
             while self._memory_bytes > self._max_memory_bytes:
                 self._memory_bytes -= len(self._memory.popitem(last=False)[1].data)
 
-    def _stored(self, key: VariantKey, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
-        """The cubin of the first folder that has a sound entry."""
+    def _from_folders(self, key: VariantKey, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
+        """The cubin from the first folder that has a sound entry."""
         for folder in self._folders:
             try:
                 names = [key.file_name] if key.build is not None else folder.names(key.prefix)
                 for name in names:
                     cubin = self._read(folder, name, key, source, arch)
                     if cubin is not None:
-                        self._remember(key, cubin)
+                        self._store_in_memory(key, cubin)
                         if counted:
                             self._hit(key, source, str(folder.path))
                         return cubin
@@ -331,7 +334,7 @@ class CubinCache:
             _log.warning("cubin cache entry %s is refused: %s", path, error)
         if folder.writable:
             with contextlib.suppress(OSError):  # a miss either way
-                folder.set_aside(name, stored.inode)
+                folder.quarantine(name, stored.inode)
         return None
 
     def _publish(self, key: VariantKey, source: KernelSource, cubin: Cubin) -> None:
@@ -344,12 +347,12 @@ class CubinCache:
             return
         try:
             self._folder.publish(key.file_name, entry)
-            self._tidy(self._folder, keep=key.file_name)
+            self._prune(self._folder, keep=key.file_name)
         except (OSError, InvalidRequest) as error:
             self._warn_unwritable(source, error)
 
-    def _tidy(self, folder: CacheFolder, keep: str = "") -> None:
-        evicted = folder.tidy(self._max_bytes, keep)
+    def _prune(self, folder: CacheFolder, keep: str = "") -> None:
+        evicted = folder.prune(self._max_bytes, keep)
         if evicted:
             self._count("evicted", evicted)
             _log.debug("cubin cache %s: %d entries evicted", folder.path, evicted)
@@ -360,7 +363,7 @@ class CubinCache:
         self._warn_once(error, text, folder, source.name, error)
 
     def _warn_once(self, error: Exception, text: str, *values: object) -> None:
-        """Warns of the first failure of its kind: a read-only disk fails for every kernel alike."""
+        """Warn of the first failure of a kind: a read-only disk fails for every kernel."""
         kind = (text, error.errno if isinstance(error, OSError) else None)
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
@@ -390,14 +393,14 @@ class CubinCache:
             return
         try:
             self._on_event(event, fields)
-        except Exception:  # a listener's fault is no reason to lose a kernel
+        except Exception:  # a listener's error must not lose a kernel
             _log.exception("on_event raised at %s", event)
 
 
-def announced(emit: Callable[..., None], make: Callable[[], Made]) -> Made:
-    """``make()``, between the events compile.started and compile.completed."""
+def traced_compile(emit: Callable[..., None], make: Callable[[], T]) -> T:
+    """Call ``make`` between the events compile.started and compile.completed."""
     emit("compile.started")
-    began = time.perf_counter()
+    start = time.perf_counter()
     failure: str | None = None
     try:
         return make()
@@ -405,11 +408,11 @@ def announced(emit: Callable[..., None], make: Callable[[], Made]) -> Made:
         failure = str(error)
         raise
     finally:
-        emit("compile.completed", seconds=time.perf_counter() - began, error=failure)
+        emit("compile.completed", seconds=time.perf_counter() - start, error=failure)
 
 
 def _builds(folder: CacheFolder, key: VariantKey, source: KernelSource, arch: str) -> Iterator[str]:
-    """The NVRTC versions whose builds of the variant the folder holds."""
+    """The NVRTC versions whose builds of the variant are in the folder."""
     with contextlib.suppress(OSError):
         for name in folder.names(key.prefix):
             stored = folder.read(name)

@@ -1,11 +1,10 @@
 """The key of a compiled variant, and the bytes of its entry in a cache folder.
 
-A key is SHA-256 over length-prefixed parts and holds no path and no time, so that it is equal on every
-machine: schema version, NVRTC version, exact architecture, ordered options, sorted macros, source (a user's
-snippet is part of it or a header), every header in reach by name and contents, entry names.
+A key is SHA-256 over length-prefixed parts. It contains no path and no time, so that it is equal on every machine. The
+parts are schema version, NVRTC version, exact architecture, ordered options, sorted macros, source (a user's snippet is
+part of it or a header), every reachable header by name and contents, and entry names.
 
-An entry is magic, key, payload length, SHA-256 of the payload, payload; the payload is a JSON header and the
-cubin.
+An entry is magic, key, payload length, SHA-256 of the payload, payload. The payload is a JSON header and the cubin.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _JSON_LENGTH = struct.Struct("<I")
 
 
 class CorruptEntry(Exception):
-    """The bytes are not a whole entry of the key that was asked for. Never leaves the cache."""
+    """The bytes are not a whole entry of the requested key. The cache catches it."""
 
 
 class VariantKey(NamedTuple):
-    """The names of a variant, 64 hexadecimal digits each.
+    """The digests of a variant, 64 hexadecimal digits each.
 
-    variant: of the source's own parts. build: of these and of the compiler, its options and the toolkit's
-    headers; None if no compiler is installed.
+    variant: of the source's own parts.
+    build: of these, the compiler, its options and the toolkit's headers. None if no compiler is installed.
     """
 
     variant: str
@@ -47,7 +46,7 @@ class VariantKey(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The entry's file. Without a build there is none: see `prefix`."""
+        """The name of the entry's file, if there is a build (see `prefix`)."""
         return f"{self.prefix}{self.build}.cubin"
 
     def build_of(self, file_name: str) -> str:
@@ -56,12 +55,12 @@ class VariantKey(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the files of all builds of the variant begin with."""
+        """The beginning of the file names of all builds of the variant."""
         return f"{self.variant}-"
 
 
 def variant_key(source: KernelSource, arch: str, toolchain: Toolchain | None) -> VariantKey:
-    """The key of ``source`` compiled for ``arch`` by ``toolchain``. Headers are hashed once a process."""
+    """The key of ``source`` compiled for ``arch`` by ``toolchain``. A process hashes each header once."""
     inputs = compile_inputs(source, arch, toolchain)
     variant = _digest(source, arch, "", source.options, inputs.own_headers.items())
     if toolchain is None:
@@ -87,7 +86,7 @@ def _digest(
 
 
 def digest_of(groups: Iterable[Collection[str]]) -> str:
-    """SHA-256 over groups of texts, 64 hexadecimal digits. Each is preceded by its length: none runs into the next."""
+    """SHA-256 over groups of texts, 64 hexadecimal digits. Each text and group is preceded by its length."""
     digest = hashlib.sha256()
     for group in groups:
         digest.update(struct.pack("<Q", len(group)))
@@ -133,7 +132,7 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
         )
         nvrtc = about["nvrtc"]
     except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        # A checksum proves that the bytes are as written, not that `encode_entry` wrote them.
+        # The checksum proves that the bytes are as written, and not that `encode_entry` wrote them.
         raise CorruptEntry(f"what it says of its cubin cannot be read: {type(error).__name__}: {error}") from error
     if cubin.arch != arch:
         raise CorruptEntry(f"it is for {cubin.arch!r} instead of {arch}")
@@ -161,8 +160,8 @@ def _payload(build: str, entry: bytes) -> memoryview:
 
 
 def _resources(about: dict[str, Any]) -> dict[str, KernelResources]:
-    found = {name: KernelResources(*values) for name, values in about["resources"].items()}
-    for name, resources in found.items():
+    by_kernel = {name: KernelResources(*values) for name, values in about["resources"].items()}
+    for name, resources in by_kernel.items():
         if not all(type(count) is int and count >= 0 for count in resources):
             raise ValueError(f"the resources of {name} are {tuple(resources)}")
-    return found
+    return by_kernel

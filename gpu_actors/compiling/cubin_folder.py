@@ -1,10 +1,10 @@
 """One folder of cache entries on disk, shared by processes that may die at any instruction.
 
-Code is loaded from here into the GPU, so only its owner may write to the folder: it is opened without
-following links and checked at every operation, and files are reached through that handle, not by path.
+Code is loaded from here into the GPU, so only its owner may write to the folder: it is opened without following links
+and checked at every operation, and files are opened relative to that handle, not by path.
 
-A user may name a folder that holds other files too. So every file here has a name that no other program gives, and only
-files of such names are listed or removed.
+A user may name a folder that has other files too. So every file here has a name that no other program uses, and only
+files with such names are listed or removed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gpu_actors.errors import InvalidRequest
 __all__ = ["CacheFolder", "StoredEntry", "user_cache_folder"]
 
 ENTRY = ".cubin"
-MAX_SET_ASIDE = 8
+MAX_QUARANTINED = 8
 MAX_ENTRY_BYTES = 1 << 28
 LEFTOVER_AGE = 24 * 3600.0  # seconds
 
-_SET_ASIDE = ".corrupt"
+_QUARANTINED = ".corrupt"
 _LOCK_POLL = 0.02  # seconds
-# What an entry is called before its suffix: "gpu-actors" or the digest of its variant, then the digest of its build.
+# The name of an entry without its suffix: "gpu-actors" or the digest of its variant, then the digest of its build.
 _STEM = r"(?:gpu-actors|[0-9a-f]{64})-[0-9a-f]{64}"
 _LOCK = re.compile(r"gpu-actors-[0-9a-f]{64}\.lock")
 
@@ -43,8 +43,10 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def user_cache_folder() -> Path:
-    """The platform's place for this package's caches, or one of the user's own among temporary files if the user has
-    no home, as in a container that runs as a number."""
+    """The platform's folder for this package's caches.
+
+    A user without a home, as in a container that runs as a number, gets a temporary folder of the user's own.
+    """
     import platformdirs
 
     try:
@@ -57,8 +59,8 @@ def user_cache_folder() -> Path:
 class StoredEntry(NamedTuple):
     """An entry as read.
 
-    inode: of the file that was read, so that only that file is set aside. fault: why its data were not read,
-    or "".
+    inode: of the file that was read, so that only that file is quarantined.
+    fault: why its data were not read, or "".
     """
 
     data: bytes
@@ -70,11 +72,12 @@ class CacheFolder:
     """A folder of entries.
 
     writable: whether this process may add to it. A read-only folder may also belong to root, as in an image.
-    field: the setting that names the folder, for errors. suffix: what an entry's name ends with, after two digests or
-    "gpu-actors-" and one.
+    field: the setting that names the folder, for errors.
+    suffix: the end of an entry's name.
+
+    A folder that does not exist is empty. The first `publish` creates it.
     Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write or that
-    lies where others could replace it; OSError where the disk refuses. A folder that does not exist is empty, and is
-    made by the first `publish`.
+    lies where others could replace it, and OSError if the disk fails.
     """
 
     def __init__(self, path: Path, *, writable: bool, field: str = "cache_dir", suffix: str = ENTRY) -> None:
@@ -83,10 +86,10 @@ class CacheFolder:
         self.field = field
         self._entry = re.compile(_STEM + re.escape(suffix))
         self._temporary = re.compile(rf"{self._entry.pattern}\.[0-9]+\.[0-9a-f]{{16}}\.tmp")
-        self._set_aside = re.compile(self._entry.pattern + re.escape(_SET_ASIDE))
+        self._quarantined = re.compile(self._entry.pattern + re.escape(_QUARANTINED))
 
     def check(self) -> bool:
-        """Whether the folder is there. Raises InvalidRequest also for what is no folder and cannot become one."""
+        """Whether the folder exists. Raises InvalidRequest also for a path that is not a folder."""
         try:
             with self._opened():
                 return True
@@ -96,12 +99,12 @@ class CacheFolder:
             return os.path.exists(self.path)
 
     def make(self) -> None:
-        """Make the folder, where it is not there yet. Raises OSError where the disk refuses that."""
-        with self._made():
+        """Create the folder if it does not exist. Raises OSError if the disk fails."""
+        with self._created():
             pass
 
     def read(self, name: str) -> StoredEntry | None:
-        """The entry, marked as just used, or None where there is none."""
+        """The entry, or None if there is none. Its access time is set to now."""
         try:
             with self._opened() as folder:
                 handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=folder)
@@ -114,7 +117,7 @@ class CacheFolder:
             with os.fdopen(handle, "rb", closefd=False) as file:
                 data = file.read()
             if self.writable:
-                # The access time is set here, because many file systems are mounted to keep none.
+                # The access time is set here, because many file systems are mounted with noatime.
                 with contextlib.suppress(OSError):
                     os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
         finally:
@@ -132,8 +135,8 @@ class CacheFolder:
         return [name for name, _ in entries if name.startswith(prefix)]
 
     def publish(self, name: str, data: bytes) -> None:
-        """Writes an entry so that readers find it whole or not at all, whenever this process dies."""
-        with self._made() as folder:
+        """Write an entry so that readers find it whole or not at all, even if this process dies."""
+        with self._created() as folder:
             handle, temporary = self._new_temporary(name, folder)
             try:
                 view = memoryview(data)
@@ -149,15 +152,15 @@ class CacheFolder:
                 os.close(handle)
             os.fsync(folder)
 
-    def set_aside(self, name: str, inode: int) -> None:
-        """Renames a corrupt entry, so that it is not read again but can be looked into."""
+    def quarantine(self, name: str, inode: int) -> None:
+        """Rename a corrupt entry, so that it is not read again but can be examined."""
         with self._opened() as folder:
-            # Another process may have replaced it with a good one since it was read.
+            # Another process may have replaced it with a sound one since it was read.
             if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == inode:
-                os.replace(name, name + _SET_ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
+                os.replace(name, name + _QUARANTINED, src_dir_fd=folder, dst_dir_fd=folder)
 
     def usage(self) -> tuple[int, int]:
-        """(entries, their bytes); none of a folder that cannot be used."""
+        """(number of entries, their bytes). (0, 0) for a folder that cannot be used."""
         try:
             with self._opened() as folder:
                 sizes = [status.st_size for _, status in _listing(folder, self._entry)]
@@ -165,11 +168,11 @@ class CacheFolder:
             return 0, 0
         return len(sizes), sum(sizes)
 
-    def tidy(self, max_bytes: int, keep: str = "") -> int:
-        """Removes what dead writers left and old corrupt entries, then the entries used longest ago until the
-        rest fits ``max_bytes``; returns how many of these.
+    def prune(self, max_bytes: int, keep: str = "") -> int:
+        """Remove files of dead writers and old corrupt entries, then the least recently used entries until the rest
+        fits ``max_bytes``. Returns how many entries were evicted.
 
-        A reader that has opened an entry keeps it: removal unlinks the name only. ``keep`` is never removed.
+        A reader that has opened an entry can go on reading: removal unlinks the name only. ``keep`` is never removed.
         """
         with self._opened() as folder:
             for name, status in _listing(folder, self._temporary):
@@ -177,8 +180,8 @@ class CacheFolder:
             for name, status in _listing(folder, _LOCK):
                 if _is_old(status):
                     _sweep(name, status, folder)
-            aside = sorted(_listing(folder, self._set_aside), key=lambda item: item[1].st_ctime_ns)
-            for name, _ in aside[: max(0, len(aside) - MAX_SET_ASIDE)]:
+            quarantined = sorted(_listing(folder, self._quarantined), key=lambda item: item[1].st_ctime_ns)
+            for name, _ in quarantined[: max(0, len(quarantined) - MAX_QUARANTINED)]:
                 _remove(name, folder)
             return _evict(folder, self._entry, max_bytes, keep)
 
@@ -187,15 +190,15 @@ class CacheFolder:
         """Hold the lock of ``build``, 64 hexadecimal digits, among all threads and processes.
 
         timeout: seconds to wait for another holder. The operating system frees the lock of a process that dies.
-        Raises TimeoutError, and OSError where the disk refuses or the file system has no locks.
+        Raises TimeoutError, and OSError if the disk fails or the file system has no locks.
         """
         name, owner = f"gpu-actors-{build}.lock", os.getpid()
-        with self._made() as folder:
+        with self._created() as folder:
             handle = _acquire(name, folder, time.monotonic() + timeout)
             try:
                 yield
             finally:
-                if os.getpid() == owner:  # else a forked child, which shares the lock that its parent holds
+                if os.getpid() == owner:  # a forked child shares its parent's lock
                     # A process that waits for this file sees that its name is gone and opens the next one.
                     _remove(name, folder)
                     # Closing alone would leave the lock to a child that was forked meanwhile.
@@ -203,8 +206,8 @@ class CacheFolder:
                         fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
 
-    def _made(self) -> contextlib.AbstractContextManager[int]:
-        # The folders above get this mode as well: one that a lax umask opened to others would be refused the next time.
+    def _created(self) -> contextlib.AbstractContextManager[int]:
+        # The parent folders get this mode too: one that a lax umask opened to others would be refused the next time.
         for place in (*reversed(self.path.parents), self.path):
             with contextlib.suppress(FileExistsError):
                 if not place.exists():
@@ -234,9 +237,9 @@ class CacheFolder:
             self._refuse(f"others can write to it (mode {mode:04o}): chmod 700 it, or name another folder")
 
     def _check_above(self) -> None:
-        """Check the folders above too, as ssh does: a user who can rename the folder can replace it."""
-        given = self.path.absolute().parent
-        for place in dict.fromkeys(folder for path in (given, given.resolve()) for folder in (path, *path.parents)):
+        """Check the parent folders too, as ssh does: a user who can rename the folder can replace it."""
+        parent = self.path.absolute().parent
+        for place in dict.fromkeys(folder for path in (parent, parent.resolve()) for folder in (path, *path.parents)):
             status = place.stat()
             if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _nobody_here():
                 self._refuse(f"user {status.st_uid} owns the folder above it, {place}, and could replace it")
@@ -247,7 +250,7 @@ class CacheFolder:
                 )
 
     def _fault(self, status: os.stat_result) -> str:
-        """Why a file is not to be read: it may have been planted before the folder was closed to others."""
+        """Why a file must not be read: another user may have put it there before the folder was closed to others."""
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
             return f"it is no regular file of at most {MAX_ENTRY_BYTES} bytes"
         if status.st_uid not in self._owners() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -261,7 +264,7 @@ class CacheFolder:
         raise InvalidRequest(self.field, str(self.path), reason)
 
     def _new_temporary(self, name: str, folder: int) -> tuple[int, str]:
-        """A new file, locked while it is open: a free lock tells `tidy` that the writer died."""
+        """A new file, locked while it is open: `prune` takes a free lock as a sign that the writer died."""
         while True:
             temporary = f"{name}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=folder)
@@ -273,7 +276,7 @@ class CacheFolder:
 
 
 def _acquire(name: str, folder: int, deadline: float) -> int:
-    """An open file of that name whose lock is held. deadline: by `time.monotonic`."""
+    """Open the file and take its lock. deadline: by `time.monotonic`."""
     while True:
         handle = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=folder)
         try:
@@ -282,7 +285,7 @@ def _acquire(name: str, folder: int, deadline: float) -> int:
                     raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", name)
                 time.sleep(_LOCK_POLL)
             with contextlib.suppress(FileNotFoundError):
-                # Else the last holder removed the file, and the lock of a file without a name excludes no one.
+                # Otherwise the last holder has removed the file, and the lock of a file without a name excludes nobody.
                 if os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(handle)):
                     return handle
         except BaseException:
@@ -300,7 +303,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def _listing(folder: int, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
-    """(name, status) of each file with such a name."""
+    """(name, status) of each file whose name matches ``names``."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -332,16 +335,16 @@ def _remove(name: str, folder: int) -> bool:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether a user other than the owner may write. A group that holds the owner alone does not count (umask 002)."""
+    """Whether a user other than the owner may write. A group of the owner alone does not count (umask 002)."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
 
 
 def _nobody_here(proc: Path = Path("/proc")) -> int | None:
-    """The user that stands for all users outside of this container, root among them; None without such a container.
+    """The user id that stands for all users outside of this container, root included. None outside of a container.
 
-    Containers that were started without privileges map their user alone, and "/" itself then belongs to this one.
+    A container that was started without privileges maps its user alone, and "/" belongs to this user id.
     """
     try:
         nobody = int((proc / "sys/kernel/overflowuid").read_text())
@@ -365,13 +368,13 @@ def _is_old(status: os.stat_result) -> bool:
 
 
 def _sweep(name: str, status: os.stat_result, folder: int) -> None:
-    """Removes a file that its writer locks while it lives; where the file system has no locks, an old one."""
+    """Remove a file whose writer has died, which frees its lock. Without locks, remove an old one."""
     try:
         handle = os.open(name, os.O_RDWR | os.O_NONBLOCK | _OPEN, dir_fd=folder)
     except OSError:
         return
     try:
-        if _try_lock(handle):  # else its writer lives
+        if _try_lock(handle):  # its writer has died
             _remove(name, folder)
     except OSError:
         if _is_old(status):

@@ -1,9 +1,8 @@
-"""The headers that a source reaches, so that NVRTC is given all of them in memory and the cache key covers
-each.
+"""The headers that a source reaches, so that NVRTC gets all of them in memory and the cache key covers each.
 
-Conditional includes are followed on every branch: a key that covers a header too many costs a compile at
-worst, one that misses a header is stale. What is not found is left to NVRTC, which refuses the source if the
-branch is taken.
+Conditional includes are followed on every branch: a key that covers an unused header costs at most a compile, while one
+that misses a header is stale. A header that is not found is left to NVRTC, which refuses the source if the branch is
+taken.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Includes(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was found: its text and its place below the folder that it was found in."""
+    """A header's text and its path below the folder that it was found in."""
 
     text: str
     place: str
@@ -44,13 +43,13 @@ Lookup = Callable[[str, str], Header | None]  # (name as spelled, place of the t
 
 
 def leaves_closure(name: str) -> bool:
-    """Whether a header's name leads out of the folder that headers are named below: absolute, or with ".." in it."""
+    """Whether a header's name leads out of the folder of headers: it is absolute or contains ".."."""
     return name.startswith("/") or ".." in name.split("/")
 
 
 @functools.lru_cache(maxsize=4096)
 def includes_of(text: str) -> Includes:
-    """The headers that ``text`` includes or asks ``__has_include`` for, each once, in order."""
+    """The headers that ``text`` includes or tests with ``__has_include``, each once, in order."""
     joined = re.sub(r"\\[ \t]*\r?\n", "", text)
     names: dict[str, None] = {}
     computed: list[str] = []
@@ -67,10 +66,10 @@ def include_closure(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The ``headers`` that ``source`` reaches, by name, and the names that it reaches but ``headers`` lacks.
 
-    headers: text by name, or what gives the text of a name that stays in the closure, None where there is none.
+    headers: text by name, or a function that returns the text for a name, None if there is none.
 
-    Raises CompileError for an include that would leave the closure: of a path that compilers look for on the disk
-    whatever they are told (see `leaves_closure`), or of a macro.
+    Raises CompileError for an include that would leave the closure: of a path that a compiler reads from the disk in
+    any case (see `leaves_closure`), or of a macro.
     """
 
     find = headers.get if isinstance(headers, Mapping) else headers
@@ -87,9 +86,9 @@ def include_closure(
 
 @functools.lru_cache(maxsize=256)
 def toolkit_closure(names: tuple[str, ...], include_dirs: tuple[Path, ...]) -> Mapping[str, str]:
-    """The toolkit's headers that ``names`` reach, by the name that their includes spell; unknown names are left out.
+    """The toolkit's headers that ``names`` reach, by the name that their includes spell. Unknown names are left out.
 
-    Files are read once a process.
+    A process reads each file once.
     """
 
     def lookup(name: str, place: str) -> Header | None:

@@ -1,8 +1,8 @@
-"""How large each parameter of a compiled kernel is, from what ptxas notes in the cubin for the driver.
+"""The size of each parameter of a compiled kernel, which ptxas writes into the cubin for the driver.
 
 A section ".nv.info.KERNEL" is a list of attributes: format, number, and a value of two bytes or, in format 4, of the
-length that stands before it. Number 0x17 describes one parameter: its place in the list, its offset, and in the upper
-14 bits of the last word its size.
+length that precedes it. Number 0x17 describes one parameter: its index, its offset, and in the upper 14 bits of the
+last word its size.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _DESCRIPTION = struct.Struct("<IHHI")  # index, ordinal, offset, flags with the 
 
 
 def parameter_sizes(cubin: bytes, entry: str) -> tuple[int, ...] | None:
-    """Bytes of each parameter of the kernel, in order; None where the cubin does not say what this can read."""
+    """The bytes of each parameter of the kernel, in order. None if the cubin has no such section."""
     try:
         for name, data in elf_sections(cubin):
             if name == f".nv.info.{entry}":
                 return _sizes(data)
     except (struct.error, ValueError, IndexError):
-        pass  # as the cubins of a test, which are none
+        pass  # a test's cubin may be no ELF image
     return None
 
 
 def _sizes(data: bytes) -> tuple[int, ...] | None:
-    found = {ordinal: flags >> 18 for _, ordinal, _, flags in map(_DESCRIPTION.unpack, _descriptions(data))}
-    if sorted(found) != list(range(len(found))):
+    sizes = {ordinal: flags >> 18 for _, ordinal, _, flags in map(_DESCRIPTION.unpack, _descriptions(data))}
+    if sorted(sizes) != list(range(len(sizes))):
         return None
-    return tuple(found[ordinal] for ordinal in range(len(found)))
+    return tuple(sizes[ordinal] for ordinal in range(len(sizes)))
 
 
 def _descriptions(data: bytes) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """The parameters of a kernel, as its ``extern "C" __global__`` declaration spells them.
 
-The text gives names, C types and what may be written through a pointer; how large a struct or a typedef is, the
-compiled kernel tells (`gpu_actors.compiling.parameter_sizes`).
+The text gives names, C types and which pointers may be written through. The compiled kernel gives the size of a struct
+or a typedef (`gpu_actors.compiling.parameter_sizes`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ _DTYPES = {
 class KernelParameter:
     """A parameter of a kernel.
 
-    name: as the source spells it, "" where it has none. type: its C type without qualifiers; of a pointer, what it
-    points to. dtype: the NumPy or ml_dtypes name of that type, None where the text alone does not tell (structs,
-    typedefs, void). pointer: whether it takes an array. written: whether the kernel may write through it.
+    name: as the source spells it, "" if it has none.
+    type: its C type without qualifiers; of a pointer, the type that it points to.
+    dtype: the NumPy or ml_dtypes name of that type, None if the text does not say (structs, typedefs, void).
+    pointer: whether it takes an array.
+    written: whether the kernel may write through it.
     """
 
     name: str
@@ -56,20 +58,20 @@ class KernelParameter:
 
 
 def kernel_signature(source: str, entry: str) -> tuple[KernelParameter, ...]:
-    """The parameters of the kernel called ``entry``, in order.
+    """The parameters of the kernel ``entry``, in order.
 
-    Raises InvalidRequest where the source does not declare it in its own text, declares it in two ways, or has a
-    parameter that no argument can be given for.
+    Raises InvalidRequest if the source does not declare it in its own text, declares it in two ways, or has a parameter
+    that is neither a value nor a pointer.
     """
     text = _BLANKED.sub(lambda match: '""' if match[0].startswith('"') else " ", re.sub(r"\\\r?\n", "", source))
-    found = {tuple(_parameter(part, entry) for part in parts) for parts in _declarations(text, entry)}
-    if not found:
+    signatures = {tuple(_parameter(part, entry) for part in parts) for parts in _declarations(text, entry)}
+    if not signatures:
         reason = f'must declare extern "C" __global__ void {entry}(...) in its own text, by no macro'
         raise InvalidRequest("source", f"{len(source)} characters", reason)
-    if len({tuple((p.type, p.pointer, p.written) for p in parameters) for parameters in found}) > 1:
+    if len({tuple((p.type, p.pointer, p.written) for p in parameters) for parameters in signatures}) > 1:
         raise InvalidRequest("source", f"{len(source)} characters", f"declares {entry} in more than one way")
     # A declaration ahead of the kernel may leave names out.
-    return max(found, key=lambda parameters: sum(bool(parameter.name) for parameter in parameters))
+    return max(signatures, key=lambda parameters: sum(bool(parameter.name) for parameter in parameters))
 
 
 def _declarations(text: str, entry: str) -> Iterator[list[str]]:
@@ -83,7 +85,7 @@ def _declarations(text: str, entry: str) -> Iterator[list[str]]:
                 continue
             at = word.end()
             if word[0] == "__global__":
-                break  # which is looked at for itself
+                break  # the next iteration parses it
             opening = re.compile(r"\s*\(").match(text, at)
             if word[0] == entry and opening is not None:
                 yield _split(text[opening.end() : _closing(text, opening.end() - 1) - 1])
@@ -91,7 +93,7 @@ def _declarations(text: str, entry: str) -> Iterator[list[str]]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place behind the bracket that closes the one at ``opening``."""
+    """The index behind the bracket that closes the one at ``opening``."""
     depth = 0
     for at in range(opening, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")
@@ -101,7 +103,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """What stands between the commas that are in no brackets."""
+    """The texts between the commas that are in no brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{<") - (character in ")]}>")
@@ -120,19 +122,19 @@ def _parameter(text: str, entry: str) -> KernelParameter:
         reason = f"the parameter {text!r} of {entry} is neither a value nor a pointer"
         raise InvalidRequest("source", text, reason)
     plain, arrays = re.compile(r"\[(?!\[)[^\[\]]*\](?!\])").subn("", plain)
-    before, star, after = plain.rpartition("*")
+    pointee, star, declarator = plain.rpartition("*")
     if star:
-        name = next(iter(_WORD.findall(_QUALIFIERS.sub("", after))), "")
-        spelled, _ = _type_and_name(before.replace("*", " "), unnamed=True)
-        written = not re.search(r"\bconst\b", before.rpartition("*")[2])
-        known = None if "*" in before or arrays or templates else _DTYPES.get(spelled)
-        return KernelParameter(name, spelled + "*" * before.count("*"), known, True, written)
+        name = next(iter(_WORD.findall(_QUALIFIERS.sub("", declarator))), "")
+        spelled, _ = _type_and_name(pointee.replace("*", " "), unnamed=True)
+        written = not re.search(r"\bconst\b", pointee.rpartition("*")[2])
+        dtype = None if "*" in pointee or arrays or templates else _DTYPES.get(spelled)
+        return KernelParameter(name, spelled + "*" * pointee.count("*"), dtype, True, written)
     spelled, name = _type_and_name(plain)
-    known = None if templates else _DTYPES.get(spelled)
+    dtype = None if templates else _DTYPES.get(spelled)
     if arrays:
         written = not re.search(r"\bconst\b", plain)
-        return KernelParameter(name, spelled, known if arrays == 1 else None, True, written)
-    return KernelParameter(name, spelled, known)
+        return KernelParameter(name, spelled, dtype if arrays == 1 else None, True, written)
+    return KernelParameter(name, spelled, dtype)
 
 
 def _type_and_name(text: str, unnamed: bool = False) -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""KernelSource, what is compiled, and Cubin, what comes out of it.
+"""KernelSource, the input of a compile, and Cubin, its output.
 
-Both are frozen and hold no path, so that equal sources are the same variant on every machine.
+Both are frozen and contain no path, so that equal sources are the same variant on every machine.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ MacroValue: TypeAlias = str | int | float
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _ARCH = re.compile(r"sm_([1-9]\d{1,2})[af]?", re.ASCII)
 
-# Options that NVRTC hands to ptxas, which has reserved options of its own.
+# Options that NVRTC passes to ptxas, which has reserved options of its own.
 _PASSED_ON = re.compile(r"(?:-Xptxas|--ptxas-options)=")
 
-# Options that would read or write files, redefine what other fields state, or yield something that is not a
-# cubin.
+# Options that would read or write files, redefine what other fields state, or yield something other than a cubin.
 _RESERVED_OPTIONS = {
     ("-arch", "--gpu-architecture"): "the architecture is the arch argument",
     ("-D", "--define-macro", "-U", "--undefine-macro"): "macros belong in macros=",
@@ -93,20 +92,17 @@ FIRST_CAPABILITY = 80
 
 
 def exact_arch(capability: int) -> str:
-    """The architecture to compile for on a device of this compute capability (90 for 9.0): 80 -> sm_80, 90 ->
-    sm_90a.
+    """The architecture to compile for on a device of this compute capability: 80 (8.0) -> sm_80, 90 (9.0) -> sm_90a.
 
-    From 9.0 on it is the architecture-specific one: wgmma, setmaxnreg and tcgen05 do not exist without the
-    suffix.
+    From 9.0 on it is the architecture-specific one: wgmma, setmaxnreg and tcgen05 do not exist without the suffix.
     """
     return f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
 
 
 def check_arch(arch: str) -> str:
-    """``arch`` itself where it names an exact architecture, such as sm_80, sm_90a or sm_100a.
+    """Return ``arch`` if it names an exact architecture, such as sm_80, sm_90a or sm_100a.
 
-    Raises InvalidRequest where it is no architecture, Unsupported where a suffix is missing (sm_90) or too
-    much.
+    Raises InvalidRequest if it is no architecture, Unsupported if it lacks a suffix (sm_90) or has one too many.
     """
     match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
@@ -121,13 +117,13 @@ def check_arch(arch: str) -> str:
 class KernelSource:
     """CUDA C++ to compile for one exact architecture.
 
-    name: names the source in logs and line information; its last path component alone is used, and no cache key depends
+    name: names the source in logs and line information. Only its last path component is used, and no cache key depends
         on it.
     source: the translation unit. A user's snippet is spliced into it or given as a header: either is in the key.
-    entry_points: the ``extern "C"`` kernels that the cubin must hold.
-    headers: text by the name that ``#include`` spells, exactly (NVRTC looks no further): ``{"ptx/mma.cuh": "..."}``.
-        Only headers that the source reaches count. The toolkit's own (cuda_fp16.h, ...) are found without help.
-    macros: values by name, defined before the first line; True and False become 1 and 0.
+    entry_points: the ``extern "C"`` kernels that the cubin must contain.
+    headers: text by the exact name that ``#include`` spells: ``{"ptx/mma.cuh": "..."}``. Only headers that the source
+        reaches count. The toolkit's own (cuda_fp16.h, ...) need not be given.
+    macros: values by name, defined before the first line. True and False become 1 and 0.
     options: further NVRTC options, in order, in the form ``--name=value``.
     arch: the one architecture that the source is written for, or None for any.
 
@@ -165,13 +161,13 @@ class KernelSource:
         return self._hash
 
     def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
-        # Rebuilt rather than copied: string hashes differ between processes.
+        # It is rebuilt and not copied: string hashes differ between processes.
         return KernelSource, self._fields
 
     def resolve_arch(self, arch: str | None = None) -> str:
         """The exact architecture to compile for, from the argument or the source itself.
 
-        Raises InvalidRequest where neither names one or both do and differ.
+        Raises InvalidRequest if neither names one, or if both do and differ.
         """
         resolved = arch if arch is not None else self.arch
         if resolved is None:
@@ -211,12 +207,12 @@ def _mapping(field_name: str, values: object, of: str) -> Mapping[str, object]:
 
 
 def _checked_entry_points(names: object) -> tuple[str, ...]:
-    found = _sequence("entry_points", names, "names")
-    checked = tuple(name for name in found if isinstance(name, str) and _IDENTIFIER.fullmatch(name))
-    if not checked or checked != found:
-        raise InvalidRequest("entry_points", found, 'must name at least one extern "C" kernel by its C identifier')
+    values = _sequence("entry_points", names, "names")
+    checked = tuple(name for name in values if isinstance(name, str) and _IDENTIFIER.fullmatch(name))
+    if not checked or checked != values:
+        raise InvalidRequest("entry_points", values, 'must name at least one extern "C" kernel by its C identifier')
     if len(set(checked)) != len(checked):
-        raise InvalidRequest("entry_points", found, "must name each kernel once")
+        raise InvalidRequest("entry_points", values, "must name each kernel once")
     return checked
 
 
@@ -272,11 +268,12 @@ def _checked_options(options: object) -> tuple[str, ...]:
 
 
 class KernelResources(NamedTuple):
-    """What one kernel of a cubin needs, as ptxas reports it.
+    """The resources of one kernel of a cubin, as ptxas reports them.
 
-    registers: a thread. spill_bytes: spill stores plus spill loads, counted as instructions' bytes, not as
-    memory.
-    stack_bytes: local memory a thread, callees included. shared_bytes: static shared memory a block.
+    registers: of a thread.
+    spill_bytes: bytes of spill stores plus spill loads. It counts instructions, not memory.
+    stack_bytes: local memory of a thread, callees included.
+    shared_bytes: static shared memory of a block.
     """
 
     registers: int
@@ -289,9 +286,11 @@ class KernelResources(NamedTuple):
 class Cubin:
     """A compiled kernel source.
 
-    data: the ELF image for the driver. arch: the exact architecture it runs on.
-    log: the compiler's whole log, with ptxas -v's report.
-    resources: KernelResources by kernel, of every kernel in the cubin.
+    data: the ELF image for the driver.
+    arch: the exact architecture that it runs on.
+    entry_points: of the source.
+    log: the compiler's whole log, with the report of ptxas -v.
+    resources: KernelResources of every kernel in the cubin, by name.
     """
 
     data: bytes = field(repr=False)
@@ -322,12 +321,12 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def parse_resources(log: str) -> dict[str, KernelResources]:
-    """KernelResources by kernel, from a log made with ``--ptxas-options=-v``.
+    """KernelResources by kernel, from a log of ``--ptxas-options=-v``.
 
-    Spills of functions that are called rather than inlined are charged to every kernel: ptxas does not say
-    who calls them, and a kernel must never look free of spills when it is not.
+    Spills of functions that are called rather than inlined count for every kernel: ptxas does not say which kernel
+    calls them, and a kernel that spills must never look free of spills.
     """
-    found: dict[str, KernelResources] = {}
+    resources: dict[str, KernelResources] = {}
     called_spills = 0
     entry = function = ""
     for line in log.splitlines():
@@ -335,21 +334,21 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
             function = match[2]
             if match[1].startswith("Compiling"):
                 entry = function
-                found[entry] = KernelResources(0, 0, 0, 0)
+                resources[entry] = KernelResources(0, 0, 0, 0)
         elif match := _FRAME.search(line):
             stack, stores, loads = map(int, match.groups())
             if function == entry:
-                found[entry] = found[entry]._replace(spill_bytes=stores + loads, stack_bytes=stack)
+                resources[entry] = resources[entry]._replace(spill_bytes=stores + loads, stack_bytes=stack)
             else:
                 called_spills += stores + loads
         elif entry and (match := _REGISTERS.search(line)):
             stack = int(cumulative[1]) if (cumulative := _STACK.search(line)) else 0
             shared = int(static[1]) if (static := _SHARED.search(line)) else 0
-            found[entry] = found[entry]._replace(
+            resources[entry] = resources[entry]._replace(
                 registers=int(match[1]),
-                stack_bytes=max(stack, found[entry].stack_bytes),
+                stack_bytes=max(stack, resources[entry].stack_bytes),
                 shared_bytes=shared,
             )
     if called_spills:
-        found = {name: r._replace(spill_bytes=r.spill_bytes + called_spills) for name, r in found.items()}
-    return found
+        resources = {name: r._replace(spill_bytes=r.spill_bytes + called_spills) for name, r in resources.items()}
+    return resources

@@ -1,9 +1,8 @@
-"""The NVRTC that would compile here: its version, its headers' folders, and the library itself, loaded on
-first use.
+"""The NVRTC of this process: its version, the folders of its headers, and the library, which is loaded on first use.
 
-Importing CuPy and NVRTC takes about half a second, and a process whose cubins are all cached never needs
-them. So the version comes from the installed packages' metadata where there is one, until the library is
-loaded: then it is the library's own, for a toolkit on the library path may come before the installed one.
+Importing CuPy and NVRTC takes about half a second, and a process whose cubins are all cached never needs them. So the
+version comes from the metadata of the installed packages until the library is loaded. Then it is the library's own,
+because a toolkit on the library path may come before the installed one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from gpu_actors.process import process_folder
 __all__ = [
     "FindToolchain",
     "Toolchain",
-    "adoption",
     "find_toolchain",
     "import_cupy",
     "installed_toolchain",
     "load_nvrtc",
+    "mismatch",
     "supported_archs",
 ]
 
@@ -39,10 +38,10 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 class Toolchain(NamedTuple):
-    """A compiler that is installed here.
+    """An installed compiler.
 
     version: NVRTC's, "major.minor" or, from a wheel, with its build ("13.4.92").
-    include_dirs: folders of the toolkit's headers of the same major version, in search order; may be empty.
+    include_dirs: folders of the toolkit's headers of the same major version, in search order. May be empty.
     """
 
     version: str
@@ -56,76 +55,75 @@ class Toolchain(NamedTuple):
 
 
 class FindToolchain(Protocol):
-    """Finds the compiler. load: have it loaded first, which tells for certain which it is; raises CompileError."""
+    """Finds the compiler. load: load it first, which gives its exact version. Raises CompileError with it."""
 
     def __call__(self, *, load: bool = False) -> Toolchain | None: ...
 
 
 def find_toolchain(*, load: bool = False) -> Toolchain | None:
-    """The toolchain of this process, or None where no NVRTC can be loaded.
+    """The toolchain of this process, or None if no NVRTC can be loaded.
 
-    load: load NVRTC first. Before that this is `installed_toolchain`, afterwards the loaded one.
+    load: load NVRTC first. Before that the result is `installed_toolchain`, afterwards the loaded one.
     Raises CompileError only with ``load``, as `load_nvrtc` does.
     """
     if load:
         load_nvrtc()
-    return installed_toolchain() if _adopted is None else _adopted
+    return installed_toolchain() if _loaded is None else _loaded
 
 
-_adopted: Toolchain | None = None
-"""What was loaded, where that is not what is installed."""
+_loaded: Toolchain | None = None
+"""The loaded toolchain, if it is not the installed one."""
 
 
-# What is imported to find and load a compiler, late imports of the standard library included, is a lot, and programs
-# that compile nothing never need it. So it is not imported when a device opens, but a fork waits for it: in a child,
-# no thread would finish an import that was under way.
+# Finding and loading a compiler imports many modules, and programs that compile nothing do not need them. So they are
+# not imported when a device opens. A fork waits for such an import: in a child, no thread would finish it.
 _importing = threading.RLock()
 os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
 
 @functools.cache
 def installed_toolchain() -> Toolchain | None:
-    """The toolchain that the installed packages promise, or None where no NVRTC can be loaded."""
+    """The toolchain of the installed packages, or None if no NVRTC can be loaded."""
     with _importing:
         version = _packaged_version()
         if version is not None:
             return _toolchain(version)
         try:
             return _toolchain(".".join(map(str, _import_nvrtc().getVersion())))
-        except Exception:  # CuPy's loader raises whatever went wrong; none of it leaves a compiler
+        except Exception:  # CuPy's loader may raise anything, and there is no compiler then
             return None
 
 
 @functools.cache
 def load_nvrtc() -> Any:
-    """CuPy's NVRTC bindings, loaded. If they are another release than the installed one, `find_toolchain` tells so.
+    """Load CuPy's NVRTC bindings. From then on `find_toolchain` gives the loaded release.
 
-    Raises CompileError where they are missing (it says what to install).
+    Raises CompileError, which says what to install, if they are missing.
     """
     try:
         with _importing:
             nvrtc = _import_nvrtc()
-            loaded: tuple[int, int] = tuple(nvrtc.getVersion())  # which looks for the library
+            loaded: tuple[int, int] = tuple(nvrtc.getVersion())  # this call loads the library
     except Exception as error:
         raise CompileError(f"no kernel can be compiled: CuPy's NVRTC does not load ({error}); {cuda_hint()}") from error
-    _adopt(loaded)
+    _note_loaded(loaded)
     return nvrtc
 
 
-def _adopt(loaded: tuple[int, int]) -> None:
-    global _adopted
+def _note_loaded(loaded: tuple[int, int]) -> None:
+    global _loaded
     installed = installed_toolchain()
     if installed is not None and installed.release == loaded:
         return
-    _adopted = _toolchain(".".join(map(str, loaded)))
-    if (why := adoption()) is not None:
-        logger.warning("kernels are compiled by NVRTC %s: %s", _adopted.version, why)
+    _loaded = _toolchain(".".join(map(str, loaded)))
+    if (why := mismatch()) is not None:
+        logger.warning("kernels are compiled by NVRTC %s: %s", _loaded.version, why)
 
 
-def adoption() -> str | None:
-    """Why what was loaded is not what is installed, or None where it is."""
+def mismatch() -> str | None:
+    """Why the loaded toolchain is not the installed one, or None if it is."""
     installed = installed_toolchain()
-    if _adopted is None or installed is None:
+    if _loaded is None or installed is None:
         return None
     return (
         f"CuPy loads it, and not {installed.version}, which is installed, because another toolkit comes first on the "
@@ -146,8 +144,8 @@ def supported_archs() -> tuple[str, ...]:
 def import_cupy(module: str = "cupy") -> Any:
     """A module of CuPy, imported.
 
-    CuPy makes the folder of its own kernel cache when it is imported, and is not imported where it cannot. So where
-    there is no home folder, or none that can be written, that cache is a temporary folder. CUPY_CACHE_DIR goes first.
+    CuPy creates the folder of its own kernel cache when it is imported, and the import fails if it cannot. So if there
+    is no writable home folder, that cache is a temporary folder. CUPY_CACHE_DIR has precedence.
     """
     with _importing:
         if "cupy" not in sys.modules and not _cupy_cache_can_be_made():
@@ -155,7 +153,7 @@ def import_cupy(module: str = "cupy") -> Any:
             try:
                 importlib.import_module("cupy")
             finally:
-                del os.environ["CUPY_CACHE_DIR"]  # CuPy has read it; programs that are started here do not inherit it
+                del os.environ["CUPY_CACHE_DIR"]  # CuPy has read it, and child processes must not inherit it
         return importlib.import_module(module)
 
 
@@ -175,7 +173,7 @@ def _import_nvrtc() -> Any:
 
 
 def _packaged_version() -> str | None:
-    """NVRTC's wheel version where exactly one CuPy wheel decides which NVRTC is loaded, else None."""
+    """The version of NVRTC's wheel if exactly one CuPy wheel decides which NVRTC is loaded, else None."""
     from importlib import metadata
 
     def version_of(distribution: str) -> str | None:
@@ -195,8 +193,10 @@ def _packaged_version() -> str | None:
 
 
 def _include_dirs(release: tuple[int, int]) -> tuple[Path, ...]:
-    """The toolkit of this release or else of this major version, the first of the wheels', CUDA_PATH's and
-    /usr/local/cuda's."""
+    """The include folders of the toolkit of this release, or else of this major version.
+
+    The wheels are searched first, then CUDA_PATH and /usr/local/cuda.
+    """
     major = release[0]
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
@@ -204,11 +204,11 @@ def _include_dirs(release: tuple[int, int]) -> tuple[Path, ...]:
     toolkits = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     candidates += [Path(toolkit) / "include" for toolkit in toolkits if toolkit]
     releases = {folder: _runtime_release(folder) for folder in candidates}
-    alike = [folder for folder, found in releases.items() if found is not None and found[0] == major]
-    if not alike:
+    matching = [folder for folder, version in releases.items() if version is not None and version[0] == major]
+    if not matching:
         return ()
-    folder = next((folder for folder in alike if releases[folder] == release), alike[0])
-    # The C++ core libraries are folders of their own, in one layout below and in the other beside.
+    folder = next((folder for folder in matching if releases[folder] == release), matching[0])
+    # The C++ core libraries are in folders of their own, which one layout has below and the other beside.
     libraries = (folder / "cccl", folder.parent.parent / "cuda_cccl" / "include")
     return (folder, *(library for library in libraries if library.is_dir()))
 

@@ -159,7 +159,7 @@ def test_doctor_names_the_compiler_that_is_loaded_in_place_of_the_installed_one(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toolchain, "installed_toolchain", lambda: toolchain.Toolchain("12.1.0", ()))
-    monkeypatch.setattr(toolchain, "_adopted", toolchain.Toolchain("13.7", ()))
+    monkeypatch.setattr(toolchain, "_loaded", toolchain.Toolchain("13.7", ()))
     nvrtc = doctored(run)["nvrtc"]
     assert nvrtc["state"] == "ok"
     assert nvrtc["detail"].startswith("13.7, compiles for sm_")

@@ -76,7 +76,7 @@ class TestDisksThatFail:
         with pytest.raises(InvalidRequest, match="not a folder") as caught:
             cache(tmp_path / place)
         assert caught.value.field == "cache_dir"
-        self.assert_memory_serves(cache(tmp_path / place, chosen=False), caplog, "")
+        self.assert_memory_serves(cache(tmp_path / place, explicit=False), caplog, "")
         assert (tmp_path / "c").read_text() == "in the way"
 
     def test_a_folder_that_this_user_may_read_and_not_write(self, caplog):
@@ -236,7 +236,7 @@ class TestHostileFolders:
 
     def test_one_that_nobody_chose_is_refused_by_the_lookup(self, tmp_path):
         tmp_path.chmod(0o777)
-        shared = cache(tmp_path, chosen=False)
+        shared = cache(tmp_path, explicit=False)
         assert shared.stats().entries == 0
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="others can write") as caught:

@@ -47,7 +47,7 @@ def test_files_of_other_programs_are_neither_counted_nor_removed(tmp_path: Path,
         folder.publish(stem + suffix, b"entry")
     assert len(folder.names("")) == 2
     assert folder.usage() == (2, 10)
-    assert folder.tidy(max_bytes=0) == 2
+    assert folder.prune(max_bytes=0) == 2
     with folder.locked(C, 0.0):
         pass
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(USERS_FILES, "precious")

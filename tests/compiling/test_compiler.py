@@ -272,7 +272,7 @@ class TestToolchain:
         assert version == "[] True"
 
     def test_the_compiler_that_is_loaded_is_taken_in_place_of_the_installed_one(self, monkeypatch, caplog):
-        monkeypatch.setattr(toolchain, "_adopted", None)
+        monkeypatch.setattr(toolchain, "_loaded", None)
         monkeypatch.setattr(toolchain, "installed_toolchain", lambda: Toolchain("12.1.0", ()))
         assert find_toolchain().version == "12.1.0"
         with caplog.at_level("WARNING", "gpu_actors"):

@@ -101,7 +101,7 @@ class ModuleCache:
         except OSError as error:
             self._give_up(error)
             self._folder.publish(name, entry)
-        self._folder.tidy(_MAX_BYTES, keep=name)
+        self._folder.prune(_MAX_BYTES, keep=name)
         return BuiltModule(self._folder.path / name, seconds)
 
     def _name(self, key: str) -> str:
