@@ -15,7 +15,14 @@ __all__ = ["Fault", "FaultPlan"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One rule: what happens (``kind``) at launch number ``launch`` (None: every one) of ``key`` (None: any)."""
+    """One rule of a plan.
+
+    kind: what happens.
+    launch: the number of the launch, None for every one.
+    key: the key whose launches are counted, None for any.
+    seconds: of a delay.
+    error: of a failure.
+    """
 
     kind: Literal["fail", "delay", "hang", "lose_context"]
     launch: int | None
@@ -36,7 +43,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method gives a longer plan.
+    """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method returns a longer plan.
 
     Launches are counted from 1 over the whole context; None means every launch. ``key`` limits a fault to launches of
     one `DispatchKey`, and only those are counted then.
@@ -52,7 +59,7 @@ class FaultPlan:
         error: GpuActorsError | type[GpuActorsError] | None = None,
         key: DispatchKey | None = None,
     ) -> FaultPlan:
-        """The launch ends with ``error`` (default `LaunchError`); the context survives.
+        """The launch ends with ``error`` (default `LaunchError`). The context survives.
 
         error: an instance, or a type that can be made from a message alone.
         """
@@ -83,9 +90,9 @@ class FaultPlan:
 
 def _check_error(fault: Fault) -> None:
     try:
-        made: object = fault.make_error()
+        error: object = fault.make_error()
     except TypeError:  # the type needs more than a message
-        made = None
-    if not isinstance(made, GpuActorsError):
+        error = None
+    if not isinstance(error, GpuActorsError):
         reason = "must be a GpuActorsError, or a type of one that can be made from a message alone"
         raise InvalidRequest("error", fault.error, reason)

@@ -24,7 +24,7 @@ __all__ = ["FaultyDevice"]
 
 
 class FaultyDevice(ForwardingDevice):
-    """Wraps a device. Everything but launches is passed on."""
+    """Wraps a device. It forwards everything but launches."""
 
     def __init__(self, inner: Device, plan: FaultPlan, clock: Clock) -> None:
         super().__init__(inner)
@@ -37,7 +37,7 @@ class FaultyDevice(ForwardingDevice):
         self._launches_of: dict[DispatchKey | None, int] = {}
 
     def faults(self, key: DispatchKey | None) -> list[Fault]:
-        """Count a launch and give the faults that fall on it."""
+        """Count a launch and return its faults."""
         with self._lock:
             self._launches += 1
             of_key = self._launches_of[key] = self._launches_of.get(key, 0) + 1
@@ -87,7 +87,7 @@ class _FaultyStream(Stream):
             if fault.kind == "delay":
                 delay += fault.seconds
             elif event is None:
-                event = self._ending(fault)
+                event = self._faulty_event(fault)
         if event is None:
             event = self._inner.launch(launch)
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
@@ -95,7 +95,7 @@ class _FaultyStream(Stream):
     def recording_stats(self) -> RecordingStats:
         return self._inner.recording_stats()
 
-    def _ending(self, fault: Fault) -> Event:
+    def _faulty_event(self, fault: Fault) -> Event:
         """The end of a launch that never reaches the device."""
         if fault.kind == "hang":
             return _HungEvent(self)

@@ -1,4 +1,4 @@
-"""ForwardingDevice: a device that hands everything on to another, for those that change a part of it."""
+"""ForwardingDevice: a device that forwards all calls to another, as a base for devices that change some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ForwardingDevice"]
 
 
 class ForwardingDevice(Device):
-    """inner: the device that does the work."""
+    """Forwards all calls. inner: the device that does the work."""
 
     def __init__(self, inner: Device) -> None:
         self.inner = inner

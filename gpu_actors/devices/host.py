@@ -1,4 +1,4 @@
-"""What the devices that live on the host share: an in-order stream with a thread of its own, and events."""
+"""The base of devices on the host: an in-order stream with a thread of its own, and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 class FinishedEvent(Event):
-    """A launch that ended as it began: with outputs, or with an error."""
+    """A launch that ended when it began, with outputs or with an error."""
 
     __slots__ = ("_error", "outputs")
 
@@ -40,7 +40,7 @@ class FinishedEvent(Event):
 
 
 class HostEvent(Event):
-    """The end of a launch that a host thread works on. The first outcome counts."""
+    """The end of a launch that a host thread runs. The first outcome counts."""
 
     def __init__(self) -> None:
         self.outputs: Outputs = {}
@@ -74,7 +74,7 @@ class HostEvent(Event):
 
 
 class HostStream(Stream):
-    """An in-order queue of launches that one thread of the host works through. Subclasses say how."""
+    """An in-order queue of launches for one thread of the host. Subclasses implement `run`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -95,7 +95,7 @@ class HostStream(Stream):
                 raise self._stopped()
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name=f"{self._name}-stream", daemon=True)
-                thread.start()  # which may raise, and then the next launch tries again
+                thread.start()  # may raise: the next launch tries again
                 self._thread = thread
             self._work.put((launch, event))
         return event
@@ -129,7 +129,7 @@ class HostStream(Stream):
             event.fail(error)
         except BaseException as error:
             logger.exception("%s: a launch raised", self._name)
-            # The traceback, now logged, leads through this frame to the launch's arrays.
+            # The traceback, now logged, refers through this frame to the launch's arrays.
             failure = LaunchError(f"{self._name}: the launch raised {error!r}")
             event.fail(caused(failure, error.with_traceback(None)))
         self._current = None
@@ -139,7 +139,7 @@ class HostStream(Stream):
 
 
 def host_array(shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
-    """Host memory for `Device.allocate`. Not cleared, every byte is 0xFF: NaN in every floating-point format."""
+    """Host memory for `Device.allocate`. Without ``zero`` every byte is 0xFF: NaN in every floating-point format."""
     try:
         array = np.empty(shape, dtype_of(dtype))
     except MemoryError as error:
@@ -149,9 +149,9 @@ def host_array(shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
 
 
 def host_outputs(launch: Launch, results: Outputs) -> Outputs:
-    """Round results to the dtypes asked for, into the caller's arrays where there are any."""
+    """Round results to the outputs' dtypes, into the caller's arrays if there are any."""
     outputs: dict[str, Any] = {}
-    # A result beyond the dtype's range is infinite there, as it is on a GPU, which does not warn either.
+    # A result beyond the dtype's range becomes infinite, as on a GPU, which does not warn either.
     with np.errstate(over="ignore", invalid="ignore"):
         for name, spec in launch.outputs.items():
             rounded = results[name].astype(spec.dtype)

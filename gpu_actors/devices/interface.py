@@ -1,8 +1,8 @@
-"""What every device offers: buffers in, one launch, an event out.
+"""The interface of every device: buffers in, one launch, an event out.
 
 A `Launch` describes its work in three ways: by its `DispatchKey`, as kernels with packed arguments, and as an oracle
-over host arrays. CUDA and the emulated device run the kernels, the mock device runs the oracle, and no code above this
-module depends on which.
+over host arrays. CUDA and the emulated device run the kernels, and the mock device runs the oracle. No code above this
+module depends on the choice.
 
     Device.open_stream() -> Stream.launch(Launch) -> Event.wait() -> Event.outputs
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a context runs on. memory: bytes in all, None where the notion does not apply."""
+    """The device of a context. memory: total bytes, None for a device on the host."""
 
     kind: str
     name: str
@@ -57,7 +57,7 @@ class DeviceInfo:
 
     @property
     def device_name(self) -> str:
-        """Where operands may lie besides the host: "cpu" or "cuda:N"."""
+        """The memory of operands besides the host: "cpu" or "cuda:N"."""
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
@@ -70,7 +70,7 @@ class LaunchGeometry(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Where an operand lies on the device. strides are in elements of the dtype named."""
+    """The memory of an operand on the device. strides: in elements."""
 
     address: int
     shape: tuple[int, ...]
@@ -81,8 +81,11 @@ class Buffer(NamedTuple):
 class TensorMap(NamedTuple):
     """An operand as the tensor memory accelerator (TMA) sees it.
 
-    address: of element 0. shape: elements, innermost first. strides: bytes of every axis but the innermost. box:
-    elements that one copy moves of each axis. swizzle: how 16-byte units are permuted in shared memory.
+    address: of element 0.
+    shape: elements, innermost first.
+    strides: bytes of every axis but the innermost.
+    box: elements of each axis that one copy moves.
+    swizzle: how 16-byte units are permuted in shared memory.
     """
 
     address: int
@@ -94,8 +97,9 @@ class TensorMap(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """An output to produce. into: the caller's array to fill, else a fresh one is made.
+    """An output to produce.
 
+    into: the caller's array to fill. None: a new array.
     zero: clear it before the first step, for kernels that add to it.
     """
 
@@ -107,9 +111,10 @@ class OutputSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded entry point. handle: whatever the device's loader returned.
+    """A loaded entry point.
 
-    parameter_bytes: how large each parameter is, where a device that builds kernels was asked to find out.
+    handle: the object of the device's loader.
+    parameter_bytes: the size of each parameter, if a device that builds kernels knows it.
     """
 
     entry: str
@@ -128,7 +133,7 @@ StepPack: TypeAlias = Callable[[Mapping[str, Buffer]], Params]
 
 
 class Step(NamedTuple):
-    """One kernel of a launch: the loaded kernel, its grid, and what packs its parameters."""
+    """One kernel of a launch: the loaded kernel, its grid, and the function that packs its parameters."""
 
     kernel: Kernel
     geometry: LaunchGeometry
@@ -138,9 +143,10 @@ class Step(NamedTuple):
 class ScratchSpec(NamedTuple):
     """Device memory that a launch uses between its steps.
 
-    zero: clear it before the first step. contents: gives its bytes from the buffers of inputs and outputs, which is how
-    a kernel gets a table of addresses. With neither it holds anything.
-    rearmed: of some bytes that are cleared, the kernels leave them as 0, so that a stream clears them for all launches.
+    zero: clear it before the first step.
+    contents: makes its bytes from the buffers of inputs and outputs. So a kernel gets a table of addresses. Without
+        zero and contents it may hold anything.
+    rearmed: the kernels leave cleared memory as 0 again, so that a stream clears it once for all launches.
     """
 
     shape: tuple[int, ...]
@@ -155,15 +161,15 @@ class Launch:
     """One launch and everything that must stay alive until it has finished.
 
     inputs: named arrays, on the host or on this device.
-    outputs: what to produce; results appear under the same names in `Event.outputs`.
-    oracle: computes the outputs from host copies of the inputs; runs on the mock device's own thread.
-    steps: the kernels, run in this order. Empty on a device that runs no kernels, and where all outputs are zero.
+    outputs: the outputs to produce. Results have the same names in `Event.outputs`.
+    oracle: computes the outputs from host copies of the inputs. It runs on the mock device's own thread.
+    steps: the kernels, run in this order. Empty on a device that runs no kernels, and if all outputs are zero.
     scratch: by name, beside the operands.
-    updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must lie on the device.
-    returned: names of inputs that the steps write, wherever they lie: one on the host is copied up and down again.
-    recording: says which launches are alike but for their operands' contents, so that a device may record one and
-        replay it for the others (`gpu_actors.devices.recorded`); None: this one is not worth it.
-    recording_keeps: names of inputs that stay where they are between those.
+    updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must be on the device.
+    returned: names of inputs that the steps write, on the host or the device: one on the host is copied up and down.
+    recording: equal for launches that differ in their operands' contents alone, so that a device may record one and
+        replay it for the others (`gpu_actors.devices.recorded`). None: recording does not pay.
+    recording_keeps: names of inputs whose addresses are the same for all of those.
     """
 
     key: DispatchKey | None
@@ -179,13 +185,18 @@ class Launch:
 
 
 def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:
-    """The launch of a problem whose whole answer is 0: no kernel, on any device. q: says where the answer is to lie."""
+    """The launch of a problem whose whole answer is 0, without a kernel. q: the answer is allocated in its memory."""
     zeroed = {name: spec._replace(zero=True) for name, spec in outputs.items()}
     return Launch(key, {"q": q}, zeroed, lambda _: {name: np.zeros(spec.shape) for name, spec in zeroed.items()})
 
 
 class RecordingStats(NamedTuple):
-    """recorded: launches that were recorded. replayed: launches that used a record. dropped: records given up."""
+    """Counts of recordings.
+
+    recorded: launches that were recorded.
+    replayed: launches that used a record.
+    dropped: records whose memory was released.
+    """
 
     recorded: int
     replayed: int
@@ -205,12 +216,12 @@ class Event(ABC):
     def wait(self) -> None:
         """Block until the launch has finished and its outputs are readable.
 
-        Raises `LaunchError`, `OutOfDeviceMemory` or `ContextLost` where the launch failed, and `ActorStopped` where
-        the device was closed first. Called from a completion thread only.
+        Raises `LaunchError`, `OutOfDeviceMemory` or `ContextLost` if the launch failed, and `ActorStopped` if the
+        device was closed first. Called from a completion thread only.
         """
 
     def failure(self) -> BaseException | None:
-        """`wait`, but gives what that raises, or None."""
+        """`wait`, and return the error that it raises, or None."""
         try:
             self.wait()
         except BaseException as error:
@@ -219,17 +230,17 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """An in-order queue of launches. Used by one actor thread, closed by any."""
+    """An in-order queue of launches. One actor thread uses it, any thread may close it."""
 
     @abstractmethod
     def launch(self, launch: Launch) -> Event:
         """Enqueue and return at once.
 
-        Raises what `Event.wait` would, where the failure shows already here; then nothing was enqueued.
+        Raises what `Event.wait` raises if the failure shows here already. Then nothing was enqueued.
         """
 
     def recording_stats(self) -> RecordingStats:
-        """What was recorded and replayed on this stream."""
+        """The counts of this stream's recordings."""
         return RecordingStats(0, 0, 0)
 
     @abstractmethod
@@ -248,10 +259,10 @@ class Device(ABC):
 
     @abstractmethod
     def open_stream(self, name: str) -> Stream:
-        """A new stream for the actor of that name."""
+        """A new stream for the actor with this name."""
 
     def build(self, source: KernelSource, arch: str) -> Kernel:
-        """Build a kernel from its source, on a device that ``builds_kernels`` rather than loads cubins.
+        """Build a kernel from its source, on a device that ``builds_kernels`` and loads no cubins.
 
         Called from a compile thread; may take seconds. Raises `CompileError`.
         """
@@ -259,22 +270,24 @@ class Device(ABC):
 
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:
-        """Load an entry point. Loading a cubin again is cheap while a kernel of it is held. Raises `LaunchError`.
+        """Load an entry point. Loading a cubin again is cheap while a kernel of it is alive. Raises `LaunchError`.
 
-        The device may unload it once the `Kernel` and every launch and recording of it are gone.
+        The device may unload it once no `Kernel`, launch or recording refers to it.
         """
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
         """An array that stays on the device across launches, which use it without a copy.
 
-        It may be in ``Launch.inputs`` and ``Launch.updates``, whole or as a view; its memory is given back with the
-        last reference, when no launch may use it any more. zero: cleared, else it holds anything. dtype: by its NumPy
-        or ml_dtypes name. Raises `OutOfDeviceMemory`.
+        It may be in ``Launch.inputs`` and ``Launch.updates``, whole or as a view. Its memory is freed with the last
+        reference, when no launch may use it any more.
+        dtype: by its NumPy or ml_dtypes name.
+        zero: whether it is cleared. If not, it may hold anything.
+        Raises `OutOfDeviceMemory`.
         """
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        """The 128 bytes that kernels take for it. Raises LaunchError where the device has no TMA or refuses it."""
+        """The map's 128 bytes for kernels. Raises LaunchError if the device has no TMA or refuses it."""
         raise LaunchError(f"{self.info.name} has no tensor maps")
 
     @abstractmethod
@@ -283,10 +296,10 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. Idempotent; never blocks on a hung launch."""
+        """Release everything. Idempotent. Never blocks on a hung launch."""
 
     def note_caller(self) -> Any:
-        """Notes of the thread that submits a request: the streams that its libraries use."""
+        """Note the streams that libraries use on the thread that submits a request."""
         return None
 
     def bind_thread(self) -> None:

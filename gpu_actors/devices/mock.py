@@ -1,7 +1,7 @@
 """MockDevice: the same service with a NumPy oracle in the kernel's place.
 
-Launches run one after the other on the stream's own thread, as they would on a GPU: the actor is never held up by the
-arithmetic. A launch that computes nothing and takes no time is answered on the spot.
+Launches run one after the other on the stream's own thread, as on a GPU: the arithmetic never delays the actor. A
+launch that computes nothing and takes no time is answered at once.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class _MockStream(HostStream):
         key = None if launch.recording is None else recording_key(launch)
         if key is None:
             return self._compute(launch)
-        # There is nothing to record here; what would be recorded and replayed elsewhere is counted all the same.
-        record = self.recordings.take(key)
+        # There is nothing to record here. What another device would record and replay is counted.
+        record = self.recordings.acquire(key)
         try:
             return self._compute(launch)
         finally:
-            self.recordings.give(key, record if record is not None else object())
+            self.recordings.release(key, record if record is not None else object())
 
     def _compute(self, launch: Launch) -> Outputs:
         if self._options.latency:

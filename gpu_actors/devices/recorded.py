@@ -1,8 +1,8 @@
-"""Recordings: launches that a stream has recorded and can replay, with the memory that they stay in.
+"""Recordings: launches that a stream has recorded and can replay, with their memory.
 
 A step of decoding is the same few operations every time: upload, kernels, download. A device records them once, over
-memory that it keeps. Afterwards it copies new operands to the place of the old ones and replays the record. Launches
-with equal `recording_key` share a record; one launch uses it at a time.
+memory that it retains. Later it copies new operands to the place of the old ones and replays the record. Launches with
+equal `recording_key` share a record. One launch uses it at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CAPACITY = 32
 
 
 def recording_key(launch: Launch) -> Hashable | None:
-    """Launches with equal keys are replays of each other; None for one that is not to be recorded, or cannot be.
+    """Launches with equal keys can replay each other. None for one that should not or cannot be recorded.
 
     Arrays on the device must stay in place, as the pages of a cache do: their addresses are part of the key. Arrays of
     callers, and outputs on the device, do not stay.
@@ -39,8 +39,8 @@ def recording_key(launch: Launch) -> Hashable | None:
                 return None
             inputs.append((name, array.shape, array.strides, array.dtype, array.address))
         else:
-            kept = array.ctypes.data if name in launch.recording_keeps else None
-            inputs.append((name, array.shape, array.dtype, kept))
+            address = array.ctypes.data if name in launch.recording_keeps else None
+            inputs.append((name, array.shape, array.dtype, address))
     if launch.outputs and not isinstance(next(iter(launch.inputs.values())), np.ndarray):
         return None
     if any(isinstance(spec.into, DeviceArray) for spec in launch.outputs.values()):
@@ -52,9 +52,9 @@ def recording_key(launch: Launch) -> Hashable | None:
 
 
 class Recordings(Generic[R]):
-    """The records of one stream, least recently used first. Safe from any thread.
+    """The records of one stream, least recently used first. Safe to use from any thread.
 
-    drop: gives up a record's memory. It may be called on any thread that gives a record back.
+    drop: frees a record's memory. It may be called on any thread that releases a record.
     """
 
     def __init__(self, drop: Callable[[R], None] = lambda record: None) -> None:
@@ -69,8 +69,8 @@ class Recordings(Generic[R]):
         with self._lock:
             return RecordingStats(self._recorded, self._replayed, self._dropped)
 
-    def take(self, key: Hashable) -> R | None:
-        """A record that is not in use, or None where there has to be a new one."""
+    def acquire(self, key: Hashable) -> R | None:
+        """A record that is not in use, or None if the launch must be recorded."""
         with self._lock:
             idle = self._idle.get(key)
             if not idle:
@@ -83,8 +83,8 @@ class Recordings(Generic[R]):
                 del self._idle[key]
             return record
 
-    def give(self, key: Hashable, record: R) -> None:
-        """The launch that used a record, or made it, is over."""
+    def release(self, key: Hashable, record: R) -> None:
+        """Return a record when the launch that used it, or made it, has ended."""
         dropped: list[R] = []
         with self._lock:
             if self._closed:
@@ -100,11 +100,11 @@ class Recordings(Generic[R]):
                     if not self._idle[oldest]:
                         del self._idle[oldest]
             self._dropped += len(dropped)
-        for one in dropped:
-            self._drop(one)
+        for unused in dropped:
+            self._drop(unused)
 
     def close(self) -> None:
-        """Give up every record, and from now on those that come back."""
+        """Drop every record, and from now on each one that is released."""
         with self._lock:
             self._closed = True
             records = [record for idle in self._idle.values() for record in idle]

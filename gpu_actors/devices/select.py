@@ -19,10 +19,10 @@ __all__ = ["DEFAULT_ARCH", "MockDeviceWarning", "check_device", "choose_device",
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 DEFAULT_ARCH = "sm_90a"
-"""Whose kernels the devices without a GPU stand for."""
+"""The architecture whose kernels the devices without a GPU run by default."""
 
-# What `import gpu_actors` leaves out to be quick. No request may import it: in a child that is forked in the middle of
-# an import, no thread finishes it, and the next import of the same module waits for ever.
+# Modules that `import gpu_actors` does not import, to be quick. No request may import them: in a child that is forked
+# in the middle of an import, no thread finishes it, and the next import of the same module waits for ever.
 _COMPILING = ("gpu_actors.compiling.compiler", "platformdirs")
 _ORACLE = ("gpu_actors.reference.graph", "gpu_actors.reference", "gpu_actors.reference.append")
 
@@ -34,16 +34,16 @@ class MockDeviceWarning(UserWarning):
 
 
 def check_device(spec: object) -> str:
-    """``spec`` itself if it names a device. Raises `InvalidRequest`."""
+    """Return ``spec`` if it names a device. Raises `InvalidRequest`."""
     if not isinstance(spec, str) or not _SPEC.fullmatch(spec):
         raise InvalidRequest("device", spec, 'must be "auto", "cuda", "cuda:N", "emulated" or "mock"')
     return spec
 
 
 def choose_device(spec: str) -> tuple[str, str | None]:
-    """What ``spec`` means now, and where it means the mock device for want of a GPU, what is missing: a sentence.
+    """The device that ``spec`` means now. With "mock" in place of "auto" also a sentence that says what is missing.
 
-    "auto" is "cuda" where that runs attention, and "mock" otherwise. May import CuPy, which takes a while.
+    "auto" is "cuda" if that runs attention, and "mock" otherwise. It may import CuPy, which takes a while.
     """
     if spec != "auto":
         return spec, None
@@ -57,9 +57,9 @@ def choose_device(spec: str) -> tuple[str, str | None]:
 
 
 def warn_of_mock(obstacle: str | None, stacklevel: int) -> None:
-    """Say, in a log record and a `MockDeviceWarning`, that "auto" has found no GPU, unless there is no obstacle.
+    """Warn in the log and by a `MockDeviceWarning` that "auto" has found no GPU, if there is an obstacle.
 
-    stacklevel: as `warnings.warn` takes it, of the program's own frame; 1 is this function's.
+    stacklevel: of the program's own frame, as for `warnings.warn`. 1 is this function's.
     """
     if obstacle is None:
         return
@@ -72,9 +72,9 @@ def warn_of_mock(obstacle: str | None, stacklevel: int) -> None:
 
 
 def open_device(spec: str, options: ContextOptions) -> Device:
-    """Open the device that ``spec`` names, with the options' faults around it. "auto" is as `choose_device` chooses.
+    """Open the device that ``spec`` names, with the options' faults. `choose_device` resolves "auto".
 
-    What launches need is imported. Raises `GpuActorsError` where the device named cannot be used.
+    It imports the modules that launches need. Raises `GpuActorsError` if the device cannot be used.
     """
     device = _open(choose_device(spec)[0], options)
     _import_for_launches(device, options)
@@ -92,7 +92,7 @@ def _import_for_launches(device: Device, options: ContextOptions) -> None:
     if (cuda or options.compile_on_mock) and not options.offline:
         from gpu_actors.compiling.toolchain import load_nvrtc
 
-        with contextlib.suppress(CompileError):  # which the first request that must be compiled is answered with
+        with contextlib.suppress(CompileError):  # the first request that must be compiled is answered with it
             load_nvrtc()
 
 

@@ -184,7 +184,7 @@ class TestNoexec:
     @pytest.fixture
     def sealed(self, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
         folders: set[Path] = set()
-        monkeypatch.setattr(module_cache, "_runs_nothing", folders.__contains__)
+        monkeypatch.setattr(module_cache, "_is_noexec", folders.__contains__)
         return folders
 
     def test_modules_go_to_a_temporary_folder(

@@ -196,7 +196,7 @@ def test_staging_is_not_used_again_before_its_copies_have_happened(bench: Bench)
 
 
 def test_staging_is_used_again_once_its_launch_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.device.memory._staging, "_keep", 1 << 15)
+    monkeypatch.setattr(bench.device.memory._staging, "_max_idle_bytes", 1 << 15)
     bench.run(floats(64, 64))
     bench.cuda.calls.clear()
     for _ in range(10):
@@ -207,7 +207,7 @@ def test_staging_is_used_again_once_its_launch_is_over(bench: Bench, monkeypatch
 def test_staging_beyond_the_bound_is_released_when_its_launch_is_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.device.memory._staging, "_keep", 1 << 14)
+    monkeypatch.setattr(bench.device.memory._staging, "_max_idle_bytes", 1 << 14)
     bench.run(floats(64, 64))
     assert bench.cuda.leaks().get("pinned", 0) == 1
 

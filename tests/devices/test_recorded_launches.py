@@ -136,19 +136,19 @@ def test_a_padded_request_asks_nothing_more() -> None:
 def test_records_are_used_by_one_launch_at_a_time_and_the_oldest_go() -> None:
     dropped: list[int] = []
     book: Recordings[int] = Recordings(dropped.append)
-    assert book.take("a") is None
-    assert book.take("a") is None, "the first is in use"
-    book.give("a", 1)
-    book.give("a", 2)
-    assert {book.take("a"), book.take("a")} == {1, 2}
-    book.give("a", 1)
+    assert book.acquire("a") is None
+    assert book.acquire("a") is None, "the first is in use"
+    book.release("a", 1)
+    book.release("a", 2)
+    assert {book.acquire("a"), book.acquire("a")} == {1, 2}
+    book.release("a", 1)
     for number in range(40):
-        book.give(number, 100 + number)
+        book.release(number, 100 + number)
     assert dropped == [1, *range(100, 108)]
     assert tuple(book.stats()) == (2, 2, 9)
     book.close()
     assert len(dropped) == 41
-    book.give("a", 7)
+    book.release("a", 7)
     assert dropped[-1] == 7
 
 

@@ -10,7 +10,7 @@ from asm_statements import Judge, expanded, judge_in, wrapper_statements
 from support.service import KERNELS_CU
 from test_conformance_complete import wrappers
 
-from gpu_actors.devices.emulation.assembly import AsmStatement, UnknownAsm, captured, statements
+from gpu_actors.devices.emulation.assembly import AsmStatement, UnknownAsm, replace_asm, statements
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_statement_is_captured_whole_with_its_place() -> None:
 
 
 def test_what_is_no_statement_stays_and_lines_keep_their_numbers() -> None:
-    text = captured(WHOLE)
+    text = replace_asm(WHOLE)
     assert text.count("\n") == WHOLE.count("\n")
     assert '"asm(no)"' in text
     assert '__asm__("host" : "+m"(a));' in text.splitlines()[8]
@@ -168,7 +168,7 @@ def test_what_is_no_statement_stays_and_lines_keep_their_numbers() -> None:
 )
 def test_a_statement_of_an_unknown_form_is_refused_with_its_place(text: str) -> None:
     with pytest.raises(UnknownAsm, match=r"^k\.cu:3: an asm statement that the emulated device does not know"):
-        captured(f'# 3 "k.cu"\n{text}\n')
+        replace_asm(f'# 3 "k.cu"\n{text}\n')
 
 
 def test_macros_are_expanded_before_the_capture() -> None:

@@ -2,11 +2,11 @@
 
 device    CudaDevice, cuda_usable        api        the calls it makes of the driver
 stream    launches and their events      cupy_api   those calls, through CuPy
-operands  where arrays lie for a launch  driver     how each part makes them, and when none may be made
+operands  the memory of a launch         driver     how each part makes them, and when none may be made
 module    loaded cubins                  memory     staging and blocks
 probe     proof of progress              errors     what a status means
 
-`CudaDevice` alone knows the parts; a part takes the `Driver`, or the `MemoryPools` over it.
+Only `CudaDevice` knows all parts. A part gets the `Driver`, or the `MemoryPools` over it.
 """
 
 from __future__ import annotations

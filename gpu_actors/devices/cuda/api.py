@@ -1,7 +1,7 @@
 """CudaApi: the few CUDA calls that the device makes, and nothing else between it and the driver.
 
-Handles and addresses are ints. Every call may raise `CudaFailure`; none waits for the device but `synchronize_event`,
-`trim` and `close`, which a hung kernel would block.
+Handles and addresses are ints. Every call may raise `CudaFailure`. Only `synchronize_event`, `trim` and `close` wait
+for the device, and a hung kernel would block them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CudaApi", "DeviceProperties", "MemoryBlock"]
 
 
 class DeviceProperties(NamedTuple):
-    """capability: 90 for 9.0. memory: bytes."""
+    """Properties of a device. capability: 90 for 9.0. memory: bytes."""
 
     name: str
     capability: int
@@ -30,7 +30,7 @@ class MemoryBlock(Protocol):
 
 
 class CudaApi(Protocol):
-    """One device's calls. Safe to use from any thread that has called `bind`; `free` and `close` from any at all."""
+    """One device's calls. A thread must call `bind` first, but for `free` and `close`."""
 
     def bind(self) -> None:
         """Make the device current on the calling thread."""
@@ -40,13 +40,13 @@ class CudaApi(Protocol):
     # Memory
 
     def allocate(self, nbytes: int) -> MemoryBlock:
-        """A block that no work still enqueued anywhere uses."""
+        """A block that no enqueued work uses."""
 
     def free(self, block: MemoryBlock) -> None:
-        """Give a block back to the pool. Its work must be over."""
+        """Return a block to the pool. Its work must be over."""
 
     def trim(self) -> None:
-        """Give the pool's free blocks back to the driver."""
+        """Return the pool's free blocks to the driver."""
 
     def allocate_pinned(self, nbytes: int) -> int:
         """The address of page-locked host memory."""
@@ -81,37 +81,37 @@ class CudaApi(Protocol):
         """Enqueue a kernel. params: the bytes of its only parameter, or of each, passed by value."""
 
     def begin_capture(self, stream: int) -> None:
-        """Record what this thread enqueues on the stream from now on, and do none of it."""
+        """Record the work that this thread enqueues on the stream from now on, instead of running it."""
 
     def end_capture(self, stream: int) -> int:
         """The record as a graph that can be launched."""
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        """Enqueue all that was recorded."""
+        """Enqueue the recorded work."""
 
     def destroy_graph(self, graph: int) -> None:
-        """Forget a graph. No launch of it may be unfinished."""
+        """Free a graph. All launches of it must have ended."""
 
     # Order
 
     def create_event(self) -> int:
-        """An event without timing whose wait sleeps rather than spins."""
+        """An event without timing, whose wait sleeps and does not spin."""
 
     def destroy_event(self, event: int) -> None: ...
 
     def record_event(self, event: int, stream: int) -> None: ...
 
     def event_done(self, event: int) -> bool:
-        """Whether all work before the event's record is over. True also for one never recorded."""
+        """Whether all work before the event's record is over. True for an event that was never recorded."""
 
     def synchronize_event(self, event: int) -> None:
         """Sleep until `event_done`, without the GIL."""
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Hold the stream's later work back, on the device, until the event is done."""
+        """Delay the stream's later work, on the device, until the event is done."""
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        """The driver's 128 bytes for it."""
+        """The driver's 128 bytes for the map."""
 
     # Code
 
@@ -122,9 +122,9 @@ class CudaApi(Protocol):
     def get_function(self, module: int, name: str) -> int: ...
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Let a block of this kernel have that much dynamic shared memory."""
+        """Allow a block of this kernel ``nbytes`` of dynamic shared memory."""
 
     # The end
 
     def close(self) -> None:
-        """Release the pool. Blocks still held elsewhere are freed when they are dropped."""
+        """Release the pool. Blocks that are still in use are freed with their last reference."""

@@ -40,7 +40,7 @@ def _checked(call: Callable[P, R]) -> Callable[P, R]:
 
 
 class CupyBlock:
-    """Memory of CuPy's pool, which takes it back when the pointer is dropped."""
+    """Memory of CuPy's pool. It returns to the pool when the pointer is dropped."""
 
     __slots__ = ("address", "pointer")
 
@@ -50,7 +50,7 @@ class CupyBlock:
 
 
 class CupyApi:
-    """The calls of one device. Its pool is its own: the program's allocators are neither used nor changed."""
+    """The calls of one device. It has its own pool: the program's allocators are neither used nor changed."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -131,7 +131,7 @@ class CupyApi:
 
     @_checked
     def begin_capture(self, stream: int) -> None:
-        # Of this thread alone: what others call meanwhile, as to allocate, is theirs.
+        # Of this thread alone: other threads may make calls meanwhile, such as allocations.
         runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
 
     @_checked

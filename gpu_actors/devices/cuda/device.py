@@ -15,7 +15,7 @@ from gpu_actors.compiling.toolchain import import_cupy
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.cuda.memory import MemoryPools, keep_for_ever
+from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import Modules
 from gpu_actors.devices.cuda.probe import Prober
 from gpu_actors.devices.cuda.stream import CudaStream
@@ -34,7 +34,7 @@ def cuda_usable(index: int = 0) -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: {cuda_hint()}"
     try:
-        # Starts the driver, which may take seconds, and unlike CuPy lets other threads run meanwhile.
+        # This starts the driver, which may take seconds. Unlike CuPy, ctypes lets other threads run meanwhile.
         ctypes.CDLL("libcuda.so.1").cuInit(0)
     except OSError as error:
         return f"there is no NVIDIA driver ({error}): install the one for this machine's GPU"
@@ -71,15 +71,15 @@ def attention_obstacle(index: int = 0) -> str | None:
 
 
 class CudaDevice(Device):
-    """A GPU with a memory pool, streams and modules of its own; the program's CuPy and torch are left as they are.
+    """A GPU with its own memory pool, streams and modules. The program's CuPy and torch are not changed.
 
-    Outputs without ``into`` lie where the launch's first input lies: on the host, or on the device in the memory of the
-    library that the input comes from.
+    An output without ``into`` is allocated where the launch's first input is: on the host, or on the device by the
+    library of that input.
 
-    After a CUDA error that outlives its call, every method raises `ContextLost`, and `lost` says why. In-process there
-    is no way back from there; a new process is.
+    After a sticky CUDA error every method raises `ContextLost`, and `lost` says why. Only a new process recovers from
+    that.
 
-    api: for tests, what to call instead of CuPy.
+    api: for tests, replaces CuPy.
     """
 
     def __init__(self, index: int, options: ContextOptions, api: CudaApi | None = None) -> None:
@@ -130,7 +130,7 @@ class CudaDevice(Device):
         return self.driver.call(self.driver.api.encode_tensor_map, tensor_map)
 
     def probe(self) -> None:
-        """Fill device memory, copy it back and look at it, within ``hang_timeout``."""
+        """Fill device memory, copy it back and compare, within ``hang_timeout``."""
         self.driver.enter()
         with self._lock:
             if self._prober is None:
@@ -160,7 +160,7 @@ class CudaDevice(Device):
 
     def _clear(self, address: int, nbytes: int) -> None:
         api = self.driver.api
-        # Waits, so that launches on whatever stream find it cleared without waiting for another one each time.
+        # It waits here, so that no launch, on whichever stream, has to wait for another stream.
         stream = api.create_stream()
         event = api.create_event()
         api.fill(address, 0, nbytes, stream)
@@ -170,18 +170,18 @@ class CudaDevice(Device):
         api.destroy_stream(stream)
 
     def _describe(self) -> DeviceInfo:
-        index, found = self.driver.index, self.driver.call(self.driver.api.properties)
-        own = exact_arch(found.capability)
-        arch = self._options.arch or own
-        if not _runs(arch, found.capability):
-            raise Unsupported("arch", arch, f"cuda:{index} is a {found.name}, which runs {own}", nearest=own)
-        return DeviceInfo("cuda", found.name, arch, index, found.memory, found.multiprocessors)
+        index, properties = self.driver.index, self.driver.call(self.driver.api.properties)
+        native = exact_arch(properties.capability)
+        arch = self._options.arch or native
+        if not _runs(arch, properties.capability):
+            raise Unsupported("arch", arch, f"cuda:{index} is a {properties.name}, which runs {native}", nearest=native)
+        return DeviceInfo("cuda", properties.name, arch, index, properties.memory, properties.multiprocessors)
 
     def _abandon(self, streams: list[CudaStream]) -> None:
         self.driver.abandoned = True
         why = self.driver.lost or "it still works on a launch"
         logger.warning("cuda:%d is closed without releasing its memory: %s", self.driver.index, why)
-        keep_for_ever((self.driver.api, self._prober, streams))
+        leak((self.driver.api, self._prober, streams))
 
 
 def _runs(arch: str, capability: int) -> bool:

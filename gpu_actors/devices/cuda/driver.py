@@ -1,4 +1,4 @@
-"""Driver: the driver's calls, as all parts of a `CudaDevice` make them, and whether the device is lost or closed."""
+"""Driver: the driver's calls for all parts of a `CudaDevice`, and whether the device is lost or closed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ R = TypeVar("R")
 
 
 class Driver:
-    """The calls of one device, and what their failures mean.
+    """The calls of one device, and the meaning of their failures.
 
-    lost: why the device answers no more, or None. closed: `CudaDevice.close` was called. abandoned: it was closed while
-    it worked, so nothing of it is released.
+    lost: why the device is lost, or None.
+    closed: `CudaDevice.close` was called.
+    abandoned: it was closed while it worked, so nothing of it is released.
     """
 
     def __init__(self, api: CudaApi, index: int) -> None:
@@ -36,7 +37,7 @@ class Driver:
 
     @property
     def may_release(self) -> bool:
-        """False where freeing something could block, or hand memory that is in use to another launch."""
+        """False if freeing could block, or give memory that is in use to another launch."""
         return not (self.abandoned or self.lost)
 
     def enter(self) -> None:
@@ -50,14 +51,14 @@ class Driver:
             self._threads.bound = True
 
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call, and turn a CudaFailure into the error that requests are answered with."""
+        """Call ``function``, and turn a CudaFailure into the error for requests."""
         try:
             return function(*args, **kwargs)
         except CudaFailure as failure:
             raise self.failed(failure) from failure
 
     def failed(self, failure: CudaFailure) -> GpuActorsError:
-        """What to raise for a failure. A sticky one is the end of the device."""
+        """The error to raise for a failure. After a sticky one the device is lost."""
         error = explain(failure)
         if isinstance(error, ContextLost):
             self.lose(str(error))

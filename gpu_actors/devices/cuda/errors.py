@@ -1,6 +1,6 @@
-"""What a CUDA status means for the request and for the context.
+"""The meaning of a CUDA status for the request and for the context.
 
-The statuses are those of cudaError_t, which equal CUresult's where both are used here.
+The statuses are those of cudaError_t. Those that CuPy reports as CUresult have the same numbers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ STICKY: dict[int, str] = {
     911: "cudaErrorExternalDevice",
     999: "cudaErrorUnknown",
 }
-"""Sticky statuses: after these no answer and no memory of the device can be relied on.
+"""Sticky statuses: after these no answer and no memory of the device is reliable.
 
 driver_types.h (CUDA 13.4) says of most that the process must be terminated and relaunched. It does not say so of 709,
-whose name says it; of 214 and 220, after which memory may hold other bits than were written; and of 999, of which
-nothing is known."""
+whose name says it, of 214 and 220, after which memory may have wrong bits, and of 999, an unknown error."""
 
 
 class CudaFailure(Exception):
-    """A CUDA call that did not return success. call: which. detail: the driver's own words."""
+    """A CUDA call that did not return success.
+
+    call: the name of the call.
+    detail: the driver's message.
+    """
 
     def __init__(self, status: int, call: str, detail: str = "") -> None:
         super().__init__(status, call, detail)

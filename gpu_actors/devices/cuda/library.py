@@ -1,4 +1,4 @@
-"""The driver's library, for calls that CuPy does not offer, or makes without letting other threads run meanwhile."""
+"""The driver's library, for calls that CuPy lacks or makes with the GIL held."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["library", "make_primary_context"]
 
 @functools.cache
 def library() -> Any:
-    """The library. ctypes lets other threads run during its calls. Raises OSError where there is none."""
+    """The library. ctypes releases the GIL during its calls. Raises OSError if there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
 def make_primary_context(index: int) -> None:
-    """Have the primary context of device ``index`` made, once a process, while other threads run.
+    """Make the primary context of device ``index``, once a process, without the GIL.
 
-    It takes a tenth of a second up to several, for which CuPy's setDevice would hold the interpreter's lock. Where the
-    driver refuses, nothing is done: setDevice says why. The context is never released, as CUDA's runtime does not
-    release it either.
+    It takes a tenth of a second up to several, during which CuPy's setDevice would hold the GIL. If the driver refuses,
+    nothing happens: setDevice raises the reason. The context is never released, as CUDA's runtime does not release it
+    either.
     """
     with contextlib.suppress(OSError):
         driver, device, context = library(), ctypes.c_int(), ctypes.c_void_p()

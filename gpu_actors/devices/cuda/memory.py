@@ -1,7 +1,7 @@
-"""Memory that a device hands to its launches: page-locked staging on the host, and blocks that Python owns.
+"""The memory of launches: page-locked staging on the host, and device blocks that Python owns.
 
-No block is ever given to a second launch before the first one's event was seen to be over, on whatever streams they
-run. That is stricter than the stream order that CuPy's and torch's allocators keep, and needs no streams at all.
+No second launch gets a block before the first one's event is known to be over, whichever streams they run on. That is
+stricter than the stream order of CuPy's and torch's allocators, and does not depend on streams.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import OUT_OF_MEMORY, CudaFailure
 from gpu_actors.errors import OutOfDeviceMemory
 
-__all__ = ["DeviceMemory", "Layout", "MemoryPools", "StagingBlock", "StagingPool", "keep_for_ever"]
+__all__ = ["DeviceMemory", "Layout", "MemoryPools", "StagingBlock", "StagingPool", "leak"]
 
 R = TypeVar("R")
 
 ALIGNMENT = 256
-"""Of each operand, in bytes: what cudaMalloc gives, which kernels rely on for vector loads and tensor maps."""
+"""Of each operand, in bytes. cudaMalloc gives the same, and kernels' vector loads and tensor maps rely on it."""
 
 
 class Layout:
-    """Lays operands out in one block. size: bytes so far."""
+    """The layout of operands in one block. size: bytes so far."""
 
     __slots__ = ("size",)
 
@@ -46,7 +46,7 @@ class Layout:
 
 
 class StagingBlock:
-    """Page-locked host memory. bytes: an ndarray over all of it."""
+    """Page-locked host memory. bytes: an ndarray of the whole block."""
 
     __slots__ = ("address", "bytes", "capacity")
 
@@ -60,63 +60,63 @@ class StagingBlock:
 class StagingPool:
     """Page-locked blocks in sizes of powers of two.
 
-    Locking pages takes far longer than a copy, so blocks are kept, as many as ``keep`` bytes in all; what goes beyond
-    is released when its launch is over.
+    Locking pages takes far longer than a copy, so idle blocks are retained, at most ``max_idle_bytes`` in all. A block
+    beyond that is freed when its launch is over.
     """
 
     SMALLEST = 1 << 12
 
-    def __init__(self, api: CudaApi, keep: int = 1 << 28) -> None:
+    def __init__(self, api: CudaApi, max_idle_bytes: int = 1 << 28) -> None:
         self._api = api
-        self._keep = keep
-        self._kept = 0
+        self._max_idle_bytes = max_idle_bytes
+        self._idle_bytes = 0
         self._idle: dict[int, list[StagingBlock]] = {}
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> StagingBlock:
+    def acquire(self, nbytes: int) -> StagingBlock:
         """A block of at least ``nbytes``. Raises CudaFailure."""
         capacity = max(self.SMALLEST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             idle = self._idle.get(capacity)
             if idle:
-                self._kept -= capacity
+                self._idle_bytes -= capacity
                 return idle.pop()
         return StagingBlock(self._api.allocate_pinned(capacity), capacity)
 
-    def give(self, block: StagingBlock) -> None:
-        """Take a block back. No copy to or from it may be under way."""
+    def release(self, block: StagingBlock) -> None:
+        """Return a block. All copies to and from it must be over."""
         with self._lock:
-            if self._kept + block.capacity <= self._keep:
-                self._kept += block.capacity
+            if self._idle_bytes + block.capacity <= self._max_idle_bytes:
+                self._idle_bytes += block.capacity
                 self._idle.setdefault(block.capacity, []).append(block)
                 return
         self._api.free_pinned(block.address)
 
     def trim(self) -> None:
-        """Release the blocks that no launch uses."""
+        """Free the idle blocks."""
         with self._lock:
-            idle, self._idle, self._kept = self._idle, {}, 0
+            idle, self._idle, self._idle_bytes = self._idle, {}, 0
         for blocks in idle.values():
             for block in blocks:
                 self._api.free_pinned(block.address)
 
     def close(self) -> None:
         self.trim()
-        self._keep = 0
+        self._max_idle_bytes = 0
 
 
 class MemoryPools:
-    """The memory of one device for launches, and their staging. Safe from any thread."""
+    """The memory of one device for launches, and their staging. Safe to use from any thread."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._staging = StagingPool(driver.api)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        """An array on the device with whatever was in its memory. Freed when it is dropped.
+        """An array on the device whose contents are undefined. It is freed with its last reference.
 
-        For launches only: its memory is used again as soon as it is dropped, so work that others enqueued on it must
-        be over by then. Raises OutOfDeviceMemory.
+        For launches only: its memory is reused as soon as it is freed, so other work on it must be over by then. Raises
+        OutOfDeviceMemory.
         """
         kind = dtype_of(dtype)
         nbytes = math.prod(shape) * kind.itemsize
@@ -125,39 +125,39 @@ class MemoryPools:
         strides = contiguous_strides(shape, kind.itemsize)
         return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, owner=memory)
 
-    def take_block(self, nbytes: int) -> MemoryBlock:
-        """Device memory. Raises OutOfDeviceMemory once the pool's unused blocks did not help either."""
-        return self._spare(self.driver.api.allocate, nbytes, "device memory")
+    def allocate(self, nbytes: int) -> MemoryBlock:
+        """Device memory. Raises OutOfDeviceMemory if there is none even after the pool's free blocks are returned."""
+        return self._allocate_or_trim(self.driver.api.allocate, nbytes, "device memory")
 
     def free(self, block: MemoryBlock) -> None:
-        """Give a block back, from any thread. Its work must be over."""
+        """Free a block, on any thread. Its work must be over."""
         if self.driver.may_release:
             self.driver.api.free(block)
         else:
-            keep_for_ever(block)
+            leak(block)
 
-    def take_staging(self, nbytes: int) -> StagingBlock:
-        return self._spare(self._staging.take, nbytes, "page-locked host memory")
+    def acquire_staging(self, nbytes: int) -> StagingBlock:
+        return self._allocate_or_trim(self._staging.acquire, nbytes, "page-locked host memory")
 
-    def give_staging(self, block: StagingBlock) -> None:
+    def release_staging(self, block: StagingBlock) -> None:
         if self.driver.may_release:
-            self.driver.call(self._staging.give, block)
+            self.driver.call(self._staging.release, block)
 
     def close(self) -> None:
-        """Release the staging that no launch uses. Raises CudaFailure."""
+        """Free the idle staging. Raises CudaFailure."""
         self._staging.close()
 
-    def _spare(self, take: Callable[[int], R], nbytes: int, what: str) -> R:
+    def _allocate_or_trim(self, allocate: Callable[[int], R], nbytes: int, what: str) -> R:
         driver = self.driver
         try:
-            return take(nbytes)
+            return allocate(nbytes)
         except CudaFailure as failure:
             if failure.status != OUT_OF_MEMORY:
                 raise driver.failed(failure) from failure
         driver.call(driver.api.trim)
         driver.call(self._staging.trim)
         try:
-            return take(nbytes)
+            return allocate(nbytes)
         except CudaFailure as failure:
             if failure.status != OUT_OF_MEMORY:
                 raise driver.failed(failure) from failure
@@ -166,18 +166,18 @@ class MemoryPools:
 
 
 class DeviceMemory:
-    """A block of device memory that goes back to the pool when the last reference to this goes."""
+    """A block of device memory. It returns to the pool with the last reference to this object."""
 
     __slots__ = ("_block", "_pools", "address")
 
     def __init__(self, pools: MemoryPools, nbytes: int) -> None:
         self._pools = pools
         self._block: MemoryBlock | None = None
-        self._block = pools.take_block(nbytes)
+        self._block = pools.allocate(nbytes)
         self.address: int = self._block.address
 
     def release(self) -> None:
-        """Give the block back now."""
+        """Return the block now."""
         block, self._block = self._block, None
         if block is not None:
             self._pools.free(block)
@@ -186,9 +186,9 @@ class DeviceMemory:
         self.release()
 
 
-def keep_for_ever(value: object) -> None:
-    """Never release ``value``, not even when the interpreter ends.
+def leak(value: object) -> None:
+    """Never free ``value``, not even when the interpreter exits.
 
-    Freeing memory that a hung kernel may still use would block, or hand it to another launch.
+    Freeing memory that a hung kernel may still use would block, or give it to another launch.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

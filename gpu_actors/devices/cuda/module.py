@@ -14,7 +14,7 @@ __all__ = ["CudaFunction", "Modules"]
 
 
 class _Module:
-    """A loaded cubin, for as long as one of its functions is held."""
+    """A loaded cubin. It lives as long as one of its functions."""
 
     __slots__ = ("__weakref__", "handle")
 
@@ -23,8 +23,10 @@ class _Module:
 
 
 class CudaFunction:
-    """A kernel of a loaded cubin: the handle inside an `interface.Kernel`. Plans and launches
-    in flight hold it; the cubin is unloaded after the last of them."""
+    """A kernel of a loaded cubin: the handle in an `interface.Kernel`.
+
+    Plans and launches in flight refer to it. The cubin is unloaded after the last of them.
+    """
 
     def __init__(self, driver: Driver, module: _Module, handle: int) -> None:
         self.driver = driver
@@ -34,7 +36,7 @@ class CudaFunction:
         self._lock = threading.Lock()
 
     def prepare(self, api: CudaApi, shared_bytes: int) -> None:
-        """Allow a block that much dynamic shared memory. Raises CudaFailure."""
+        """Allow a block ``shared_bytes`` of dynamic shared memory. Raises CudaFailure."""
         if shared_bytes > self._shared_bytes:
             with self._lock:
                 if shared_bytes > self._shared_bytes:
@@ -43,10 +45,10 @@ class CudaFunction:
 
 
 class Modules:
-    """The cubins a device has loaded.
+    """The cubins that a device has loaded.
 
-    Keyed by the images themselves: Python remembers a bytes object's hash, so that finding one again costs less than
-    a digest, and equal images are equal for certain.
+    The keys are the images themselves: Python caches a bytes object's hash, so that a lookup costs less than a digest,
+    and two images are never confused.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -58,7 +60,7 @@ class Modules:
         self._lock = threading.Lock()
 
     def function(self, image: bytes, entry: str) -> CudaFunction:
-        """The kernel of that name, from a module that is loaded if it has not been. Raises CudaFailure."""
+        """The kernel with this name. Its module is loaded if it is not yet. Raises CudaFailure."""
         api = self._driver.api
         with self._lock:
             self._unload()
@@ -80,12 +82,12 @@ class Modules:
     def _load(self, image: bytes) -> _Module:
         module = self._modules[image] = _Module(self._driver.api.load_module(image))
         self._loaded.add(module.handle)
-        # Called on whatever thread drops the last reference, where nothing may wait for the driver or a lock.
+        # Called on the thread that drops the last reference, which must not wait for the driver or a lock.
         weakref.finalize(module, self._dropped.append, module.handle).atexit = False
         return module
 
     def _unload(self) -> None:
-        """Unload what is held no more."""
+        """Unload the modules without a reference."""
         while self._dropped:
             handle = self._dropped.popleft()
             if handle in self._loaded:
@@ -93,4 +95,4 @@ class Modules:
                 try:
                     self._driver.api.unload_module(handle)
                 except CudaFailure as failure:
-                    self._driver.failed(failure)  # one that outlives the call shows at the next
+                    self._driver.failed(failure)  # after a sticky one the next call raises

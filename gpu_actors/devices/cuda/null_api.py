@@ -1,4 +1,4 @@
-"""NullApi: `CudaApi` that computes nothing, so that what a request costs on the host shows."""
+"""NullApi: a `CudaApi` that computes nothing, to measure the cost of a request on the host."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class _Block:
 
 
 class NullApi:
-    """A device of compute capability 9.0 whose addresses are made up. Copies from it give what was last filled in.
+    """A device of compute capability 9.0 with invented addresses. A copy from it gives the last filled value.
 
-    seconds: how long after its record an event is done, as behind a kernel of that length. With 0 all work is over as
-    soon as it is enqueued. calls: how often each call was made.
+    seconds: how long after its record an event is done, as behind a kernel of this duration. With 0 all work is over as
+        soon as it is enqueued.
+    calls: how often each call was made.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -76,7 +77,7 @@ class NullApi:
     # Work
 
     def create_stream(self) -> int:
-        return self._made("create_stream")
+        return self._new_handle("create_stream")
 
     def destroy_stream(self, stream: int) -> None:
         self.calls["destroy_stream"] += 1
@@ -112,7 +113,7 @@ class NullApi:
         self.calls["begin_capture"] += 1
 
     def end_capture(self, stream: int) -> int:
-        return self._made("end_capture")
+        return self._new_handle("end_capture")
 
     def launch_graph(self, graph: int, stream: int) -> None:
         self.calls["launch_graph"] += 1
@@ -123,7 +124,7 @@ class NullApi:
     # Order
 
     def create_event(self) -> int:
-        return self._made("create_event")
+        return self._new_handle("create_event")
 
     def destroy_event(self, event: int) -> None:
         self.calls["destroy_event"] += 1
@@ -140,8 +141,8 @@ class NullApi:
 
     def synchronize_event(self, event: int) -> None:
         self.calls["synchronize_event"] += 1
-        if event in self._ends and (left := self._ends[event] - time.perf_counter()) > 0:
-            time.sleep(left)
+        if event in self._ends and (remaining := self._ends[event] - time.perf_counter()) > 0:
+            time.sleep(remaining)
 
     def wait_event(self, stream: int, event: int) -> None:
         self.calls["wait_event"] += 1
@@ -153,13 +154,13 @@ class NullApi:
     # Code
 
     def load_module(self, image: bytes) -> int:
-        return self._made("load_module")
+        return self._new_handle("load_module")
 
     def unload_module(self, module: int) -> None:
         self.calls["unload_module"] += 1
 
     def get_function(self, module: int, name: str) -> int:
-        return self._made("get_function")
+        return self._new_handle("get_function")
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
         self.calls["allow_shared_memory"] += 1
@@ -167,6 +168,6 @@ class NullApi:
     def close(self) -> None:
         self.calls["close"] += 1
 
-    def _made(self, call: str) -> int:
+    def _new_handle(self, call: str) -> int:
         self.calls[call] += 1
         return next(self._handles)

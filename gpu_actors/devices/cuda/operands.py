@@ -1,13 +1,12 @@
-"""Operands: where everything that one launch reads and writes lies on the device, and how it gets there and back.
+"""Operands: the memory of one launch on the device, and the copies to it and back.
 
-Host inputs are packed into one staging block and go up in one copy; outputs for the host come down in one copy behind
-the kernels, into a second block. Both kinds share one block of device memory with the launch's scratch:
+Host inputs are packed into one staging block and uploaded in one copy. Outputs for the host are downloaded in one copy
+behind the kernels, into a second block. Both kinds share one block of device memory with the launch's scratch:
 
     staging [ q | k | v ] --upload--> device [ q | k | v | out | lse | scratch ] --download--> staging [ out | lse ]
 
-What a kernel changes in an array of the host lies between the two, and goes both ways.
-Arrays that lie on the device already are used in place, and cost neither; those of several requests that share the
-launch are copied next to each other.
+An array of the host that a kernel changes is between the two, and is copied both ways. An array on the device is used
+in place, without a copy. Arrays on the device of several requests that share the launch are copied next to each other.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Host = np.ndarray[Any, Any]
 
 
 class _Download(NamedTuple):
-    """An output on its way to the host. offset: in the staging block."""
+    """An output that is downloaded to the host. offset: in the staging block."""
 
     name: str
     spec: OutputSpec
@@ -40,14 +39,14 @@ class _Download(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """Scratch whose contents follow from the other buffers' addresses. offset: in the staging block."""
+    """Scratch whose contents depend on the other buffers' addresses. offset: in the staging block."""
 
     spec: ScratchSpec
     offset: int
 
 
 class Armed:
-    """Memory of a stream that its launches find as 0 and leave so: cleared once, by the first of them."""
+    """Memory of a stream that its launches find as 0 and leave as 0. The first of them clears it."""
 
     BYTES = 256
 
@@ -58,11 +57,12 @@ class Armed:
 
 
 class Operands:
-    """The operands of one launch; holds their memory until `release`.
+    """The operands of one launch. It owns their memory until `release`.
 
-    buffers: by name, for packing the kernel's parameters. producers: the streams to wait for first. armed: where
-    scratch memory lies that kernels leave as 0; None: nothing of the stream's is to be used.
-    Making one raises OutOfDeviceMemory, and InvalidRequest for an array that lies elsewhere or cannot be written.
+    buffers: by name, for packing the kernel's parameters.
+    producers: the streams to wait for first.
+    armed: returns the stream's memory that kernels leave as 0. None: it is not used.
+    Making one raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or one that cannot be written.
     """
 
     def __init__(self, pools: MemoryPools, launch: Launch, armed: Callable[[], Armed] | None = None) -> None:
@@ -93,7 +93,7 @@ class Operands:
             raise
 
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copies of the inputs, and the clearing of what is to be cleared."""
+        """Enqueue the copies of the inputs, and the clearing of outputs and scratch."""
         if self._staging_in is not None and self._block is not None:
             api.copy_to_device(self._block.address, self._staging_in.address, self._up.size + self._both.size, stream)
         for name, joined, _ in self._joined:
@@ -110,13 +110,13 @@ class Operands:
             self._arming.cleared = True
 
     def download(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copy of the outputs that the host wants."""
+        """Enqueue the copy of the outputs for the host."""
         if self._staging_out is not None and self._block is not None:
             source = self._block.address + self._up.size
             api.copy_to_host(self._staging_out.address, source, self._both.size + self._down.size, stream)
 
     def results(self) -> Mapping[str, Any]:
-        """The outputs by name, once the launch is over: the caller's arrays filled, fresh ndarrays, DeviceArrays."""
+        """The outputs by name, once the launch is over: the caller's arrays, new ndarrays, DeviceArrays."""
         for _, array, offset in self._returned:
             assert self._staging_out is not None
             _bits(array)[...] = _staged(self._staging_out, offset, array.shape, array.itemsize)
@@ -130,7 +130,7 @@ class Operands:
         return self._results
 
     def rebind(self, launch: Launch) -> None:
-        """Stage the operands of another launch of the same shapes, whose outputs go where it says."""
+        """Stage the operands of another launch of the same shapes, and write its outputs from now on."""
         self._uploads = [(name, launch.inputs[name], offset) for name, _, offset in self._uploads]
         self._returned = [(name, launch.inputs[name], offset) for name, _, offset in self._returned]
         self._downloads = [download._replace(spec=launch.outputs[download.name]) for download in self._downloads]
@@ -138,7 +138,7 @@ class Operands:
         self._fill_staging()
 
     def release(self) -> None:
-        """Give the memory back. Nothing enqueued may use it any more."""
+        """Free the memory. No enqueued work may use it any more."""
         block, self._block = self._block, None
         staging = (self._staging_in, self._staging_out)
         self._staging_in = self._staging_out = None
@@ -148,7 +148,7 @@ class Operands:
             self._pools.free(block)
         for staged in staging:
             if staged is not None:
-                self._pools.give_staging(staged)
+                self._pools.release_staging(staged)
 
     # Placing
 
@@ -183,9 +183,9 @@ class Operands:
                 self._place_on_device(name, spec.into)
                 self._results[name] = spec.into
             elif spec.into is None and isinstance(first, DeviceArray):
-                made = self._make(first, spec)
-                self._place_on_device(name, made)
-                self._results[name] = made
+                output = self._make(first, spec)
+                self._place_on_device(name, output)
+                self._results[name] = output
             else:
                 self._place_download(name, spec, launch.inputs)
             if spec.zero and 0 not in spec.shape:
@@ -242,7 +242,7 @@ class Operands:
         size = inner + self._inner.size
         if size == 0:
             return
-        self._block = self._pools.take_block(size)
+        self._block = self._pools.allocate(size)
         base = self._block.address
         for name, array, offset in self._uploads:
             self.buffers[name] = _buffer(base + offset, array.shape, array.dtype)
@@ -261,9 +261,9 @@ class Operands:
         for name, late in self._late.items():
             self.buffers[name] = _buffer(base + late.offset, late.spec.shape, dtype_of(late.spec.dtype))
         if down:
-            self._staging_in = self._pools.take_staging(down)
+            self._staging_in = self._pools.acquire_staging(down)
         if inner > self._up.size:
-            self._staging_out = self._pools.take_staging(inner - self._up.size)
+            self._staging_out = self._pools.acquire_staging(inner - self._up.size)
 
     def _fill_staging(self) -> None:
         for _, array, offset in self._uploads:
@@ -276,14 +276,14 @@ class Operands:
             assert self._staging_in is not None
             assert late.spec.contents is not None
             contents = np.frombuffer(late.spec.contents(self.buffers), np.uint8)
-            wanted = math.prod(late.spec.shape) * dtype_of(late.spec.dtype).itemsize
-            if contents.size != wanted:
-                raise LaunchError(f"scratch {name!r} holds {wanted} bytes and was given {contents.size}")
+            nbytes = math.prod(late.spec.shape) * dtype_of(late.spec.dtype).itemsize
+            if contents.size != nbytes:
+                raise LaunchError(f"scratch {name!r} holds {nbytes} bytes and was given {contents.size}")
             self._staging_in.bytes[late.offset : late.offset + contents.size] = contents
 
 
 def _bits(array: Host) -> Host:
-    # As unsigned integers: copies of ml_dtypes' own types go element by element and hold the GIL.
+    # As unsigned integers: NumPy copies ml_dtypes' own types element by element and holds the GIL.
     return array.view(f"u{array.itemsize}")
 
 

@@ -11,29 +11,33 @@ from gpu_actors.devices.interface import Params
 __all__ = ["KernelParams", "kernel_params"]
 
 _ALIGNMENT = 64
-"""What a CUtensorMap among the parameters asks for."""
+"""The alignment of a CUtensorMap among the parameters."""
 
 
 class KernelParams(NamedTuple):
-    """address: of one pointer a parameter. kept: what must live until the driver has copied them."""
+    """The parameters of a launch.
+
+    address: of an array with a pointer to each parameter.
+    keepalive: the objects that must live until the driver has copied them.
+    """
 
     address: int
-    kept: tuple[object, object]
+    keepalive: tuple[object, object]
 
 
 @functools.lru_cache(maxsize=512)
 def kernel_params(params: Params) -> KernelParams:
-    """Lays out the bytes of a kernel's only parameter, or of each of several.
+    """Lay out the bytes of a kernel's only parameter, or of each of several.
 
-    Remembered: a launch on the same operands has the same bytes, and nothing writes to them.
+    Cached: a launch on the same operands has the same bytes, and nothing writes to them.
     """
     parts = (params,) if isinstance(params, bytes) else params
-    room = [-(-len(part) // _ALIGNMENT) * _ALIGNMENT for part in parts]
-    memory = ctypes.create_string_buffer(sum(room) + _ALIGNMENT)
+    sizes = [-(-len(part) // _ALIGNMENT) * _ALIGNMENT for part in parts]
+    memory = ctypes.create_string_buffer(sum(sizes) + _ALIGNMENT)
     address = ctypes.addressof(memory)
     address += -address % _ALIGNMENT
     pointers = (ctypes.c_void_p * max(1, len(parts)))()
-    for place, (part, nbytes) in enumerate(zip(parts, room, strict=True)):
+    for place, (part, nbytes) in enumerate(zip(parts, sizes, strict=True)):
         ctypes.memmove(address, part, len(part))
         pointers[place] = address
         address += nbytes

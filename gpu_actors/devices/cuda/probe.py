@@ -1,4 +1,4 @@
-"""Prober: proof that the device still does work, within a time limit."""
+"""Prober: proof that the device still works, within a time limit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
 
 
 class Prober:
-    """Has a stream of its own, so that a busy actor does not look like a hung device. Making one raises CudaFailure."""
+    """It has its own stream, so that a busy actor does not look like a hung device. Making one raises CudaFailure."""
 
     def __init__(self, pools: MemoryPools, clock: Clock) -> None:
         self._driver = pools.driver
         self._pools = pools
         self._clock = clock
         self._memory = DeviceMemory(pools, _BYTES)
-        self._staging = pools.take_staging(_BYTES)
+        self._staging = pools.acquire_staging(_BYTES)
         self._stream = self._driver.api.create_stream()
         self._values = itertools.cycle(range(1, 256))
         self._lock = threading.Lock()
@@ -33,23 +33,23 @@ class Prober:
     def run(self, timeout: float) -> None:
         """Fill device memory with a new value, copy it back and compare.
 
-        Raises ContextLost where that takes more than ``timeout`` seconds or gives another value.
+        Raises ContextLost if that takes more than ``timeout`` seconds or gives another value.
         """
         driver, api, stream = self._driver, self._driver.api, self._stream
         with self._lock:
             value = next(self._values)
-            seen = self._staging.bytes[:_BYTES]
-            seen[:] = 0
+            readback = self._staging.bytes[:_BYTES]
+            readback[:] = 0
             event = driver.call(api.create_event)
             driver.call(api.fill, self._memory.address, value, _BYTES, stream)
             driver.call(api.copy_to_host, self._staging.address, self._memory.address, _BYTES, stream)
             driver.call(api.record_event, event, stream)
-            # Polled rather than waited for: a wait cannot be given up.
+            # The event is polled: a wait could not be interrupted.
             if not self._wait(event, timeout):
                 self._hung = True
                 raise self._lose(f"no progress in {timeout:g} s")
             driver.destroy_event(event)
-            if not bool((seen == value).all()):
+            if not bool((readback == value).all()):
                 raise self._lose("memory does not hold what was written to it")
 
     def close(self) -> bool:
@@ -58,7 +58,7 @@ class Prober:
             if self._hung or self._driver.lost:
                 return False
             self._driver.api.destroy_stream(self._stream)
-            self._pools.give_staging(self._staging)
+            self._pools.release_staging(self._staging)
             self._memory.release()
             return True
 
@@ -67,7 +67,7 @@ class Prober:
         until = clock.now() + timeout
         sleep = _SHORTEST_SLEEP
         while True:
-            # Before the device is asked: if this process stands still in between, the answer is not from then.
+            # Read before the event: if this process is suspended in between, the event's state is newer than the time.
             now = clock.now()
             if self._driver.call(self._driver.api.event_done, event):
                 return True

@@ -1,8 +1,8 @@
-"""RecordedLaunch: a launch captured as a CUDA graph, with the memory that it works in.
+"""RecordedLaunch: a launch captured as a CUDA graph, with its memory.
 
-The graph holds the upload out of the staging block, the kernels and the download into the other one, all at addresses
-that stay. To use it again, new operands are written to the staging block and the graph is launched: one call to the
-driver in the place of one for each operation (CUDA Programming Guide, "CUDA Graphs").
+The graph has the upload from the staging block, the kernels and the download to the other one, all at fixed addresses.
+To use it again, new operands are written to the staging block and the graph is launched: one call to the driver instead
+of one for each operation (CUDA Programming Guide, "CUDA Graphs").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RecordedLaunch", "capture"]
 
 
 class RecordedLaunch:
-    """A graph, the kernels in it and their operands. A flight takes it for `Operands`, whose memory `release` keeps."""
+    """A graph, its kernels and their operands. A flight uses it like `Operands`, but `release` retains the memory."""
 
     def __init__(
         self,
@@ -43,18 +43,18 @@ class RecordedLaunch:
         self._recordings = recordings
 
     def rebind(self, launch: Launch) -> None:
-        """Put the operands of a launch with the same key where those of the last one lay."""
+        """Stage the operands of a launch with the same key in place of the last one's."""
         self._operands.rebind(launch)
 
     def results(self) -> Mapping[str, Any]:
         return self._operands.results()
 
     def release(self) -> None:
-        """The flight is over: the next launch may have it."""
-        self._recordings.give(self._key, self)
+        """The flight is over: the next launch may use the recording."""
+        self._recordings.release(self._key, self)
 
     def drop(self, driver: Driver) -> None:
-        """Give the graph and the memory back."""
+        """Free the graph and the memory."""
         if not driver.lost and not driver.closed:
             try:
                 driver.enter()
@@ -65,7 +65,7 @@ class RecordedLaunch:
 
 
 def capture(driver: Driver, stream: int, enqueue: Callable[[], None]) -> int:
-    """The graph of what ``enqueue`` puts on a stream, which does none of it now. Raises `CudaFailure`."""
+    """Capture the work that ``enqueue`` puts on a stream as a graph, without running it. Raises `CudaFailure`."""
     api = driver.api
     api.begin_capture(stream)
     try:
@@ -74,6 +74,6 @@ def capture(driver: Driver, stream: int, enqueue: Callable[[], None]) -> int:
         try:
             api.destroy_graph(api.end_capture(stream))
         except CudaFailure:
-            pass  # a capture that went wrong has no graph; what went wrong is on its way up
+            pass  # a failed capture has no graph, and its cause is raised below
         raise
     return api.end_capture(stream)

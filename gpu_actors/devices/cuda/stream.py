@@ -1,8 +1,8 @@
-"""CudaStream: one non-blocking stream of the device, and what is in flight on it.
+"""CudaStream: one non-blocking stream of the device, and its launches in flight.
 
 A launch becomes a `Flight`: waits for the inputs' producers, upload, kernel, download, event. The stream holds each
-flight until its event was seen to be over, whether anyone still asks for it or not, so that nothing it uses is
-released early.
+flight until its event is known to be over, even if its result is not needed any more, so that none of its memory is
+freed early.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.cuda.memory import MemoryPools, keep_for_ever
+from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Armed, Operands
 from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
@@ -42,7 +42,7 @@ class CudaStream(Stream):
         self._closed = False
         self._armed: Armed | None = None
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
-        # Held while something is enqueued, so that closing cannot pull the stream away underneath.
+        # Held while work is enqueued, so that the stream is not destroyed meanwhile.
         self._lock = threading.Lock()
 
     def launch(self, launch: Launch) -> Event:
@@ -82,7 +82,7 @@ class CudaStream(Stream):
         self.retire()
 
     def retire(self) -> bool:
-        """Release the closed stream if nothing is in flight any more. Never blocks. True once it is released."""
+        """Destroy the closed stream if nothing is in flight. Never blocks. True once it is destroyed."""
         self.recordings.close()
         with self._lock:
             if self._driver.lost:
@@ -104,7 +104,7 @@ class CudaStream(Stream):
 
     def _launch_recorded(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> Event:
         driver = self._driver
-        recorded = self.recordings.take(key)
+        recorded = self.recordings.acquire(key)
         if recorded is None:
             recorded = self._record(key, launch, functions)
         else:
@@ -135,7 +135,7 @@ class CudaStream(Stream):
         return event
 
     def _record(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> RecordedLaunch:
-        """A launch as a graph, over memory of its own that holds the launch's operands."""
+        """Record a launch as a graph, with its own memory for the launch's operands."""
         driver, api = self._driver, self._driver.api
         operands = Operands(self._pools, launch)
         try:
@@ -183,14 +183,14 @@ class CudaStream(Stream):
         self._flights.append(flight)
 
     def _keep_until_over(self, flight: Flight) -> None:
-        """Hold what an aborted launch uses: the part of it that was enqueued goes on."""
+        """Hold the memory of an aborted launch: the part of it that was enqueued goes on."""
         assert flight.event is not None
         assert self.handle is not None
         flight.belongs_to(None)
         try:
             self._driver.api.record_event(flight.event, self.handle)
         except CudaFailure:
-            keep_for_ever(flight)
+            leak(flight)
             return
         self._flights.append(flight)
 
@@ -221,9 +221,10 @@ def _compute(api: CudaApi, stream: int, operands: Operands, kernels: _Kernels) -
 
 
 class Flight:
-    """A launch on its way. It holds all that the launch uses until `settle`.
+    """A launch in flight. It holds the launch's memory until `settle`.
 
-    stopped: the stream was closed meanwhile. settled: the results are in place and the memory is given back.
+    stopped: the stream was closed meanwhile.
+    settled: the results are in place and the memory is freed.
     """
 
     def __init__(self, driver: Driver, stream: str, launch: Launch, operands: Operands | RecordedLaunch) -> None:
@@ -242,14 +243,14 @@ class Flight:
 
     @property
     def orphaned(self) -> bool:
-        """True once no reference to the results is left."""
+        """True once there is no reference to the results."""
         return self._owner is None or self._owner() is None
 
     def belongs_to(self, event: CudaEvent | None) -> None:
         self._owner = None if event is None else weakref.ref(event)
 
     def over(self) -> bool:
-        """Whether the device is done with it. Never blocks on the device. Raises what `Event.wait` does."""
+        """Whether the launch has ended. Never blocks on the device. Raises what `Event.wait` does."""
         with self._lock:
             if self.settled or self.event is None:
                 return True
@@ -275,18 +276,18 @@ class Flight:
         self.settle()
 
     def settle_if_over(self) -> bool:
-        """Settle unless the device still works on it. Never blocks on the device."""
+        """Settle if the launch has ended. Never blocks on the device."""
         try:
             over = self.over()
         except GpuActorsError:
-            # The context is gone, and what becomes of its memory with it.
+            # The context is lost, and its memory with it.
             return False
         if over:
             self.settle()
         return over
 
     def settle(self) -> None:
-        """Put the results in place and give the memory back. The event must be over."""
+        """Put the results in place and free the memory. The event must be over."""
         with self._lock:
             if not self.settled:
                 self.outputs = self.operands.results()
@@ -298,13 +299,13 @@ class Flight:
                 self.driver.destroy_event(event)
 
     def hand_over(self, event: CudaEvent) -> None:
-        """Move the results to the event. The stream may hold the flight until its next launch, but not them."""
+        """Move the results to the event. The stream may hold the flight until its next launch, but not the results."""
         with self._lock:
             if self.outputs:
                 event.outputs, self.outputs = self.outputs, {}
 
     def release(self) -> None:
-        """Give the memory back of a launch of which nothing was enqueued."""
+        """Free the memory of a launch of which nothing was enqueued."""
         self.operands.release()
         if self.event is not None:
             self.driver.destroy_event(self.event)
@@ -350,7 +351,7 @@ def _checked(driver: Driver, launch: Launch) -> list[CudaFunction]:
 
 
 def _order_after(driver: Driver, producer: int, stream: int) -> None:
-    """Have ``stream`` wait, on the device, for the work that is on ``producer`` now."""
+    """Make ``stream`` wait, on the device, for the current work on ``producer``."""
     api = driver.api
     event = api.create_event()
     try:

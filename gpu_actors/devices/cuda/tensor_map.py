@@ -1,4 +1,4 @@
-"""Tensor maps of the driver. CuPy does not offer the call, so it goes to the driver's library directly."""
+"""Tensor maps of the driver. CuPy lacks the call, so it is made to the driver's library."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_INTERLEAVE, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 0
 
 @functools.lru_cache(maxsize=4096)
 def encode_tensor_map(tensor_map: TensorMap) -> bytes:
-    """The 128 bytes that kernels take. Raises CudaFailure where the driver refuses.
+    """The map's 128 bytes for kernels. Raises CudaFailure if the driver refuses.
 
-    Remembered, because allocators give the same addresses out again and a call costs microseconds.
+    Cached, because allocators reuse addresses and a call costs microseconds.
     """
     encode = getattr(library(), _CALL)
     rank = len(tensor_map.shape)

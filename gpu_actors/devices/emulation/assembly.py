@@ -1,8 +1,8 @@
-"""Captures the inline-asm statements of a preprocessed kernel, and makes each a call that a CPU can run.
+"""Replaces the inline-asm statements of a preprocessed kernel by calls that a CPU can run.
 
 Host compilers know neither a statement's instructions nor its constraints, so it becomes a call of
-``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is left alone: it
-is how host code spells asm of its own.
+``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is not replaced:
+host code spells its own asm so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-__all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "captured", "scattered", "statements"]
+__all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "randomize_contraction", "replace_asm", "statements"]
 
 # Each way begins with a character of its own, so that a search skips to the next of these five.
 _TOKEN = re.compile(
@@ -37,7 +37,7 @@ _MARKER = re.compile(r"^# \d+ \"[^\n]*\n?", re.MULTILINE)
 
 
 class UnknownAsm(Exception):
-    """An asm statement of a form that the emulated device does not know. The text begins with its file and line."""
+    """An asm statement of a form that the emulated device does not support. The text begins with its file and line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ class AsmOperand:
 
 @dataclass(frozen=True)
 class AsmStatement:
-    """One asm statement. literal: the template as C++ string literals. file, line: where it begins."""
+    """One asm statement.
+
+    literal: the template as C++ string literals.
+    file, line: where it begins.
+    """
 
     literal: str
     volatile: bool
@@ -67,13 +71,13 @@ class AsmStatement:
 
     @property
     def constraints(self) -> str:
-        """Of the outputs and then the inputs, with a comma between."""
+        """The constraints of the outputs and then the inputs, separated by commas."""
         return ",".join(operand.constraint for operand in (*self.outputs, *self.inputs))
 
     def call(self) -> str:
         """A C++ expression that executes the statement."""
         addresses = [_address(operand) for operand in (*self.outputs, *self.inputs)]
-        if not self.template.strip():  # holds registers in place, and executes nothing
+        if not self.template.strip():  # it keeps registers in place, and executes nothing
             return "(" + "".join(f"(void){address}, " for address in addresses) + "(void)0)"
         fields = (
             self.literal,
@@ -91,43 +95,43 @@ class AsmStatement:
         )
 
 
-def captured(text: str) -> str:
-    """Preprocessed C++ with each asm statement replaced by its call, on the lines where it stood.
+def replace_asm(text: str) -> str:
+    """Preprocessed C++ with each asm statement replaced by its call, on the same lines.
 
-    Raises UnknownAsm for a statement of a form that is not known: asm goto, operands by name, constraints other than
-    CUDA's, or one with more than four parts.
+    Raises UnknownAsm for a statement of a form that is not supported: asm goto, operands by name, constraints other
+    than CUDA's, or more than four parts.
     """
-    parts, done = [], 0
-    for statement, start, end in _found(text):
+    parts, copied = [], 0
+    for statement, start, end in _scan(text):
         lines = text.count("\n", start, end)
-        parts += [text[done:start], statement.call(), "\n" * lines]
-        done = end
-    return "".join([*parts, text[done:]])
+        parts += [text[copied:start], statement.call(), "\n" * lines]
+        copied = end
+    return "".join([*parts, text[copied:]])
 
 
-def scattered(text: str, seed: int) -> str:
-    """Preprocessed C++ in which products are not fused in about half of the blocks, which the seed picks.
+def randomize_contraction(text: str, seed: int) -> str:
+    """Preprocessed C++ in which products are not fused in about half of the blocks, which the seed chooses.
 
-    Of the kernel and the headers that it was given: those of the system have absolute paths.
+    These are blocks of the kernel and its headers. Headers of the system have absolute paths, and are not changed.
     """
     random = Random(seed)
-    parts, done, own = [], 0, True
+    parts, copied, in_kernel = [], 0, True
     for match in _BLOCK.finditer(text):
         if match["file"] is not None:
-            own = not match["file"].startswith("/")
-        elif own:
-            parts += [text[done : match.end()], random.choice(_FUSE_OR_NOT)]
-            done = match.end()
-    return "".join([*parts, text[done:]])
+            in_kernel = not match["file"].startswith("/")
+        elif in_kernel:
+            parts += [text[copied : match.end()], random.choice(_FUSE_OR_NOT)]
+            copied = match.end()
+    return "".join([*parts, text[copied:]])
 
 
 def statements(text: str) -> tuple[AsmStatement, ...]:
-    """The asm statements of preprocessed C++, in order. Raises UnknownAsm as `captured` does."""
-    return tuple(statement for statement, _, _ in _found(text))
+    """The asm statements of preprocessed C++, in order. Raises UnknownAsm as `replace_asm` does."""
+    return tuple(statement for statement, _, _ in _scan(text))
 
 
-def _found(text: str) -> Iterator[tuple[AsmStatement, int, int]]:
-    """Each statement with where it begins and where its closing parenthesis ends."""
+def _scan(text: str) -> Iterator[tuple[AsmStatement, int, int]]:
+    """Each statement, with the index where it begins and the index behind its closing parenthesis."""
     file, line, counted, at = "", 1, 0, 0
     while (token := _TOKEN.search(text, at)) is not None:
         at = token.end()
@@ -141,7 +145,7 @@ def _found(text: str) -> Iterator[tuple[AsmStatement, int, int]]:
 
 
 def _read(text: str, at: int, file: str, line: int) -> tuple[AsmStatement, int]:
-    """The statement whose ``asm`` ends at ``at``, and where it ends."""
+    """The statement whose ``asm`` ends at ``at``, and the index where it ends."""
     head = _HEAD.match(text, at)
     if head is None:
         raise _unknown(file, line, f"{text[at : at + 30]!r} follows asm")
@@ -168,7 +172,7 @@ def _read(text: str, at: int, file: str, line: int) -> tuple[AsmStatement, int]:
 
 
 def _parts(text: str, start: int, file: str, line: int) -> tuple[list[list[str]], int]:
-    """The colon-separated parts of a statement, each a list by commas, and where the statement ends."""
+    """The colon-separated parts of a statement, each split at its commas, and the index where the statement ends."""
     parts: list[list[str]] = [[]]
     depth, begin = 1, start
     for piece in _PIECE.finditer(text, start):
@@ -189,15 +193,15 @@ def _parts(text: str, start: int, file: str, line: int) -> tuple[list[list[str]]
     raise _unknown(file, line, "it does not end")
 
 
-def _operand(text: str, known: re.Pattern[str], file: str, line: int) -> AsmOperand:
+def _operand(text: str, constraints: re.Pattern[str], file: str, line: int) -> AsmOperand:
     match = _OPERAND.fullmatch(text)
-    if match is None or not known.fullmatch(match[1][1:-1]):
+    if match is None or not constraints.fullmatch(match[1][1:-1]):
         raise _unknown(file, line, f"operand {text!r}")
     return AsmOperand(match[1][1:-1], match[2].strip())
 
 
 def _address(operand: AsmOperand) -> str:
-    """A C++ expression: where the operand's value lies."""
+    """A C++ expression for the address of the operand's value."""
     letter = operand.constraint[-1]
     if letter == "n":
         return f"emulation::immediate<({operand.expression})>()"
@@ -206,9 +210,9 @@ def _address(operand: AsmOperand) -> str:
 
 
 def _text(literals: str) -> str:
-    """What adjacent C++ string literals stand for. Their escapes here are those of JSON, too.
+    """The text of adjacent C++ string literals. Their escapes here are JSON's too.
 
-    Python 3.11 cannot parse its own literals in two threads at a time: one of them gets a SystemError.
+    Python 3.11 cannot parse its own literals in two threads at the same time: one of them gets a SystemError.
     """
     if _LITERAL.sub("", literals).strip():
         raise ValueError(literals)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpu_actors.compiling.cubin_entry import digest_of
 from gpu_actors.devices.emulation import assembly
-from gpu_actors.devices.emulation.assembly import UnknownAsm, captured, scattered
+from gpu_actors.devices.emulation.assembly import UnknownAsm, randomize_contraction, replace_asm
 from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.module_cache import ModuleCache
 from gpu_actors.devices.emulation.runtime import EmulatedModule
@@ -24,11 +24,11 @@ from gpu_actors.errors import CompileError, InvalidRequest
 __all__ = ["SOURCE", "build_module", "find_entries"]
 
 SOURCE = "gpu_actors_source.cu"
-"""What compilers call the file of a kernel, whatever its name."""
+"""The name of a kernel's file for compilers, whatever its own name."""
 
 _log = logging.getLogger(__name__)
 
-# What the generated unit includes before the source, and before the macros of its user: names in here may be theirs.
+# The headers that the generated unit includes before the source and the user's macros, which may have the same names.
 _OWN_HEADERS = ("ptx/types.cuh", "emulation/launch.cuh", "emulation/parameters.cuh")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -50,22 +50,25 @@ def build_module(
     entries: Sequence[str] | None = None,
     name: str = "kernel.cu",
 ) -> EmulatedModule:
-    """Builds source, or finds it built, and loads it.
+    """Build source, unless it is cached, and load it.
 
-    source: text of a .cu file. macros: name to value. include_dir: where quoted includes are found, a folder or name to
-    text; kernels_cu completes it. toolchain: Toolchain.find() by default. cache_dir: folder of the built modules, the
-    user's cache folder by default. entries: the kernels to make launchable, by default every extern "C" __global__ one.
+    source: text of a .cu file.
+    macros: name to value.
+    include_dir: the quoted includes, a folder or name to text. kernels_cu completes it.
+    toolchain: Toolchain.find() by default.
+    cache_dir: folder of the built modules, the user's cache folder by default.
+    entries: the kernels to make launchable, by default every extern "C" __global__ one.
     name: the file name in compiler messages.
 
-    Raises CompileError with the compiler's log, or for an include of an absolute path, of one with ".." or of a macro;
-    InvalidRequest where source has no entry or cache_dir is open to others; GpuActorsError where no compiler is
+    Raises CompileError with the compiler's log, or for an include of an absolute path, of one with ".." or of a macro.
+    Raises InvalidRequest if source has no entry or cache_dir is open to others, and GpuActorsError if no compiler is
     installed.
     """
     names = tuple(entries) if entries is not None else find_entries(source)
     if not names:
         raise InvalidRequest("source", name, 'a kernel file declares at least one extern "C" __global__ function')
     compiler = toolchain or Toolchain.find()
-    wanted = _Build(
+    build = _Build(
         source,
         name,
         dict(sorted((macros or {}).items())),
@@ -76,12 +79,12 @@ def build_module(
         cache_dir,
     )
     cache = ModuleCache(cache_dir)
-    module = cache.load(wanted.key) or cache.build(wanted.key, wanted.compile)
+    module = cache.load(build.key) or cache.build(build.key, build.compile)
     return EmulatedModule(module.library, names, module.build_seconds, {SOURCE: name})
 
 
 def find_entries(source: str) -> tuple[str, ...]:
-    """Names of the kernels that source declares with extern "C" __global__, in order."""
+    """The names of the kernels that source declares with extern "C" __global__, in order."""
     names: dict[str, None] = {}
     for declaration in _EXTERN.split(_COMMENT.sub(" ", source))[1:]:
         head = declaration
@@ -104,9 +107,10 @@ def _after_parenthesis(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Build:
-    """All that a built module depends on, besides the processor. headers, macros: sorted by name.
+    """All that a built module depends on, besides the processor.
 
-    name: what messages call the source. The compiler is told another, so that no object depends on it.
+    headers, macros: sorted by name.
+    name: the source's name in messages. The compiler gets another one, so that no object depends on it.
     """
 
     source: str
@@ -120,14 +124,14 @@ class _Build:
 
     @functools.cached_property
     def key(self) -> str:
-        """SHA-256 over every part, each with its length. No path is in it."""
+        """SHA-256 over every part, each with its length. It contains no path."""
         compiler = (self.toolchain.name, self.toolchain.version, cpu_identity())
         flags = (*self.toolchain.flags, *self.toolchain.checks)
         texts = (self.entries, _flat(self.macros), (self.source,), _flat(self.headers))
         return digest_of((_rewriting(), compiler, flags, (self.executor.key,), *texts))
 
-    def compile(self, kept: Path) -> tuple[bytes, float]:
-        """The shared object, and the seconds that it took. kept: a folder for what the compiler itself keeps."""
+    def compile(self, compiler_cache: Path) -> tuple[bytes, float]:
+        """The shared object, and the seconds that it took. compiler_cache: a folder for the compiler's own cache."""
         start = time.perf_counter()
         executor = self.executor.object_in(self.cache_dir)
         with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
@@ -136,7 +140,7 @@ class _Build:
             (work / "executor.o").write_bytes(executor)
             _log.debug("emulation: compiling %s with %s", self.name, self.toolchain.name)
             try:
-                self._run_compiler(work, kept)
+                self._run_compiler(work, compiler_cache)
             except (CompilerFailed, UnknownAsm) as refusal:
                 line, log = self._bad_line(str(refusal)), str(refusal).replace(SOURCE, self.name)
                 raise CompileError(f"{self.name} does not compile for the CPU:\n{log[:4000]}", log, line) from None
@@ -146,23 +150,27 @@ class _Build:
 
     def _write_files(self, work: Path) -> None:
         exports = "".join(f"GPU_ACTORS_ENTRY({entry})\n" for entry in self.entries)
-        own = "".join(f'#include "{header}"\n' for header in _OWN_HEADERS)
-        given = "".join(f"#define {name} {value}\n" for name, value in self.macros.items())
-        (work / "unit.cpp").write_text(f'{own}{given}#include "{SOURCE}"\n{exports}', encoding="utf-8")
+        includes = "".join(f'#include "{header}"\n' for header in _OWN_HEADERS)
+        defines = "".join(f"#define {name} {value}\n" for name, value in self.macros.items())
+        (work / "unit.cpp").write_text(f'{includes}{defines}#include "{SOURCE}"\n{exports}', encoding="utf-8")
         (work / SOURCE).write_text(f'#line 1 "{SOURCE}"\n{self.source}', encoding="utf-8")
         write_headers(self.headers, work / "include")
 
-    def _run_compiler(self, work: Path, kept: Path) -> None:
+    def _run_compiler(self, work: Path, compiler_cache: Path) -> None:
         options = [*definitions(self.executor.macros), "-Iinclude"]
-        run_compiler(self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, kept, self.name)
+        run_compiler(
+            self.toolchain, [*options, "-E", "unit.cpp", "-o", "expanded.cpp"], work, compiler_cache, self.name
+        )
         text = _HEADER_PLACE.sub(r"\1", (work / "expanded.cpp").read_text(encoding="utf-8"))
         if self.toolchain.fused_places is not None:
-            text = scattered(text, self.toolchain.fused_places)
-        (work / "captured.cpp").write_text(captured(text), encoding="utf-8")
+            text = randomize_contraction(text, self.toolchain.fused_places)
+        (work / "captured.cpp").write_text(replace_asm(text), encoding="utf-8")
         leaner = self.toolchain.leaner_flags if _LITTLE_ARITHMETIC.search(text) else ()
         # With line tables, for what a fault names.
         options = [*leaner, *self.toolchain.checks, "-g1", f"-fdebug-prefix-map={work}=."]
-        run_compiler(self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, kept, self.name)
+        run_compiler(
+            self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, compiler_cache, self.name
+        )
 
     def _bad_line(self, log: str) -> str | None:
         match = re.search(rf"{re.escape(SOURCE)}:(\d+):(?:\d+:)? (?:fatal )?(?:error|an asm statement)", log)
@@ -172,7 +180,7 @@ class _Build:
 
 @functools.cache
 def _rewriting() -> tuple[str, ...]:
-    """What turns a source into what is compiled: this version of the two modules that do it."""
+    """The text of the two modules that turn a source into the compiler's input, as a part of the key."""
     return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, assembly.__file__))
 
 

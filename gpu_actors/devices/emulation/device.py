@@ -1,8 +1,8 @@
 """EmulatedDevice: runs the project's own .cu kernels on the CPU.
 
-The same dispatch, the same packed parameters and the same completion path as on CUDA; only the compiler and the place
-where the code runs differ. Every operand lies in a buffer of its own that ends at an inaccessible page, and outputs
-begin as NaN, so an access out of bounds shows.
+Dispatch, packed parameters and completion are the same as on CUDA. Only the compiler and the processor differ. Every
+operand has its own buffer, which ends at an inaccessible page, and outputs begin as NaN, so an access out of bounds
+shows.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["EmulatedDevice"]
 
 
 class EmulatedDevice(Device):
-    """Emulates a GPU of the architecture given.
+    """Emulates a GPU of one architecture.
 
-    Raises `GpuActorsError` where the machine has no C++ compiler to build the kernels with.
+    Raises `GpuActorsError` if the machine has no C++ compiler for the kernels.
     """
 
     builds_kernels: bool = True
@@ -119,7 +119,7 @@ class _EmulatedStream(HostStream):
             operands = _Operands(launch)
             self._run(launch, operands, [step.pack(operands.buffers) for step in launch.steps])
             return operands.results()
-        record = self.recordings.take(key)
+        record = self.recordings.acquire(key)
         if record is None:
             operands = _Operands(launch)
             record = _Record(operands, [step.pack(operands.buffers) for step in launch.steps])
@@ -127,7 +127,7 @@ class _EmulatedStream(HostStream):
             record.operands.refill(launch)
         self._run(launch, record.operands, record.params)
         outputs = record.operands.results()
-        self.recordings.give(key, record)
+        self.recordings.release(key, record)
         return outputs
 
     def _run(self, launch: Launch, operands: _Operands, params: list[Params]) -> None:
@@ -156,7 +156,10 @@ class _EmulatedStream(HostStream):
 
 
 class _Operands:
-    """The operands of a launch, each in emulated memory. places, buffers: by name."""
+    """The operands of a launch, each in emulated memory.
+
+    places, buffers: by name.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self.places: dict[str, EmulatedBuffer] = {}
@@ -177,7 +180,7 @@ class _Operands:
                 array.reshape(-1).view(np.uint8)[...] = np.frombuffer(scratch.contents(self.buffers), np.uint8)
 
     def refill(self, launch: Launch) -> None:
-        """Put the operands of a launch of the same shapes where those of the last one lay."""
+        """Copy the operands of a launch of the same shapes to the memory of the last one's."""
         self._launch = launch
         for name, array in launch.inputs.items():
             if not np.may_share_memory(array, self._arrays[name]):
@@ -185,16 +188,16 @@ class _Operands:
         for name, output in launch.outputs.items():
             self.places[name].array[...] = 0 if output.zero else POISON
         for name, scratch in launch.scratch.items():
-            if scratch.contents is None:  # else addresses, which have not changed
+            if scratch.contents is None:  # otherwise it has addresses, which have not changed
                 self.places[name].array[...] = 0 if scratch.zero else POISON
 
     def results(self) -> Outputs:
-        """The outputs, in the callers' arrays where there are any. What was changed in place goes back to its array."""
+        """The outputs, in the callers' arrays if there are any. Inputs that were changed in place are copied back."""
         launch, arrays = self._launch, self._arrays
         for name in (*launch.updates, *launch.returned):
-            given = launch.inputs[name]
-            if not np.may_share_memory(given, arrays[name]):
-                given[...] = arrays[name]
+            array = launch.inputs[name]
+            if not np.may_share_memory(array, arrays[name]):
+                array[...] = arrays[name]
         return {name: _deliver(arrays[name], spec.into) for name, spec in launch.outputs.items()}
 
     def _make(self, name: str, shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
@@ -214,19 +217,22 @@ class _Operands:
 
 
 class _Record(NamedTuple):
-    """A launch that can be replayed. params: of its steps, packed over the operands' places."""
+    """A launch that can be replayed.
+
+    params: of its steps, packed with the operands' addresses.
+    """
 
     operands: _Operands
     params: list[Params]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of that name, ml_dtypes' included."""
+    """The dtype with this name, which may be one of ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _deliver(result: Any, into: Any) -> Any:
-    # A copy, because the buffer's pages go with the buffer.
+    # A copy, because the buffer's pages are unmapped with the buffer.
     if into is None:
         return result.copy()
     into[...] = result

@@ -1,6 +1,6 @@
-"""The executor: what every emulated module has in common, built once and linked to each.
+"""The executor: the code that all emulated modules share, built once and linked to each.
 
-It runs grids and executes asm statements. Whether a kernel's products are fused into sums does not touch it.
+It runs grids and executes asm statements. It does not depend on whether a kernel's products are fused into sums.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ __all__ = ["Executor"]
 
 _SCHEMA = "emulated-executor-1"
 _UNIT = '#include "ptx/types.cuh"\n#include "emulation/executor.cuh"\n'
-_PREFIX = "GPU_ACTORS_"  # of macros that choose how the emulation itself is built
+_PREFIX = "GPU_ACTORS_"  # of macros that change the emulation itself
 _log = logging.getLogger(__name__)
 
-# Executors that this process has built or read.
+# The executors that this process has built or read, by key.
 _objects: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True)
 class Executor:
-    """All that an executor depends on, besides the processor. headers, macros: sorted by name."""
+    """All that an executor depends on, besides the processor.
+
+    headers, macros: sorted by name.
+    """
 
     toolchain: Toolchain
     macros: Mapping[str, str]
@@ -40,10 +43,10 @@ class Executor:
 
     @classmethod
     def of(cls, toolchain: Toolchain, macros: Mapping[str, str], headers: Path | Mapping[str, str]) -> Executor:
-        """The executor for a kernel of this toolchain, these macros, and headers where kernels_cu has others."""
-        own = {name: value for name, value in sorted(macros.items()) if name.startswith(_PREFIX)}
+        """The executor for a kernel. headers: in place of those of kernels_cu."""
+        emulation_macros = {name: value for name, value in sorted(macros.items()) if name.startswith(_PREFIX)}
         plain = Toolchain(toolchain.name, toolchain.command, toolchain.version)
-        return cls(plain, own, headers_of(_UNIT, headers))
+        return cls(plain, emulation_macros, headers_of(_UNIT, headers))
 
     @functools.cached_property
     def key(self) -> str:
@@ -60,7 +63,7 @@ class Executor:
             _objects[self.key] = built.content()
         return _objects[self.key]
 
-    def _compile(self, kept: Path) -> tuple[bytes, float]:
+    def _compile(self, compiler_cache: Path) -> tuple[bytes, float]:
         with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
             work = Path(scratch)
             (work / "unit.cpp").write_text(_UNIT, encoding="utf-8")
@@ -69,7 +72,7 @@ class Executor:
             options += ["-c", "unit.cpp", "-o", "executor.o"]
             start = time.perf_counter()
             try:
-                run_compiler(self.toolchain, options, work, kept, "the emulated device's executor")
+                run_compiler(self.toolchain, options, work, compiler_cache, "the emulated device's executor")
             except CompilerFailed as failure:
                 message = f"the emulated device's executor does not compile:\n{failure.log[:4000]}"
                 raise CompileError(message, failure.log) from None

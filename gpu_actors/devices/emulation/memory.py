@@ -1,4 +1,4 @@
-"""Memory for emulated launches: mappings with inaccessible pages around them, and the buffers made of them."""
+"""Memory for emulated launches: mappings with inaccessible pages around them, and buffers in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def round_up(value: int, multiple: int) -> int:
 class Mapping:
     """Anonymous pages, usable from begin to end, with guard bytes of inaccessible pages on both sides.
 
-    NumPy arrays made from it (np.asarray) keep it alive; it is unmapped when the last of them is gone.
+    NumPy arrays over it (np.asarray) keep it alive. It is unmapped when the last of them is freed.
     """
 
     def __init__(self, nbytes: int, guard: int = _GUARD) -> None:
@@ -57,7 +57,7 @@ class Mapping:
             self.protect(self.begin, usable, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def protect(self, address: int, nbytes: int, protection: int) -> None:
-        """Changes what may be done with these pages. Raises OutOfDeviceMemory where the system refuses."""
+        """Change the protection of these pages. Raises OutOfDeviceMemory if the system refuses."""
         if _libc.mprotect(address, nbytes, protection) != 0:
             raise OutOfDeviceMemory(f"cannot change the protection of {nbytes} bytes (errno {ctypes.get_errno()})")
 
@@ -74,9 +74,10 @@ class Mapping:
 class EmulatedBuffer:
     """Global memory for emulated kernels: nbytes bytes that end at (or up to 15 bytes before) an inaccessible page.
 
-    name: what faults call it. address: the 64-bit "device pointer", 16-byte aligned as a GPU tensor's may be.
-    array: its bytes, (nbytes,) uint8. Fresh bytes are 0xFF, a NaN in every floating-point format.
-    Raises InvalidRequest for a negative size, OutOfDeviceMemory where the pages cannot be had.
+    name: its name in faults.
+    address: the 64-bit "device pointer", 16-byte aligned as a GPU tensor's may be.
+    array: its bytes, (nbytes,) uint8. New bytes are 0xFF, a NaN in every floating-point format.
+    Raises InvalidRequest for a negative size, OutOfDeviceMemory if the pages cannot be mapped.
     """
 
     ALIGNMENT = 16
@@ -84,55 +85,55 @@ class EmulatedBuffer:
     def __init__(self, nbytes: int, name: str = "buffer") -> None:
         if nbytes < 0:
             raise InvalidRequest("nbytes", nbytes, "a buffer has zero or more bytes")
-        self._lie_in(Mapping(nbytes), name)
-        self._before[...] = CANARY
-        self._after[...] = CANARY
+        self._attach(Mapping(nbytes), name)
+        self._head[...] = CANARY
+        self._tail[...] = CANARY
         self.array[...] = POISON
 
-    def _lie_in(self, mapping: Mapping, name: str) -> None:
+    def _attach(self, mapping: Mapping, name: str) -> None:
         self.name = name
         self.nbytes: int = mapping.used
         self._mapping = mapping
         self.address: int = mapping.end - round_up(self.nbytes, self.ALIGNMENT)
         everything = np.asarray(mapping)
         start = self.address - mapping.begin
-        self._before = everything[:start]
-        self._after = everything[start + self.nbytes :]
+        self._head = everything[:start]
+        self._tail = everything[start + self.nbytes :]
         self.array: npt.NDArray[np.uint8] = everything[start : start + self.nbytes]
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer:
-        """A buffer that holds a copy of array, in C order."""
+        """A buffer with a copy of array, in C order."""
         buffer = cls(array.nbytes, name)
         buffer.array[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return buffer
 
     @classmethod
     def behind(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer | None:
-        """The buffer that this array is a view of, under another name; None for an array that lies elsewhere."""
+        """The buffer that this array is a view of, under another name. None for an array in other memory."""
         owner: Any = array
         while isinstance(owner, np.ndarray):
             owner = owner.base
         if not isinstance(owner, Mapping):
             return None
         buffer = cls.__new__(cls)
-        buffer._lie_in(owner, name)
+        buffer._attach(owner, name)
         return buffer
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...] = -1) -> npt.NDArray[Any]:
-        """The same bytes as an array of dtype and shape; writing to it writes to the buffer."""
+        """The same bytes as an array of dtype and shape. Writing to it writes to the buffer."""
         return self.array.view(dtype).reshape(shape)
 
     @property
     def map_range(self) -> tuple[int, int]:
-        """First and past-the-last address of the buffer's pages, the inaccessible ones included."""
+        """The first and the past-the-last address of the buffer's pages, including the inaccessible ones."""
         return self._mapping.map_begin, self._mapping.map_end
 
     def stray_write(self) -> str | None:
-        """Where a kernel wrote next to the buffer without reaching an inaccessible page; None if it did not."""
-        if (self._before != CANARY).any():
+        """Where a kernel wrote next to the buffer without reaching an inaccessible page. None if it did not."""
+        if (self._head != CANARY).any():
             return "before its first byte"
-        return "past its last byte" if (self._after != CANARY).any() else None
+        return "past its last byte" if (self._tail != CANARY).any() else None
 
     def __repr__(self) -> str:
         return f"EmulatedBuffer({self.nbytes}, {self.name!r})"

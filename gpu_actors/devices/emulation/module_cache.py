@@ -1,7 +1,7 @@
-"""Built modules on disk, in a folder by the cubin cache's rules: what lies there is run.
+"""Built modules on disk, in a folder with the cubin cache's rules, because its files are executed.
 
-An entry is the shared object itself, followed by what says that it is whole: the loader reads no further than the
-object's own headers tell. Entry = object, seconds that the compiler took, key, SHA-256 of all of these, magic.
+An entry is the shared object itself, followed by a trailer that proves that it is whole: the loader reads only what the
+object's own headers name. Entry = object, seconds that the compiler took, key, SHA-256 of all of these, magic.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class BuiltModule(NamedTuple):
     build_seconds: float
 
     def content(self) -> bytes:
-        """The object's own bytes, without what is kept behind them."""
+        """The object's own bytes, without the trailer."""
         return self.library.read_bytes()[: -_FACTS.size - _SEAL.size]
 
 
 Compile = Callable[[Path], tuple[bytes, float]]
-"""Gives a shared object and the seconds that it took, from the folder for what the compiler itself keeps."""
+"""Returns a shared object and the seconds that it took. Called with a folder for the compiler's own cache."""
 
 
 class ModuleCache:
-    """The modules in `folder` (default: the user's cache folder), each in a file of the key and a suffix.
+    """The modules in `folder` (default: the user's cache folder), each in a file named after the key, with a suffix.
 
-    Raises InvalidRequest where `CacheFolder` does, here or from a method. Where the folder cannot be made or written or
-    is mounted noexec, modules are kept in a temporary one until the process ends.
+    Raises InvalidRequest as `CacheFolder` does, here or from a method. If the folder cannot be created or written or is
+    mounted noexec, modules are in a temporary one until the process ends.
     """
 
     def __init__(self, folder: Path | None = None, suffix: str = ".so") -> None:
@@ -59,13 +59,13 @@ class ModuleCache:
         self._folder = CacheFolder(path, writable=True, suffix=suffix)
         try:
             self._folder.make()
-            if _runs_nothing(path):
+            if _is_noexec(path):
                 raise OSError(errno.EACCES, "its file system is mounted noexec", str(path))
         except OSError as error:
-            self._give_up(error)
+            self._use_temporary_folder(error)
 
     def load(self, key: str) -> BuiltModule | None:
-        """The module of that key, or None where it is missing or damaged."""
+        """The module with this key, or None if it is missing or damaged."""
         name = self._name(key)
         try:
             stored = self._folder.read(name)
@@ -83,23 +83,23 @@ class ModuleCache:
             return None
 
     def build(self, key: str, compile_module: Compile) -> BuiltModule:
-        """Compiles and publishes the module of that key, once for all processes that want it at the same time."""
+        """Compile and publish the module with this key, once for all processes that need it at the same time."""
         with contextlib.ExitStack() as lock:
             try:
                 lock.enter_context(self._folder.locked(key, _LOCK_SECONDS))
             except TimeoutError:
                 _log.warning("emulation cache: %s is being built elsewhere for over %g s", key[:12], _LOCK_SECONDS)
             except OSError as error:
-                self._give_up(error)
+                self._use_temporary_folder(error)
             return self.load(key) or self._publish(key, compile_module)
 
     def _publish(self, key: str, compile_module: Compile) -> BuiltModule:
         library, seconds = compile_module(self._folder.path)
-        name, entry = self._name(key), _sealed(key, library, seconds)
+        name, entry = self._name(key), _encode(key, library, seconds)
         try:
             self._folder.publish(name, entry)
         except OSError as error:
-            self._give_up(error)
+            self._use_temporary_folder(error)
             self._folder.publish(name, entry)
         self._folder.prune(_MAX_BYTES, keep=name)
         return BuiltModule(self._folder.path / name, seconds)
@@ -107,27 +107,27 @@ class ModuleCache:
     def _name(self, key: str) -> str:
         return f"gpu-actors-{key}{self._suffix}"
 
-    def _give_up(self, error: OSError) -> None:
+    def _use_temporary_folder(self, error: OSError) -> None:
         _log.warning("emulation cache: %s (%s), modules are kept for this process only", self._folder.path, error)
         temporary = process_folder("emulated")
-        if _runs_nothing(temporary):
+        if _is_noexec(temporary):
             reason = f"cannot be used ({error}), and {temporary} is mounted noexec: set TMPDIR or name another folder"
             raise InvalidRequest("cache_dir", str(self._folder.path), reason)
         self._folder = CacheFolder(temporary, writable=True, suffix=self._suffix)
 
 
-def _runs_nothing(folder: Path) -> bool:
-    """Whether no shared object can be loaded from there."""
+def _is_noexec(folder: Path) -> bool:
+    """Whether no shared object can be loaded from the folder."""
     return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
 
 
-def _sealed(key: str, library: bytes, seconds: float) -> bytes:
+def _encode(key: str, library: bytes, seconds: float) -> bytes:
     body = library + _FACTS.pack(seconds, bytes.fromhex(key))
     return body + _SEAL.pack(hashlib.sha256(body).digest(), _MAGIC)
 
 
 def _seconds_of(key: str, entry: bytes) -> float:
-    """What building the entry took. Raises CorruptEntry unless it is whole and of that key."""
+    """How long building the entry took. Raises CorruptEntry unless it is whole and has this key."""
     if len(entry) < _FACTS.size + _SEAL.size:
         raise CorruptEntry(f"{len(entry)} bytes are no entry")
     body = memoryview(entry)[: -_SEAL.size]

@@ -1,4 +1,4 @@
-"""Launches emulated kernels and turns what the emulation finds into errors."""
+"""Launches emulated kernels and turns the emulation's faults into errors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _Request(ctypes.Structure):
 
 
 class _WorkerMemory:
-    """Stacks and shared memory of one worker. It outlives launches: its pages are mapped once a process."""
+    """Stacks and shared memory of one worker. They outlive launches: a process maps the pages once."""
 
     def __init__(self) -> None:
         self._stacks = PageMapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
@@ -136,7 +136,7 @@ class _WorkerMemory:
         self._guarded = 0
 
     def prepare(self, threads: int) -> _Arena:
-        """Makes the low end of that many stacks inaccessible, so that a full stack faults."""
+        """Make the low end of ``threads`` stacks inaccessible, so that a full stack faults."""
         for i in range(self._guarded, threads):
             self._stacks.protect(self._first + i * _STACK_BYTES, _STACK_GUARD, 0)
         self._guarded = max(self._guarded, threads)
@@ -144,7 +144,7 @@ class _WorkerMemory:
 
 
 class _SignalActions:
-    """What the process did at the signals that a launch takes (SignalActions in kernels_cu/emulation/worker.cuh)."""
+    """The process's actions for the signals of a launch (SignalActions in kernels_cu/emulation/worker.cuh)."""
 
     _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGVTALRM)
 
@@ -163,15 +163,15 @@ class _SignalActions:
 _libc = ctypes.CDLL(None)
 _SIGACTION_BYTES = 256  # more than a struct sigaction has
 
-# Launches of one process come one after the other: signal handlers and the workers' memory serve one at a time, and a
-# launch uses every processor anyway.
+# A process runs one launch at a time: there is one set of signal handlers and of the workers' memory, and a launch uses
+# every processor anyway.
 _launch_lock = threading.Lock()
 _worker_memory: list[_WorkerMemory] = []
 _signal_actions = _SignalActions()
 
 
 def _after_fork() -> None:
-    """In a forked child, where no launch runs, though the parent may run one."""
+    """Reset a forked child, where no launch runs although the parent may run one."""
     global _launch_lock
     if _launch_lock.locked():
         _signal_actions.restore()
@@ -184,8 +184,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class EmulatedModule:
     """A built kernel file.
 
-    entries: its kernels. build_seconds: how long the compiler took when it was built. names: what faults call files
-    that the compiler knows by another name.
+    entries: its kernels.
+    build_seconds: how long the compiler took.
+    names: the names in faults of files that have another name for the compiler.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class EmulatedModule:
         self.build_seconds = build_seconds
         self.switches: int = 0
         self._library = ctypes.CDLL(str(path))
-        # ctypes never closes a library. At exit nothing is: a thread that does not end may still run a kernel.
+        # ctypes never closes a library. None is closed at exit: a thread may still run a kernel.
         weakref.finalize(self, dlclose, self._library._handle).atexit = False
 
     def launch(
@@ -220,22 +221,25 @@ class EmulatedModule:
         threads: int = 2,
         limit_seconds: float = 60.0,
     ) -> None:
-        """Runs a kernel to its end.
+        """Run a kernel to its end.
 
-        entry: its name. grid, block: 1 to 3 sizes, as in CUDA. shared_bytes: of dynamic shared memory.
-        params: the bytes of its only argument, or of each argument; device pointers are EmulatedBuffer.address.
-        buffers: all the global memory that it may touch.
+        entry: its name.
+        grid, block: 1 to 3 sizes, as in CUDA.
+        shared_bytes: of dynamic shared memory.
+        params: the bytes of its only argument, or of each argument. Device pointers are EmulatedBuffer.address.
+        buffers: all the global memory that it may access.
 
         delivery: when asynchronous copies land: as late as the kernel's waits allow, at once, or at random.
-        schedule: which thread runs next. "round_robin": every thread in turn; "greedy": a warp runs as far as it can,
-        then the ready warp of the highest priority; "random": the same with preemption and changing priorities; "lane":
-        the ready thread of the highest priority, so that lanes of a warp drift apart.
-        arithmetic: "nearest": approximate functions are next to the truth, tensor cores sum 16-bit products in fp32.
-        "hardware": these functions err by all that is documented, and tensor cores cut their sums off.
-        seed: of everything random; 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
-        threads: CPU threads that run blocks. limit_seconds: how long the launch may take.
+        schedule: which thread runs next. "round_robin": every thread in turn. "greedy": a warp runs as far as it can,
+            then the ready warp of the highest priority. "random": the same with preemption and changing priorities.
+            "lane": the ready thread of the highest priority, so that lanes of a warp drift apart.
+        arithmetic: "nearest": approximate functions are correctly rounded, tensor cores sum 16-bit products in fp32.
+            "hardware": these functions have the greatest documented error, and tensor cores truncate their sums.
+        seed: of everything random. 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
+        threads: CPU threads that run blocks.
+        limit_seconds: how long the launch may take.
 
-        Raises EmulationFault, of the failed block that started first; InvalidRequest for arguments that are no launch.
+        Raises EmulationFault of the failed block that started first, and InvalidRequest for invalid arguments.
         """
         function = self._function(entry)
         request = _Request()
@@ -273,18 +277,18 @@ class EmulatedModule:
                 raise EmulationFault("out_of_bounds", text, entry, buffer=buffer.name)
 
     def parameter_bytes(self, entry: str) -> tuple[int, ...] | None:
-        """The size of each parameter of a kernel, None where the source has no GPU_ACTORS_PARAMETERS(entry)."""
-        tell = getattr(self._library, f"gpu_actors_parameters_{entry}", None)
-        if tell is None:
+        """The size of each parameter of a kernel. None if the source has no GPU_ACTORS_PARAMETERS(entry)."""
+        fill = getattr(self._library, f"gpu_actors_parameters_{entry}", None)
+        if fill is None:
             return None
-        sizes = (ctypes.c_uint64 * tell(None))()
-        tell(sizes)
+        sizes = (ctypes.c_uint64 * fill(None))()
+        fill(sizes)
         return tuple(sizes)
 
     def _describe(self, entry: str, fault: _Fault, buffers: Sequence[EmulatedBuffer]) -> EmulationFault:
         text, name = fault.text.decode(errors="replace"), None
-        for compiled, wanted in self._names.items():
-            text = text.replace(compiled, wanted)
+        for compiled, shown in self._names.items():
+            text = text.replace(compiled, shown)
         if fault.address:
             text, name = _locate(text, fault.address, buffers)
         x, y, z = fault.block
@@ -299,7 +303,7 @@ class EmulatedModule:
 
 
 class _Arguments:
-    """The kernel's arguments, each at an address that suits a tensor map."""
+    """The kernel's arguments, each at an address that is aligned for a tensor map."""
 
     def __init__(self, params: Sequence[bytes]) -> None:
         offsets, total = [], 0
@@ -337,7 +341,7 @@ def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
 
 
 def _locate(text: str, address: int, buffers: Sequence[EmulatedBuffer]) -> tuple[str, str | None]:
-    """The text of a fault at address, and the name of the buffer there or next to it."""
+    """The text of a fault at an address, and the name of the buffer there or next to it."""
     for buffer in buffers:
         low, high = buffer.map_range
         if low <= address < high:

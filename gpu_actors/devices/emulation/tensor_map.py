@@ -1,4 +1,4 @@
-"""Tensor maps for the emulated TMA: what cuTensorMapEncodeTiled is on a GPU, with the same rules."""
+"""Tensor maps for the emulated TMA, with the rules of cuTensorMapEncodeTiled."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ def encode_tensor_map(
 ) -> bytes:
     """The 128 bytes of a tensor map.
 
-    address: of element 0, a multiple of 16. dtype: NumPy or ml_dtypes name. shape: elements, innermost first, 1 to 5
-    dimensions. strides: bytes of every dimension but the innermost, multiples of 16. box: elements that one copy moves
-    of each dimension, 1 to 256; its innermost row is a multiple of 16 bytes and no longer than the swizzle.
-    Raises InvalidRequest for whatever cuTensorMapEncodeTiled would refuse.
+    address: of element 0, a multiple of 16.
+    dtype: NumPy or ml_dtypes name.
+    shape: elements, innermost first, 1 to 5 dimensions.
+    strides: bytes of every dimension but the innermost, multiples of 16.
+    box: elements of each dimension that one copy moves, 1 to 256. Its innermost row is a multiple of 16 bytes and no
+        longer than the swizzle.
+    Raises InvalidRequest for arguments that cuTensorMapEncodeTiled would refuse.
     """
     _check_element(address, dtype, swizzle)
     _check_geometry(dtype, shape, strides, box, swizzle)

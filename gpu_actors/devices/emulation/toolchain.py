@@ -61,10 +61,13 @@ _EXTRA_FLAGS = {
 class Toolchain:
     """A compiler that can build emulated kernels.
 
-    name: "g++", "clang++" or "zig". command: what starts it. version: the first line of its version text.
+    name: "g++", "clang++" or "zig".
+    command: its command line.
+    version: the first line of its version text.
     contraction: whether it may fuse a product with the sum that it enters, as ptxas does. By default a fused
-    multiply-add is only where a kernel writes fmaf. fused_places: with contraction, a seed that picks the blocks of
-    code in which it may, about half of them; None for all. g++ cannot be told.
+        multiply-add is only where a kernel writes fmaf.
+    fused_places: with contraction, a seed that chooses the blocks of code in which it may, about half of them. None
+        for all. g++ does not support it.
     """
 
     name: str
@@ -80,9 +83,9 @@ class Toolchain:
 
     @property
     def leaner_flags(self) -> tuple[str, ...]:
-        """Options to add for a kernel whose own arithmetic is little, as where tensor cores multiply.
+        """Options to add for a kernel with little arithmetic of its own, as one whose products tensor cores compute.
 
-        The executor computes that. g++ fuses products in a pass of the expensive optimisations, which -Og has not.
+        The executor computes those. g++ fuses products in a pass of the expensive optimisations, which -Og lacks.
         """
         if self.name != "g++":
             return ()
@@ -90,10 +93,10 @@ class Toolchain:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Options to add for a kernel, whose plain accesses then report addresses that their types do not allow.
+        """Options to add for a kernel, whose plain accesses then report misaligned addresses.
 
-        The executor has what they call, so the library that compilers add for it is not needed. The call does not
-        return, which a third of a kernel's compile would prepare for.
+        The executor defines the function that they call, so the compiler's library for it is not needed. The call does
+        not return: code that continues behind it would take a third of a kernel's compile.
         """
         return ("-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-Wl,--as-needed")
 
@@ -109,18 +112,18 @@ class Toolchain:
 
     @classmethod
     def fusing_at_random(cls, seed: int) -> Toolchain:
-        """The first of clang++ and zig that can do it, told to fuse products in blocks of code that the seed picks.
+        """The first of clang++ and zig that can fuse products in blocks of code that the seed chooses.
 
-        Raises GpuActorsError where neither can.
+        Raises GpuActorsError if neither can.
         """
         too_old = ""
         for name in ("clang++", "zig"):
-            found = _FINDERS[name]()
-            if found is None:
+            toolchain = _FINDERS[name]()
+            if toolchain is None:
                 continue
-            if name == "zig" or _honors_pragmas(found.command):
-                return replace(found, contraction=True, fused_places=seed)
-            too_old = f" ({found.version} does not know {_HONOR_PRAGMAS})"
+            if name == "zig" or _honors_pragmas(toolchain.command):
+                return replace(toolchain, contraction=True, fused_places=seed)
+            too_old = f" ({toolchain.version} does not know {_HONOR_PRAGMAS})"
         raise GpuActorsError(
             f'contraction="random" needs zig or a newer clang++ than is installed{too_old}: '
             f"run {install_hint('emulation')}"
@@ -128,17 +131,17 @@ class Toolchain:
 
     @classmethod
     def find(cls, preferred: str | None = None) -> Toolchain:
-        """The compiler called preferred, or else the first of g++, clang++ and zig that is installed.
+        """The compiler named ``preferred``, or else the first of g++, clang++ and zig that is installed.
 
-        Raises InvalidRequest for another name and GpuActorsError where no compiler is found.
+        Raises InvalidRequest for another name and GpuActorsError if no compiler is installed.
         """
         if preferred is not None and preferred not in _FINDERS:
             raise InvalidRequest("preferred", preferred, "a compiler is one of " + ", ".join(_FINDERS))
         names = _FINDERS if preferred is None else (preferred,)
         for name in names:
-            found = _FINDERS[name]()
-            if found is not None:
-                return found
+            toolchain = _FINDERS[name]()
+            if toolchain is not None:
+                return toolchain
         raise GpuActorsError(
             f"the emulated device compiles kernels with {' or '.join(names)}, and none is installed: "
             f"install one, or run {install_hint('emulation')}"
@@ -151,15 +154,15 @@ def _find_on_path(name: str) -> Toolchain | None:
 
 
 def _find_zig() -> Toolchain | None:
-    # By its path, and never from the working directory: "python -m ziglang" would look there first.
-    here = _working_directory()
-    given = [folder for folder in sys.path if isinstance(folder, str) and folder]  # what imports look at
-    folders = [folder for folder in given if os.path.realpath(folder) != here]
+    # By its path, and never from the working directory, where "python -m ziglang" would look first.
+    working_directory = _working_directory()
+    import_path = [folder for folder in sys.path if isinstance(folder, str) and folder]  # what imports look at
+    folders = [folder for folder in import_path if os.path.realpath(folder) != working_directory]
     spec = importlib.machinery.PathFinder.find_spec("ziglang", folders)
     if spec is None or spec.origin is None:
         return None
-    found = _probe("zig", (str(Path(spec.origin).with_name("zig")),), "version")
-    return found and Toolchain("zig", (*found.command, "c++"), found.version)
+    zig = _probe("zig", (str(Path(spec.origin).with_name("zig")),), "version")
+    return zig and Toolchain("zig", (*zig.command, "c++"), zig.version)
 
 
 def _working_directory() -> str | None:
@@ -171,7 +174,7 @@ def _working_directory() -> str | None:
 
 @functools.cache
 def _probe(name: str, command: tuple[str, ...], option: str) -> Toolchain | None:
-    """Asks the compiler for its version, once a process. None where it does not start."""
+    """Run the compiler for its version, once a process. None if it does not start."""
     try:
         result = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -182,7 +185,7 @@ def _probe(name: str, command: tuple[str, ...], option: str) -> Toolchain | None
 
 @functools.cache
 def _honors_pragmas(command: tuple[str, ...]) -> bool:
-    """Whether the compiler can be told by pragmas where to fuse products: old versions of clang++ cannot."""
+    """Whether the compiler supports pragmas that say where to fuse products. Old versions of clang++ do not."""
     try:
         empty = [*command, _HONOR_PRAGMAS, "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(empty, capture_output=True, timeout=60).returncode == 0
@@ -199,7 +202,7 @@ _FINDERS: dict[str, Callable[[], Toolchain | None]] = {
 
 @functools.cache
 def cpu_identity() -> str:
-    """A short hash of the processor's model and features: what -march=native depends on."""
+    """A short hash of the processor's model and features, on which -march=native depends."""
     described = [platform.machine(), platform.system()]
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -207,6 +210,6 @@ def cpu_identity() -> str:
         described.append(platform.processor())
     else:
         first = text.split("\n\n", 1)[0]
-        wanted = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
-        described += [line for line in first.splitlines() if line.split(":")[0].strip() in wanted]
+        names = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
+        described += [line for line in first.splitlines() if line.split(":")[0].strip() in names]
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

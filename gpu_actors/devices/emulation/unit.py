@@ -1,4 +1,4 @@
-"""What kernels and the executor have in common when they are compiled: their headers and the compiler's run."""
+"""The compilation of a unit, a kernel's or the executor's: its headers and the run of the compiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 
-_QUIET_SECONDS = 1.0  # of a compile before the log tells of it
+_QUIET_SECONDS = 1.0  # how long a compile runs before it is logged
 _log = logging.getLogger(__name__)
 
 
@@ -42,18 +42,18 @@ class CompilerFailed(Exception):
         self.log = log
 
 
-def headers_of(text: str, given: Path | Mapping[str, str]) -> dict[str, str]:
-    """Every header that ``text`` reaches, name to text, sorted. What is not found is left to the compiler to name.
+def headers_of(text: str, headers: Path | Mapping[str, str]) -> dict[str, str]:
+    """Every header that ``text`` reaches, name to text, sorted. The compiler reports a missing one.
 
-    given: a folder, or name to text; kernels_cu completes it.
+    headers: a folder, or name to text. kernels_cu completes it.
     """
-    found, _ = include_closure(text, functools.partial(_find_header, given))
-    return dict(sorted(found.items()))
+    reachable, _ = include_closure(text, functools.partial(_find_header, headers))
+    return dict(sorted(reachable.items()))
 
 
 def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
     if posixpath.normpath(name) != name:
-        return None  # as NVRTC, which knows headers by one spelling
+        return None  # as NVRTC, which finds headers by their spelling
     if isinstance(headers, Mapping) and name in headers:
         return headers[name]
     if isinstance(headers, Path):
@@ -63,7 +63,7 @@ def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
 
 
 def write_headers(headers: Mapping[str, str], folder: Path) -> None:
-    """Write each header below ``folder``, where the compiler finds it by its name."""
+    """Write each header below ``folder``, at the path of its name."""
     for name, text in headers.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,17 +75,18 @@ def definitions(macros: Mapping[str, str]) -> list[str]:
     return [f"-D{name}={value}" for name, value in macros.items()]
 
 
-def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kept: Path, what: str) -> None:
+def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, compiler_cache: Path, what: str) -> None:
     """Run the compiler with its usual options and these, in the folder ``work``. Raises CompilerFailed.
 
-    arguments: the last one is the file that it writes. kept: a folder for what the compiler itself keeps for later
-    runs. what: what is compiled, for the log, where a run that takes over a second is told.
+    arguments: the last one is the file that it writes.
+    compiler_cache: a folder for the compiler's own cache.
+    what: the name of the input in the log, which has a line for a run of more than a second.
     """
-    command = [*_launcher(), *toolchain.command, *toolchain.flags, *arguments]
+    command = [*_signal_reset_command(), *toolchain.command, *toolchain.flags, *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
-    # zig keeps its own parts, built once, in the cache; what belongs to this run goes with the folder.
-    own = {"ZIG_GLOBAL_CACHE_DIR": str(kept / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
-    with _kept_from_supervisors():
+    # zig builds its own parts once, into the cache. The files of this run are removed with its folder.
+    zig_folders = {"ZIG_GLOBAL_CACHE_DIR": str(compiler_cache / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
+    with _service_signals_blocked():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -94,7 +95,7 @@ def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kep
             text=True,
             errors="replace",
             cwd=work,
-            env={**inherited, **own},
+            env={**inherited, **zig_folders},
         )
     with process:
         try:
@@ -105,27 +106,31 @@ def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, kep
     if process.returncode < 0:
         number = -process.returncode
         log += f"{toolchain.command[0]} was ended by signal {number} ({signal.strsignal(number)})"
-    # A program that ignores SIGCHLD does not learn the status. A compiler that fails leaves no file.
+    # A program that ignores SIGCHLD does not get the status. A compiler that fails writes no file.
     if process.returncode != 0 or not (work / arguments[-1]).exists():
         raise CompilerFailed(log)
 
 
-def _launcher() -> list[str]:
-    """What goes before the command where the program ignores SIGCHLD: the compiler, which has processes of its own to
-    wait for, would inherit that."""
+def _signal_reset_command() -> list[str]:
+    """A prefix of the command that resets signals if the program ignores SIGCHLD.
+
+    The compiler would inherit that, and it waits for processes of its own.
+    """
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     return [sys.executable, "-I", "-S", "-c", _OWN_SIGNALS] if ignored and sys.executable else []
 
 
 @contextlib.contextmanager
-def _kept_from_supervisors() -> Iterator[None]:
-    """What is started here blocks the signals that a terminal, a supervisor or a batch system may send to every process
-    of a service: a request that the program has accepted may wait for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
+def _service_signals_blocked() -> Iterator[None]:
+    """Start processes that block the signals by which a terminal, a supervisor or a batch system stops a service.
+
+    They are sent to every process, and an accepted request may wait for the compiler.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _output(process: subprocess.Popen[str], what: str) -> str:
