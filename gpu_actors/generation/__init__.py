@@ -4,10 +4,13 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     async for token in engine.submit(prompt, max_new_tokens=32):
         ...
 
-loading: a model by its name. config: the sizes of a model. weights: from a seed, or from a folder in Hugging Face's
-layout. gguf, gguf_tokenizer: both, and the tokenizer, from a file in the GGUF format. model: the layers without their
-attention. plain: the same model without the service, to compare with. tokenizer, chat: text to tokens and back. batch:
-the texts of a step. engine: the steps. text: what they make. sampling, stops: what follows, and where it ends.
+    loading                loads a model by its name
+    config, weights        its sizes and weights, from a seed or a folder in Hugging Face's layout
+    gguf, gguf_tokenizer   the same, and the tokenizer, from a file in the GGUF format
+    model, plain           the layers without their attention; the whole model without the service, to compare with
+    tokenizer, chat        text to tokens and back
+    batch, engine, text    the rows of a step, the steps, and the text that they generate
+    sampling, stops        the choice of the next token, and the end of a text
 """
 
 from __future__ import annotations

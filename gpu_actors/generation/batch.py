@@ -1,17 +1,17 @@
 """Batch: which rows of which texts the next step computes.
 
-Texts come and go between steps. A text that generates brings its last token. A new text brings as much of its prompt as
+Texts join and leave between steps. A text that generates adds its last token. A new text adds as much of its prompt as
 the step has room for, so a long prompt does not delay the others:
 
     step 1   a a a a a a . .      a's prompt
     step 2   a b b b b b b b      a's next token, the beginning of b's prompt
     step 3   a b b c c c . .      the rest of it; c's prompt
 
-Most of that room goes to the prompts of which the least is left, and a share of it to those that came first, so that
-short ones do not wait for long ones, and long ones go on in every step.
+Most of that room goes to the prompts with the fewest tokens left, and a share of it to the oldest ones, so that short
+prompts do not wait for long ones, and long ones progress in every step.
 
-A text that waits for pages lets others pass that end before it could begin, or that take no page of it: batch systems
-call this backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
+While a text waits for pages, another one may start before it if it ends before the first could begin, or if it takes
+none of its pages. Batch systems call this backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from numpy.typing import NDArray
 
 __all__ = ["Batcher", "Rows", "Text"]
 
-_FIRST_COME = 4
-"""One row of so many that prompts get in a step goes to those that came first."""
+_FIFO_SHARE = 4
+"""One in so many of a step's rows for prompts goes to the oldest prompts."""
 
-_LOOKED_AT = 256
-"""Texts that wait which are looked at in a turn, whether they may pass the first."""
+_BACKFILL_WINDOW = 256
+"""How many waiting texts are considered for backfilling."""
 
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One text on its way. tokens: the prompt and the generated ones. computed: how many of them are computed.
+    """One text that waits or runs.
 
-    pages: set aside for it until it ends. new: tokens that it may get, all in all. cached: how many it began with,
-    because other texts had computed them. sequences: in the cache, one a layer; empty until it runs.
+    tokens: the prompt and the generated ones.
+    pages: reserved for it until it ends.
+    new: how many tokens it may generate.
+    computed: how many of its tokens are computed.
+    cached: how many were computed by other texts when it began.
+    sequences: in the cache, one a layer. Empty until it runs.
     """
 
     tokens: list[int]
@@ -55,13 +59,14 @@ class Text:
         self._longest = len(self.tokens) + self.new
 
     def steps(self, rows: int) -> int:
-        """Steps that it still takes at most, if it gets so many rows of them."""
+        """How many steps it still takes at most, with so many rows in each."""
         return -(-(len(self.tokens) - self.computed - 1) // rows) + self._longest - len(self.tokens)
 
 
 class Rows(NamedTuple):
-    """The rows of a step, text after text. counts: of each text; the last row of those that are up to date gives their
-    next token.
+    """The rows of a step, text after text.
+
+    counts: how many rows each text has. The last row of a text whose tokens are all computed gives its next token.
     """
 
     texts: tuple[Text, ...]
@@ -75,15 +80,18 @@ class Rows(NamedTuple):
 
     @property
     def finished(self) -> list[int]:
-        """The texts, by number, that have no token left to compute after this step."""
+        """The indices of the texts whose tokens are all computed after this step."""
         counts = zip(self.texts, self.counts, strict=True)
         return [index for index, (text, count) in enumerate(counts) if text.computed + count == len(text.tokens)]
 
 
 class Batcher:
-    """Texts that run and texts that wait. rows: at most in a step. pages: that may be set aside for all that run.
+    """Texts that run and texts that wait.
 
-    A text is let in when pages for its whole length are free, so no text is ever put back.
+    rows: the most rows of a step.
+    pages: how many may be reserved for all running texts.
+
+    A text is admitted when pages for its whole length are free, so no text is ever preempted.
     """
 
     def __init__(self, rows: int, pages: int) -> None:
@@ -102,15 +110,15 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Texts that are not let in yet."""
+        """Texts that are not admitted yet."""
         return len(self._waiting)
 
     def add(self, text: Text) -> None:
-        """Let a text wait. Its pages must be no more than there are in all."""
+        """Queue a text. It must not need more pages than there are in all."""
         self._waiting.append(text)
 
     def admit(self) -> list[Text]:
-        """The texts that run from now on, in the order in which they begin."""
+        """Admit texts. Returns them in the order in which they begin."""
         admitted = []
         while (text := self._next()) is not None:
             self._waiting.remove(text)
@@ -120,7 +128,7 @@ class Batcher:
         return admitted
 
     def _next(self) -> Text | None:
-        """The first that waits, or while it has no room one that does not keep it waiting."""
+        """The first waiting text, or while it has no room another one that does not delay it."""
         if not self._waiting or len(self._running) >= self._rows:
             return None
         first = self._waiting[0]
@@ -132,7 +140,7 @@ class Batcher:
             spare, until = spare + text.pages, text.steps(self._rows)
             if spare >= 0:
                 break
-        for text in islice(self._waiting, 1, _LOOKED_AT):
+        for text in islice(self._waiting, 1, _BACKFILL_WINDOW):
             if text.pages <= self._free and (text.pages <= spare or text.steps(self._rows) <= until):
                 return text
         return None
@@ -142,7 +150,7 @@ class Batcher:
         return [text for text in (*self._running, *self._waiting) if text.cancelled]
 
     def remove(self, texts: Iterable[Text]) -> None:
-        """Forget texts that have ended; their pages are free again."""
+        """Remove texts that have ended. Their pages are free again."""
         for text in texts:
             if text in self._running:
                 self._running.remove(text)
@@ -151,14 +159,14 @@ class Batcher:
                 self._waiting.remove(text)
 
     def next_rows(self) -> Rows | None:
-        """The next step's rows, or None where nothing runs."""
+        """The next step's rows, or None if no text runs."""
         if not self._running:
             return None
-        # One row each first, so that every text that generates goes on in every step.
+        # Each text gets one row first, so that every text that generates progresses in every step.
         counts = dict.fromkeys(self._running, 1)
         room = self._rows - len(self._running)
         prompts = [text for text in self._running if text.computed + 1 < len(text.tokens)]
-        room -= _give(counts, sorted(prompts, key=_left), room - room // _FIRST_COME)
+        room -= _give(counts, sorted(prompts, key=_tokens_left), room - room // _FIFO_SHARE)
         _give(counts, prompts, room)
         tokens: list[int] = []
         for text, count in counts.items():
@@ -166,15 +174,15 @@ class Batcher:
         return Rows(tuple(self._running), np.array(tokens), tuple(counts.values()))
 
 
-def _left(text: Text) -> int:
+def _tokens_left(text: Text) -> int:
     return len(text.tokens) - text.computed
 
 
 def _give(counts: dict[Text, int], prompts: Sequence[Text], rows: int) -> int:
-    """Give rows to prompts, in this order. Returns how many they took."""
-    left = rows
+    """Give rows to prompts, in this order. Returns how many rows were given."""
+    remaining = rows
     for text in prompts:
-        more = min(left, _left(text) - counts[text])
+        more = min(remaining, _tokens_left(text) - counts[text])
         counts[text] += more
-        left -= more
-    return rows - left
+        remaining -= more
+    return rows - remaining

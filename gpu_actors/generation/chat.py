@@ -20,7 +20,7 @@ class Chat(Protocol):
 
 
 class PlainChat:
-    """For a model that has never seen a conversation: a line a message."""
+    """For a model that was not trained on conversations: one line for each message."""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return "".join(f"{each['role']}: {each['content']}\n" for each in messages) + "assistant: "
@@ -29,8 +29,9 @@ class PlainChat:
 class ChatTemplate:
     """A Jinja template, rendered by Transformers in a sandbox as by its ``tokenizer.apply_chat_template``.
 
-    source: the template. tokens: what else it may name, as ``bos_token``. Raises `InvalidRequest` for a template that
-    cannot be parsed, and where Transformers (extra "serve") is missing.
+    source: the template.
+    tokens: further variables for it, such as ``bos_token``.
+    Raises `InvalidRequest` for a template that cannot be parsed, and if Transformers (extra "serve") is missing.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, Any] | None = None) -> None:
@@ -45,20 +46,21 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for the assistant's next message.
 
-        messages: role and content of each. Raises `InvalidRequest` for a conversation that the template refuses, as
-        most refuse two messages of the user in a row.
+        messages: role and content of each.
+        Raises `InvalidRequest` for a conversation that the template refuses. Most refuse two messages of the user in a
+        row.
         """
-        given = [dict(message) for message in messages]
+        conversation = [dict(message) for message in messages]
         try:
-            texts: list[str] = self._render(conversations=[given], **self._options)[0]
-        except Exception as error:  # a template is a program of the model's authors, and may fail as any
-            shown = f"{len(given)} messages"
-            raise InvalidRequest("messages", shown, f"must suit the model's chat template: {error}") from error
+            texts: list[str] = self._render(conversations=[conversation], **self._options)[0]
+        except Exception as error:  # a template is a program, and may raise anything
+            value = f"{len(conversation)} messages"
+            raise InvalidRequest("messages", value, f"must suit the model's chat template: {error}") from error
         return texts[0]
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that a folder's tokenizer has, of several the one called "default"; None where it has none.
+    """The chat template of a folder's tokenizer: of several the one named "default", None if there is none.
 
     Raises `InvalidRequest` for one that cannot be parsed.
     """

@@ -1,4 +1,4 @@
-"""LlamaConfig: the sizes of a model, as config.json of a Hugging Face repository states them."""
+"""LlamaConfig: the sizes of a model, as in config.json of a Hugging Face repository."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from gpu_actors.values import show
 
 __all__ = ["LlamaConfig", "frequencies"]
 
-# What this model computes; a config.json that says otherwise is refused.
+# The model that is computed here. A config.json with other values is refused.
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _FREQUENCY_SCALINGS = ("default", "linear", "llama3")
 
 _SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "positions")
 
 _MOST = 1 << 14
-"""Of layers, and of columns of a head: more than any model has, and few enough to list."""
+"""The limit of layers and of columns of a head: more than any model has, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """hidden: columns of the residual stream. inv_freq: radians a position that each pair of a head's columns turns.
+    """The sizes of a model.
 
-    stop_tokens: any of them ends a text. begin_token: what begins a text, None for none. The tokenizer says whether a
-    prompt gets it.
+    hidden: columns of the residual stream.
+    inv_freq: the rotation of each pair of a head's columns, in radians a position.
+    stop_tokens: each of them ends a text.
+    begin_token: the first token of a text, or None. The tokenizer decides whether a prompt gets it.
 
-    Raises `InvalidRequest` that names what no model has.
+    Raises `InvalidRequest` for an impossible value, with the field's name.
     """
 
     vocab: int
@@ -71,7 +73,7 @@ class LlamaConfig:
         kv_heads: int = 2,
         head_dim: int = 32,
     ) -> LlamaConfig:
-        """A model that runs anywhere: for tests and for looking on. Its vocabulary is that of `ByteTokenizer`."""
+        """A small model for tests and demonstrations. Its vocabulary is that of `ByteTokenizer`."""
         return cls(
             vocab=vocab,
             hidden=hidden,
@@ -88,21 +90,21 @@ class LlamaConfig:
 
     @classmethod
     def load(cls, folder: Path) -> LlamaConfig:
-        """Read config.json, and the tokens that end a text from generation_config.json where there is one.
+        """Read config.json, and the tokens that end a text from generation_config.json if there is one.
 
-        Raises `InvalidRequest` where a file is broken, `Unsupported` for another architecture.
+        Raises `InvalidRequest` if a file is broken, `Unsupported` for another architecture.
         """
         path = folder / "config.json"
-        given = _read(path)
-        also = folder / "generation_config.json"
-        # A model that was trained on conversations has its end of a message only there.
-        if also.is_file() and (end := _read(also).get("eos_token_id")) is not None:
-            given["eos_token_id"] = end
+        entries = _read(path)
+        generation_config = folder / "generation_config.json"
+        # Only there is the token that ends a message, for a model that was trained on conversations.
+        if generation_config.is_file() and (end := _read(generation_config).get("eos_token_id")) is not None:
+            entries["eos_token_id"] = end
         for name, value in _FIXED.items():
-            if given.get(name, value) != value:
-                raise Unsupported(f"config.json {name}", given[name], "is not what this model computes", value)
+            if entries.get(name, value) != value:
+                raise Unsupported(f"config.json {name}", entries[name], "is not what this model computes", value)
         try:
-            return _from_json(given)
+            return _from_json(entries)
         except InvalidRequest as error:
             raise InvalidRequest("model", str(path), f"has {error}") from error
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -111,45 +113,45 @@ class LlamaConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(entries, dict):
         raise InvalidRequest("model", str(path), "must hold a JSON object")
-    return given
+    return entries
 
 
-def _from_json(given: dict[str, Any]) -> LlamaConfig:
-    heads = integer("num_attention_heads", int(given["num_attention_heads"]), 1)
-    hidden = int(given["hidden_size"])
-    head_dim = int(given.get("head_dim") or hidden // heads)
-    # Newer files hold rope_parameters, older ones rope_theta and, where it is scaled, rope_scaling.
-    rope = {"rope_theta": given.get("rope_theta", 10000.0)}
-    rope |= given.get("rope_scaling") or {}
-    rope |= given.get("rope_parameters") or {}
-    begin, end = given.get("bos_token_id"), given.get("eos_token_id")
+def _from_json(entries: dict[str, Any]) -> LlamaConfig:
+    heads = integer("num_attention_heads", int(entries["num_attention_heads"]), 1)
+    hidden = int(entries["hidden_size"])
+    head_dim = int(entries.get("head_dim") or hidden // heads)
+    # Newer files have rope_parameters, older ones rope_theta and, if it is scaled, rope_scaling.
+    rope = {"rope_theta": entries.get("rope_theta", 10000.0)}
+    rope |= entries.get("rope_scaling") or {}
+    rope |= entries.get("rope_parameters") or {}
+    begin, end = entries.get("bos_token_id"), entries.get("eos_token_id")
     stop = end if isinstance(end, list) else [] if end is None else [end]
     return LlamaConfig(
-        vocab=int(given["vocab_size"]),
+        vocab=int(entries["vocab_size"]),
         hidden=hidden,
-        layers=int(given["num_hidden_layers"]),
+        layers=int(entries["num_hidden_layers"]),
         heads=heads,
-        kv_heads=int(given.get("num_key_value_heads") or heads),
+        kv_heads=int(entries.get("num_key_value_heads") or heads),
         head_dim=head_dim,
-        intermediate=int(given["intermediate_size"]),
-        positions=int(given["max_position_embeddings"]),
-        norm_eps=float(given["rms_norm_eps"]),
+        intermediate=int(entries["intermediate_size"]),
+        positions=int(entries["max_position_embeddings"]),
+        norm_eps=float(entries["rms_norm_eps"]),
         inv_freq=frequencies(head_dim, rope),
-        tied=bool(given.get("tie_word_embeddings", False)),
+        tied=bool(entries.get("tie_word_embeddings", False)),
         begin_token=None if begin is None else int(begin),
         stop_tokens=tuple(int(token) for token in stop),
     )
 
 
 def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
-    """Radians a position, scaled as ``rope_type`` says.
+    """The rotation of each pair of columns in radians a position, scaled as ``rope_type`` says.
 
-    Raises `Unsupported` for a scaling not known here, `InvalidRequest` for numbers that no rotation has.
+    Raises `Unsupported` for an unknown scaling, `InvalidRequest` for impossible numbers.
     """
     sound = head_dim % 2 == 0 and 2 <= head_dim <= _MOST
     expect(sound, "head_dim", head_dim, f"must be an even int from 2 to {_MOST}")
@@ -167,7 +169,7 @@ def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _llama3(frequency: float, rope: dict[str, Any]) -> float:
-    """Slow turns are slowed down by ``factor``, fast ones stay, those between are mixed (Llama 3.1's rule)."""
+    """Divide low frequencies by ``factor``, keep high ones, and interpolate between (Llama 3.1's rule)."""
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     expect(low < high, "high_freq_factor", high, f"must be more than low_freq_factor={low}")
     turns = _positive(rope, "original_max_position_embeddings") * frequency / math.tau

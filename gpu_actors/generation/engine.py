@@ -1,11 +1,11 @@
-"""Engine: generates many texts at once. They share every step, whatever their arrival and length.
+"""Engine: generates many texts at the same time. They share every step, whatever their arrival and length.
 
     submit() -> waiting -> running -> step: embed, for each layer [NumPy in a thread, attend in the service], sample
                               ^_______________________________________________________________________|
 
-Keys and values of all texts and layers lie in one paged cache; a text has a sequence a layer. One request a layer and
-step appends the new rows, rotates them and q, and attends, for all texts together. A prompt that begins as another one
-did takes the pages of that beginning and computes only the rest.
+Keys and values of all texts and layers are in one paged cache. A text has a sequence for each layer. For each layer and
+step one request appends the new rows, rotates them and q, and attends, for all texts together. A prompt with the same
+beginning as an earlier one uses the pages of that beginning and computes only the rest.
 """
 
 from __future__ import annotations
@@ -54,11 +54,15 @@ _Drawn: TypeAlias = tuple[int, TokenScores | None] | GpuActorsError | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """rows: at most in a step. blocks: pages of the cache, for all layers together.
+    """Settings of an engine.
 
-    dtype: of attention's operands, "float16", "bfloat16" or "float32". cache_dtype: of the cache, the same or an fp8.
-    None: the other's, and where both are None the weights' own (`Weights.dtype`).
-    share_prefixes: whether prompts that begin alike share the pages of that beginning.
+    rows: the most rows of a step.
+    page_size: tokens of a page.
+    blocks: pages of the cache, for all layers together.
+    dtype: of attention's operands, "float16", "bfloat16" or "float32".
+    cache_dtype: of the cache, the same or an fp8. If one of the two is None it is the other's, and if both are None
+        they are the weights' own (`Weights.dtype`).
+    share_prefixes: whether prompts with the same beginning share its pages.
     """
 
     rows: int = 256
@@ -72,8 +76,8 @@ class Settings:
         """The dtypes of attention's operands and of the cache. weights: `Weights.dtype`. Raises `InvalidRequest`."""
         eight_bits = self.cache_dtype in EIGHT_BITS
         # Only half precisions attend to a cache of 8 bits.
-        own = "float16" if eight_bits and weights == "float32" else weights
-        dtype = self.dtype or (own if eight_bits else self.cache_dtype) or own
+        native = "float16" if eight_bits and weights == "float32" else weights
+        dtype = self.dtype or (native if eight_bits else self.cache_dtype) or native
         expect(dtype in DTYPES, "dtype", dtype, f"must be {', '.join(DTYPES)}")
         cache_dtype = self.cache_dtype or dtype
         fitting = (dtype,) if dtype == "float32" else (dtype, *EIGHT_BITS)
@@ -85,9 +89,13 @@ class Settings:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Done so far. steps, rows: computed. tokens: generated. cached: rows of prompts that were not computed again.
+    """Counts since the engine was opened.
 
-    most_texts: that shared a step. ended: texts by the reason of their end, as `Generation` names it.
+    steps, rows: computed.
+    tokens: generated.
+    cached: rows of prompts that were cached and not computed.
+    most_texts: the most texts of one step.
+    ended: texts by the reason of their end (`Generation.reason`).
     """
 
     steps: int = 0
@@ -99,9 +107,10 @@ class EngineStats:
 
 
 class Engine:
-    """Made by `Engine.open`, for the tasks of one event loop. keep_logits: generations keep theirs, to be looked at.
+    """Made by `Engine.open`, for the tasks of one event loop.
 
-    failure: why the engine's own loop has ended, "" while it has not. Every text then ends with `ActorStopped`.
+    keep_logits: whether generations store their logits, for tests.
+    failure: why the engine's loop has ended, "" while it runs. Every text then ends with `ActorStopped`.
     """
 
     def __init__(self, cache: Any, model: Llama, settings: Settings, keep_logits: bool = False) -> None:
@@ -116,7 +125,7 @@ class Engine:
         self._rope = Rope(dim=model.config.head_dim, inv_freq=model.config.inv_freq)
         self._batcher = Batcher(settings.rows, settings.blocks)
         self._generations: dict[Text, Generation] = {}
-        self._bell = anyio.Event()
+        self._wake_up = anyio.Event()
         self._stopped = ""
         self.failure: str = ""
 
@@ -125,7 +134,7 @@ class Engine:
     async def open(
         cls, context: GpuContext, model: Llama, settings: Settings, *, keep_logits: bool = False
     ) -> AsyncIterator[Engine]:
-        """Generate texts as long as this is entered. Leaving cancels what has not ended."""
+        """A context manager with a running engine. Leaving it cancels the texts that have not ended."""
         config = model.config
         _, cache_dtype = settings.dtypes(model.weights.dtype)
         pool = context.kv_cache(
@@ -147,7 +156,7 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """Tokens that a text may have, prompt included: what the model knows positions for and the cache has pages."""
+        """How many tokens a text may have, prompt included. The model's positions and the cache's pages limit it."""
         pages_a_layer = self._settings.blocks // self._model.config.layers
         # A prompt that is scored computes its last token too, so each has a row.
         return min(self._model.config.positions, pages_a_layer * self._settings.page_size)
@@ -176,13 +185,15 @@ class Engine:
         asked: float | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Begin a text. prompt: its tokens, at least one. sampling: None takes the likeliest token every time.
+        """Begin a text.
 
-        asked: when it was asked for, in ``time.monotonic()`` seconds, if it has waited elsewhere before: its times
-        count from then. None: now. deadline: on the same clock; a text that has not been let in by then ends with
-        `DeadlineExceeded`, and no row of it is computed.
-
-        max_new_tokens: may be 0 where the prompt is scored.
+        prompt: its tokens, at least one.
+        max_new_tokens: may be 0 if the prompt is scored.
+        sampling: None takes the likeliest token every time.
+        asked: when it was requested, in ``time.monotonic()`` seconds, if it has waited elsewhere before. Its times
+            count from then. None: now.
+        deadline: on the same clock. A text that has not been admitted by then ends with `DeadlineExceeded`, and no row
+            of it is computed.
 
         Raises `InvalidRequest` for a text that can never be generated, and `ActorStopped` after `stop`.
         """
@@ -205,11 +216,11 @@ class Engine:
             self.meter,
             time.monotonic() if asked is None else asked,
             math.inf if deadline is None else deadline,
-            on_cancel=self._ring,
+            on_cancel=self._wake,
         )
         self._generations[text] = generation
         self._batcher.add(text)
-        self._ring()
+        self._wake()
         return generation
 
     def stop(self, why: str) -> None:
@@ -218,7 +229,7 @@ class Engine:
         for text, generation in self._generations.items():
             text.cancelled = True
             generation.end("error", ActorStopped(why))
-        self._ring()
+        self._wake()
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         vocab = self._model.config.vocab
@@ -234,28 +245,28 @@ class Engine:
         tokens: list[int] = ids.tolist()
         return tokens
 
-    def _ring(self) -> None:
-        self._bell.set()
+    def _wake(self) -> None:
+        self._wake_up.set()
 
     async def _run(self) -> None:
         try:
-            await self._turn()
+            await self._loop()
         except Exception as error:
-            # What opened the engine goes on without it: a server still tells its clients why nothing is generated.
+            # The program goes on without the engine: a server tells its clients why it generates nothing.
             logger.critical("the engine's loop failed, and it generates no more texts", exc_info=error)
             self.failure = f"the engine has failed: {type(error).__name__}: {error}"
             self.stop(self.failure)
 
-    async def _turn(self) -> None:
+    async def _loop(self) -> None:
         while True:
-            await self._forget(self._batcher.cancelled(), "cancelled")
+            await self._remove(self._batcher.cancelled(), "cancelled")
             for text in self._batcher.admit():
                 with under(self._generations[text].work):
-                    await self._begin(text)
+                    await self._start(text)
             rows = self._batcher.next_rows()
             if rows is None:
-                self._bell = anyio.Event()
-                await self._bell.wait()
+                self._wake_up = anyio.Event()
+                await self._wake_up.wait()
                 continue
             works = [work for text in rows.texts if (work := self._generations[text].work) is not None]
             try:
@@ -263,90 +274,90 @@ class Engine:
                     await self._step(rows)
             except Exception as error:
                 # The layers of these texts no longer hold the same rows.
-                await self._forget(rows.texts, "error", _answered(error))
+                await self._remove(rows.texts, "error", _as_service_error(error))
 
-    async def _begin(self, text: Text) -> None:
+    async def _start(self, text: Text) -> None:
         layers = self._model.config.layers
-        prompts = [self._names(np.array(text.tokens), layer) for layer in range(layers)]
+        prompts = [self._layer_tokens(np.array(text.tokens), layer) for layer in range(layers)]
         try:
             generation = self._generations[text]
             generation.begin()
             shares = self._settings.share_prefixes and not generation.scores_prompt
-            begun = [self._cache.create(prompt if shares else None) for prompt in prompts]
-            for reply in begun:
+            replies = [self._cache.create(prompt if shares else None) for prompt in prompts]
+            for reply in replies:
                 text.sequences.append(await reply)
-            # A page of one layer may have been given up while that of another was kept.
+            # A page of one layer may be evicted while that of another is still cached.
             shared = min(sequence.cached for sequence in text.sequences)
             for sequence in text.sequences:
                 if sequence.cached > shared:
                     await self._cache.truncate(sequence, shared)
         except Exception as error:
-            await self._forget([text], "error", _answered(error))
+            await self._remove([text], "error", _as_service_error(error))
             return
         text.computed = text.cached = shared
         self.stats.cached += shared
 
-    def _names(self, tokens: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        """The tokens as ids of one layer's rows: pages of other layers hold other rows of the same tokens."""
+    def _layer_tokens(self, tokens: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
+        """The tokens as ids of one layer's rows, which differ from other layers' rows of the same tokens."""
         return tokens * self._model.config.layers + layer
 
     async def _step(self, rows: Rows) -> None:
-        """Compute the rows, and give a next token to each text whose prompt is computed."""
-        began = time.monotonic()
-        in_thread = anyio.to_thread.run_sync
-        x, heads = await in_thread(self._first, rows)
+        """Compute the rows, and append the next token to each text whose prompt is computed."""
+        start = time.monotonic()
+        run_sync = anyio.to_thread.run_sync
+        x, heads = await run_sync(self._before_first_attention, rows)
         layer = 0
         while heads is not None:
             attended = await self._attend(layer, rows, heads)
-            x, heads = await in_thread(self._between, layer, x, attended)
+            x, heads = await run_sync(self._between_attentions, layer, x, attended)
             layer += 1
         finished = rows.finished
         last = rows.ends[1:][finished] - 1
         texts = [rows.texts[index] for index in finished]
         scores = any(self._generations[text].scores_prompt for text in rows.texts)
-        failed = await in_thread(self._score, rows, x) if scores else {}
-        drawn = await in_thread(self._draw, texts, x[last])
+        failed = await run_sync(self._score, rows, x) if scores else {}
+        drawn = await run_sync(self._draw, texts, x[last])
         for text, count in zip(rows.texts, rows.counts, strict=True):
             text.computed += count
         stats = self.stats
         stats.steps += 1
         stats.rows += len(rows.tokens)
         stats.most_texts = max(stats.most_texts, len(rows.texts))
-        self.meter.step(len(rows.tokens), len(rows.texts), time.monotonic() - began)
+        self.meter.step(len(rows.tokens), len(rows.texts), time.monotonic() - start)
         for text, error in failed.items():
             self._generations[text].end("error", error)
             text.cancelled = True
-        await self._take(texts, drawn)
+        await self._append_tokens(texts, drawn)
 
     def _score(self, rows: Rows, x: Matrix) -> dict[Text, GpuActorsError]:
-        """Score the prompts that are to be scored. Gives why some could not be."""
+        """Score the prompts that request it. Returns the errors of those that could not be scored."""
         failed = {}
         for text, begin, count in zip(rows.texts, rows.ends, rows.counts, strict=False):
             generation = self._generations[text]
-            known = min(count, len(generation.prompt) - 1 - text.computed)
+            scored = min(count, len(generation.prompt) - 1 - text.computed)
             try:
                 # A few at a time: a row of logits is as long as the vocabulary.
-                for first in range(0, known if generation.scores_prompt else 0, _SCORED):
-                    part = x[begin + first : begin + min(first + _SCORED, known)]
+                for first in range(0, scored if generation.scores_prompt else 0, _SCORED):
+                    part = x[begin + first : begin + min(first + _SCORED, scored)]
                     generation.score(list(self._model.logits(part)), text.computed + first)
             except GpuActorsError as error:
                 failed[text] = error
         return failed
 
-    def _first(self, rows: Rows) -> tuple[Matrix, Heads | None]:
+    def _before_first_attention(self, rows: Rows) -> tuple[Matrix, Heads | None]:
         with host_span("matmul", rows=len(rows.tokens), layer=0):
             x = self._model.embed(rows.tokens)
             return x, self._model.before_attention(0, x)
 
-    def _between(self, layer: int, x: Matrix, attended: Matrix) -> tuple[Matrix, Heads | None]:
-        """From one layer's attention to the next one's, where there is one."""
+    def _between_attentions(self, layer: int, x: Matrix, attended: Matrix) -> tuple[Matrix, Heads | None]:
+        """From one layer's attention to the next one's, if there is one."""
         with host_span("matmul", rows=len(x), layer=layer + 1):
             x = self._model.after_attention(layer, x, attended.astype(np.float32))
             more = layer + 1 < self._model.config.layers
             return x, self._model.before_attention(layer + 1, x) if more else None
 
     def _draw(self, texts: list[Text], x: Matrix) -> list[_Drawn]:
-        """The next token of each text, or why it has none."""
+        """The next token of each text, or the error why it has none."""
         with host_span("sample", texts=len(texts)):
             drawn: list[_Drawn] = []
             for text, row in zip(texts, self._model.logits(x), strict=True):
@@ -362,33 +373,33 @@ class Engine:
     async def _attend(self, layer: int, rows: Rows, heads: Heads) -> Any:
         q, k, v = (part.astype(self._dtype) for part in heads)
         sequences = [text.sequences[layer] for text in rows.texts]
-        names = self._names(rows.tokens, layer) if self._settings.share_prefixes else None
+        names = self._layer_tokens(rows.tokens, layer) if self._settings.share_prefixes else None
         reply = self._cache.attend(q, sequences, k=k, v=v, cu_seqlens_q=rows.ends, rope=self._rope, tokens=names)
         return (await reply).out
 
-    async def _take(self, texts: list[Text], drawn: list[_Drawn]) -> None:
-        ended = []
-        for text, found in zip(texts, drawn, strict=True):
+    async def _append_tokens(self, texts: list[Text], drawn: list[_Drawn]) -> None:
+        finished = []
+        for text, outcome in zip(texts, drawn, strict=True):
             generation = self._generations[text]
-            if isinstance(found, GpuActorsError):
-                generation.end("error", found)
-            elif found is None:
+            if isinstance(outcome, GpuActorsError):
+                generation.end("error", outcome)
+            elif outcome is None:
                 generation.end("length")
             else:
-                text.tokens.append(found[0])
+                text.tokens.append(outcome[0])
                 self.stats.tokens += not generation.reason
-                generation.take(*found)
+                generation.take(*outcome)
             if generation.reason:
-                ended.append(text)
-        await self._forget(ended)
+                finished.append(text)
+        await self._remove(finished)
 
-    async def _forget(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
-        """End texts, and give their pages back."""
-        ended = self.stats.ended
+    async def _remove(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
+        """End texts, and free their pages."""
+        counts = self.stats.ended
         generations = [self._generations.pop(text) for text in texts]
         for generation in generations:
             generation.end(reason, error)
-            ended[generation.reason] = ended.get(generation.reason, 0) + 1
+            counts[generation.reason] = counts.get(generation.reason, 0) + 1
         for text, generation in zip(texts, generations, strict=True):
             with under(generation.work):
                 freed = [self._cache.free(sequence) for sequence in text.sequences]
@@ -396,16 +407,16 @@ class Engine:
                 try:
                     await reply
                 except GpuActorsError as failure:
-                    # The cache is gone with its context, and the pages with it.
+                    # The cache is lost with its context, and so are its pages.
                     logger.debug("a sequence was not freed: %s", failure)
-        # Last: only now are there pages for others.
+        # Last: only now are the pages free for others.
         self._batcher.remove(texts)
 
 
-def _answered(error: Exception) -> GpuActorsError:
-    """The error of this package that an exception is, or one that says that the engine is at fault."""
+def _as_service_error(error: Exception) -> GpuActorsError:
+    """The exception as an error of this package. Another exception is the engine's fault."""
     if isinstance(error, StaleBuffer):
-        # The cache is the engine's own: a client has no buffer that could be stale.
+        # The cache belongs to the engine: a client has no buffer that could be stale.
         return ActorStopped(f"the engine has lost its cache: {error}")
     if isinstance(error, GpuActorsError):
         return error

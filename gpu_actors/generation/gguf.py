@@ -1,6 +1,6 @@
 """Models of Llama's family from one file in the GGUF format: sizes, weights, tokenizer and chat template.
 
-The package gguf reads the file, and gives back matrices of a few bits as float32. The format and the names in it:
+The package gguf reads the file, and dequantizes matrices to float32. The format and the names in it:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -42,16 +42,16 @@ _NAMES = {
 """The parts of tensors' names in Hugging Face's layout, and here."""
 
 _FACTORS = "rope_freqs.weight"
-"""A tensor of Llama 3.1 and later: by what each frequency is divided."""
+"""A tensor of Llama 3.1 and later with the divisor of each frequency."""
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _CUT_OFF = "the file ends before what its header says is there"
 
 _BLOCK = 65536
-"""About so many elements are made of their few bits at once."""
+"""About so many elements are dequantized at a time."""
 
-# Metadata of the architecture that this module reads, or that changes nothing of what is computed.
+# Metadata of the architecture that this module reads.
 _READ = (
     "block_count",
     "context_length",
@@ -69,14 +69,14 @@ _READ = (
     "rope.scale_linear",
 )
 _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
-# Of mixtures of experts; converters write 0 for a model that is none.
+# Metadata of mixtures of experts. Converters write 0 for other models.
 _ZERO = ("expert_count", "expert_used_count")
 
 
 class GgufFile:
     """An open file. metadata: every value by its name.
 
-    Raises `InvalidRequest` for a file that is broken or cut off, `Unsupported` that names what is not Llama's.
+    Raises `InvalidRequest` for a broken or truncated file, `Unsupported` for a model that is not of Llama's family.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,18 +100,18 @@ class GgufFile:
 
     def weights(self) -> Weights:
         """Every matrix as float32. Raises `InvalidRequest` for a tensor that is missing or of another shape."""
-        names = {_here(name): name for name in tensor_names(self.config)}
-        there = {name: here for here, name in names.items()}
-        turned = {"attn_q": self.config.heads, "attn_k": self.config.kv_heads}
+        names = {_gguf_name(name): name for name in tensor_names(self.config)}
+        gguf_names = {name: gguf_name for gguf_name, name in names.items()}
+        rotated = {"attn_q": self.config.heads, "attn_k": self.config.kv_heads}
 
         def take(name: str, shape: tuple[int, ...]) -> Matrix:
-            here = there[name]
-            matrix = self._tensor(here, shape)
-            heads = turned.get(here.split(".")[-2])
-            return matrix if heads is None else _halves(matrix, heads)
+            gguf_name = gguf_names[name]
+            matrix = self._tensor(gguf_name, shape)
+            heads = rotated.get(gguf_name.split(".")[-2])
+            return matrix if heads is None else _split_pairs(matrix, heads)
 
         weights = assemble(self.config, take, cores())
-        forms = {_form(self._tensors[here]) for here in names if len(self._tensors[here].shape) == 2}
+        forms = {_form(self._tensors[gguf_name]) for gguf_name in names if len(self._tensors[gguf_name].shape) == 2}
         return weights._replace(stored=", ".join(sorted(forms)), dtype=dtype_of(forms))
 
     def _config(self) -> LlamaConfig:
@@ -123,8 +123,8 @@ class GgufFile:
         heads, hidden = self._integer("attention.head_count"), self._integer("embedding_length")
         head_dim = self._integer("attention.key_length", hidden // heads)
         for other in ("attention.value_length", "rope.dimension_count"):
-            if (given := self._integer(other, head_dim)) != head_dim:
-                raise self._unsupported(f"{ARCHITECTURE}.{other}", given, "must be the length of a key", head_dim)
+            if (length := self._integer(other, head_dim)) != head_dim:
+                raise self._unsupported(f"{ARCHITECTURE}.{other}", length, "must be the length of a key", head_dim)
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise self._invalid("lacks the tensor token_embd.weight")
@@ -149,7 +149,7 @@ class GgufFile:
         )
 
     def _frequencies(self, head_dim: int) -> tuple[float, ...]:
-        """Radians a position, scaled by one factor or by the factors of a tensor, or by both."""
+        """The rotations in radians a position, scaled by one factor, by the factors of a tensor, or by both."""
         factor = self._real("rope.scaling.factor", self._real("rope.scale_linear", 0.0))
         kind = self.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
@@ -166,22 +166,22 @@ class GgufFile:
         return tuple(frequency / by for frequency, by in zip(plain, factors, strict=True))
 
     def _expect_known_tensors(self) -> None:
-        known = {_here(name) for name in tensor_names(self.config)}
+        names = {_gguf_name(name) for name in tensor_names(self.config)}
         for name in self._tensors:
-            if name not in known and name != _FACTORS:
+            if name not in names and name != _FACTORS:
                 raise self._unsupported("tensor", name, "is none of those that this model computes with")
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Matrix:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._invalid(f"lacks the tensor {name} of shape {shape}")
-        found = tuple(int(size) for size in reversed(tensor.shape))
-        if found != shape:
-            raise self._invalid(f"has the tensor {name} of shape {found} where its metadata ask for {shape}")
+        stored_shape = tuple(int(size) for size in reversed(tensor.shape))
+        if stored_shape != shape:
+            raise self._invalid(f"has the tensor {name} of shape {stored_shape} where its metadata ask for {shape}")
         from gguf import dequantize
 
-        # A block of rows at a time, into memory whose transpose, which is kept, is contiguous: the first touch of fresh
-        # memory costs more than the arithmetic. As one row, for the package would go through it by 16 rows.
+        # A block of rows at a time, into memory whose transpose, which is returned, is contiguous: the first access to
+        # new memory costs more than the arithmetic. The block is one row, because the package iterates over 16 rows.
         matrix: Matrix = np.empty(shape[::-1], np.float32).T
         rows = max(64, _BLOCK // shape[-1]) if len(shape) == 2 else shape[0]
         try:
@@ -231,7 +231,7 @@ class GgufFile:
             if error.field == "model":
                 raise
             raise self._invalid(f"has {error}") from error
-        except Exception as error:  # the package checks little of what it reads
+        except Exception as error:  # the package hardly checks its input
             raise self._invalid(f"is not a readable GGUF file ({part}): {error!r}") from error
 
     def _invalid(self, reason: str) -> InvalidRequest:
@@ -248,7 +248,7 @@ def _open(path: Path) -> Any:
         raise InvalidRequest("model", str(path), missing(error, "serve")) from error
 
     class Reader(GGUFReader):  # type: ignore[misc]  # which has no types here
-        """Three times as fast as the package's own, and one that ends where the file ends."""
+        """Three times as fast as the package's own reader, and it refuses a truncated file."""
 
         @property
         def data(self) -> NDArray[np.uint8]:
@@ -256,17 +256,17 @@ def _open(path: Path) -> Any:
 
         @data.setter
         def data(self, mapped: NDArray[np.uint8]) -> None:
-            # Each of the many small slices of a memmap would be a memmap, which takes long to make.
+            # Each of the many small slices of a memmap would be a memmap, which is slow to create.
             self._data = mapped.view(np.ndarray)
 
-        def _get(self, offset: int, *given: Any, **options: Any) -> Any:
-            # A slice past the end is empty, and a header that promises more would be read for ever.
+        def _get(self, offset: int, *arguments: Any, **options: Any) -> Any:
+            # A slice past the end is empty, and a header that states more data would be read forever.
             if offset > len(self._data):
                 raise ValueError(_CUT_OFF)
-            return super()._get(offset, *given, **options)
+            return super()._get(offset, *arguments, **options)
 
         def _get_field_parts(self, offset: int, kind: int) -> tuple[int, list[Any], list[int], list[Any]]:
-            # A vocabulary and its merges are most of a header: 150,000 calls, if each item takes one.
+            # A vocabulary and its merges are most of a header: 150,000 calls with one call for each item.
             of = GGUFValueType(self._get(offset, np.uint32)[0]) if kind == GGUFValueType.ARRAY else None
             if of in (None, GGUFValueType.ARRAY) or self.byte_order != "I":
                 return super()._get_field_parts(offset, kind)  # type: ignore[no-any-return]
@@ -293,8 +293,8 @@ def _open(path: Path) -> Any:
     return Reader(path)
 
 
-def _here(name: str) -> str:
-    """The name of a tensor in Hugging Face's layout as it is here."""
+def _gguf_name(name: str) -> str:
+    """The name in a GGUF file of a tensor in Hugging Face's layout."""
     part = name.removesuffix(".weight")
     if not part.startswith("model.layers."):
         return f"{_NAMES[part]}.weight"
@@ -307,7 +307,7 @@ def _form(tensor: Any) -> str:
     return _FLOATS.get(name, name)
 
 
-def _halves(matrix: Matrix, heads: int) -> Matrix:
-    """Rows of q or k whose pairs to rotate lie side by side, with the first of all pairs before the second ones."""
+def _split_pairs(matrix: Matrix, heads: int) -> Matrix:
+    """Reorder rows of q or k from interleaved pairs to the first elements of all pairs before the second ones."""
     pairs = matrix.reshape(heads, -1, 2, matrix.shape[1])
     return pairs.swapaxes(1, 2).reshape(matrix.shape)

@@ -1,4 +1,4 @@
-"""The tokenizer that lies in a GGUF file, as one of Transformers."""
+"""The tokenizer of a GGUF file, as one of Transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpu_actors.generation.tokenizer import transformers_module
 __all__ = ["adds", "build_tokenizer"]
 
 _PREFIX = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # of token_type: whole in every text; the others are merged from characters
+_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # token_type: never split in a text; others are merged from characters
 
-# Published with GPT-2, Llama 3, Qwen 2 and Mistral's Tekken: what a merge never crosses.
+# Published with GPT-2, Llama 3, Qwen 2 and Mistral's Tekken: the pieces that a merge never crosses.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,8 +28,11 @@ _TEKKEN = (
 
 
 class _Split(NamedTuple):
-    """patterns: applied one after another, each to the pieces of those before. whole: a piece that is a token is not
-    merged from characters. begins: whether a text begins with a token where the file does not say.
+    """How a text is split into pieces before merges.
+
+    patterns: applied in order, each to the pieces of the one before.
+    whole: a piece that is a token is not merged from characters.
+    begins: whether a text begins with a token if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -54,15 +57,15 @@ _SPLITS = {
     "qwen2": _Split((_QWEN2,)),
     "tekken": _Split((_TEKKEN,), whole=True, begins=True),
 }
-"""By the name that the metadata have for it, tokenizer.ggml.pre."""
+"""By the name in the metadata, tokenizer.ggml.pre."""
 
 
 def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
-    """The token that begins ("bos") or ends ("eos") every text, None where the file has none or says not to."""
+    """The token that begins ("bos") or ends ("eos") every text, None if the file has none or does not add it."""
     default = False
     if kind == "bos":
         model, split = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
-        # Lists, which a broken file may have, are not looked up in a dict.
+        # A list, which a broken file may have, cannot be looked up in a dict.
         default = model == "llama" or (split in list(_SPLITS) and _SPLITS[split].begins)
     if not metadata.get(f"{_PREFIX}add_{kind}_token", default):
         return None
@@ -71,10 +74,10 @@ def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """The tokenizer as an object of Transformers, with its chat template. metadata: of a GGUF file, by their names.
+    """The tokenizer as an object of Transformers, with its chat template. metadata: of a GGUF file, by name.
 
-    Raises `Unsupported` for a kind of tokenizer that is not built here, `InvalidRequest` for one that is broken and
-    where Transformers (extra "serve") is missing.
+    Raises `Unsupported` for an unknown kind of tokenizer, `InvalidRequest` for a broken one and if Transformers (extra
+    "serve") is missing.
     """
     transformers = transformers_module("model", None)
     from tokenizers import AddedToken
@@ -90,15 +93,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
         tokens: list[str] = metadata[f"{_PREFIX}tokens"]
         tokenizer = builders[kind](metadata, tokens)
         types = metadata.get(f"{_PREFIX}token_type", ())
-        marked = list(zip(tokens, types, strict=False))
-        special = [token for token, of in marked if of in (_CONTROL, _UNKNOWN)]
+        typed = list(zip(tokens, types, strict=False))
+        special = [token for token, of in typed if of in (_CONTROL, _UNKNOWN)]
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-        plain = [token for token, of in marked if of == _USER_DEFINED]
+        plain = [token for token, of in typed if of == _USER_DEFINED]
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
-        _surround(tokenizer, metadata, tokens)
+        _add_surrounding_tokens(tokenizer, metadata, tokens)
         named = {f"{kind}_token": metadata.get(f"{_PREFIX}{name}_token_id") for kind, name in _NAMED.items()}
         texts = {name: tokens[token] for name, token in named.items() if token is not None}
-        # By its name: AutoTokenizer would look through the folders of all models that Transformers knows.
+        # By its class: AutoTokenizer would search the folders of all models that Transformers has.
         return transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             clean_up_tokenization_spaces=False,
@@ -122,11 +125,11 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     if name not in list(_SPLITS):
         raise Unsupported(f"{_PREFIX}pre", name, f"must be one of {', '.join(_SPLITS)}", "default")
     split = _SPLITS[name]
-    # A space separates the two; the first may begin with one.
+    # A space separates the two tokens. The first may begin with a space.
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{_PREFIX}merges"] for cut in [merge.index(" ", 1)]]
-    numbers = _numbers(tokens)
+    numbers = _ids(tokens)
     for left, right in pairs:
-        # The library panics, which no `except Exception` sees.
+        # The library panics, which `except Exception` does not catch.
         if not {left, right, left + right} <= numbers.keys():
             raise InvalidRequest(f"{_PREFIX}merges", f"{left} {right}", "must join two tokens of the file to a third")
     tokenizer = Tokenizer(models.BPE(numbers, pairs, ignore_merges=split.whole))
@@ -144,7 +147,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     """Byte pairs of SentencePiece: of two neighbours that make a token, those are merged whose token scores highest."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    numbers = _numbers(tokens)
+    numbers = _ids(tokens)
     unknown = metadata.get(f"{_PREFIX}unknown_token_id")
     model = models.BPE(
         numbers,
@@ -164,23 +167,23 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
 
 
 def _pairs(numbers: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """The merges that the scores stand for, in the order in which they are tried."""
+    """The merges that the scores imply, in the order in which they are tried."""
     for token in sorted(numbers, key=lambda token: (-scores[numbers[token]], numbers[token])):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         yield from ((left, right) for left, right in cuts if left in numbers and right in numbers)
 
 
-def _surround(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Have the tokenizer put what begins and ends a text around it."""
+def _add_surrounding_tokens(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Make the tokenizer add the tokens that begin and end a text."""
     from tokenizers import processors
 
     begin, end = adds(metadata, "bos"), adds(metadata, "eos")
-    given = [(tokens[token], token) for token in (begin, end) if token is not None]
-    if given:
+    special_tokens = [(tokens[token], token) for token in (begin, end) if token is not None]
+    if special_tokens:
         parts = [[] if begin is None else [tokens[begin]], ["$A"], [] if end is None else [tokens[end]]]
         single = [part for some in parts for part in some]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=given)
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
 
 
-def _numbers(tokens: Sequence[str]) -> dict[str, int]:
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}

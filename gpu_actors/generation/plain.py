@@ -23,17 +23,17 @@ def plain_logits(model: Llama, tokens: NDArray[np.integer], dtype: DTypeLike = n
     angles = np.arange(len(tokens))[:, None] * np.array(config.inv_freq)
     x = model.embed(tokens)
     for layer in range(config.layers):
-        q, k, v = (_rounded(heads, dtype) for heads in model.before_attention(layer, x))
-        attended = _attention(_rounded(_turned(q, angles), dtype), _rounded(_turned(k, angles), dtype), v)
-        x = model.after_attention(layer, x, _rounded(attended, dtype))
+        q, k, v = (_round(heads, dtype) for heads in model.before_attention(layer, x))
+        attended = _attention(_round(_rotate(q, angles), dtype), _round(_rotate(k, angles), dtype), v)
+        x = model.after_attention(layer, x, _round(attended, dtype))
     return model.logits(x)
 
 
-def _rounded(x: Any, dtype: DTypeLike) -> Matrix:
+def _round(x: Any, dtype: DTypeLike) -> Matrix:
     return np.asarray(x, np.float32).astype(dtype).astype(np.float32)
 
 
-def _turned(x: Matrix, angles: Any) -> Any:
+def _rotate(x: Matrix, angles: Any) -> Any:
     """The rotary embedding: column i and column i + head_dim / 2 are a pair."""
     cos, sin = np.cos(angles)[:, None, :], np.sin(angles)[:, None, :]
     low, high = np.split(x, 2, axis=-1)

@@ -18,7 +18,11 @@ _HIGHEST_TOP = 20
 
 
 class TokenScores(NamedTuple):
-    """Natural logarithms of probabilities before temperature and top_p: of the chosen token, and of the likeliest."""
+    """Natural logarithms of probabilities before temperature and top_p.
+
+    chosen: of the chosen token.
+    top: the likeliest tokens with theirs.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -26,10 +30,14 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """temperature: 0 takes the likeliest token every time. top_p: only the likeliest tokens that have at least this
-    share of the probability together are drawn from (Holtzman et al., arXiv 1904.09751). seed: an int of 64 bits; None
-    draws another text every time. top_logprobs: how many of the likeliest tokens `TokenScores` has; None makes none.
-    score_prompt: whether the tokens of the prompt are scored, too; its rows are all computed then, whatever is cached.
+    """How tokens are drawn.
+
+    temperature: 0 takes the likeliest token every time.
+    top_p: draws only from the likeliest tokens that together have at least this share of the probability (Holtzman et
+        al., arXiv 1904.09751).
+    seed: an int of 64 bits. None draws another text every time.
+    top_logprobs: how many of the likeliest tokens `TokenScores` has. None: no scores are computed.
+    score_prompt: whether the tokens of the prompt are scored too. All its rows are computed then, cached or not.
 
     Raises `InvalidRequest` for a value out of its range.
     """
@@ -64,7 +72,7 @@ class Sampler:
         self._random = np.random.default_rng(None if seed is None else seed % (1 << 64))
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
-        """A token from logits (vocab,), and its scores where they are asked for.
+        """A token from logits (vocab,), and its scores if the sampling requests them.
 
         Raises `LaunchError` for logits that are not finite.
         """
@@ -74,7 +82,7 @@ class Sampler:
         return token, None if top is None else _scores(logits, token, top)
 
     def score(self, logits: NDArray[np.float32], token: int) -> TokenScores:
-        """The scores of a given token, after which another one may follow. Raises as `draw` does."""
+        """The scores of a given token. Raises as `draw` does."""
         _expect_finite(logits)
         return _scores(logits, token, self._sampling.top_logprobs or 0)
 
@@ -89,9 +97,9 @@ class Sampler:
         weights /= weights.sum()
         if top_p < 1:
             order = np.argsort(-weights, kind="stable")
-            # The first token always stays; another one while those before it have less than their share.
-            before = np.cumsum(weights[order]) - weights[order]
-            weights[order[1:][before[1:] >= top_p]] = 0.0
+            # The first token always stays. Another one stays while those before it have less than top_p.
+            mass_before = np.cumsum(weights[order]) - weights[order]
+            weights[order[1:][mass_before[1:] >= top_p]] = 0.0
             weights /= weights.sum()
         return int(self._random.choice(len(weights), p=weights))
 
@@ -110,7 +118,7 @@ def _scores(logits: NDArray[np.float32], token: int, top: int) -> TokenScores:
 
 
 def _likeliest(scores: NDArray[np.float64], top: int) -> NDArray[np.intp]:
-    """The places of the highest scores in falling order, the first of equal ones first, without sorting all."""
+    """The indices of the highest scores in descending order, the first of equal ones first, without sorting all."""
     if top == 0:
         return np.array([], np.intp)
     top = min(top, len(scores))

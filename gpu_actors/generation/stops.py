@@ -1,4 +1,4 @@
-"""StopStrings: ends a text at the first of some strings, wherever the pieces of the text are cut."""
+"""StopStrings: ends a text at the first of some strings, which may span several pieces of the text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ __all__ = ["StopStrings"]
 
 
 class StopStrings:
-    """Takes a text in pieces and gives it on up to the stop string that is complete first, which is left out.
+    """Takes a text in pieces and returns it up to the first complete stop string, which is left out.
 
-    found: whether one has been met. What may be the beginning of a stop string is held back until it is clear. Where
-    two are complete at the same character, the longer one counts. Pieces that are not shown, such as special tokens,
-    may be a part of a stop string and are not given on.
+    found: whether there was one.
+    Text that may be the beginning of a stop string is held back until that is decided. If two are complete at the same
+    character, the longer one counts. Pieces that are not shown, such as special tokens, may be a part of a stop string
+    and are not returned.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self.found = False
         self._stops = tuple(stops)
         self._held = ""
-        self._hidden: list[tuple[int, int]] = []  # where of what is held
+        self._hidden: list[tuple[int, int]] = []  # ranges of the held text that are not shown
 
     def feed(self, piece: str, *, shown: bool = True) -> str:
-        """The text that this piece makes certain. Empty once a stop string has been met."""
+        """The text that is decided by this piece. Empty after a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -33,26 +34,26 @@ class StopStrings:
         if ends:
             self.found, self._held = True, ""
             return self._shown(text[: min(ends)[1]])
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return self._shown(text[: len(text) - held])
+        count = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - count :]
+        return self._shown(text[: len(text) - count])
 
     def end(self) -> str:
-        """What was held back. The text has ended without a stop string."""
-        held, self._held = self._held, ""
-        return self._shown(held)
+        """The text that was held back. The text has ended without a stop string."""
+        text, self._held = self._held, ""
+        return self._shown(text)
 
     def _shown(self, text: str) -> str:
-        """The beginning of what was held, without what is not shown."""
-        kept, at, end = "", 0, len(text)
+        """``text``, the beginning of the held text, without the ranges that are not shown."""
+        visible, at, end = "", 0, len(text)
         for start, stop in self._hidden:
-            kept += text[at:start]
+            visible += text[at:start]
             at = stop
         self._hidden = [(max(start - end, 0), stop - end) for start, stop in self._hidden if stop > end]
-        return kept + text[at:]
+        return visible + text[at:]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters of the longest end of the text that begins the stop string."""
+    """The length of the longest suffix of the text that is a prefix of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

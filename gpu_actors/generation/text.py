@@ -1,4 +1,4 @@
-"""Generation: a text while the engine makes it."""
+"""Generation: a text while the engine generates it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ __all__ = ["Generation"]
 
 
 class Generation:
-    """A text that is being generated: iterate over it for its tokens, as they come, from the first on.
+    """A text that is being generated: iterate over it for its tokens, from the first on.
 
-    prompt: its tokens. made: the tokens so far. scores: of each, where the sampling asks for them. prompt_scores: of
-    the prompt's from the second on, likewise; whole once a token or the end has come. logits: of each that was made,
-    float32 (vocab,), where the engine keeps them. reason: why it ended: "stop" (the model's end of text), "length",
-    "deadline", "cancelled" or "error"; "" until then. cached: rows of the prompt that other texts had computed already.
-    asked, begun, first: ``time.monotonic()`` when it was asked for, was let in, and had its first token; None before.
-    deadline: on the same clock; the text is not let in from then on. work: its span, where a trace is kept. on_token:
-    called after each token.
+    prompt: its tokens.
+    made: the tokens generated so far.
+    scores: of each token, if the sampling requests them.
+    prompt_scores: of the prompt's tokens from the second on, likewise. Complete with the first token or the end.
+    logits: of each generated token, float32 (vocab,), if the engine stores them.
+    reason: why it ended: "stop" (the model's end of text), "length", "deadline", "cancelled" or "error"; "" until then.
+    cached: rows of the prompt that other texts had computed.
+    asked, begun, first: ``time.monotonic()`` when it was requested, was admitted, and had its first token. None before.
+    deadline: on the same clock. The text is not admitted from then on.
+    work: its span, if a trace is recorded.
+    on_token: called after each token.
 
     Iterating raises the `GpuActorsError` that ended it, if one did. Any number of tasks of the engine's loop may wait
     for one text.
@@ -57,7 +61,7 @@ class Generation:
         self.first: float | None = None
         self.on_token: Callable[[], None] | None = None
         self._text = text
-        self._left = max_new_tokens
+        self._tokens_left = max_new_tokens
         self._sampler = Sampler(sampling)
         self.scores_prompt = sampling.score_prompt
         self._stop_tokens = stop_tokens
@@ -65,7 +69,7 @@ class Generation:
         self._last: float | None = None
         self._on_cancel = on_cancel
         self._error: GpuActorsError | None = None
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
         self.work: Work | None = begin_work("texts", "text", started=asked, fields={"prompt_tokens": len(self.prompt)})
 
     @property
@@ -73,10 +77,10 @@ class Generation:
         return self._text.cached
 
     def cancel(self, reason: str = "") -> None:
-        """End the text, and give its pages back before the next step. Does nothing to one that has ended.
+        """End the text, and free its pages before the next step. Does nothing if it has ended.
 
-        reason: "stop" for a reader that has seen what it wanted, such as a stop string. By default "deadline" once that
-        has passed, and "cancelled" before.
+        reason: "stop" for a reader that needs no more, as after a stop string. By default "deadline" once that has
+        passed, and "cancelled" before.
         """
         self._text.cancelled = True
         late = time.monotonic() >= self.deadline - TIMER_SLACK
@@ -84,52 +88,52 @@ class Generation:
         self._on_cancel()
 
     async def more(self, seen: int) -> bool:
-        """Wait for more than ``seen`` tokens. False if there will be none; raises the error that ended the text."""
+        """Wait for more than ``seen`` tokens. False if the text has ended. Raises the error that ended it."""
         while len(self.made) <= seen:
             if self.reason:
                 if self._error is not None:
                     raise self._error
                 return False
-            await self._news.wait()
+            await self._changed.wait()
         return True
 
     async def let_in(self) -> None:
         """Wait until the text has pages and a row of the steps, or has ended."""
         while self.begun is None and not self.reason:
-            await self._news.wait()
+            await self._changed.wait()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        seen = 0
-        while await self.more(seen):
-            yield self.made[seen]
-            seen += 1
+        count = 0
+        while await self.more(count):
+            yield self.made[count]
+            count += 1
 
     async def tokens(self) -> list[int]:
-        """All of them, once it has ended."""
+        """All tokens, once the text has ended."""
         return [token async for token in self]
 
     # For the engine
 
     def begin(self) -> None:
-        """Let it in. Raises `DeadlineExceeded` where that is too late."""
+        """Admit the text. Raises `DeadlineExceeded` if the deadline has passed."""
         now = time.monotonic()
         if now >= self.deadline:
             raise DeadlineExceeded("the deadline passed in the queue")
         self.begun = now
         self._meter.queue.observe(self.begun - self.asked)
-        self._tell()
+        self._notify()
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None] | None:
-        """The next token from its logits; None for a text that takes none. For one thread at a time."""
-        return self._sampler.draw(logits) if self._left else None
+        """The next token from its logits. None for a text with no token left. For one thread at a time."""
+        return self._sampler.draw(logits) if self._tokens_left else None
 
     def score(self, logits: Sequence[NDArray[np.float32]], begin: int) -> None:
-        """Score the prompt's tokens after those numbered from ``begin`` on, from the logits of these."""
+        """Score the prompt's tokens from ``begin + 1`` on, from the logits of their predecessors."""
         following = self.prompt[begin + 1 : begin + 1 + len(logits)]
         self.prompt_scores += [self._sampler.score(row, token) for row, token in zip(logits, following, strict=False)]
 
     def take(self, token: int, scores: TokenScores | None) -> None:
-        """Pass a token on, and end the text where it was the last."""
+        """Append a token, and end the text if it was the last."""
         if self.reason:
             return
         now = time.monotonic()
@@ -144,20 +148,20 @@ class Generation:
             self.scores.append(scores)
         if self.on_token is not None:
             self.on_token()
-        self._left -= 1
+        self._tokens_left -= 1
         if token in self._stop_tokens:
             self.end("stop")
-        elif self._left == 0:
+        elif self._tokens_left == 0:
             self.end("length")
         else:
-            self._tell()
+            self._notify()
 
     def end(self, reason: str, error: GpuActorsError | None = None) -> None:
-        """No token follows. A text ends once: what comes later changes nothing."""
+        """End the text. Only the first call counts."""
         if not self.reason:
             self.reason = "deadline" if isinstance(error, DeadlineExceeded) else reason
             self._error = error
-            self._tell()
+            self._notify()
             if self.work is not None:
                 self._end_work(self.work)
 
@@ -171,6 +175,6 @@ class Generation:
         counts = {"cached_tokens": self.cached, "completion_tokens": len(self.made), "reason": self.reason}
         work.end(counts, error=self._error or (self.reason if self.reason == "deadline" else None))
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

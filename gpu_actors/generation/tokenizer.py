@@ -33,22 +33,23 @@ _NO_SENTENCEPIECE = "; to read a tokenizer.model, Transformers needs `pip instal
 class TextStream(Protocol):
     """Makes a text from its tokens, one after another.
 
-    A character of several tokens comes with the last of them, so that at most 3 bytes wait.
+    A character of several tokens is returned with the last of them, so that at most 3 bytes wait.
     """
 
     def feed(self, token: int) -> str:
         """The text that this token completes."""
 
     def end(self) -> str:
-        """One U+FFFD for a character that has not been completed, else nothing."""
+        """One U+FFFD for an incomplete character, else nothing."""
 
 
 class Tokenizer(Protocol):
     """The methods that the engine's callers use. Safe to call from several threads.
 
-    special: the tokens that no text shows, and what each is called. end_tokens: any of them ends a text, beside those
-    that the model's configuration names. longest_token: bytes that a token stands for at most, infinite where one may
-    stand for any text. A text of more bytes than so many for each token has more tokens.
+    special: the tokens that no text shows, with their names.
+    end_tokens: each of them ends a text, beside those of the model's configuration.
+    longest_token: the most bytes of a token, infinite if one may stand for any text. A text of N tokens has at most N
+        times as many bytes.
     """
 
     special: Mapping[int, str]
@@ -56,26 +57,26 @@ class Tokenizer(Protocol):
     longest_token: float
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without any that begins or ends it."""
+        """The tokens of a text, without those that begin or end it."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text that a model continues, with those that the tokenizer puts around one."""
+        """The tokens of a text that a model continues, with those that the tokenizer adds around it."""
 
     def offsets(self, text: str) -> list[int]:
-        """For each token of `prompt`, the characters of the text before it. A token that is put there has none."""
+        """For each token of `prompt`, the number of the text's characters before it."""
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token adds to a text that it continues, in UTF-8; a part of a character for a part of one."""
+        """The UTF-8 bytes that a token adds to a text that it continues. They may be a part of a character."""
 
     def stream(self, begins: bool = False) -> TextStream:
-        """A new text. It shows the special tokens that it is fed, too.
+        """A new text. It shows special tokens too.
 
-        begins: the text continues none, so it lacks the space that the tokenizer itself puts before a text.
+        begins: the text continues no other one, so it lacks the space that the tokenizer puts before a text.
         """
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8. 256 begins a text, 257 ends it; neither shows as text."""
+    """Each byte of UTF-8 is a token. 256 begins a text, 257 ends it. Neither is shown."""
 
     special: Mapping[int, str] = {}
     end_tokens: Sequence[int] = (257,)
@@ -94,7 +95,7 @@ class ByteTokenizer:
         return bytes([token]) if token < 256 else b""
 
     def stream(self, begins: bool = False) -> TextStream:
-        return _Stream(lambda before, token: self.bytes_of(token))
+        return _Stream(lambda previous, token: self.bytes_of(token))
 
 
 class FolderTokenizer:
@@ -108,11 +109,11 @@ class FolderTokenizer:
         self.end_tokens: Sequence[int] = () if end is None else (end,)
         self._byte_level = self._text(["a", "Ġ"]) == "a "
         self._has_byte_tokens = self._text(["a", "<0x41>"]) == "aA"
-        # Where every byte has a token. Elsewhere one unknown token stands for any text.
+        # Whether every byte has a token. If not, one unknown token stands for any text.
         exact = self._byte_level or self._has_byte_tokens
         names = transformers.get_vocab()
         self.longest_token: float = max(len(name.encode()) for name in names) if exact else math.inf
-        # The first call takes the truncation and the padding of the training away, which is not safe beside others.
+        # The first call removes the truncation and the padding of the training, which is not thread-safe.
         self.encode("")
 
     def encode(self, text: str) -> list[int]:
@@ -124,12 +125,12 @@ class FolderTokenizer:
         return ids
 
     def offsets(self, text: str) -> list[int]:
-        found, end = [], 0
+        offsets, end = [], 0
         for start, stop in self._spans(text):
-            # A span may leave out the space before it, and be that of a character that its token is a part of.
-            found.append(min(start, end) if start < stop else end)
+            # A span may leave out the space before it. The span of a part of a character is the whole character's.
+            offsets.append(min(start, end) if start < stop else end)
             end = max(end, stop)
-        return found
+        return offsets
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         if self.transformers.is_fast:
@@ -146,31 +147,31 @@ class FolderTokenizer:
     def bytes_of(self, token: int) -> bytes:
         return self._piece(None, token) or b""
 
-    def _piece(self, before: int | None, token: int) -> bytes | None:
-        """What ``token`` adds to a text that ends with the token ``before``; to any text where that is None.
+    def _piece(self, previous: int | None, token: int) -> bytes | None:
+        """The bytes that ``token`` adds to a text that ends with ``previous``, or to any text if that is None.
 
-        None for a token that only the model has: its vocabulary may be the larger one.
+        None for a token that only the model has: its vocabulary may be larger than the tokenizer's.
         """
         name = self._name(token)
         if name is None:
             return None
         if self._byte_level:
-            return _unshown(name)
+            return _byte_level_bytes(name)
         if self._is_byte(name):
             return bytes.fromhex(name[3:5])
-        # Decoders treat the first token of a text otherwise, as taking its space away: here it is always another one.
+        # Decoders treat the first token of a text differently, as by removing its space. Here it is never the first.
         context = ["a"]
-        if before is not None and (last := self._name(before)) and not self._is_byte(last):
-            context.append(last)
+        if previous is not None and (previous_name := self._name(previous)) and not self._is_byte(previous_name):
+            context.append(previous_name)
         return self._text([*context, name])[len(self._text(context)) :].encode()
 
     def stream(self, begins: bool = False) -> TextStream:
         return _Stream(self._first_or_piece if begins else self._piece)
 
-    def _first_or_piece(self, before: int | None, token: int) -> bytes | None:
+    def _first_or_piece(self, previous: int | None, token: int) -> bytes | None:
         name = self._name(token)
-        if before is not None or name is None or self._byte_level or self._is_byte(name):
-            return self._piece(before, token)
+        if previous is not None or name is None or self._byte_level or self._is_byte(name):
+            return self._piece(previous, token)
         return self._text([name]).encode()
 
     def _name(self, token: int) -> str | None:
@@ -186,19 +187,19 @@ class FolderTokenizer:
 
 
 class _Stream:
-    """pieces: the bytes that a token adds to a text, by the token before it and itself; None for what is no token."""
+    """A text stream. pieces: the bytes that a token adds, from the token before it and itself, None for no token."""
 
     def __init__(self, pieces: Callable[[int | None, int], bytes | None]) -> None:
         self._pieces = pieces
-        self._before: int | None = None
-        # Keeps the bytes of an incomplete character, and shows bytes that are not UTF-8 as U+FFFD.
+        self._previous: int | None = None
+        # It buffers the bytes of an incomplete character, and decodes bytes that are not UTF-8 as U+FFFD.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
-        data = self._pieces(self._before, token)
+        data = self._pieces(self._previous, token)
         if data is None:
             return ""
-        self._before = token
+        self._previous = token
         return self._decoder.decode(data)
 
     def end(self) -> str:
@@ -209,7 +210,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer:
     """The tokenizer of a model's folder, or a `ByteTokenizer` for None.
 
     It is `transformers.AutoTokenizer`'s, without code from the folder. Raises `InvalidRequest` for a folder without
-    one, and where Transformers (extra "serve") is missing or cannot read it.
+    one, and if Transformers (extra "serve") is missing or cannot read it.
     """
     return ByteTokenizer() if folder is None else FolderTokenizer(_load(folder))
 
@@ -220,8 +221,8 @@ def ended_by(config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def transformers_module(field: str, value: object) -> Any:
-    """Import Transformers. Raises `InvalidRequest` of the field where it is missing."""
-    # Without torch the import advises to install it, which tokenizers and chat templates do not need.
+    """Import Transformers. Raises `InvalidRequest` for the field if it is missing."""
+    # Without torch the import logs an advice to install it, which tokenizers and chat templates do not need.
     logger = logging.getLogger("transformers")
     logger.addFilter(_drop)
     try:
@@ -251,19 +252,19 @@ def _load(folder: Path) -> Any:
         raise InvalidRequest("model", str(folder), reason) from error
 
 
-def _shown_bytes() -> dict[str, int]:
-    """GPT-2's alphabet, in which tokens of bytes are spelled: a printable character for each byte."""
+def _gpt2_bytes() -> dict[str, int]:
+    """GPT-2's alphabet of byte tokens: a printable character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_SHOWN_BYTES = _shown_bytes()
+_GPT2_BYTES = _gpt2_bytes()
 
 
-def _unshown(name: str) -> bytes:
+def _byte_level_bytes(name: str) -> bytes:
     try:
-        return bytes(_SHOWN_BYTES[character] for character in name)
+        return bytes(_GPT2_BYTES[character] for character in name)
     except KeyError:
-        # An added token is spelled as it is.
+        # An added token is not spelled in that alphabet.
         return name.encode()

@@ -1,4 +1,4 @@
-"""The weights of a model: drawn from a seed, or read from a folder in the layout of a Hugging Face repository."""
+"""The weights of a model: random from a seed, or read from a folder in the layout of a Hugging Face repository."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: (vocab, hidden). head: (hidden, vocab); of a model that ties them, the same memory.
+    """The weights of a model.
 
-    stored: how the matrices lie in the file, such as "bfloat16" or "Q4_1, Q8_0", or "random". dtype: in which attention
-    loses nothing of them, as `dtype_of` says.
+    embedding: (vocab, hidden).
+    head: (hidden, vocab). If the model ties them, it is the same memory.
+    stored: the format of the matrices in the file, such as "bfloat16" or "Q4_1, Q8_0", or "random".
+    dtype: the dtype in which attention loses no precision of them (see `dtype_of`).
     """
 
     embedding: Matrix
@@ -102,9 +104,9 @@ def random_weights(config: LlamaConfig, seed: int = 0) -> Weights:
 
 
 def dtype_of(stored: Iterable[str]) -> str:
-    """The dtype of attention's operands for matrices that lie in these forms: the half precision of all, or float32.
+    """The dtype of attention's operands for matrices in these formats: their common half precision, or float32.
 
-    The model itself computes in float32, whatever the file holds.
+    The model itself computes in float32.
     """
     forms = set(stored)
     return forms.pop() if forms in ({"float16"}, {"bfloat16"}) else "float32"
@@ -118,7 +120,7 @@ def cores() -> int:
 def load_weights(folder: Path, config: LlamaConfig) -> Weights:
     """Read model.safetensors, or the files that model.safetensors.index.json lists.
 
-    Raises `InvalidRequest` where one is missing or broken, or a tensor is not of the shape that config.json calls for.
+    Raises `InvalidRequest` if one is missing or broken, or if a tensor's shape does not follow from config.json.
     """
     try:
         from safetensors import safe_open
@@ -141,8 +143,8 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
             raise InvalidRequest(name, "missing", f"must have shape {shape} in {folder}")
         tensor = file.get_slice(name)
         if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
-            given = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
-            raise InvalidRequest(name, given, f"must be {', '.join(_DTYPES)} of shape {shape} in {folder}")
+            value = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
+            raise InvalidRequest(name, value, f"must be {', '.join(_DTYPES)} of shape {shape} in {folder}")
         if len(shape) == 2:
             stored.add(_DTYPES[tensor.get_dtype()])
         return np.asarray(file.get_tensor(name), np.float32)
@@ -152,26 +154,26 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
 
 
 def assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matrix], threads: int = 1) -> Weights:
-    """The weights from a function that gives each tensor of `tensor_names`, called on so many threads at once."""
+    """The weights from a function that returns each tensor of `tensor_names`. ``threads`` threads call it."""
     embedding_name = "model.embed_tokens.weight"
 
     def one(named: tuple[str, tuple[int, ...]]) -> Matrix:
-        found = tensor(*named)
-        if len(found.shape) == 1 or (named[0] == embedding_name and not config.tied):
-            return found
-        # BLAS multiplies a few rows in two thirds of the time if the columns of a product lie together.
-        return np.ascontiguousarray(found.T)
+        matrix = tensor(*named)
+        if len(matrix.shape) == 1 or (named[0] == embedding_name and not config.tied):
+            return matrix
+        # BLAS multiplies a few rows in two thirds of the time if the columns of a product are contiguous.
+        return np.ascontiguousarray(matrix.T)
 
     names = tensor_names(config)
     with ThreadPoolExecutor(threads) as pool:
-        got = dict(zip(names, pool.map(one, names.items()), strict=True))
+        tensors = dict(zip(names, pool.map(one, names.items()), strict=True))
     layers = (
-        LayerWeights(**{field: got[f"model.layers.{layer}.{name}.weight"] for field, name in _LAYER.items()})
+        LayerWeights(**{field: tensors[f"model.layers.{layer}.{name}.weight"] for field, name in _LAYER.items()})
         for layer in range(config.layers)
     )
-    embedding = got[embedding_name]
-    embedding, head = (embedding.T, embedding) if config.tied else (embedding, got["lm_head.weight"])
-    return Weights(embedding, tuple(layers), got["model.norm.weight"], head)
+    embedding = tensors[embedding_name]
+    embedding, head = (embedding.T, embedding) if config.tied else (embedding, tensors["lm_head.weight"])
+    return Weights(embedding, tuple(layers), tensors["model.norm.weight"], head)
 
 
 def _read(path: Path, read: Callable[[], Any]) -> Any:
