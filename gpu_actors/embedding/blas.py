@@ -11,19 +11,19 @@ __all__ = ["blas_threads", "limit_blas_threads"]
 
 
 def blas_threads() -> int:
-    """The threads that NumPy's BLAS uses: every core, or OPENBLAS_NUM_THREADS; 1 where none is found.
+    """The number of threads of NumPy's BLAS: every core, or OPENBLAS_NUM_THREADS. 1 if no BLAS is found.
 
-    Raises `GpuActorsError` where threadpoolctl (extra "demo") is missing.
+    Raises `GpuActorsError` if threadpoolctl (extra "demo") is missing.
     """
     return max((library["num_threads"] for library in _libraries().info()), default=1)
 
 
 def limit_blas_threads(count: int) -> bool:
-    """Have every BLAS of this process use ``count`` threads, as OPENBLAS_NUM_THREADS would before NumPy's import.
+    """Make every BLAS of this process use ``count`` threads, as OPENBLAS_NUM_THREADS does before NumPy's import.
 
     For programs, not for libraries: it changes the whole process. Returns False, and changes nothing, if no BLAS with
-    such a setting is found. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` where threadpoolctl (extra
-    "demo") is missing.
+    such a setting is found. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` if threadpoolctl (extra "demo")
+    is missing.
     """
     if count < 1:
         raise InvalidRequest("count", count, "must be an int >= 1")

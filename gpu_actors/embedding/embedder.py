@@ -1,4 +1,4 @@
-"""Embedder: texts to vectors, with several batches under way and every attention done by the service."""
+"""Embedder: texts to vectors, with several batches in flight and every attention through the service."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.fl
 
 
 class Embedded(NamedTuple):
-    """The result of `Embedder.embed`, one row a text.
+    """The result of `Embedder.embed`, one row for each text.
 
-    vectors: (texts, columns) float32, of length 1 where the model's folder normalises them, as MiniLM's does.
-    tokens: (texts,) int32. truncated: (texts,) bool.
+    vectors: (texts, columns) float32, of length 1 if the model's folder normalises them, as MiniLM's does.
+    tokens: (texts,) int32.
+    truncated: (texts,) bool.
     """
 
     vectors: Floats
@@ -51,13 +52,13 @@ class Embedded(NamedTuple):
 class Embedder:
     """A sentence encoder over an open context.
 
-    batch_tokens: tokens packed into one attention request; bounds the memory.
-    batches_in_flight: batches of one call under way at once, so that some multiply while others attend. Default: one
-        more than threads.
-    dtype: of the attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" where the
-        device runs kernels, which multiply it on tensor cores, else "float32".
-    threads: batches that may multiply at once, over all calls. Default: the number of CPUs, at most 8. Use one
-        BLAS thread (`limit_blas_threads`) with it: BLAS threads spin while they wait for each other, which costs much
+    batch_tokens: tokens packed into one attention request. It limits the memory.
+    batches_in_flight: batches of one call that are processed at the same time, so that some multiply while others
+        attend. Default: one more than threads.
+    dtype: of the attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" if the device
+        runs kernels, which multiply it on tensor cores, else "float32".
+    threads: batches that may multiply at the same time, over all calls. Default: the number of CPUs, at most 8. Use one
+        BLAS thread (`limit_blas_threads`) with it: BLAS threads spin while they wait for each other, which is expensive
         if other work shares the CPUs.
     """
 
@@ -125,12 +126,12 @@ class Embedder:
     async def embed(
         self, texts: Iterable[str], *, deadline: float | None = None, progress: Progress | None = None
     ) -> Embedded:
-        """Embed texts; one of more than ``max_tokens`` tokens or ``max_text_chars`` characters is cut and flagged.
+        """Embed texts. A text of more than ``max_tokens`` tokens or ``max_text_chars`` characters is cut and flagged.
 
-        deadline: absolute ``time.monotonic()`` seconds, handed on to every attention request.
-        progress: called on the loop with (texts, tokens) of each batch done.
-        Raises `InvalidRequest` for a text that is not valid Unicode, `LaunchError` for a result that is not
-        finite, and the error of a request that the service refuses or fails; the other batches are cancelled then.
+        deadline: absolute ``time.monotonic()`` seconds, for every attention request.
+        progress: called on the loop with (texts, tokens) of each finished batch.
+        Raises `InvalidRequest` for a text that is not valid Unicode, `LaunchError` for a result that is not finite, and
+        the error of a failed request. The other batches are cancelled then.
         """
         batches = token_batches(self.tokenizer, texts, self.batch_tokens)
         slots = asyncio.Semaphore(self.batches_in_flight)
@@ -149,7 +150,7 @@ class Embedder:
             async with anyio.create_task_group() as tasks:
                 while True:
                     await slots.acquire()
-                    batch = await anyio.to_thread.run_sync(_tokenized, batches)
+                    batch = await anyio.to_thread.run_sync(_tokenize_next, batches)
                     if batch is None:
                         break
                     tasks.start_soon(run, len(order), batch)
@@ -164,22 +165,22 @@ class Embedder:
     async def _forward(self, batch: TokenBatch, deadline: float | None) -> Floats:
         layers = self.model.layers
         dtype = DTYPES[self.dtype]
-        x, heads = await self._compute(lambda: self._enter(batch, dtype))
+        x, heads = await self._compute(lambda: self._first_layer(batch, dtype))
         for layer, following in pairwise(layers):
             attended = await self._attend(heads, batch, deadline)
             x, heads = await self._compute(partial(_advance, layer, following, x, attended, dtype))
         attended = await self._attend(heads, batch, deadline)
-        vectors = await self._compute(lambda: self._pooled(x, attended, batch))
+        vectors = await self._compute(lambda: self._last_layer(x, attended, batch))
         if not np.isfinite(vectors).all():
             raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
         return vectors
 
-    def _enter(self, batch: TokenBatch, dtype: DTypeLike) -> tuple[Floats, Heads]:
+    def _first_layer(self, batch: TokenBatch, dtype: DTypeLike) -> tuple[Floats, Heads]:
         with host_span("matmul", rows=len(batch.ids), part="first layer"):
             x = self.model.embeddings(batch)
             return x, _operands(self.model.layers[0], x, dtype)
 
-    def _pooled(self, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
+    def _last_layer(self, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
         with host_span("matmul", rows=len(x), part="last layer"):
             return self.model.head(_finish(self.model.layers[-1], x, attended), batch)
 
@@ -211,7 +212,7 @@ class Embedder:
         return await anyio.to_thread.run_sync(work, limiter=self._limiter)
 
 
-def _tokenized(batches: Iterator[TokenBatch]) -> TokenBatch | None:
+def _tokenize_next(batches: Iterator[TokenBatch]) -> TokenBatch | None:
     with host_span("tokenise"):
         return _next_batch(batches)
 
@@ -238,7 +239,7 @@ def _next_batch(batches: Iterator[TokenBatch]) -> TokenBatch | None:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: it caused the others by cancelling."""
+    """The first error of a group. The others are its consequences, by cancellation."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -27,7 +27,7 @@ COEFFICIENTS = tuple(
     np.float32(c) for c in (0.1171089860, 0.0637915729, 0.2781820302, -0.2485175060, 0.3969896868, -0.1075548085)
 )
 BLOCK = 1 << 16
-"""Elements worked on at once: five float32 blocks of this size stay in a 2 MB cache."""
+"""Elements of a block: five float32 blocks of this size fit into a 2 MB cache."""
 
 
 def gelu_inplace(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""What follows the encoder's layers, as sentence-transformers' modules.json lists it: pooling, Dense, Normalize."""
+"""The modules behind the encoder's layers, from sentence-transformers' modules.json: pooling, Dense, Normalize."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""As older files say the mode, in the order in which several are put side by side."""
+"""The modes by their names in older files, in the order in which several are concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From the last layer's rows to a vector a text. columns: of the vectors.
+    """From the last layer's rows to a vector for each text.
 
-    modes: any of "cls", "max" and "mean", side by side. steps: what is done with the pooled rows then.
+    modes: any of "cls", "max" and "mean", concatenated.
+    steps: applied to the pooled rows, in order.
+    columns: of the vectors.
     """
 
     modes: tuple[str, ...]
@@ -43,20 +45,20 @@ class Head:
 
     def __call__(self, x: Floats, batch: TokenBatch) -> Floats:
         """Vectors (texts, columns) float32, from x (T, hidden)."""
-        y = np.concatenate([_POOLED[mode](x, batch) for mode in self.modes], axis=1)
+        y = np.concatenate([_POOLING[mode](x, batch) for mode in self.modes], axis=1)
         for step in self.steps:
             y = step(y)
         return y
 
 
 def load_head(folder: Path, hidden: int) -> Head:
-    """Read modules.json and the folders that it names; without it texts are pooled by "mean" and normalised.
+    """Read modules.json and the folders that it names. Without it texts are pooled by "mean" and normalised.
 
-    Raises `InvalidRequest` for a file that is broken, `Unsupported` for what is not computed here.
+    Raises `InvalidRequest` for a broken file, `Unsupported` for a module that is not computed here.
     """
     path = folder / "modules.json"
     if not path.is_file():
-        return Head(("mean",), (_normalized,), hidden)
+        return Head(("mean",), (_normalize,), hidden)
     modules = [_module(path, one) for one in read_json(path, list)]
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
@@ -70,11 +72,11 @@ def load_head(folder: Path, hidden: int) -> Head:
     for kind, name in modules[2:]:
         if kind == "Normalize":
             _expect(folder / name / "config.json", "module_input_name", "sentence_embedding")
-            steps.append(_normalized)
+            steps.append(_normalize)
         elif kind == "Dense":
             dense, columns = _dense(folder / name, columns)
             steps.append(dense)
-        elif kind != "Dropout":  # which does nothing but in training
+        elif kind != "Dropout":  # it has no effect outside of training
             raise Unsupported("modules.json type", kind, "must be Dense, Normalize or Dropout here", "Normalize")
     cut = sentence_config(folder).get("truncate_dim")
     if cut is not None:
@@ -85,58 +87,58 @@ def load_head(folder: Path, hidden: int) -> Head:
     return Head(modes, tuple(steps), columns)
 
 
-def _module(path: Path, given: Any) -> tuple[str, str]:
+def _module(path: Path, module: Any) -> tuple[str, str]:
     """The kind of a module and its folder."""
-    kind, name = (given.get("type"), given.get("path", "")) if isinstance(given, dict) else (None, None)
+    kind, name = (module.get("type"), module.get("path", "")) if isinstance(module, dict) else (None, None)
     if not isinstance(kind, str) or not isinstance(name, str):
         raise InvalidRequest("model", str(path), "must hold a list of objects with type and path")
-    room, _, short = kind.rpartition(".")
-    # A module of the model's authors may have any name.
-    return (short if room.split(".")[0] == "sentence_transformers" else kind), name
+    package, _, class_name = kind.rpartition(".")
+    # A model's own module may have any name.
+    return (class_name if package.split(".")[0] == "sentence_transformers" else kind), name
 
 
 def _modes(folder: Path, name: str) -> tuple[str, ...]:
     path = folder / name / "config.json"
-    given = read_json(path, dict)
-    modes = given.get("pooling_mode", tuple(mode for flag, mode in _FLAGS.items() if given.get(flag)) or "mean")
+    config = read_json(path, dict)
+    modes = config.get("pooling_mode", tuple(mode for flag, mode in _FLAGS.items() if config.get(flag)) or "mean")
     modes = (modes,) if isinstance(modes, str) else tuple(modes) if isinstance(modes, (list, tuple)) else ()
     if not modes:
-        raise InvalidRequest("pooling_mode", given.get("pooling_mode"), f"must be a mode or several in {path}")
+        raise InvalidRequest("pooling_mode", config.get("pooling_mode"), f"must be a mode or several in {path}")
     for mode in modes:
-        if not isinstance(mode, str) or mode not in _POOLED:
-            raise Unsupported("pooling_mode", mode, f"known here: {', '.join(_POOLED)}", "mean")
-    if load_prompt(folder) and given.get("include_prompt") is False:
+        if not isinstance(mode, str) or mode not in _POOLING:
+            raise Unsupported("pooling_mode", mode, f"known here: {', '.join(_POOLING)}", "mean")
+    if load_prompt(folder) and config.get("include_prompt") is False:
         raise Unsupported("include_prompt", False, "must be true where texts have a prompt", True)
     return modes
 
 
 def _dense(folder: Path, columns: int) -> tuple[Step, int]:
     path = folder / "config.json"
-    given = read_json(path, dict)
+    config = read_json(path, dict)
     _expect(path, "module_input_name", "sentence_embedding")
     _expect(path, "use_residual", False)
     into, out, name = (
-        given.get("in_features"),
-        given.get("out_features"),
-        given.get("activation_function", "torch.Tanh"),
+        config.get("in_features"),
+        config.get("out_features"),
+        config.get("activation_function", "torch.Tanh"),
     )
     if into != columns or type(out) is not int or out < 1:
         raise InvalidRequest("model", str(path), f"must have in_features {columns}, as the rows, and out_features")
-    room, _, short = str(name).rpartition(".")
-    if short not in _ACTIVATIONS or room.split(".")[0] != "torch":
+    package, _, class_name = str(name).rpartition(".")
+    if class_name not in _ACTIVATIONS or package.split(".")[0] != "torch":
         raise Unsupported("activation_function", name, f"known here: {', '.join(_ACTIVATIONS)} of torch", "Identity")
     if not (folder / "model.safetensors").is_file():
         raise InvalidRequest("model", str(folder), "must hold model.safetensors")
-    linear = TensorReader(load_tensors(folder), folder).linear("linear", out, columns, bias=given.get("bias", True))
-    activation = _ACTIVATIONS[short]
+    linear = TensorReader(load_tensors(folder), folder).linear("linear", out, columns, bias=config.get("bias", True))
+    activation = _ACTIVATIONS[class_name]
     return lambda y: activation(linear(y)), out
 
 
 def _expect(path: Path, name: str, value: Any) -> None:
-    """Raise `Unsupported` unless a module's option, where its folder has a file and the file has it, is this one."""
-    given: Mapping[str, Any] = read_json(path, dict) if path.is_file() else {}
-    if given.get(name, value) != value:
-        raise Unsupported(name, given[name], f"is not what is computed here ({path})", value)
+    """Raise `Unsupported` if a module's file has this option with another value."""
+    config: Mapping[str, Any] = read_json(path, dict) if path.is_file() else {}
+    if config.get(name, value) != value:
+        raise Unsupported(name, config[name], f"is not what is computed here ({path})", value)
 
 
 def _cls(x: Floats, batch: TokenBatch) -> Floats:
@@ -155,10 +157,10 @@ def _mean(x: Floats, batch: TokenBatch) -> Floats:
     return means
 
 
-_POOLED = {"cls": _cls, "max": _max, "mean": _mean}
+_POOLING = {"cls": _cls, "max": _max, "mean": _mean}
 
 
-def _normalized(y: Floats) -> Floats:
+def _normalize(y: Floats) -> Floats:
     norms = np.sqrt(np.einsum("nd,nd->n", y, y))
     unit: Floats = y / np.maximum(norms, np.float32(1e-12))[:, None]
     return unit

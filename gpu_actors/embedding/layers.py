@@ -1,4 +1,4 @@
-"""The layers of an encoder that are arithmetic alone, and how they are read from model.safetensors."""
+"""The purely arithmetic layers of an encoder, and how they are read from model.safetensors."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """Takes the tensors of a folder's model.safetensors, and raises `InvalidRequest` for one that does not fit."""
+    """Reads the tensors of a folder's model.safetensors. Raises `InvalidRequest` for a missing or wrong one."""
 
     tensors: Mapping[str, Floats]
     folder: Path
 
     def take(self, name: str, shape: tuple[int | None, ...]) -> Floats:
-        found = self.tensors.get(name)
-        if found is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             raise InvalidRequest("model", str(self.folder), f"model.safetensors lacks the tensor {name}")
-        if len(found.shape) != len(shape) or any(w not in (None, g) for w, g in zip(shape, found.shape, strict=True)):
-            reason = f"the tensor {name} has shape {found.shape} where config.json asks for {shape}"
+        if len(tensor.shape) != len(shape) or any(w not in (None, g) for w, g in zip(shape, tensor.shape, strict=True)):
+            reason = f"the tensor {name} has shape {tensor.shape} where config.json asks for {shape}"
             raise InvalidRequest("model", str(self.folder), reason)
-        return found
+        return tensor
 
     def linear(self, name: str, out: int, into: int, *, bias: bool = True) -> Linear:
         added = self.take(f"{name}.bias", (out,)) if bias else np.zeros(out, np.float32)

@@ -54,7 +54,7 @@ class EncoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class MiniLM:
-    """The encoder's weights, ready to multiply. All methods block; any thread may call them."""
+    """The encoder's weights, ready to multiply. All methods block. Any thread may call them."""
 
     config: ModelConfig
     words: Floats
@@ -65,9 +65,9 @@ class MiniLM:
 
     @classmethod
     def load(cls, folder: Path) -> MiniLM:
-        """Read a folder's config.json, model.safetensors and, where they are, modules.json and what it names.
+        """Read a folder's config.json, model.safetensors and, if there is one, modules.json with its folders.
 
-        Raises `InvalidRequest` for what is broken, `Unsupported` for what is not computed here.
+        Raises `InvalidRequest` for a broken file, `Unsupported` for a model that is not computed here.
         """
         config = load_config(folder)
         reader = TensorReader(load_tensors(folder), folder)

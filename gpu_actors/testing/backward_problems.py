@@ -21,8 +21,9 @@ BACKWARD_FEATURES = tuple(feature for feature in FEATURES if feature != "descale
 class BackwardCase:
     """A backward problem and its data.
 
-    forward: q, k, v, options and lengths. dout: (batch, rows, heads, dim_v), or (total, heads, dim_v) for varlen, in
-    the dtype of q. out, lse: the oracle's, rounded to that dtype and to float32, as a forward kernel gives them.
+    forward: q, k, v, options and lengths.
+    dout: (batch, rows, heads, dim_v), or (total, heads, dim_v) for varlen, in the dtype of q.
+    out, lse: the oracle's, rounded to that dtype and to float32, as a forward kernel gives them.
     repro: the call that rebuilds the case.
     """
 
@@ -49,33 +50,33 @@ class BackwardCase:
 
 
 def random_backward(seed: int, *, compute: str | None = None, **choices: Any) -> BackwardCase:
-    """A problem and its data, all of it decided by the seed but for what is given.
+    """A problem and its data. The seed decides all that the arguments do not.
 
     compute: "f16", "bf16" or "tf32" for float32 operands whose forward was multiplied in it: of out and lse alone.
-    choices: those of `random_forward`; features are `BACKWARD_FEATURES` by default.
+    choices: arguments of `random_forward`. features are `BACKWARD_FEATURES` by default.
     """
     forward = random_forward(seed, **{"features": BACKWARD_FEATURES, **choices})
     dtype = forward.q.dtype.name
     shape = (*forward.q.shape[:-1], forward.v.shape[-1])
-    # dout has a stream of its own, so that `random_forward` draws the same for a seed as without it.
+    # dout has its own random stream, so that it does not change what `random_forward` draws.
     dout = np.random.default_rng((seed, 1)).standard_normal(shape)
     inputs = forward.inputs if compute is None else round_inputs(*forward.inputs, compute)
     result = attention_forward(*inputs, **forward.options)
-    given = choices if compute is None else {"compute": compute, **choices}
-    named = (f"{name}={value!r}" for name, value in given.items())
+    chosen = choices if compute is None else {"compute": compute, **choices}
+    arguments = (f"{name}={value!r}" for name, value in chosen.items())
     return BackwardCase(
         forward=forward,
         dout=cast(dout, dtype),
         out=cast(result.out, dtype),
         lse=result.lse.astype(np.float32),
-        repro=f"random_backward({', '.join([str(seed), *named])})",
+        repro=f"random_backward({', '.join([str(seed), *arguments])})",
     )
 
 
 def poison_unseen_backward(case: BackwardCase) -> BackwardCase:
     """The same case with NaN in every key and value that its mask hides from all rows, whose gradients are zeros.
 
-    Rows that see no key are poisoned as well, in q, dout and out: they have no gradient and give none.
+    Rows that see no key are poisoned too, in q, dout and out: they have no gradient and contribute to none.
     """
     blind = np.isneginf(case.lse) if "sinks" not in case.options else np.zeros(case.lse.shape, bool)
     rows = np.moveaxis(blind, -2, -1)

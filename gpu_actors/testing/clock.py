@@ -1,4 +1,4 @@
-"""MockClock: time that moves only when told to."""
+"""MockClock: time that moves only by calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["MockClock"]
 
 
 class MockClock:
-    """A clock for ``ContextOptions(clock=...)`` that stands still between calls of `advance`.
+    """A clock for ``ContextOptions(clock=...)`` that stops between calls of `advance`.
 
     Deadlines, backoff, injected delays and latencies all follow it, so a test of an hour takes no time.
     """
@@ -24,7 +24,7 @@ class MockClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move on by so many seconds and wake the threads that sleep on the clock."""
+        """Advance by so many seconds and wake the threads that sleep on the clock."""
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds!r}: a clock only moves forward, by a finite time")
         with self._lock:

@@ -64,7 +64,7 @@ _TINY = {"float16": 2.0**-14, "bfloat16": 2.0**-126 / UNIT_ROUNDOFF["bfloat16"],
 
 @dataclass(frozen=True, slots=True)
 class GradientBounds:
-    """The largest acceptable |gradient - reference|, elementwise; None where there is no such gradient."""
+    """The largest acceptable |gradient - reference|, elementwise. None if there is no such gradient."""
 
     dq: Array
     dk: Array
@@ -88,27 +88,28 @@ def check_gradients(
 ) -> float:
     """Raise AssertionError, naming the worst row and ``repro``, unless gradients agree with the oracle's.
 
-    gradients: anything with dq, dk, dv, dbias, dsinks; the last two None where there is no bias and are no sinks.
-    dout, q, k, v and options: those of `reference.attention_backward`. out, lse: what the kernel was given, where the
-    oracle is to read the same; by default it computes its own, and their rounding is among what is allowed.
-    compute: "f16", "bf16" or "tf32" for float32 inputs that were multiplied in it; they are rounded to it here.
+    gradients: an object with dq, dk, dv, dbias, dsinks. The last two are None if there is no bias or are no sinks.
+    dout, q, k, v and options: those of `reference.attention_backward`.
+    out, lse: the kernel's inputs, if the oracle should read the same. By default it computes its own, and the bounds
+        allow for their rounding.
+    compute: "f16", "bf16" or "tf32" for float32 inputs that were multiplied in it. They are rounded to it here.
     Returns the largest |gradient - reference| / bound, below 1.
     """
     if compute is not None:
         step = rounder(COMPUTE[compute])
         dout, q, k, v = step(dout), step(q), step(k), step(v)
-    given = {**options, "out": out, "lse": lse}
-    reference = attention_backward(dout, q, k, v, **given)
-    bounds = gradient_bounds(dout, q, k, v, reference=reference, compute=compute, **given)
+    oracle_options = {**options, "out": out, "lse": lse}
+    reference = attention_backward(dout, q, k, v, **oracle_options)
+    bounds = gradient_bounds(dout, q, k, v, reference=reference, compute=compute, **oracle_options)
     worst = 0.0
     for name in GRADIENTS:
         actual, expected, bound = (getattr(each, name) for each in (gradients, reference, bounds))
         if (actual is None) != (expected is None):
             raise AssertionError(f"{name} is {'missing' if actual is None else 'there unasked'}\n{repro}")
         if actual is not None:
-            own = UNIT_ROUNDOFF[actual.dtype.name] * np.nan_to_num(np.abs(expected))
-            own += _LEAST[actual.dtype.name]
-            worst = max(worst, compare(name, actual, expected, bound + own, repro))
+            rounding = UNIT_ROUNDOFF[actual.dtype.name] * np.nan_to_num(np.abs(expected))
+            rounding += _LEAST[actual.dtype.name]
+            worst = max(worst, compare(name, actual, expected, bound + rounding, repro))
     return worst
 
 
@@ -125,10 +126,10 @@ def gradient_bounds(
     **options: Any,
 ) -> GradientBounds:
     """The bounds of `attention_backward`'s gradients for these inputs and options. compute: as in `check_gradients`."""
-    given = {**options, "out": out, "lse": lse}
-    reference = attention_backward(dout, q, k, v, **given) if reference is None else reference
+    oracle_options = {**options, "out": out, "lse": lse}
+    reference = attention_backward(dout, q, k, v, **oracle_options) if reference is None else reference
     dtype = intermediate_dtype(q.dtype.name) if compute is None else COMPUTE[compute]
-    low = attention_backward_low(dout, q, k, v, dtype=dtype, **given)
+    low = attention_backward_low(dout, q, k, v, dtype=dtype, **oracle_options)
     floor = _rounding(Arguments(q=q, k=k, v=v, **options), Incoming(dout, out, lse), dtype)
 
     def bound(name: str) -> Any:
@@ -181,27 +182,28 @@ def _add(
     slack: float,
     unit: float = 0.0,
 ) -> None:
-    """slack: units that the softcap's factor is off by where it is near 0, for a tanh that is itself rounded.
+    """Add a tile's terms to the sums.
 
-    unit: what the bound is multiplied by later. The errors of that factor and of the gradient multiply, which counts
-    where both are near 0, as for a row that sees one key.
+    slack: the error in units of the softcap's factor where it is near 0, for a tanh that is itself rounded.
+    unit: the factor that the bound is multiplied by later. The errors of the softcap's factor and of the gradient
+        multiply, which matters if both are near 0, as for a row that sees one key.
     """
-    before = scores
+    unscaled = scores
     if tile.slope is not None:
-        scores = scores * (np.abs(_seen(tile, tile.slope)) + slack * unit) + slack * np.abs(tile.dbias)
-    # Rows and keys of hidden pairs may be NaN, and have no part in the sums.
+        scores = scores * (np.abs(_visible(tile, tile.slope)) + slack * unit) + slack * np.abs(tile.dbias)
+    # Rows and keys of hidden pairs may be NaN, and are not in the sums.
     operands = (tile.q, tile.operands.k, tile.dout)
     q, k, dout = (np.where(np.isfinite(array), np.abs(array), 0.0) for array in operands)
     sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.scale))
-    sums.add_reduced(tile, before, -delta)
+    sums.add_reduced(tile, unscaled, -delta)
 
 
 def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Array, Array]:
     """(W, A', d) of 16-bit kernels."""
     out = np.zeros_like(tile.delta) if out_given else np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
-    tiny = _seen(tile, np.full_like(tile.probabilities, _TINY[dtype]))
-    lost = tiny if dtype == "float16" else tiny * (1.0 + np.abs(_seen(tile, tile.dprobabilities - tile.delta)))
-    return np.abs(tile.dbias) + tile.probabilities * out + lost, np.abs(tile.weights) + tiny, out
+    tiny = _visible(tile, np.full_like(tile.probabilities, _TINY[dtype]))
+    underflow = tiny if dtype == "float16" else tiny * (1.0 + np.abs(_visible(tile, tile.dprobabilities - tile.delta)))
+    return np.abs(tile.dbias) + tile.probabilities * out + underflow, np.abs(tile.weights) + tiny, out
 
 
 def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Array, Array]:
@@ -211,16 +213,16 @@ def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Arra
     terms = 4.0 * max(rows * arguments.gqa_ratio, keys, dim, dim_v) ** 0.5 + 16.0
     q_length, k_length = (np.linalg.norm(array, axis=-1, keepdims=True) for array in (tile.q, tile.operands.k))
     lse = np.where(np.isfinite(tile.lse), np.abs(tile.lse), 0.0) + LOG_NEGLIGIBLE
-    relative = _seen(tile, terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2))
+    relative = _visible(tile, terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2))
     products = np.abs(tile.dout) @ np.abs(tile.operands.values.finite.swapaxes(-1, -2))
     out = np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
     delta = (tile.weights * relative * (products + out)).sum(axis=-1, keepdims=True) + terms * out
-    kept = np.maximum(1.0, 1.0 / (1.0 - arguments.dropout_p))
-    spread = _seen(tile, relative * np.abs(tile.dprobabilities - tile.delta) + terms * kept * products + delta)
+    scale = np.maximum(1.0, 1.0 / (1.0 - arguments.dropout_p))
+    spread = _visible(tile, relative * np.abs(tile.dprobabilities - tile.delta) + terms * scale * products + delta)
     of_sink = relative.max(axis=-1, keepdims=True, initial=terms)
     return tile.probabilities * spread, tile.weights * relative, of_sink * np.abs(tile.delta) + delta
 
 
-def _seen(tile: GradientTile, pairs: Array) -> Array:
-    """0 for hidden pairs, whose keys may be NaN."""
+def _visible(tile: GradientTile, pairs: Array) -> Array:
+    """``pairs`` with 0 for hidden pairs, whose keys may be NaN."""
     return pairs if tile.visible is None else np.where(tile.visible, pairs, 0.0)

@@ -1,7 +1,7 @@
-"""Attention problems with data, drawn from a seed: what kernels, devices and the oracle are tested on.
+"""Attention problems with data, drawn from a seed, for tests of kernels, devices and the oracle.
 
-A case is rebuilt from its one-line ``repro``. Every draw is made whether or not an argument overrides it,
-so naming one choice leaves the others as they were.
+A case is rebuilt from its one-line ``repro``. Every draw is made even if an argument overrides it, so an argument does
+not change the other choices.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class ForwardCase:
 
     q, k, v: (batch, rows, heads, dim), or (total, heads, dim) for varlen.
     options: keyword arguments that `reference.attention_forward` and `FlashAttnActor.forward` both take.
-    seqlens: (query rows, keys) of each sequence. repro: the call that rebuilds the case.
+    seqlens: (query rows, keys) of each sequence.
+    repro: the call that rebuilds the case.
     """
 
     q: Array
@@ -119,15 +120,18 @@ def random_forward(
     always: Collection[str] = (),
     alignment: str | None = None,
 ) -> ForwardCase:
-    """A problem and its data, all of it decided by the seed but for what is given.
+    """A problem and its data. The seed decides all that the arguments do not.
 
-    dtype: of q, k and v; 8-bit floats come only when asked for. kind: one of INPUT_KINDS.
-    seqlens: (seqlen_q, seqlen_k) of every dense sequence and of the longest varlen one; the other varlen
-        sequences are shorter and some are empty.
-    heads: (heads_q, heads_kv). head_dim_v: head_dim by default.
-    features: the options that may be drawn. always: those that must be. Some need company and are left out
-        without it: sink_tokens a window, bias a dense layout, descales an 8-bit dtype.
-    alignment: named in the options when given.
+    dtype: of q, k and v. 8-bit floats are never drawn.
+    kind: one of INPUT_KINDS.
+    seqlens: (seqlen_q, seqlen_k) of every dense sequence and of the longest varlen one. The other varlen sequences are
+        shorter, and some are empty.
+    heads: (heads_q, heads_kv).
+    head_dim_v: head_dim by default.
+    features: the options that may be drawn.
+    always: the options that are always there. Some depend on others and are left out without them: sink_tokens needs a
+        window, bias a dense layout, descales an 8-bit dtype.
+    alignment: an option, if it is given.
     """
     if unknown := {*features, *always} - set(FEATURES):
         raise ValueError(f"features {sorted(unknown)}: known are {FEATURES}")
@@ -174,7 +178,7 @@ def random_forward(
 
 
 def cast(array: Array, dtype: str) -> Array:
-    """``array`` in the dtype of that NumPy or ml_dtypes name; 8-bit floats are clipped to +-448 first."""
+    """``array`` in the dtype with this NumPy or ml_dtypes name. 8-bit floats are clipped to +-448 first."""
     if dtype.startswith("float8"):
         array = np.clip(array, -_FP8_LIMIT, _FP8_LIMIT)
     return array.astype(getattr(ml_dtypes, dtype, dtype))
@@ -268,7 +272,7 @@ def _peaked(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -
 
 
 def _rising(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
-    """Scores that rise with the key's index, by about 24 in all: every tile brings a new maximum."""
+    """Scores that rise with the key's index, by about 24 in all: every tile has a new maximum."""
     (_, heads_q, dim), heads_kv = q.shape, k.shape[1]
     signs = rng.choice([-1.0, 1.0], (heads_kv, dim))
     amount = np.sqrt(_RISE)
@@ -278,12 +282,12 @@ def _rising(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -
 
 
 def _outlier(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
-    """One key of each sequence and head 32 times as long as the others: some rows see nothing else."""
+    """One key of each sequence and head is 32 times as long as the others: it takes all weight of some rows."""
     k, start = k.copy(), 0
     for length in keys:
         if length:
-            chosen = start + rng.integers(length, size=k.shape[1])
-            k[chosen, np.arange(k.shape[1])] *= _OUTLIER
+            outliers = start + rng.integers(length, size=k.shape[1])
+            k[outliers, np.arange(k.shape[1])] *= _OUTLIER
         start += length
     return q, k
 
@@ -291,30 +295,30 @@ def _outlier(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) 
 _INPUTS = {"gaussian": _gaussian, "peaked": _peaked, "rising": _rising, "outlier": _outlier}
 
 
-def _repro(seed: int, **given: object) -> str:
+def _repro(seed: int, **arguments: object) -> str:
     defaults = random_forward.__kwdefaults__ or {}
-    named = (f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
-    return f"random_forward({', '.join([str(seed), *named])})"
+    texts = (f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name])
+    return f"random_forward({', '.join([str(seed), *texts])})"
 
 
-# Poison: what must not be read holds NaN, so that reading it shows
+# Poison: memory that must not be read is NaN, so that a read shows
 
 
 def nan_filled(shape: tuple[int, ...], dtype: str) -> Array:
-    """An output buffer in which every element that a kernel fails to write stays NaN."""
+    """An output buffer of NaN, so that an element that a kernel does not write shows."""
     return np.full(shape, np.nan, getattr(ml_dtypes, dtype, dtype))
 
 
 def poison_tail(array: Array, rows: int) -> Array:
-    """A packed array (total, ...) with that many rows of NaN after its last sequence."""
+    """A packed array (total, ...) with ``rows`` rows of NaN behind its last sequence."""
     return np.concatenate([array, nan_filled((rows, *array.shape[1:]), array.dtype.name)])
 
 
 def poison_unseen(case: ForwardCase) -> ForwardCase:
     """The same case with NaN in every key and value that its mask hides from all rows of its sequence.
 
-    The oracle ignores them. A kernel may load them along with the visible keys of a tile; one that does so
-    must not multiply them by a probability of 0.
+    The oracle ignores them. A kernel may load them with the visible keys of a tile, but must not multiply them by a
+    probability of 0.
     """
     mask = KeyMask(**{name: case.options[name] for name in MASK_OPTIONS if name in case.options})
     k, v = case.k.copy(), case.v.copy()
@@ -331,8 +335,12 @@ def poison_unseen(case: ForwardCase) -> ForwardCase:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """k and v in a pool of pages: (blocks, page, heads_kv, dim); block_table int32 (batch, max_blocks) and
-    cache_seqlens int32 (batch,)."""
+    """Keys and values in a pool of pages.
+
+    k, v: (blocks, page, heads_kv, dim).
+    block_table: int32 (batch, max_blocks).
+    cache_seqlens: int32 (batch,).
+    """
 
     k: Array
     v: Array
@@ -345,8 +353,8 @@ def paginate(
 ) -> PagedCache:
     """Sequences (keys, heads_kv, dim) scattered over the pages of a pool, in random order.
 
-    Unused pages and the rows past a sequence's end hold NaN, and the table's unused entries POISON_PAGE;
-    its last column is always unused.
+    Unused pages and the rows behind a sequence's end are NaN, and the table's unused entries are POISON_PAGE. Its last
+    column is always unused.
     """
     counts = [-(-len(keys) // page_size) for keys in k]
     order = rng.permutation(sum(counts) + spare_pages)

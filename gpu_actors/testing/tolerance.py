@@ -78,7 +78,11 @@ LOG_NEGLIGIBLE = 17.0  # exp(-17) < 2^-24
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest acceptable |out - ref|, shaped like out, and |lse - ref|, a number or shaped like lse."""
+    """The largest acceptable errors.
+
+    out: |out - ref|, shaped like out.
+    lse: |lse - ref|, a number or shaped like lse.
+    """
 
     out: Array
     lse: float | Array = LSE_TOLERANCE
@@ -87,9 +91,9 @@ class Bounds:
 def row_bound(reference: Array, low: Array, dtype: str, factor: float) -> Array:
     """The rule's first line, for rows along the last axis: shape (..., 1).
 
-    reference: the float64 result. low: the same computed in ``dtype``. factor: of max|low - reference|, 2 for
-    outputs, 3 for gradients and with softcap. Elements that overflowed in ``dtype`` are left out, which can
-    only tighten the bound.
+    reference: the float64 result.
+    low: the same computed in ``dtype``. Elements that overflowed in it are left out, which can only tighten the bound.
+    factor: of max|low - reference|, 2 for outputs, 3 for gradients and with softcap.
     """
     to_dtype = rounder(dtype)
     with np.errstate(all="ignore"):
@@ -108,9 +112,9 @@ def row_max(array: Array) -> Array:
 
 
 def round_inputs(q: Array, k: Array, v: Array, compute: str) -> tuple[Array, Array, Array]:
-    """float32 q, k, v rounded to what ``compute`` ("f16", "bf16", "tf32") multiplies, still float32.
+    """float32 q, k, v rounded to the dtype of ``compute`` ("f16", "bf16", "tf32"), still float32.
 
-    Rounding the inputs is what was asked for and no error: the oracle is given the rounded ones, too.
+    This rounding is not an error: the oracle gets the rounded inputs too.
     """
     step = rounder(COMPUTE[compute])
     return step(q), step(k), step(v)
@@ -128,7 +132,7 @@ def forward_bounds(
 ) -> Bounds:
     """The bounds of `attention_forward`'s output for these inputs and options.
 
-    reference: what the oracle answered with ``with_magnitude=True``, where the caller has it already.
+    reference: the oracle's answer with ``with_magnitude=True``, if the caller has it.
     compute: "f16", "bf16" or "tf32" for float32 inputs that are multiplied in it, given through `round_inputs`;
         by default the inputs' own dtype, and bfloat16 for 8-bit floats.
     weights_dtype: for kernels that round the softmax weights to an 8-bit float: see `attention_forward_low`.
@@ -180,12 +184,12 @@ def _accumulation_bound(
 def _weights_bound(
     q: Array, k: Array, v: Array, reference: ReferenceOutput, weights_dtype: str, options: dict[str, Any]
 ) -> Array:
-    """Six standard deviations of what rounding every weight on its own costs: 2.5 u sqrt(sum P^2 V^2).
+    """Six standard deviations of the error of rounding every weight on its own: 2.5 u sqrt(sum P^2 V^2).
 
-    Twice the scores make the weights P^2, up to a factor that the two LSEs know.
+    Twice the scores give the weights P^2, up to a factor that follows from the two LSEs.
     """
-    given = {name: options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
-    doubled = {name: 2.0 * np.asarray(value, np.float64) for name, value in given.items()}
+    linear = {name: options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
+    doubled = {name: 2.0 * np.asarray(value, np.float64) for name, value in linear.items()}
     doubled["softmax_scale"] = doubled.get("softmax_scale", 2.0 * q.shape[-1] ** -0.5)
     if options.get("v_descale") is not None:
         doubled["v_descale"] = np.square(options["v_descale"].astype(np.float64))
@@ -197,18 +201,18 @@ def _weights_bound(
 
 
 def _cut_scores_bound(q: Array, k: Array, options: dict[str, Any]) -> Array:
-    """What cutting off the sums of scores may cost the LSE, and shaped like it: see the module's docstring.
+    """The error of the LSE by the truncated sums of scores, shaped like it: see the module's docstring.
 
     With k in the place of v the output is the mean of the keys over the weights, and its products with q are the means
     of the terms.
     """
-    given = {name: value for name, value in options.items() if name != "dropout_p"}
-    descales = [given.get(name) for name in ("q_descale", "k_descale") if given.get(name) is not None]
-    given["v_descale"] = np.prod([np.asarray(factor, np.float64) for factor in descales], axis=0) if descales else None
-    scale = given.get("softmax_scale")
+    plain = {name: value for name, value in options.items() if name != "dropout_p"}
+    descales = [plain.get(name) for name in ("q_descale", "k_descale") if plain.get(name) is not None]
+    plain["v_descale"] = np.prod([np.asarray(factor, np.float64) for factor in descales], axis=0) if descales else None
+    scale = plain.get("softmax_scale")
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
     with np.errstate(invalid="ignore", over="ignore"):
-        mean = attention_forward(q, k, k, **given).out
+        mean = attention_forward(q, k, k, **plain).out
         terms = q.astype(np.float64) * mean
         steps = np.split(terms, range(CUT_TERMS, q.shape[-1], CUT_TERMS), axis=-1)
         sums = np.abs(np.cumsum([step.sum(axis=-1) for step in steps], axis=0))
