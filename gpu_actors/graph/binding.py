@@ -17,44 +17,49 @@ from gpu_actors.graph.tensor import GraphTensor, packed_strides
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
-__all__ = ["Given", "adopt_given", "memory_order"]
+__all__ = ["Binding", "bind_arrays", "memory_order"]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """arrays: of every input, by uid. numbers: of every scalar that is passed. foreign: arrays that are not NumPy's."""
+class Binding:
+    """The arguments of one `execute`, by uid.
+
+    arrays: of every input.
+    numbers: of every scalar that is passed.
+    foreign: the arrays that are not NumPy's.
+    """
 
     arrays: dict[int, AnyArray]
     numbers: dict[int, float | int]
     foreign: dict[int, Adopted]
 
 
-def adopt_given(graph: OperationGraph, given: object, device: str, notes: CallerNotes | None = None) -> Given:
-    """The arrays and numbers of one `execute`. device, notes: as in `adopt_request`.
+def bind_arrays(graph: OperationGraph, arguments: object, device: str, notes: CallerNotes | None = None) -> Binding:
+    """Check and adopt the arrays and numbers of one `execute`. device, notes: as in `adopt_request`.
 
-    Raises InvalidRequest, naming the tensor, for one that is missing, unknown, or not as the graph describes it.
+    Raises InvalidRequest with the tensor's name for one that is missing, unknown, or not as the graph describes it.
     """
     order = graph.order()
-    if not isinstance(given, Mapping):
-        raise InvalidRequest("arrays", type(given).__name__, "must be a mapping of uid to array")
-    wanted = {*order.inputs, *order.scalars}
-    for uid in given:
-        if uid not in wanted:
-            raise InvalidRequest("arrays", uid, f"is no input of the graph; it takes {sorted(wanted)}")
-    for uid in sorted(wanted):
-        if given.get(uid) is None:
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest("arrays", type(arguments).__name__, "must be a mapping of uid to array")
+    uids = {*order.inputs, *order.scalars}
+    for uid in arguments:
+        if uid not in uids:
+            raise InvalidRequest("arrays", uid, f"is no input of the graph; it takes {sorted(uids)}")
+    for uid in sorted(uids):
+        if arguments.get(uid) is None:
             raise InvalidRequest(f"tensor {uid}", None, "must be given")
-    numbers = {uid: _number(graph.tensors[uid], given[uid]) for uid in order.scalars}
+    numbers = {uid: _number(graph.tensors[uid], arguments[uid]) for uid in order.scalars}
     arrays: dict[int, AnyArray] = {}
     foreign: dict[int, Adopted] = {}
     for uid in order.inputs:
-        adopted = _array(graph.tensors[uid], given[uid], device, notes)
+        adopted = _array(graph.tensors[uid], arguments[uid], device, notes)
         if adopted.kind != "numpy":
             foreign[uid] = adopted
         arrays[uid] = adopted.array
     if any(node.op == "block_mask" for node in order.nodes):
         check_lists(order.nodes, arrays)
-    return Given(arrays, numbers, foreign)
+    return Binding(arrays, numbers, foreign)
 
 
 def _number(tensor: GraphTensor, value: Any) -> float | int:
@@ -66,10 +71,10 @@ def _array(tensor: GraphTensor, value: Any, device: str, notes: CallerNotes | No
     adopted = take_in(value, field, device, notes)
     array = adopted.array
     if tuple(array.shape) != tensor.dims or array.dtype.name != tensor.dtype:
-        wanted = f"must be {tensor.dtype} of shape {tensor.dims}, as the graph describes it"
-        raise InvalidRequest(field, describe(value), wanted)
-    for extent, given, step in zip(tensor.dims, array.strides, tensor.strides, strict=True):
-        if extent > 1 and given != step * array.itemsize:
+        expected = f"must be {tensor.dtype} of shape {tensor.dims}, as the graph describes it"
+        raise InvalidRequest(field, describe(value), expected)
+    for extent, stride, step in zip(tensor.dims, array.strides, tensor.strides, strict=True):
+        if extent > 1 and stride != step * array.itemsize:
             reason = f"the graph describes strides {tensor.strides}, in elements: describe the array's own, or copy it"
             raise InvalidRequest(field, f"strides {element_strides(array)}", reason)
     return adopted

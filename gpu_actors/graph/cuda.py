@@ -1,7 +1,7 @@
-"""Writes the CUDA of a score modification: the header that takes the place of kernels_cu/common/score_mod.cuh.
+"""Generates the CUDA of a score modification: a header that replaces kernels_cu/common/score_mod.cuh.
 
-Its text depends on the operations and on how tensors broadcast, never on extents, strides, numbers or uids: those are
-parameters. So equal modifications are equal headers, and share a cubin.
+Its text depends on the operations and on how tensors broadcast, and not on extents, strides, numbers or uids, which are
+parameters. So equal modifications have equal headers, and share a cubin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["score_mod"]
 _C_TYPES = {**{name: element.c_type for name, element in ELEMENTS.items()}, "int32": "int32_t", "bool": "bool"}
 _INDICES = ("batch", "head", "row", "key")
 
-# Each with {0}, {1}, .. for its arguments and {real} for the type that computes.
+# {0}, {1}, .. stand for the arguments and {real} for the type of the arithmetic.
 _CODE = {
     "score": "score",
     "dscore": "dscore",
@@ -66,12 +66,14 @@ def score_mod(
     scalars: Sequence[ScoreScalar],
     real: str,
     block_size: tuple[int, int] | None = None,
-    shown: Expression | None = None,
+    full_root: Expression | None = None,
 ) -> ScoreMod:
     """The modification for an expression of the leaf ``score``.
 
-    tensors, scalars: the operands of its leaves of these names, by slot. real: "float", or "double" for float64 scores.
-    block_size: of a block mask, whose lists are the last tensors. shown: the expression in its full blocks.
+    tensors, scalars: the operands of its leaves with these names, by slot.
+    real: "float", or "double" for float64 scores.
+    block_size: of a block mask, whose lists are the last tensors.
+    full_root: the expression in its full blocks.
     """
     read = [tensor for tensor in tensors if not tensor.blocks]
     members = _members(read)
@@ -82,13 +84,13 @@ def score_mod(
         members="".join(f"  {line}\n" for line in members),
         binding="".join(f"  {line}\n" for line in _binding(read)),
         body=_body(root, tensors, real),
-        shown="" if shown is None else _SHOWN.format(real=real, body=_body(shown, tensors, real)),
+        shown="" if full_root is None else _SHOWN.format(real=real, body=_body(full_root, tensors, real)),
         gradient=_body(derivative(root, score), tensors, real),
         holder=_HOLDER if tensors or scalars else _EMPTY_HOLDER,
     )
     if block_size is None:
         return ScoreMod(header, tuple(tensors), tuple(scalars), real)
-    header += _block_lists(tensors, len(read), block_size, shows=shown is not None)
+    header += _block_lists(tensors, len(read), block_size, shows=full_root is not None)
     return ScoreMod(header, tuple(tensors), tuple(scalars), real, block_size)
 
 
@@ -113,7 +115,7 @@ def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
 def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int], shows: bool) -> str:
     """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks.
 
-    The first ones are those that the kernel walks along. Gradients that take turns read those of keys, too.
+    The kernel iterates over the first ones. Deterministic gradients read those of keys too.
     """
 
     def place(n: int) -> str:
@@ -133,7 +135,7 @@ def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[i
 
 
 def _body(root: Expression, tensors: Sequence[ScoreTensor], real: str) -> str:
-    """Statements that end in the root's return. Every expression with arguments gets a name, and is computed once."""
+    """Statements that end with the root's return. Every expression with arguments is computed once, into a variable."""
     names: dict[int, str] = {}
     lines: list[str] = []
     for expression in in_order((root,)):

@@ -1,7 +1,7 @@
 """The derivative of a score modification, in reverse mode over its expression.
 
-Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2. The result is an expression again: it turns
-`dscore`, the gradient behind the modification, into the gradient before it. Rules are those of
+Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2. The result is an expression of `dscore`, the
+gradient of the modified score, for the gradient of the score. The rules are those of
 `gpu_actors.reference.differentiate`.
 """
 
@@ -17,7 +17,7 @@ Adjoints = tuple["Expression | None", ...]
 
 
 def derivative(root: Expression, score: Expression) -> Expression:
-    """d(root)/d(score) * dscore. score: the leaf of that name that root is made of."""
+    """d(root)/d(score) * dscore. score: the leaf of that name in root."""
     order = in_order((root,))
     depends = {id(score)}
     for expression in order:
@@ -30,12 +30,12 @@ def derivative(root: Expression, score: Expression) -> Expression:
         adjoint = adjoints.get(id(expression))
         if adjoint is None or not expression.args or expression.op not in _RULES:
             continue
-        for arg, found in zip(
+        for arg, gradient in zip(
             expression.args, _RULES[expression.op](adjoint, expression, *expression.args), strict=True
         ):
-            if found is not None and id(arg) in depends:
-                before = adjoints.get(id(arg))
-                adjoints[id(arg)] = found if before is None else _add(before, found)
+            if gradient is not None and id(arg) in depends:
+                total = adjoints.get(id(arg))
+                adjoints[id(arg)] = gradient if total is None else _add(total, gradient)
     return adjoints.get(id(score), literal(0.0))
 
 
@@ -90,7 +90,7 @@ def _select(g: Expression, y: Expression, condition: Expression, a: Expression, 
     return None, _where(condition, g, _ZERO), _where(condition, _ZERO, g)
 
 
-# (gradient of the result, the result, its arguments) to the gradients of the arguments.
+# From (gradient of the result, the result, its arguments) to the gradients of the arguments.
 _RULES: dict[str, Callable[..., Adjoints]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, _op("neg", g)),

@@ -1,8 +1,8 @@
-"""Expression: a pointwise subgraph for one element, from which derivatives and CUDA are made.
+"""Expression: a pointwise subgraph for one element, for derivatives and CUDA.
 
-Leaves are the scaled product ("score"), the gradient that arrives ("dscore"), the element's own indices, tensors read
-there, scalars and literals. Integers have 32 bits in kernels, so each carries its possible range. One that could exceed
-32 bits, or float32's exact integers where it becomes a float, is refused before it is compiled.
+Leaves are the scaled product ("score"), the incoming gradient ("dscore"), the element's indices, elements of tensors,
+scalars and literals. Integers have 32 bits in kernels, so each has a range of possible values. One that could exceed 32
+bits, or float32's exact integers when it becomes a float, is refused before it is compiled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ Kind: TypeAlias = Literal["real", "int", "bool"]
 Range: TypeAlias = "tuple[int, int]"
 
 FULL: Range = (-(1 << 31), (1 << 31) - 1)
-_EXACT = 1 << 24  # integers that a float holds
+_EXACT = 1 << 24  # up to here a float32 holds every integer
 _MAKES_BOOL = frozenset(("gt", "ge", "lt", "le", "eq", "ne", "logical_and", "logical_or", "logical_not"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expression:
-    """op: of `gpu_actors.graph.ops`, or score, dscore, index, tensor, scalar, literal, cast, sign, cdf, density.
+    """One node of an expression.
 
-    slot: which axis, tensor or scalar a leaf is. value: of a literal. range: of an int.
+    op: of `gpu_actors.graph.ops`, or score, dscore, index, tensor, scalar, literal, cast, sign, cdf, density.
+    kind: of its value.
+    args: its arguments.
+    slot: the axis, tensor or scalar of a leaf.
+    value: of a literal.
+    range: of an int.
     """
 
     op: str
@@ -47,7 +52,7 @@ def literal(value: float) -> Expression:
 
 
 def real(node: str, expression: Expression) -> Expression:
-    """The expression as a floating-point number. Raises Unsupported where float32 does not hold its integers."""
+    """The expression as a floating-point number. Raises Unsupported if float32 does not hold its integers."""
     if expression.kind == "real":
         return expression
     if max(map(abs, expression.range)) > _EXACT:
@@ -57,9 +62,9 @@ def real(node: str, expression: Expression) -> Expression:
 
 
 def combine(node: str, op: str, args: tuple[Expression, ...]) -> Expression:
-    """An operation on expressions, with its kind and range. node: the graph's, for messages.
+    """An operation on expressions, with its kind and range. node: the graph's node, for messages.
 
-    Raises Unsupported where an integer could leave 32 bits, and where the divisor of integers could be 0.
+    Raises Unsupported if an integer could exceed 32 bits, or if the divisor of integers could be 0.
     """
     if op in ("logical_and", "logical_or", "logical_not"):
         return Expression(op, "bool", args)
@@ -81,7 +86,7 @@ def _checked_range(node: str, op: str, args: tuple[Expression, ...]) -> Range:
         raise Unsupported(node, op, reason, "a constant")
     ranges = [arg.range for arg in args]
     low, high = _range(op, ranges)
-    if op == "mod":  # which divides, and -2^31 by -1 is no int32
+    if op == "mod":  # it divides, and -2^31 by -1 is no int32
         quotient = _range("floordiv", ranges)
         low, high = min(low, quotient[0]), max(high, quotient[1])
     if low < FULL[0] or high > FULL[1]:
@@ -122,7 +127,7 @@ _INTEGRAL = frozenset(
 
 
 def in_order(roots: Iterable[Expression]) -> list[Expression]:
-    """Every expression that the roots are made of, each once and behind its arguments."""
+    """Every expression in the roots, each once and behind its arguments."""
     order: list[Expression] = []
     done: set[int] = set()
     stack = [(root, False) for root in reversed(list(roots))]

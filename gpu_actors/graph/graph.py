@@ -1,4 +1,4 @@
-"""OperationGraph: what to compute, described tensor by tensor and operation by operation.
+"""OperationGraph: the description of a computation, tensor by tensor and operation by operation.
 
     graph = OperationGraph()
     q, k, v = (graph.tensor(uid=n, dims=(2, 8, 128, 64), dtype="float16") for n in (1, 2, 3))
@@ -23,24 +23,24 @@ from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
 from gpu_actors.graph.signature import signature_of
 from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, checked_uids, packed_strides
-from gpu_actors.graph.validate import Order, validated
+from gpu_actors.graph.validate import Order, validate
 
 __all__ = ["OperationGraph"]
 
 
 class OperationGraph:
-    """Tensors, and the operations that lead from one to another.
+    """Tensors, and operations on them.
 
-    Its methods add nodes and return the tensors that these write. They raise `InvalidRequest` or `Unsupported`, naming
-    the node or the tensor, for operands that do not fit together; `validate` checks the whole. Use a graph on one
-    thread at a time, and do not change it between its submission and the reply.
+    Its methods add nodes and return the tensors that these write. They raise `InvalidRequest` or `Unsupported` with the
+    name of the node or the tensor for operands that do not fit together. `validate` checks the whole graph. Use a graph
+    on one thread at a time, and do not change it between its submission and the reply.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[int, GraphTensor] = {}
         self.nodes: list[Node] = []
-        self._own_uids = 0
-        self._removed = 0  # nodes, whose numbers are not given again
+        self._last_own_uid = 0
+        self._removed = 0  # removed nodes, whose numbers are not reused
         self._order: Order | None = None
         self._signature: str | None = None
 
@@ -56,19 +56,21 @@ class OperationGraph:
         virtual: bool = False,
         name: str = "",
     ) -> GraphTensor:
-        """A tensor that `execute` is given under ``uid``, or a virtual one for `node` to write.
+        """A tensor that `execute` gets under ``uid``, or a virtual one that a `node` writes.
 
-        uid: an int >= 0, unique in the graph. dims: 1 to 4 extents. dtype: float16, bfloat16, float32, float64, int32
-        or bool. strides: in elements, of any sign, default without gaps.
+        uid: an int >= 0, unique in the graph.
+        dims: 1 to 4 extents.
+        dtype: float16, bfloat16, float32, float64, int32 or bool.
+        strides: in elements, of any sign. By default without gaps.
         """
         extents, steps, checked = checked_layout(self._new_uid(uid), dims, strides, dtype)
         return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))
 
     def scalar(self, *, uid: int, dtype: str = "float32", value: float | None = None, name: str = "") -> GraphTensor:
-        """A number that is passed by value: given now, or with every `execute` under ``uid``.
+        """A number that is passed by value: here, or with every `execute` under ``uid``.
 
-        A value given now is part of the signature, a passed one is not. Neither is compiled into a kernel.
-        dtype: float32 (of values that it holds), float64, int32, or uint64 for the seed of a dropout.
+        A value from here is part of the signature, and one of `execute` is not. Neither is compiled into a kernel.
+        dtype: float32 (for values that it holds), float64, int32, or uint64 for the seed of a dropout.
         """
         return self._add_scalar(self._new_uid(uid), dtype, value, name)
 
@@ -76,8 +78,8 @@ class OperationGraph:
         """A scalar of known value without a uid, as for a number in arithmetic. An int is int32."""
         integral = isinstance(value, int) and not isinstance(value, bool)
         dtype = "int32" if integral and abs(value) <= INT32_MAX else "float32"
-        self._own_uids -= 1
-        return self._add_scalar(self._own_uids, dtype, value, "")
+        self._last_own_uid -= 1
+        return self._add_scalar(self._last_own_uid, dtype, value, "")
 
     def output(
         self,
@@ -88,8 +90,11 @@ class OperationGraph:
         strides: Sequence[int] | None = None,
         name: str = "",
     ) -> GraphTensor:
-        """Have `execute` give a tensor under ``uid``. dtype: default as computed. strides: default without gaps."""
-        self._check_mine("output", tensor)
+        """Make a tensor a result of `execute`, under ``uid``.
+
+        dtype: by default as computed. strides: by default without gaps.
+        """
+        self._check_own("output", tensor)
         expect(isinstance(name, str), "name", name, "must be a str")
         field = f"tensor {uid}"
         expect(tensor.virtual, field, repr(tensor), "must be virtual: it is an input or an output already")
@@ -240,9 +245,9 @@ class OperationGraph:
         return self._add("index", (like,), axis=axis)
 
     def mask(self, scores: GraphTensor, mask: Mask, alignment: Alignment = "top_left") -> GraphTensor:
-        """The scores of keys that a row does not see become -inf. Right before the softmax, kernels skip whole tiles.
+        """The scores, with -inf for keys that a row does not see. Directly before the softmax kernels skip whole tiles.
 
-        alignment: "top_left" puts row 0 on key 0, "bottom_right" the last row on the last key.
+        alignment: "top_left" aligns row 0 with key 0, "bottom_right" the last row with the last key.
         """
         expect(isinstance(mask, Mask), "mask", mask, "must be a Mask, as Mask.causal()")
         one_of("alignment", alignment, ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
@@ -251,20 +256,20 @@ class OperationGraph:
         return self._add("mask", (scores,), kind=mask.kind, width=mask.width, alignment=alignment)
 
     def mask_mod(self, scores: GraphTensor, visible: Callable[..., GraphTensor]) -> GraphTensor:
-        """The scores of pairs become -inf where ``visible(b, h, q_idx, kv_idx)`` does not hold.
+        """The scores, with -inf for pairs for which ``visible(b, h, q_idx, kv_idx)`` is false.
 
         visible: takes the int32 indices along the four axes of ``scores`` and returns a bool tensor of the graph.
-        Raises InvalidRequest where it returns anything else, and for scores that have not four dims.
+        Raises InvalidRequest if it returns anything else, and for scores that do not have four dims.
         """
         expect(callable(visible), "mask_mod", visible, "must be a function of (b, h, q_idx, kv_idx)")
         expect(len(scores.dims) == 4, "mask_mod", scores.dims, "masks scores of four dims, (batch, heads, rows, keys)")
         indices = [self.index(scores, axis) for axis in range(4)]
-        seen = visible(*indices)
-        is_bool = isinstance(seen, GraphTensor) and seen.dtype == "bool"
-        expect(is_bool, "mask_mod", seen, "must return a bool tensor of the graph, as comparisons do")
-        hidden = self._add("select", (seen, scores, -math.inf), mask_mod=True)
+        condition = visible(*indices)
+        is_bool = isinstance(condition, GraphTensor) and condition.dtype == "bool"
+        expect(is_bool, "mask_mod", condition, "must return a bool tensor of the graph, as comparisons do")
+        hidden = self._add("select", (condition, scores, -math.inf), mask_mod=True)
         read = {uid for node in self.nodes for uid in node.inputs}
-        unread = {index.uid for index in indices} - read  # which a sound graph does not have
+        unread = {index.uid for index in indices} - read  # a sound graph has no unread tensors
         self.nodes = [node for node in self.nodes if unread.isdisjoint(node.outputs)]
         self._removed += len(unread)
         for uid in unread:
@@ -285,17 +290,18 @@ class OperationGraph:
         *,
         block_size: tuple[int, int] = (128, 128),
     ) -> GraphTensor:
-        """The scores outside of listed blocks of keys become -inf: the lists of torch's ``BlockMask``, under its names.
+        """The scores, with -inf outside of listed blocks of keys. The lists are those of torch's ``BlockMask``.
 
-        Right before the softmax, or before a `mask`, kernels neither load nor multiply blocks that are not listed.
-        The lists hide nothing inside of a block: a `mask_mod` before does. It must show every key of full blocks, where
-        kernels may leave it out.
+        Directly before the softmax, or before a `mask`, kernels neither load nor multiply blocks that are not listed.
+        The lists hide no key inside of a block; a `mask_mod` before does that. It must show every key of full blocks,
+        where kernels may skip it.
 
-        block_size: rows and keys of a block. With R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]),
+        block_size: rows and keys of a block. Below, R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]).
         kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.
-        full_kv_*: likewise, further blocks; each block is listed once. q_*, full_q_*: the transposed lists, (.., C) and
-        (.., C, R), which kernels of gradients walk along. Deterministic ones read both: a launch never ends whose
-        two lists name other blocks, so those on the host are checked. Else an index outside of its axis is not.
+        full_kv_*: likewise, the full blocks. Each block is listed once.
+        q_*, full_q_*: the transposed lists, (.., C) and (.., C, R), over which kernels of gradients iterate.
+            Deterministic ones read both. A launch whose two lists have different blocks never ends, so lists on the
+            host are checked then. Otherwise indices are not checked.
         Raises InvalidRequest for a list without its counts, and for another dtype or shape.
         """
         pairs = (
@@ -314,12 +320,12 @@ class OperationGraph:
         return self._add("block_mask", (scores, *lists), block_size=_tuple(block_size), transposed=transposed)
 
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
-        """The "sum", "mean", "max" or "min" over axes, which stay with dim 1."""
-        chosen = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-        return self._add("reduction", (a,), kind=kind, axes=chosen)
+        """The "sum", "mean", "max" or "min" over axes, which remain with dim 1."""
+        axis_list = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+        return self._add("reduction", (a,), kind=kind, axes=axis_list)
 
     def softmax(self, scores: GraphTensor) -> GraphTensor:
-        """Over the last axis. A row in which every score is -inf gives zeros."""
+        """The softmax over the last axis. A row in which every score is -inf gives zeros."""
         return self._add("softmax", (scores,))
 
     def softmax_with_stats(self, scores: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
@@ -328,21 +334,21 @@ class OperationGraph:
         return weights, stats
 
     def softmax_with_rows(self, scores: GraphTensor, *rows: str) -> tuple[GraphTensor, ...]:
-        """`softmax`, and of each row what ``rows`` names, in that order, with dim 1 in the last axis.
+        """`softmax`, and the statistics of each row that ``rows`` names, in that order, with dim 1 in the last axis.
 
         rows: different ones of "stats", the natural log-sum-exp; "score_max", the largest score; and "score_sum_exp",
-        the sum of exp(score - score_max). So stats = score_max + log(score_sum_exp). Scores are those that the softmax
-        is given, and dropout comes behind it. Where every score is -inf they are -inf, -inf and 0; a score of NaN or
-        +inf makes all three NaN. Raises InvalidRequest for another name, or one that is named twice.
+            the sum of exp(score - score_max). So stats = score_max + log(score_sum_exp).
+        The scores are the softmax's input, and dropout follows it. If every score is -inf the statistics are -inf, -inf
+        and 0. A score of NaN or +inf makes all three NaN. Raises InvalidRequest for another name or a repeated one.
         """
         plain = not rows or (len(rows) == 1 and isinstance(rows[0], str) and rows[0] == "stats")
         attributes: dict[str, Any] = {} if plain else {"rows": rows}
         return self._add_many("softmax", (scores,), 1 + len(rows), **attributes)
 
     def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
-        """Philox4x32-10 dropout of (batch, heads, rows, keys), as `FlashForward` has it; kept weights are scaled up.
+        """Philox4x32-10 dropout of (batch, heads, rows, keys), as in `FlashForward`. The other weights are scaled up.
 
-        seed: an int, or a scalar of uint64. It decides only the draws, so it is not part of the signature.
+        seed: an int, or a scalar of uint64. It decides only the random numbers, so it is not part of the signature.
         """
         p = real("dropout_p", probability, "a number in [0, 1)")
         expect(0 <= p < 1, "dropout_p", probability, "must be a number in [0, 1)")
@@ -362,16 +368,17 @@ class OperationGraph:
     ) -> tuple[GraphTensor, ...]:
         """The gradients of sum(output * doutput) with respect to inputs of the graph, in their order.
 
-        forward: the forward pass's results for ``output`` and for the stats of its softmax. Kernels read them
-        and do not compute them again. deterministic: the same bits every time.
+        forward: the forward pass's results for ``output`` and for the stats of its softmax. Kernels read them and do
+            not compute them again.
+        deterministic: whether results are bit-identical every time.
         """
-        given = () if forward is None else forward
-        for name, tensors in (("wrt", wrt), ("forward", given)):
+        results = () if forward is None else forward
+        for name, tensors in (("wrt", wrt), ("forward", results)):
             expect(isinstance(tensors, tuple | list), "gradient", tensors, f"{name} must be a tuple of tensors")
             for tensor in tensors:
-                self._check_mine("gradient", tensor)
-        uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in given)
-        operands = (output, doutput, *wrt, *given)
+                self._check_own("gradient", tensor)
+        uids, forward_uids = tuple(t.uid for t in wrt), tuple(t.uid for t in results)
+        operands = (output, doutput, *wrt, *results)
         options: dict[str, Any] = {"wrt": uids, "forward": forward_uids}
         if flag("deterministic", deterministic):
             options["deterministic"] = True
@@ -388,12 +395,12 @@ class OperationGraph:
         """
         expect(isinstance(name, str), "name", name, "must be a str")
         expect(isinstance(op, str), "op", op, "must be the name of an operation")
-        called = name or f"{op}_{len(self.nodes)}"
+        label = name or f"{op}_{len(self.nodes)}"
         seed = attributes.pop("seed", 0) if op == "dropout" else 0
         number = integer("dropout_seed", seed, 0, (1 << 64) - 1)
-        chosen = {key: _tuple(value) for key, value in attributes.items()}
-        read, written = checked_uids(called, "inputs", inputs), checked_uids(called, "outputs", outputs)
-        node = Node(called, op, read, written, _ordered(chosen), number)
+        converted = {key: _tuple(value) for key, value in attributes.items()}
+        read, written = checked_uids(label, "inputs", inputs), checked_uids(label, "outputs", outputs)
+        node = Node(label, op, read, written, _ordered(converted), number)
         self.nodes.append(node)
         self._changed()
         return node
@@ -403,19 +410,19 @@ class OperationGraph:
     def validate(self) -> None:
         """Raise `InvalidRequest`, naming the node or tensor, unless the graph is sound.
 
-        Every tensor that a node names exists and is written once, none depends on itself, dims and dtypes agree, and
-        what `execute` gives is not virtual. `Unsupported` for the gradient of a gradient.
+        Every tensor of a node exists and is written once, none depends on itself, dims and dtypes agree, and results of
+        `execute` are not virtual. Raises `Unsupported` for the gradient of a gradient.
         """
         self.order()
 
     def order(self) -> Order:
-        """The nodes, each behind those that it reads from, of a graph that is sound."""
+        """The nodes of a sound graph in topological order."""
         if self._order is None:
-            self._order = validated(self.tensors, self.nodes)
+            self._order = validate(self.tensors, self.nodes)
         return self._order
 
     def signature(self) -> str:
-        """Hexadecimal SHA-256 of everything that changes a result or its code; the same in every process.
+        """The hexadecimal SHA-256 of everything that changes a result or its code. It is the same in every process.
 
         Equal signatures share a plan. Raises as `validate`.
         """
@@ -426,7 +433,7 @@ class OperationGraph:
     # Inside
 
     def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
-        """Add an operation without attributes, as arithmetic on a tensor does, and give what it writes.
+        """Add an operation without attributes, as arithmetic on a tensor does, and return its result.
 
         Raises InvalidRequest for an operation that does not exist and for operands that do not fit it.
         """
@@ -442,8 +449,8 @@ class OperationGraph:
     ) -> tuple[GraphTensor, ...]:
         name = f"{op}_{len(self.nodes) + self._removed}"
         read = tuple(self._operand(name, operand) for operand in operands)
-        uids = tuple(range(self._own_uids - 1, self._own_uids - writes - 1, -1))
-        self._own_uids -= writes
+        uids = tuple(range(self._last_own_uid - 1, self._last_own_uid - writes - 1, -1))
+        self._last_own_uid -= writes
         node = Node(name, op, tuple(tensor.uid for tensor in read), uids, _ordered(attributes), seed)
         written = infer(node, read)
         self.nodes.append(node)
@@ -454,15 +461,15 @@ class OperationGraph:
 
     def _operand(self, node: str, operand: object) -> GraphTensor:
         if isinstance(operand, GraphTensor):
-            self._check_mine(node, operand)
+            self._check_own(node, operand)
             return operand
         if not isinstance(operand, bool) and isinstance(operand, Real):  # NumPy's, too
             return self.constant(int(operand) if isinstance(operand, Integral) else float(operand))
         raise InvalidRequest(node, operand, "operands are tensors of the graph, or numbers")
 
-    def _check_mine(self, node: str, tensor: object) -> None:
-        mine = isinstance(tensor, GraphTensor) and tensor.graph is self
-        expect(mine, node, tensor, "must be a tensor of this graph")
+    def _check_own(self, node: str, tensor: object) -> None:
+        own = isinstance(tensor, GraphTensor) and tensor.graph is self
+        expect(own, node, tensor, "must be a tensor of this graph")
 
     def _add_scalar(self, uid: int, dtype: str, value: float | None, name: str) -> GraphTensor:
         field = f"tensor {uid}"
@@ -490,7 +497,7 @@ def _ordered(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _tuple(value: Any) -> Any:
-    """An attribute as a node keeps it. What is no sequence is left for `infer` to refuse."""
+    """An attribute as a node stores it. `infer` refuses one that should be a sequence and is none."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""Checks the two lists of a block mask against each other: deterministic gradients find their turns by both."""
+"""Checks the two lists of a block mask against each other: deterministic gradients order their additions by both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe
 from gpu_actors.graph.ops import Node
 
-__all__ = ["agree", "check_lists", "times_listed"]
+__all__ = ["agree", "check_lists", "listing_counts"]
 
 
 def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
-    """Raise InvalidRequest for lists of keys and of rows that differ, where they decide how long a launch waits.
+    """Raise InvalidRequest for lists of keys and of rows that differ, if a launch waits by both.
 
     Lists on a device are not read.
     """
@@ -31,18 +31,18 @@ def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
             continue
         if not agree(lists[:half], lists[half:]):
             reason = f"must name the blocks of tensor {uids[1]} the other way round, each once"
-            given = describe(lists[half + 1])
-            raise InvalidRequest(f"tensor {uids[half + 1]}", given, f"{reason}: deterministic gradients wait by both")
+            value = describe(lists[half + 1])
+            raise InvalidRequest(f"tensor {uids[half + 1]}", value, f"{reason}: deterministic gradients wait by both")
 
 
 def agree(of_keys: Sequence[Any], of_rows: Sequence[Any]) -> bool:
-    """Whether lists on the host, counts and indices in turn, name the same blocks from both sides, each once."""
-    keys, rows = times_listed(of_keys), times_listed(of_rows)
+    """Whether both lists on the host, counts and indices in turn, have the same blocks, each once."""
+    keys, rows = listing_counts(of_keys), listing_counts(of_rows)
     return keys is not None and rows is not None and bool((keys == rows.swapaxes(-1, -2)).all() and (keys < 2).all())
 
 
-def times_listed(lists: Sequence[Any]) -> Any:
-    """How often each block is listed, (1 or batch, 1 or heads, blocks, blocks), or None where an index is none."""
+def listing_counts(lists: Sequence[Any]) -> Any:
+    """How often each block is listed, (1 or batch, 1 or heads, blocks, blocks). None if an index is out of range."""
     total: Any = 0
     for counts, indices in zip(lists[::2], lists[1::2], strict=True):
         length = indices.shape[-1]
@@ -50,7 +50,7 @@ def times_listed(lists: Sequence[Any]) -> Any:
         counted, indices = np.broadcast_arrays(counted, indices)
         if (counted & ((indices < 0) | (indices >= length))).any() or (counts > length).any():
             return None
-        found = np.zeros((*indices.shape[:-1], length + 1), np.int32)
-        np.add.at(found, (*np.indices(indices.shape, sparse=True)[:-1], np.where(counted, indices, length)), 1)
-        total = total + found[..., :-1]
+        listings = np.zeros((*indices.shape[:-1], length + 1), np.int32)
+        np.add.at(listings, (*np.indices(indices.shape, sparse=True)[:-1], np.where(counted, indices, length)), 1)
+        total = total + listings[..., :-1]
     return total

@@ -1,9 +1,9 @@
-"""Finds attention in a graph: which tensors are q, k and v, and what stands between the product and the softmax.
+"""Finds attention in a graph: which tensors are q, k and v, and the nodes between the product and the softmax.
 
     matmul(q, k^T) -> times a constant -> any pointwise nodes -> plus a bias -> mask -> softmax -> dropout -> matmul v
 
-Everything but the two products and the softmax may be absent. The pointwise nodes become the score modification that is
-compiled into the kernel. A graph of another form is refused with the first node that does not fit.
+All but the two products and the softmax is optional. The pointwise nodes become the score modification that is compiled
+into the kernel. A graph of another form is refused with the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ __all__ = ["AttentionMatch", "Gradients", "View", "match_attention"]
 
 
 class View(NamedTuple):
-    """An input, and whether its last two dims are exchanged in what the pattern calls by its name."""
+    """An input, and whether its last two dims are exchanged relative to the pattern's q, k or v."""
 
     uid: int
     transposed: bool
 
 
 class Gradients(NamedTuple):
-    """uids of what backward reads and writes; written: by "q", "k", "v" and "bias", those that are asked for."""
+    """The uids that backward reads and writes.
+
+    written: the requested gradients by "q", "k", "v" and "bias".
+    """
 
     dout: int
     out: int
@@ -45,9 +48,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMatch:
-    """Attention in a graph, by uids. problem: its problem. seed: the index of the dropout among the nodes.
+    """Attention in a graph, by uids.
 
-    rows: outputs of one number a row, by the name of each in the problem's launch: "lse", "score_max", "score_sum_exp".
+    problem: its problem.
+    dropout: the index of the dropout among the nodes.
+    rows: outputs of one number a row, by their names in the problem's launch: "lse", "score_max", "score_sum_exp".
     """
 
     problem: AttentionProblem
@@ -63,7 +68,7 @@ class AttentionMatch:
 
 
 def match_attention(graph: OperationGraph) -> AttentionMatch:
-    """The attention that a sound graph is. Raises Unsupported with the node that no kernel here computes."""
+    """The attention of a sound graph. Raises Unsupported with the node that no kernel computes."""
     return _Matcher(graph).match()
 
 
@@ -82,13 +87,13 @@ class _Matcher:
     def match(self) -> AttentionMatch:
         gradient = next((node for node in self._order.nodes if node.op == "gradient"), None)
         if gradient is None:
-            found = self._forward(self._product())
-            self._check_whole({found.out, *found.rows.values()})
-            self._check_outputs(found)
-            return found
-        found = self._backward(gradient)
+            match = self._forward(self._product())
+            self._check_whole({match.out, *match.rows.values()})
+            self._check_outputs(match)
+            return match
+        match = self._backward(gradient)
         self._check_whole(set(gradient.outputs))
-        return found
+        return match
 
     # The pattern, from its end
 
@@ -114,14 +119,14 @@ class _Matcher:
         softmax = self._take(node)
         mask = block_mask = None
         scores = softmax.inputs[0]
-        while (before := self._order.writers.get(scores)) is not None and before.op in ("mask", "block_mask"):
-            if before.op == "mask" and mask is None:
-                mask = self._take(before)
-            elif before.op == "block_mask" and block_mask is None:
-                block_mask = self._take(before)
+        while (writer := self._order.writers.get(scores)) is not None and writer.op in ("mask", "block_mask"):
+            if writer.op == "mask" and mask is None:
+                mask = self._take(writer)
+            elif writer.op == "block_mask" and block_mask is None:
+                block_mask = self._take(writer)
             else:
                 break
-            scores = before.inputs[0]
+            scores = writer.inputs[0]
         dot = self._dot(softmax, scores)
         bias, scores = self._bias(scores, dot)
         scale, scaled = self._scale(dot)
@@ -158,28 +163,28 @@ class _Matcher:
         self._wrt = set(gradient["wrt"])
         self._deterministic = ("deterministic", True) in gradient.attributes
         output, dout = gradient.inputs[:2]
-        found = self._forward(self._writer(gradient, output, "gradients are of attention's output"))
-        names = {found.q.uid: "q", found.k.uid: "k", found.v.uid: "v"}
-        if found.bias is not None:
-            names[found.bias] = "bias"
+        match = self._forward(self._writer(gradient, output, "gradients are of attention's output"))
+        names = {match.q.uid: "q", match.k.uid: "k", match.v.uid: "v"}
+        if match.bias is not None:
+            names[match.bias] = "bias"
         for uid in gradient["wrt"]:
             if uid not in names:
                 refuse(gradient, f"kernels give no gradient of tensor {uid}: only of q, k, v and a plainly added bias")
-        self._check_read_once(gradient, found)
+        self._check_read_once(gradient, match)
         if not gradient["forward"]:
             refuse(gradient, "kernels read what forward gave", "forward=(output, stats)")
-        given = [dout, *gradient["forward"]]
-        for uid in given:
+        reads = [dout, *gradient["forward"]]
+        for uid in reads:
             if uid in self._order.writers:
                 refuse(self._order.writers[uid], f"kernels read tensor {uid}, so it must be an input", "an input")
         written = {names[uid]: out for uid, out in zip(gradient["wrt"], gradient.outputs, strict=True)}
-        lse_dtype = self._lse_dtype(gradient["forward"][1], found.problem.dtype)
-        dtypes = {"dout": found.problem.dtype, "out": found.problem.dtype, "stats": lse_dtype}
-        for (name, dtype), uid in zip(dtypes.items(), given, strict=True):
+        lse_dtype = self._lse_dtype(gradient["forward"][1], match.problem.dtype)
+        dtypes = {"dout": match.problem.dtype, "out": match.problem.dtype, "stats": lse_dtype}
+        for (name, dtype), uid in zip(dtypes.items(), reads, strict=True):
             self._check_dtype(uid, dtype, name)
         for uid, name in zip(gradient.outputs, (names[uid] for uid in gradient["wrt"]), strict=True):
-            wanted = found.problem.dtype if name != "bias" or found.bias is None else self._tensor(found.bias).dtype
-            self._check_dtype(uid, wanted, f"the gradient of {name}")
+            expected = match.problem.dtype if name != "bias" or match.bias is None else self._tensor(match.bias).dtype
+            self._check_dtype(uid, expected, f"the gradient of {name}")
         rows = dict.fromkeys(("return_lse", "score_max", "score_sum_exp"), False)
         backward: dict[str, Any] = {
             "direction": "backward",
@@ -187,37 +192,40 @@ class _Matcher:
             "lse_dtype": lse_dtype,
         }
         backward |= rows
-        problem = dataclasses.replace(found.problem, **backward)
+        problem = dataclasses.replace(match.problem, **backward)
         out, stats = gradient["forward"]
-        return dataclasses.replace(found, problem=problem, gradients=Gradients(dout, out, stats, written))
+        return dataclasses.replace(match, problem=problem, gradients=Gradients(dout, out, stats, written))
 
     # Pieces
 
     def _dot(self, softmax: Node, scores: int) -> Node:
-        found: dict[str, Node] = {}
-        waiting, seen = [scores], set()
+        products: dict[str, Node] = {}
+        waiting, visited = [scores], set()
         while waiting:
             uid = waiting.pop()
             node = self._order.writers.get(uid)
-            if node is None or node.name in seen:
+            if node is None or node.name in visited:
                 continue
-            seen.add(node.name)
+            visited.add(node.name)
             if node.op == "matmul":
-                found[node.name] = node
+                products[node.name] = node
             elif node.op == "index":
                 continue
             elif node.op in POINTWISE:
                 waiting += node.inputs
             else:
                 refuse(node, "between the product and the softmax kernels compute pointwise nodes alone", "select")
-        if len(found) != 1:
-            other = next(reversed(found.values()), softmax)
-            reason = f"the softmax must be over one product of q and k, and there are {len(found)}"
+        if len(products) != 1:
+            other = next(reversed(products.values()), softmax)
+            reason = f"the softmax must be over one product of q and k, and there are {len(products)}"
             refuse(other, reason, "one matmul")
-        return self._take(next(iter(found.values())))
+        return self._take(next(iter(products.values())))
 
     def _bias(self, scores: int, dot: Node) -> tuple[int | None, int]:
-        """The bias that is added last, and what it is added to. One whose gradient is not wanted is compiled in."""
+        """The bias that is added last, and the tensor that it is added to.
+
+        One whose gradient is not requested is compiled in.
+        """
         node = self._order.writers.get(scores)
         if node is None or node.op != "add":
             return None, scores
@@ -227,8 +235,8 @@ class _Matcher:
             tensor = self._tensor(uid)
             full = tensor.dims[2:] == (rows, keys) and tensor.dims[:1] in ((batch,), (1,))
             fits = full and len(tensor.dims) == 4 and tensor.dims[1] in (heads, 1)
-            wanted = self._wrt is None or uid in self._wrt
-            if wanted and uid not in self._order.writers and fits and tensor.dtype in (q.dtype, "float32"):
+            differentiated = self._wrt is None or uid in self._wrt
+            if differentiated and uid not in self._order.writers and fits and tensor.dtype in (q.dtype, "float32"):
                 if other not in self._order.writers or self._tensor(other).dims != dims:
                     continue
                 self._take(node)
@@ -236,7 +244,7 @@ class _Matcher:
         return None, scores
 
     def _scale(self, dot: Node) -> tuple[float, int]:
-        """The constant that the product is multiplied with, and the result."""
+        """The constant that the product is multiplied by, and the result."""
         product = dot.outputs[0]
         readers = [node for node in self._order.readers[product] if node.op != "index"]
         if len(readers) == 1 and readers[0].op in ("mul", "div"):
@@ -245,8 +253,8 @@ class _Matcher:
             if node.op == "mul" and first.by_value:
                 first, second = second, first
             value = second.value
-            known = second.by_value and value is not None and math.isfinite(value) and (value or node.op == "mul")
-            if first.uid == product and known and value is not None:
+            constant = second.by_value and value is not None and math.isfinite(value) and (value or node.op == "mul")
+            if first.uid == product and constant and value is not None:
                 self._take(node)
                 return float(value) if node.op == "mul" else 1.0 / value, node.outputs[0]
         return 1.0, product
@@ -299,46 +307,46 @@ class _Matcher:
         one_batch = tensor.dims[0] == 1 and problem.batch > 1
         return tensor.dtype, one_batch, tensor.dims[1] == 1 and problem.heads_q > 1
 
-    # What must hold of the whole
+    # Checks of the whole graph
 
-    def _check_whole(self, given: set[int]) -> None:
+    def _check_whole(self, results: set[int]) -> None:
         for node in self._order.nodes:
             if node.name not in self._used:
                 refuse(
                     node, "is no part of the graph's attention, and one launch answers nothing else", "attention alone"
                 )
         for uid in self._order.outputs:
-            if uid not in given:
+            if uid not in results:
                 writer = self._order.writers[uid]
                 refuse(writer, f"kernels keep tensor {uid} on chip: it cannot be an output", "a virtual tensor")
 
-    def _check_outputs(self, found: AttentionMatch) -> None:
-        self._check_dtype(found.out, found.problem.out_dtype, "the output")
-        for name, uid in found.rows.items():
+    def _check_outputs(self, match: AttentionMatch) -> None:
+        self._check_dtype(match.out, match.problem.out_dtype, "the output")
+        for name, uid in match.rows.items():
             if not self._tensor(uid).virtual:
-                wanted = found.problem.lse_dtype if name == "lse" else "float32"
-                self._check_dtype(uid, wanted, "the stats" if name == "lse" else name)
+                dtype = match.problem.lse_dtype if name == "lse" else "float32"
+                self._check_dtype(uid, dtype, "the stats" if name == "lse" else name)
 
-    def _check_read_once(self, gradient: Node, found: AttentionMatch) -> None:
-        """A tensor in several places has the sum of their gradients, and kernels give that of each place apart."""
-        read = [found.q.uid, found.k.uid, found.v.uid, *(() if found.bias is None else (found.bias,))]
-        read += () if found.modification is None else found.modification.tensors
+    def _check_read_once(self, gradient: Node, match: AttentionMatch) -> None:
+        """A tensor in several places has the sum of their gradients, and kernels compute that of one place."""
+        read = [match.q.uid, match.k.uid, match.v.uid, *(() if match.bias is None else (match.bias,))]
+        read += () if match.modification is None else match.modification.tensors
         for uid in gradient["wrt"]:
             if read.count(uid) > 1:
                 reason = f"tensor {uid} is read in {read.count(uid)} places, and kernels give the gradient of one: "
                 refuse(gradient, f"{reason}name the array by another uid in each, and add their gradients", "one place")
 
     def _lse_dtype(self, stats: int | None, dtype: str) -> str:
-        """That of the stats where inputs of ``dtype`` can have it, else the usual one."""
+        """The dtype of the stats if inputs of ``dtype`` support it, else float32."""
         wide = stats is not None and dtype == self._tensor(stats).dtype == "float64"
         return "float64" if wide else "float32"
 
-    def _check_dtype(self, uid: int, wanted: str, name: str) -> None:
+    def _check_dtype(self, uid: int, dtype: str, name: str) -> None:
         tensor = self._tensor(uid)
-        if tensor.dtype != wanted:
-            raise Unsupported(f"tensor {uid}", tensor.dtype, f"{name} must be {wanted} for these inputs", wanted)
+        if tensor.dtype != dtype:
+            raise Unsupported(f"tensor {uid}", tensor.dtype, f"{name} must be {dtype} for these inputs", dtype)
 
-    # Looking around
+    # Look-ups
 
     def _take(self, node: Node) -> Node:
         self._used.add(node.name)

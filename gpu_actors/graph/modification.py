@@ -1,4 +1,4 @@
-"""Modification: the pointwise nodes between the product and the softmax, as a kernel is given them."""
+"""Modification: the pointwise nodes between the product and the softmax, as a kernel gets them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Modification", "ScoreInputs"]
 
-# What fits into a kernel's parameters, with room to spare.
+# These fit easily into a kernel's parameters.
 MAX_TENSORS, MAX_SCALARS = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Modification:
-    """mod: the kernel's. tensors: uids, by slot. scalars: uids, or the numbers themselves, by slot."""
+    """A score modification and its operands.
+
+    mod: the kernel's.
+    tensors: uids, by slot.
+    scalars: uids with None for a known number, and the numbers, by slot.
+    """
 
     mod: ScoreMod
     tensors: tuple[int, ...]
@@ -32,7 +37,7 @@ class Modification:
 
 
 class ScoreInputs:
-    """Collects what a modification reads. score: uid of the scaled product. dims: of the scores."""
+    """Collects the inputs of a modification. score: uid of the scaled product. dims: of the scores."""
 
     def __init__(self, graph: OperationGraph, score: int, dims: tuple[int, ...]) -> None:
         self._graph = graph
@@ -41,7 +46,7 @@ class ScoreInputs:
         self._tensors: dict[int, ScoreTensor] = {}
         self._scalars: list[tuple[int | None, float, ScoreScalar]] = []
         self._score = leaf("score", "real")
-        self._known: dict[int, Expression] = {score: self._score}
+        self._expressions: dict[int, Expression] = {score: self._score}
         self.nodes: set[str] = set()
 
     def modification(
@@ -49,54 +54,55 @@ class ScoreInputs:
     ) -> Modification:
         """The expression between the product and the tensor ``root``, and the lists of a block mask behind it.
 
-        gradients: whether kernels want the lists of rows. deterministic: those of keys, too. Raises Unsupported, naming
-        the node.
+        gradients: whether kernels read the lists of rows.
+        deterministic: whether they read those of keys too.
+        Raises Unsupported with the name of the node.
         """
         needed = self._needed(root)
         for node in self._order.nodes:
             if node.name in needed:
                 self.nodes.add(node.name)
-                self._known[node.outputs[0]] = self._expression(node)
+                self._expressions[node.outputs[0]] = self._expression(node)
         scalars = tuple(scalar for _, _, scalar in self._scalars)
         real_type = "double" if self._in_double(root) else "float"
-        expression = real(f"tensor {root}", self._known[root])
+        expression = real(f"tensor {root}", self._expressions[root])
         size = None if block_mask is None else block_mask["block_size"]
         if block_mask is not None:
             self._lists(block_mask, gradients, deterministic)
         tensors = tuple(self._tensors.values())
-        shown = None
+        full_expression = None
         if block_mask is not None and len(block_mask.inputs) > (5 if block_mask["transposed"] else 3):
-            kept = self._shown(root)  # there are lists of full blocks
-            shown = None if kept == root else real(f"tensor {kept}", self._known[kept])
-        mod = score_mod(expression, self._score, tensors, scalars, real_type, size, shown)
+            full_root = self._without_mask_mods(root)  # there are lists of full blocks
+            full_expression = None if full_root == root else real(f"tensor {full_root}", self._expressions[full_root])
+        mod = score_mod(expression, self._score, tensors, scalars, real_type, size, full_expression)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
 
-    def _shown(self, root: int) -> int:
-        """What full blocks leave of ``root``, where each `mask_mod` right before the lists shows every key.
+    def _without_mask_mods(self, root: int) -> int:
+        """``root`` in full blocks, without each `mask_mod` directly before the lists, which shows every key there.
 
-        Any other `select` with -inf, as a score_mod may end with, hides keys in these blocks too.
+        Another `select` with -inf, at the end of a score_mod for example, hides keys in these blocks too.
         """
         while (node := self._order.writers.get(root)) is not None and ("mask_mod", True) in node.attributes:
-            condition, shown, _ = node.inputs
-            if any(part is self._score for part in in_order((self._known[condition],))):
+            condition, visible, _ = node.inputs
+            if any(part is self._score for part in in_order((self._expressions[condition],))):
                 break
-            root = shown
+            root = visible
         return root
 
     def _in_double(self, root: int) -> bool:
-        """Whether anything on the way to ``root`` is float64: a comparison of such numbers leaves no trace in it."""
+        """Whether any tensor on the way to ``root`` is float64. A comparison of such numbers is not float64 itself."""
         nodes = [node for node in self._order.nodes if node.name in self.nodes]
         read = {uid for node in nodes if node.op != "index" for uid in node.inputs}
         return any(self._graph.tensors[uid].dtype == "float64" for uid in {root, *read})
 
     def _needed(self, root: int) -> set[str]:
-        """The nodes between the score and ``root``, indices included; what an index is like is not computed."""
+        """The nodes between the score and ``root``, indices included. The inputs of an index are not computed."""
         names: set[str] = set()
         waiting = [root]
         while waiting:
             uid = waiting.pop()
             node = self._order.writers.get(uid)
-            if uid in self._known or node is None or node.name in names:
+            if uid in self._expressions or node is None or node.name in names:
                 continue
             names.add(node.name)
             if node.op != "index":
@@ -112,10 +118,10 @@ class ScoreInputs:
         return combine(node.name, node.op, args)
 
     def _operand(self, node: Node, uid: int) -> Expression:
-        if uid not in self._known:
+        if uid not in self._expressions:
             tensor = self._graph.tensors[uid]
-            self._known[uid] = self._scalar(node, tensor) if tensor.by_value else self._tensor(node, tensor)
-        return self._known[uid]
+            self._expressions[uid] = self._scalar(node, tensor) if tensor.by_value else self._tensor(node, tensor)
+        return self._expressions[uid]
 
     def _scalar(self, node: Node, tensor: GraphTensor) -> Expression:
         if tensor.dtype == "uint64":
@@ -135,8 +141,8 @@ class ScoreInputs:
         if len(tensor.dims) != 4 or any(
             extent not in (1, full) for extent, full in zip(tensor.dims, self._dims, strict=True)
         ):
-            wanted = ", ".join(f"1 or {extent}" for extent in self._dims)
-            reason = f"kernels read tensors of four dims beside the scores, ({wanted}); tensor {tensor.uid} is another"
+            extents = ", ".join(f"1 or {extent}" for extent in self._dims)
+            reason = f"kernels read tensors of four dims beside the scores, ({extents}); tensor {tensor.uid} is another"
             raise Unsupported(node.name, tensor.dims, reason, self._dims)
         if len(self._tensors) == MAX_TENSORS:
             raise Unsupported(node.name, node.op, f"kernels take {MAX_TENSORS} tensors of a modification", MAX_TENSORS)
@@ -146,7 +152,7 @@ class ScoreInputs:
         return leaf("tensor", "int" if tensor.dtype == "int32" else "bool" if tensor.dtype == "bool" else "real", slot)
 
     def _lists(self, node: Node, gradients: bool, deterministic: bool) -> None:
-        """Add the lists that kernels walk along."""
+        """Add the lists over which kernels iterate."""
         lists = node.inputs[1:]
         half = 0
         if node["transposed"]:
@@ -167,8 +173,8 @@ class ScoreInputs:
             axes = "bhKR" if gradients and n < half else "bhRK"
             axes = axes if n % 2 else axes[:3]
             dims = self._graph.tensors[uid].dims
-            kept = "".join(axis for axis, extent in zip(axes, dims, strict=True) if extent > 1 or axis in "RK")
-            self._tensors[uid] = ScoreTensor("int32", kept, axes)
+            strided = "".join(axis for axis, extent in zip(axes, dims, strict=True) if extent > 1 or axis in "RK")
+            self._tensors[uid] = ScoreTensor("int32", strided, axes)
 
     def _index(self, node: Node) -> Expression:
         like = self._graph.tensors[node.inputs[0]]
@@ -199,8 +205,8 @@ class ScoreInputs:
         if right >= 0:
             last = combine(node.name, "add", (diagonal, self._add_scalar(node, None, right, "int32")))
             conditions.append(combine(node.name, "le", (key, last)))
-        shown = conditions[0]
+        visible = conditions[0]
         for condition in conditions[1:]:
-            shown = combine(node.name, "logical_and", (shown, condition))
+            visible = combine(node.name, "logical_and", (visible, condition))
         hidden = self._add_scalar(node, None, float("-inf"), "float64")
-        return combine(node.name, "select", (shown, scores, hidden))
+        return combine(node.name, "select", (visible, scores, hidden))

@@ -1,7 +1,7 @@
-"""The operations of a graph: how many tensors each reads, and the dims and dtype of what it writes.
+"""The operations of a graph: how many tensors each reads, and the dims and dtype of its results.
 
-Dims broadcast as NumPy's. Arithmetic on floats is float32 inside a graph, whatever its operands (float64 where one of
-them is); on integers it stays int32, but for division. Comparisons and logic give bool.
+Dims broadcast as in NumPy. Arithmetic on floats is float32 inside a graph, whatever its operands (float64 if one of
+them is). On integers it is int32, except for division. Comparisons and logic give bool.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ ROW_STATS = ("stats", "score_max", "score_sum_exp")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. inputs, outputs: uids. attributes: whatever else decides the result, in order of their names.
+    """One operation.
 
-    seed: of a dropout whose seed is no tensor. It is data, so it is no attribute and in no signature.
+    inputs, outputs: uids.
+    attributes: all else on which the result depends, ordered by name.
+    seed: of a dropout whose seed is not a tensor. It is data, so it is no attribute and in no signature.
     """
 
     name: str
@@ -96,14 +98,14 @@ def broadcast(node: Node, tensors: Sequence[GraphTensor]) -> tuple[int, ...]:
 
 
 def _mismatch(node: Node, tensors: Sequence[GraphTensor], reason: str) -> InvalidRequest:
-    shown = ", ".join(f"{tensor.dtype}{list(tensor.dims)}" for tensor in tensors)
-    return InvalidRequest(node.name, shown, f"the operands of {node.op} {reason}")
+    operands = ", ".join(f"{tensor.dtype}{list(tensor.dims)}" for tensor in tensors)
+    return InvalidRequest(node.name, operands, f"the operands of {node.op} {reason}")
 
 
 def _arity(node: Node, tensors: Sequence[GraphTensor], reads: int, writes: int = 1) -> None:
     if len(tensors) != reads or len(node.outputs) != writes:
-        given = f"{len(tensors)} and {len(node.outputs)}"
-        raise InvalidRequest(node.name, given, f"{node.op} reads {reads} tensors and writes {writes}")
+        counts = f"{len(tensors)} and {len(node.outputs)}"
+        raise InvalidRequest(node.name, counts, f"{node.op} reads {reads} tensors and writes {writes}")
 
 
 def _float(node: Node, tensors: Sequence[GraphTensor]) -> str:
@@ -197,10 +199,10 @@ def _block_mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     blocks = tuple(-(-extent // step) for extent, step in zip(dims[2:], size, strict=True))
     for n, tensor in enumerate(tensors[1:]):
         along = blocks if n < 2 * sets else blocks[::-1]
-        wanted = along[:1] if n % 2 == 0 else along
+        extents = along[:1] if n % 2 == 0 else along
         outer = len(tensor.dims) >= 2 and tensor.dims[0] in (1, dims[0]) and tensor.dims[1] in (1, dims[1])
-        if tensor.dtype != "int32" or not outer or tensor.dims[2:] != wanted or tensor.by_value:
-            reason = f"must have lists of int32 (1 or {dims[0]}, 1 or {dims[1]}, {', '.join(map(str, wanted))})"
+        if tensor.dtype != "int32" or not outer or tensor.dims[2:] != extents or tensor.by_value:
+            reason = f"must have lists of int32 (1 or {dims[0]}, 1 or {dims[1]}, {', '.join(map(str, extents))})"
             raise _mismatch(node, [tensor], reason)
     return [Written(dims, _float(node, tensors[:1]))]
 
@@ -237,17 +239,17 @@ def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     sound = isinstance(axes, tuple) and axes and all(type(axis) is int and -rank <= axis < rank for axis in axes)
     if not sound:
         raise InvalidRequest(node.name, axes, f"axes must be ints from {-rank} to {rank - 1}")
-    gone = {axis % rank for axis in axes}
-    expect(len(gone) == len(axes), node.name, axes, "axes must differ")
-    dims = tuple(1 if axis in gone else extent for axis, extent in enumerate(tensors[0].dims))
+    reduced = {axis % rank for axis in axes}
+    expect(len(reduced) == len(axes), node.name, axes, "axes must differ")
+    dims = tuple(1 if axis in reduced else extent for axis, extent in enumerate(tensors[0].dims))
     return [Written(dims, _float(node, tensors))]
 
 
 def row_stats(node: Node) -> tuple[str, ...]:
-    """What a softmax writes behind its weights, of `ROW_STATS` and in that node's order."""
+    """The statistics of `ROW_STATS` that a softmax writes behind its weights, in the node's order."""
     default = ("stats",) if len(node.outputs) == 2 else ()
-    named: tuple[str, ...] = dict(node.attributes).get("rows", default)
-    return named
+    stats: tuple[str, ...] = dict(node.attributes).get("rows", default)
+    return stats
 
 
 def _softmax(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
@@ -291,7 +293,7 @@ def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     return [Written(tensor.dims, _float(node, [tensor])) for tensor in tensors[2 : 2 + count]]
 
 
-# What decides a result beside the operands. A node that names another would be misunderstood.
+# The attributes on which a result depends. Others are refused.
 _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "index": ("axis",),
     "select": ("mask_mod",),

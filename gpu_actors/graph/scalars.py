@@ -1,4 +1,4 @@
-"""The numbers that a graph is passed by value."""
+"""The numbers that are passed to a graph by value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def checked_scalar(field: str, dtype: str, value: object) -> float | int:
-    """A scalar's value as its dtype has it; infinities pass. Raises InvalidRequest naming ``field``."""
+    """A scalar's value in its dtype. Infinities are accepted. Raises InvalidRequest for ``field``."""
     if dtype == "uint64":
         return integer(field, value, 0, (1 << 64) - 1)
     if dtype == "int32":

@@ -1,4 +1,4 @@
-"""The signature of a graph: equal for graphs that share a plan, and different for all others."""
+"""The signature of a graph: equal for graphs that share a plan, and different for others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def describe_graph(tensors: Mapping[int, GraphTensor], order: Order) -> str:
 
 
 def _tensor(tensor: GraphTensor) -> str:
-    # Along an extent of 1 a stride means nothing.
+    # The stride of an extent of 1 is irrelevant.
     strides = tuple(step if extent > 1 else 0 for step, extent in zip(tensor.strides, tensor.dims, strict=True))
     role = "virtual" if tensor.virtual else "value" if tensor.by_value else "array"
     value = "passed" if tensor.value is None else f"{type(tensor.value).__name__} {tensor.value!r}"

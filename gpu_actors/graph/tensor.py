@@ -21,19 +21,24 @@ _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"
 
 
 class AddsOperations(Protocol):
-    """What a tensor knows of its graph: arithmetic adds a node to it."""
+    """A tensor's graph as the tensor sees it: arithmetic adds a node."""
 
     def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
-        """Add a node for ``op``, and give what it writes."""
+        """Add a node for ``op``, and return its result."""
         ...
 
 
 class GraphTensor:
-    """A tensor of one graph. Make one with the graph's methods.
+    """A tensor of one graph. The graph's methods make it.
 
-    uid: its key in `execute`; negative if the graph chose it. dims: extents, () for a scalar that is passed by
-    value. strides: in elements. dtype: a NumPy or ml_dtypes name. virtual: it exists inside the graph only. value: of
-    a scalar that is given already, else None. name: for messages.
+    uid: its key in `execute`. Negative if the graph chose it.
+    dims: extents, () for a scalar that is passed by value.
+    dtype: a NumPy or ml_dtypes name.
+    strides: in elements.
+    virtual: whether it exists only inside the graph.
+    by_value: whether it is a scalar.
+    value: of a scalar whose value is known, else None.
+    name: for messages.
     """
 
     __slots__ = ("by_value", "dims", "dtype", "graph", "name", "strides", "uid", "value", "virtual")
@@ -148,7 +153,7 @@ def packed_strides(dims: Sequence[int]) -> tuple[int, ...]:
 def checked_layout(
     uid: int, dims: object, strides: object, dtype: object
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """(dims, strides, dtype) of a tensor as a user gave them. Raises InvalidRequest and Unsupported."""
+    """(dims, strides, dtype) of a tensor from a user's arguments. Raises InvalidRequest and Unsupported."""
     field = f"tensor {uid}"
     if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         nearest = _NEAREST.get(str(dtype), "float32")

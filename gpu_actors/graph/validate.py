@@ -1,4 +1,4 @@
-"""Whether a graph is sound, and the order in which its nodes can be computed."""
+"""Validation of a graph, and the topological order of its nodes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.graph.ops import Node, infer
 from gpu_actors.graph.tensor import FLOATS, GraphTensor
 
-__all__ = ["Order", "validated"]
+__all__ = ["Order", "validate"]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A sound graph, sorted. writers: the node that writes a tensor, by uid. readers: those that read it.
+    """A sound graph in topological order.
 
-    inputs, outputs, scalars: uids of the arguments and results of `execute`; scalars: those without a known value.
+    writers: the node that writes a tensor, by uid.
+    readers: the nodes that read a tensor, by uid.
+    inputs, outputs: uids of the arguments and results of `execute`.
+    scalars: uids of scalars without a known value.
     """
 
     nodes: tuple[Node, ...]
@@ -28,7 +31,7 @@ class Order:
     scalars: tuple[int, ...]
 
 
-def validated(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> Order:
+def validate(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> Order:
     """The order of a sound graph. Raises InvalidRequest and Unsupported as `OperationGraph.validate`."""
     writers = _writers(tensors, nodes)
     readers: dict[int, list[Node]] = {}
@@ -47,7 +50,7 @@ def validated(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> Orde
     return Order(
         nodes=order,
         writers=writers,
-        readers={uid: tuple(found) for uid, found in readers.items()},
+        readers={uid: tuple(nodes_of_uid) for uid, nodes_of_uid in readers.items()},
         inputs=tuple(t.uid for t in tensors.values() if t.uid not in writers and not t.by_value),
         outputs=outputs,
         scalars=tuple(t.uid for t in tensors.values() if t.by_value and t.value is None),
@@ -84,7 +87,7 @@ def _check_role(tensor: GraphTensor, writer: Node | None, readers: list[Node]) -
 
 
 def _sorted(nodes: Sequence[Node], writers: dict[int, Node]) -> tuple[Node, ...]:
-    """Depth first, in the order in which nodes were added. Without recursion: graphs may be long."""
+    """Sort depth first, in the order in which nodes were added. There is no recursion, because graphs may be long."""
     done: dict[str, bool] = {}  # False while a node's operands are being sorted
     order: list[Node] = []
     for root in nodes:
@@ -94,12 +97,12 @@ def _sorted(nodes: Sequence[Node], writers: dict[int, Node]) -> tuple[Node, ...]
             if node.name not in done:
                 done[node.name] = False
                 for uid in reversed(node.inputs):
-                    before = writers.get(uid)
-                    if before is None or done.get(before.name):
+                    writer = writers.get(uid)
+                    if writer is None or done.get(writer.name):
                         continue
-                    if before.name in done:
-                        raise InvalidRequest(before.name, before.op, "depends on its own result: the graph has a cycle")
-                    stack.append(before)
+                    if writer.name in done:
+                        raise InvalidRequest(writer.name, writer.op, "depends on its own result: the graph has a cycle")
+                    stack.append(writer)
                 continue
             stack.pop()
             if not done[node.name]:
@@ -115,22 +118,21 @@ def _check_written(tensors: Mapping[int, GraphTensor], node: Node) -> None:
         if tensor.dims != dims:
             raise InvalidRequest(node.name, tensor.dims, f"writes {dims}, which tensor {uid} must have as dims")
         floats = tensor.dtype in FLOATS and dtype in FLOATS
-        # Virtual tensors have one precision: a narrower one would promise a rounding that kernels, which keep them in
-        # registers, do not do.
+        # Virtual tensors have one precision: kernels keep them in registers and do not round them to a narrower one.
         if tensor.dtype != dtype and (tensor.virtual or not floats):
             raise InvalidRequest(node.name, tensor.dtype, f"writes {dtype}, which tensor {uid} must have as dtype")
 
 
 def _check_first(node: Node, writers: dict[int, Node]) -> None:
     """Raise Unsupported for the gradient of a tensor that depends on a gradient."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [node.inputs[0]] if node.op == "gradient" else []
     while waiting:
         uid = waiting.pop()
         writer = writers.get(uid)
-        if writer is None or uid in seen:
+        if writer is None or uid in visited:
             continue
-        seen.add(uid)
+        visited.add(uid)
         if writer.op == "gradient":
             reason = f"differentiates what {writer.name} gave, and second derivatives are not computed"
             raise Unsupported(node.name, writer.name, reason, "a first derivative")

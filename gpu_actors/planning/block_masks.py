@@ -20,7 +20,7 @@ from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.fields import describe, expect
 from gpu_actors.graph.graph import OperationGraph
-from gpu_actors.graph.lists import agree, times_listed
+from gpu_actors.graph.lists import agree, listing_counts
 from gpu_actors.graph.modification import ScoreInputs
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
@@ -210,7 +210,7 @@ def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
         arrays = [_cut(getattr(mask, name), shapes[name]) for name in names]
         if not names or not all(isinstance(array, np.ndarray) for array in arrays):
             continue
-        found = times_listed(arrays)
+        found = listing_counts(arrays)
         twice = found is not None and (found > 1).any()
         expect(not twice, "block_mask", " and ".join(names[1::2]), "must name each block once")
 

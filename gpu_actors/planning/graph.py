@@ -8,7 +8,7 @@ from typing import Any
 from gpu_actors.arrays.adopt import AnyArray
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import FP8
-from gpu_actors.graph.binding import Given, adopt_given
+from gpu_actors.graph.binding import Binding, bind_arrays
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import PlanCache
@@ -36,7 +36,7 @@ class GraphPlanner(AttentionPlanner):
         """Launch a graph, or park its call until its kernels are compiled."""
         _check_graph(graph)
         with reading(call.message):
-            given = adopt_given(graph, arrays, self.device_name, call.caller_notes)
+            given = bind_arrays(graph, arrays, self.device_name, call.caller_notes)
             plan = self._graph_plan(graph, given)
         kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
         if kernels is None:
@@ -45,7 +45,7 @@ class GraphPlanner(AttentionPlanner):
         if call.claim():
             actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
 
-    def _graph_plan(self, graph: OperationGraph, given: Given) -> GraphPlan:
+    def _graph_plan(self, graph: OperationGraph, given: Binding) -> GraphPlan:
         tiles = {f"tensor {uid}": array for uid, array in tiles_of(given).items()}
 
         def make() -> GraphPlan:
@@ -55,7 +55,7 @@ class GraphPlanner(AttentionPlanner):
         return plan
 
 
-def tiles_of(given: Given) -> dict[int, AnyArray]:
+def tiles_of(given: Binding) -> dict[int, AnyArray]:
     """The arrays that kernels may load in tiles: those like q, k and v."""
     return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.dtype.name in _IN_TILES}
 

@@ -27,7 +27,7 @@ from gpu_actors.devices.interface import (
     StepPack,
 )
 from gpu_actors.errors import Unsupported
-from gpu_actors.graph.binding import Given, memory_order
+from gpu_actors.graph.binding import Binding, memory_order
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import AttentionMatch, match_attention
 from gpu_actors.graph.tensor import packed_strides
@@ -90,7 +90,7 @@ class GraphPlan:
         """The keys of the kernels that `bind` takes, in that order."""
         return () if self.program is None else self.program.keys
 
-    def bind(self, graph: OperationGraph, given: Given, kernels: Sequence[Kernel]) -> Launch:
+    def bind(self, graph: OperationGraph, given: Binding, kernels: Sequence[Kernel]) -> Launch:
         """A launch on the arrays of one request. graph: any of this signature. kernels: of `keys`, or none."""
         outputs = {result.name: result.spec for result in self.results}
         oracle = functools.partial(self._oracle, graph, {**given.arrays, **given.numbers})
@@ -108,7 +108,7 @@ class GraphPlan:
         )
         return Launch(self.key, inputs, outputs, oracle, steps, program.scratch)
 
-    def answer(self, given: Given, outputs: Outputs) -> Sequence[dict[int, Any]]:
+    def answer(self, given: Binding, outputs: Outputs) -> Sequence[dict[int, Any]]:
         """Arrays by uid, in the kind of the request's q, or of its first array where the graph is no attention."""
         first = next(iter(given.arrays)) if self.match is None else self.match.q.uid
         template = given.foreign.get(first)
@@ -228,7 +228,7 @@ def _kernel_inputs(match: AttentionMatch) -> dict[str, tuple[int, tuple[int, ...
     return found if match.bias is None else found | {"bias": (match.bias, _BIAS)}
 
 
-def _operands(match: AttentionMatch, given: Given) -> dict[str, AnyArray]:
+def _operands(match: AttentionMatch, given: Binding) -> dict[str, AnyArray]:
     """A kernel's inputs by name, as it has them: heads and rows change places by their strides alone."""
     arrays = given.arrays
     operands = {name: arrays[uid].transpose(*axes) for name, (uid, axes) in _kernel_inputs(match).items()}
@@ -242,7 +242,7 @@ def _operands(match: AttentionMatch, given: Given) -> dict[str, AnyArray]:
     return operands
 
 
-def _seed(match: AttentionMatch, graph: OperationGraph, given: Given) -> int:
+def _seed(match: AttentionMatch, graph: OperationGraph, given: Binding) -> int:
     if match.dropout is None:
         return 0
     node = graph.order().nodes[match.dropout]

@@ -16,7 +16,7 @@ __all__ = ["MhaUid", "TensorLayout", "mha_backward_graph", "mha_forward_graph"]
 
 
 class MhaUid(IntEnum):
-    """What names the tensors of these graphs in `execute`."""
+    """The uids of the tensors of these graphs in `execute`."""
 
     Q = 1
     K = 2
@@ -47,8 +47,8 @@ def mha_forward_graph(
 ) -> OperationGraph:
     """softmax(mask(scale q k^T + bias)) v, with dropout.
 
-    layouts: of Q, K, V, and of BIAS where there is one; of OUT and STATS the strides, where they shall not be packed.
-    Raises InvalidRequest where they do not agree.
+    layouts: of Q, K, V, and of BIAS if there is one. For OUT and STATS the strides, if they are not packed.
+    Raises InvalidRequest if they do not agree.
     """
     graph = OperationGraph()
     inputs = {
@@ -65,20 +65,20 @@ def mha_forward_graph(
 def mha_backward_graph(
     params: AttentionParams, layouts: Mapping[MhaUid, TensorLayout], *, deterministic: bool = False
 ) -> OperationGraph:
-    """The gradients of `mha_forward_graph`'s output: of q, k and v, and of the bias where there is one.
+    """The gradients of `mha_forward_graph`'s output: of q, k and v, and of the bias if there is one.
 
-    layouts: of Q, K, V, OUT, STATS, DOUT, and of BIAS where there is one; of DQ, DK, DV and DBIAS the strides, where
-    they shall not be packed.
+    layouts: of Q, K, V, OUT, STATS, DOUT, and of BIAS if there is one. For DQ, DK, DV and DBIAS the strides, if they
+        are not packed.
     """
     graph = OperationGraph()
     inputs = {uid: _tensor(graph, uid, layouts[uid]) for uid in list(MhaUid)[:4] if uid in layouts}
-    given = {uid: _tensor(graph, uid, layouts[uid]) for uid in (MhaUid.OUT, MhaUid.STATS, MhaUid.DOUT)}
+    saved = {uid: _tensor(graph, uid, layouts[uid]) for uid in (MhaUid.OUT, MhaUid.STATS, MhaUid.DOUT)}
     out, _ = _attention(graph, params, inputs, stats=False)
-    forward = given[MhaUid.OUT], given[MhaUid.STATS]
-    gradients = graph.gradient(out, given[MhaUid.DOUT], tuple(inputs.values()), forward, deterministic=deterministic)
+    forward = saved[MhaUid.OUT], saved[MhaUid.STATS]
+    gradients = graph.gradient(out, saved[MhaUid.DOUT], tuple(inputs.values()), forward, deterministic=deterministic)
     for uid, gradient in zip(inputs, gradients, strict=True):
-        named = MhaUid(uid + MhaUid.DQ - MhaUid.Q)
-        graph.output(gradient, uid=named, dtype=inputs[uid].dtype, strides=_strides(layouts, named))
+        gradient_uid = MhaUid(uid + MhaUid.DQ - MhaUid.Q)
+        graph.output(gradient, uid=gradient_uid, dtype=inputs[uid].dtype, strides=_strides(layouts, gradient_uid))
     return graph
 
 
@@ -97,14 +97,14 @@ def _attention(
     if MhaUid.BIAS in inputs:
         scores = scores + inputs[MhaUid.BIAS]
     scores = graph.mask(scores, params.mask, params.alignment)
-    found: GraphTensor | None = None
+    row_stats: GraphTensor | None = None
     if stats:
-        weights, found = graph.softmax_with_stats(scores)
+        weights, row_stats = graph.softmax_with_stats(scores)
     else:
         weights = graph.softmax(scores)
     if params.dropout_p:
         weights = graph.dropout(weights, params.dropout_p, params.dropout_seed)
-    return graph.matmul(weights, v), found
+    return graph.matmul(weights, v), row_stats
 
 
 def _strides(layouts: Mapping[MhaUid, TensorLayout], uid: MhaUid) -> tuple[int, ...] | None:
