@@ -18,8 +18,8 @@ from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.planning.cached import CacheRequest, Decoding, bind_cached, decoding_output
 from gpu_actors.planning.merging import merge, split_outputs
-from gpu_actors.planning.padding import pad_request, recordable
 from gpu_actors.planning.plan import Plan
+from gpu_actors.planning.shape_buckets import pad_request, recordable
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 

@@ -29,15 +29,15 @@ from gpu_actors.fields import shape_of
 from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
-from gpu_actors.planning.beside import beside
 from gpu_actors.planning.cached import adopt_cache_request, check_cached
+from gpu_actors.planning.concat import concat
 from gpu_actors.planning.explanation import explain_request, key_of
 from gpu_actors.planning.forward import attention_output, broadcast_batch, is_padded, is_plain
 from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.padded import packed, padded_answer
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
+from gpu_actors.planning.seqused import to_dense_answer, to_varlen
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
@@ -150,7 +150,7 @@ class FlashAttnHandle(ActorHandle):
         """
         axes = "batch, rows, heads, latent" if options.get("cu_seqlens_q") is None else "total, heads, latent"
         request = PagedForward(
-            q=beside(("q_nope", "q_pe"), q_nope, q_pe),
+            q=concat(("q_nope", "q_pe"), q_nope, q_pe),
             k_cache=latent_cache,
             latent_dim=shape_of("q_nope", q_nope, axes)[-1],
             cache_seqlens=cache_seqlens,
@@ -295,8 +295,8 @@ class FlashAttnActor(ServiceActor):
                 request = broadcast_batch(request)
             if is_padded(request):
                 with reading(message):
-                    dense, request = request, packed(request)
-                finish = padded_answer(dense, finish)
+                    dense, request = request, to_varlen(request)
+                finish = to_dense_answer(dense, finish)
             planner.answer(self, call, request, plain, finish)
             return
         if isinstance(message, PagedForward | BatchedDecode):

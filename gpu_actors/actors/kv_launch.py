@@ -23,7 +23,7 @@ from gpu_actors.kernels.append import AppendProblem, append_geometry, append_key
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
-from gpu_actors.planning.padding import pad_rows
+from gpu_actors.planning.shape_buckets import pad_rows
 
 __all__ = ["add_rows", "append_launch"]
 

@@ -29,8 +29,8 @@ from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
-from gpu_actors.planning.padding import recordable
 from gpu_actors.planning.planner import Workbench
+from gpu_actors.planning.shape_buckets import recordable
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias

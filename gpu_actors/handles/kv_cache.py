@@ -35,7 +35,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import KvCacheStats
-from gpu_actors.planning.beside import beside
+from gpu_actors.planning.concat import concat
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import takes_options
@@ -262,7 +262,7 @@ class KvCache(Local):
         """
         if q_pe is not None:
             expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
-            q = beside(("q", "q_pe"), q, q_pe)
+            q = concat(("q", "q_pe"), q, q_pe)
         message = AttendCache(cache=self._number, seqs=seqs, q=q, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 

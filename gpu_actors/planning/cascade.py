@@ -58,8 +58,8 @@ from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
 from gpu_actors.planning.cached import cached_oracle, operands
-from gpu_actors.planning.padding import bucket
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
+from gpu_actors.planning.shape_buckets import bucket
 from gpu_actors.planning.tma_eligibility import eligible_families
 
 __all__ = ["LAUNCH_BYTES", "CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]

@@ -17,7 +17,7 @@ from gpu_actors.planning.backward import gradient_problem, pose_backward
 from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
 from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
-from gpu_actors.planning.padded import packed
+from gpu_actors.planning.seqused import to_varlen
 from gpu_actors.validation.forward import forward_problem
 
 __all__ = ["explain_request", "key_of"]
@@ -70,4 +70,4 @@ def _adopted(request: Request, info: DeviceInfo) -> Request:
     if isinstance(request, PagedForward | BatchedDecode):
         return adopt_cache_request(request, info.device_name)[0]
     adopted = broadcast_batch(adopt_request(request, info.device_name)[0])
-    return packed(adopted) if is_padded(adopted) else adopted
+    return to_varlen(adopted) if is_padded(adopted) else adopted

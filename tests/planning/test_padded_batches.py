@@ -9,7 +9,7 @@ import pytest
 from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.planning.padded import packed
+from gpu_actors.planning.seqused import to_varlen
 
 
 def test_arrays_that_are_no_views_of_packed_ones(mock: ga.GpuContext) -> None:
@@ -65,13 +65,13 @@ def _device_array(*shape: int, gap: int = 0) -> DeviceArray:
 
 def test_arrays_on_a_device_are_packed_where_they_lie() -> None:
     q, used = _device_array(2, 5, 2, 16), np.array([3, 5], np.int32)
-    found = packed(ga.FlashForward(q, q, q, seqused_q=used))
+    found = to_varlen(ga.FlashForward(q, q, q, seqused_q=used))
     assert (found.q.address, found.q.shape, found.q.strides) == (q.address, (10, 2, 16), q.strides[1:])
     assert found.cu_seqlens_q.tolist() == [0, 3, 5, 5, 10, 10, 10]
     assert found.cu_seqlens_k.tolist() == [0, 5, 5, 5, 10, 10, 10]
     apart = _device_array(2, 5, 2, 16, gap=1)
     with pytest.raises(ga.InvalidRequest, match="without gaps"):
-        packed(ga.FlashForward(q, apart, q, seqused_q=used))
+        to_varlen(ga.FlashForward(q, apart, q, seqused_q=used))
     lengths = DeviceArray(1 << 20, (2,), (4,), np.dtype(np.int32), 0)
     with pytest.raises(ga.InvalidRequest, match="must lie on the host"):
-        packed(ga.FlashForward(q, q, q, seqused_q=lengths))
+        to_varlen(ga.FlashForward(q, q, q, seqused_q=lengths))

@@ -1,4 +1,4 @@
-"""One array of the columns of two, where their library can join them."""
+"""Concatenates two arrays of one library along the last axis."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe, expect
 
-__all__ = ["beside"]
+__all__ = ["concat"]
 
 
-def beside(fields: tuple[str, str], left: Any, right: Any) -> Any:
+def concat(fields: tuple[str, str], left: Any, right: Any) -> Any:
     """Both along the last axis, left first. fields: their names.
 
-    NumPy, torch and libraries of the array API standard (CuPy, JAX) join their own arrays, in the caller's stream.
-    Raises `InvalidRequest` for arrays that do not belong together, and for those of other libraries.
+    NumPy, torch and libraries of the array API standard (CuPy, JAX) concatenate their own arrays, in the caller's
+    stream. Raises `InvalidRequest` for arrays that do not fit together, and for those of other libraries.
     """
     for field, array in zip(fields, (left, right), strict=True):
-        sound = hasattr(array, "dtype") and len(getattr(array, "shape", ())) > 0
-        expect(sound, field, describe(array), "must be an array, to be joined along its last axis")
+        is_array = hasattr(array, "dtype") and len(getattr(array, "shape", ())) > 0
+        expect(is_array, field, describe(array), "must be an array, to be joined along its last axis")
     alike = (type(right), right.dtype, tuple(right.shape[:-1])) == (type(left), left.dtype, tuple(left.shape[:-1]))
     expect(alike, fields[1], describe(right), f"must be as the other part, {describe(left)}, but for the last axis")
     if isinstance(left, np.ndarray):

@@ -1,4 +1,4 @@
-"""Dense batches whose sequences end before their rows and keys do: as packed ones, without a copy.
+"""Dense batches with ``seqused_q`` or ``seqused_k``, whose sequences are padded, as varlen batches without a copy.
 
 A sequence of the dense batch becomes three packed ones, so that each row and each key belongs to one of them:
 
@@ -6,8 +6,8 @@ A sequence of the dense batch becomes three packed ones, so that each row and ea
     rows         those that count  those of padding   none
     keys         those that count  none               those of padding
 
-Padding rows see no key, and padding keys are seen by no row: outputs and gradients there are 0, and what lies there is
-multiplied with nothing.
+Padding rows see no key, and padding keys are seen by no row: outputs and gradients of padding are 0, and its contents
+do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
 from gpu_actors.values import show
 
-__all__ = ["packed", "padded_answer"]
+__all__ = ["to_dense_answer", "to_varlen"]
 
 Request = TypeVar("Request", bound=FlashForward)
 
@@ -38,17 +38,17 @@ _ROWS, _KEYS = ("q", "out", "dout"), ("k", "v")
 _PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # of a sequence; the latter where they have its axis
 
 
-def packed(request: Request) -> Request:
-    """An adopted request whose ``seqused_q`` or ``seqused_k`` is given, as one with cu_seqlens.
+def to_varlen(request: Request) -> Request:
+    """An adopted request with ``seqused_q`` or ``seqused_k``, as one with cu_seqlens.
 
-    Raises `InvalidRequest` and `Unsupported`, as the request without them and for what is only theirs. A bias that the
-    sequences do not share is copied, for each of the packed ones has a matrix; no pair reads those of padding.
+    Raises `InvalidRequest` and `Unsupported`, as for the request without them, and for these fields. A bias that the
+    sequences do not share is copied, because each of the packed ones has a matrix. Those of padding are not read.
     """
     for side in "qk":
         ends, field = getattr(request, f"cu_seqlens_{side}"), f"seqused_{side}"
-        given = getattr(request, field)
+        used = getattr(request, field)
         reason = "goes with dense batches only: cu_seqlens say where packed sequences end"
-        expect(ends is None or given is None, field, None if given is None else describe(given), reason)
+        expect(ends is None or used is None, field, None if used is None else describe(used), reason)
     if request.block_mask is not None:
         reason = "lists of blocks are not cut where padding is: give packed sequences and cu_seqlens"
         raise Unsupported("block_mask", show(request.block_mask), reason, "cu_seqlens_q")
@@ -75,42 +75,42 @@ def packed(request: Request) -> Request:
         if name.endswith(_PLACES):
             if array.ndim == 1:
                 changes[name] = np.stack([changes[name], np.ones_like(changes[name])], axis=1)
-            for part in range(1, _PARTS):  # padding stands nowhere, and so not beyond what a position can be
+            for part in range(1, _PARTS):  # padding has position 0, which is always valid
                 changes[name][part::_PARTS] = (0, 1)
     if dense.bias is not None and len(dense.bias) > 1:
         changes["bias"] = _each(dense.bias, "bias")
     if isinstance(dense, FlashBackward):
         changes["lse"] = _flat_lse(dense.lse)
         if dense.sinks is not None:
-            # A row that sees its sink alone has a term in the sink's gradient: 0 times what is in the padding.
+            # A row that sees only its sink has a term in the sink's gradient, here 0 times the padding's contents.
             counts = (np.arange(problem.seqlen_q) < rows[:, None]).reshape(-1)
-            for name, kept in (("dout", counts[:, None, None]), ("out", counts[:, None, None]), ("lse", counts)):
+            for name, counted in (("dout", counts[:, None, None]), ("out", counts[:, None, None]), ("lse", counts)):
                 if isinstance(array := changes[name], np.ndarray):
-                    changes[name] = np.where(kept, array, array.dtype.type(0))
+                    changes[name] = np.where(counted, array, array.dtype.type(0))
     return dataclasses.replace(dense, **changes)
 
 
-def padded_answer(request: FlashForward, finish: Finish) -> Finish:
-    """What finishes the answer to a packed request, for the dense one that it was."""
+def to_dense_answer(request: FlashForward, finish: Finish) -> Finish:
+    """A `Finish` for the dense request, from that of its varlen form."""
     lengths = {"out": request.q, "dq": request.q, "dk": request.k, "dv": request.v}
     return functools.partial(_answer, len(request.q), {name: array.shape[1] for name, array in lengths.items()}, finish)
 
 
 def _answer(batch: int, lengths: dict[str, int], finish: Finish, outputs: Outputs) -> Sequence[Any]:
-    found = dict(outputs)
+    arrays = dict(outputs)
     for name, length in lengths.items():
-        if found.get(name) is not None:
-            found[name] = _cut(found[name], 0, batch, length)
-    if found.get("lse") is not None:
-        lse = _cut(found["lse"], 1, batch, lengths["out"])
-        found["lse"] = lse.transpose(1, 0, 2)
-    if (dbias := found.get("dbias")) is not None and len(dbias) > 1:
-        found["dbias"] = _cut(dbias, 0, batch, _PARTS)[:, 0]
-    return finish(found)
+        if arrays.get(name) is not None:
+            arrays[name] = _cut(arrays[name], 0, batch, length)
+    if arrays.get("lse") is not None:
+        lse = _cut(arrays["lse"], 1, batch, lengths["out"])
+        arrays["lse"] = lse.transpose(1, 0, 2)
+    if (dbias := arrays.get("dbias")) is not None and len(dbias) > 1:
+        arrays["dbias"] = _cut(dbias, 0, batch, _PARTS)[:, 0]
+    return finish(arrays)
 
 
 def _used(field: str, used: Any, batch: int, length: int) -> Any:
-    """How many count of each sequence, int64 (batch,)."""
+    """How many rows or keys of each sequence count, int64 (batch,)."""
     if used is None:
         return np.full(batch, length, np.int64)
     optional_array(field, used, ((batch,),), ("int32",))
@@ -126,7 +126,7 @@ def _ends(*lengths: Any) -> Any:
 
 
 def _each(array: Any, field: str) -> Any:
-    """A row for each packed sequence in place of one for each dense one."""
+    """Repeat the row of each dense sequence for its packed ones."""
     expect(isinstance(array, np.ndarray), field, describe(array), "must lie on the host beside seqused_q or seqused_k")
     return np.repeat(array, _PARTS, axis=0)
 
@@ -157,7 +157,7 @@ def _flat_lse(lse: Any) -> Any:
 
 
 def _cut(array: Any, axis: int, batch: int, length: int) -> Any:
-    """The axis of packed rows as two: sequences and rows."""
+    """Split the axis of packed rows into sequences and rows."""
     shape = (*array.shape[:axis], batch, length, *array.shape[axis + 1 :])
     if not isinstance(array, DeviceArray):
         return array.reshape(shape)

@@ -1,7 +1,7 @@
 """Shape buckets: steps of decoding are padded to few shapes, so that one recorded launch serves many of them.
 
-A batch is padded to a power of two with sequences without keys; their rows come out as zeros and are dropped. A block
-table is padded to a power of two of columns, and the added ones are never read.
+A batch is padded to a power of two with sequences without keys, whose rows are zeros and are dropped. A block table is
+padded to a power of two of columns. The added columns are never read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_actors.planning.cached import CacheRequest
 
 __all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
 
-_MOST_ROWS = 8  # of a step of decoding, drafts included; a prefill is as long as it is
+_MOST_ROWS = 8  # of a sequence in a step of decoding, drafts included. Longer prefills are not recorded.
 _ONES = ("k_descale", "v_descale", "q_descale", "q_positions", "k_positions")
 _ZEROS = ("tree_mask", "alibi_slopes", "cache_leftpad")
 
@@ -29,7 +29,7 @@ def bucket(count: int) -> int:
 
 
 def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
-    """Whether it is worth recording the launch: it has a few rows of each sequence, all on the host."""
+    """Whether recording the launch pays: it has a few rows of each sequence, all on the host."""
     names = ("q", "cache_seqlens", "seq_lens", "block_table", "sinks", *_ONES, *_ZEROS)
     if any(isinstance(getattr(request, name, None), DeviceArray | Joined) for name in names) or request.out is not None:
         return False
@@ -40,7 +40,7 @@ def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
     if rows is not None and rows.turned is not None:
         return False
     if isinstance(request, BatchedDecode):
-        return False  # caches of the caller's, which may be elsewhere the next time
+        return False  # the caller's caches may have other addresses the next time
     if request.block_table is None or request.cu_seqlens_q is not None:
         return False
     return 0 < request.q.shape[1] <= _MOST_ROWS and len(request.q) > 0
@@ -50,8 +50,8 @@ def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
     """An array padded to ``batch`` entries with one value."""
     if len(array) == batch:
         return array
-    rest = np.full((batch - len(array), *array.shape[1:]), value, array.dtype)
-    return np.concatenate([array, rest])
+    padding = np.full((batch - len(array), *array.shape[1:]), value, array.dtype)
+    return np.concatenate([array, padding])
 
 
 def pad_request(request: PagedForward) -> PagedForward:
@@ -70,7 +70,7 @@ def pad_request(request: PagedForward) -> PagedForward:
 
 
 def pad_rows(rows: NewRows) -> NewRows:
-    """The request's new rows, padded like its batch. Rows of sequences without keys are written nowhere."""
+    """The request's new rows, padded like its batch. Rows of sequences without keys are not written."""
     batch = bucket(len(rows.counts))
     total = batch * rows.rows
     changes: dict[str, Any] = {name: pad_batch(getattr(rows, name), total) for name in ("k", "v")}
