@@ -1,13 +1,13 @@
 """Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, host                 what a request costs beside a thread of the loop's pool; they need no GPU
-compile, imports             nor do these
-serve                        loads `gpu-actors serve`, on any device; serve_unkind has the clients that mean harm
+bridge, host                 the cost of a request beside a thread of the loop's pool, without a GPU
+compile, imports             the cost of compiles and of imports, without a GPU
+serve                        loads `gpu-actors serve`, on any device; serve_unkind has the hostile clients
 
-stage      opens the device and runs a suite       cases      what is measured, its work and traffic
+stage      opens the device and runs a suite       cases      the measured problems, their work and traffic
 suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
-recorder   launches as the service makes them      arrays     random and poisoned arrays
+recorder   the service's launches                  arrays     random and poisoned arrays
 timing     events in turns, quantiles              checks     slices against the oracle
 clock      the events of a CUDA stream             peers      other libraries
 ceilings   product and copy of the same run        report, plot
@@ -38,7 +38,7 @@ _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-
 
 
 def environment() -> dict[str, object]:
-    """When, where and with what a figure was measured."""
+    """The time, the machine and the versions of a measurement."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "gpu_actors": __version__,
@@ -52,7 +52,7 @@ def environment() -> dict[str, object]:
 
 
 def in_rows(figures: Mapping[str, Any]) -> str:
-    """Figures as JSON with a line a name, and a line a row of what holds rows."""
+    """Figures as JSON with one line for each name, and one for each row of a table."""
     lines = [f"  {json.dumps(name)}: {_in_rows(value)}" for name, value in figures.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -72,11 +72,11 @@ def _in_rows(value: Any) -> str:
 
 def _cpu() -> str:
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
-    found = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
-    return found[1] if found else platform.processor()
+    match = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    return match[1] if match else platform.processor()
 
 
 def _version(name: str) -> str | None:

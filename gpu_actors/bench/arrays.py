@@ -13,9 +13,9 @@ from gpu_actors.arrays.adopt import AnyArray, Reinterpreted, adopt
 __all__ = ["Arrays", "CupyArrays", "HostArrays", "adopted", "has_special"]
 
 _POOL = 16_777_213
-"""A prime near 2^24: rows cut one after the other from a pool of so many numbers, around its end, are never alike."""
+"""A prime near 2^24: consecutive rows from a pool of so many numbers, which wrap around its end, never repeat."""
 _POISON = 0xFF
-"""Bytes that make a NaN in every floating format here."""
+"""A byte that makes a NaN in every floating-point format here."""
 _WITHOUT_NAME = ("float8_e4m3fn", "float8_e5m2")  # in CuPy
 
 
@@ -23,7 +23,7 @@ class Arrays(Protocol):
     """Makes arrays, of dtypes by their NumPy or ml_dtypes names."""
 
     def random(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Normal numbers, others at every call."""
+        """Normal numbers, different ones in every call."""
 
     def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
         """All NaN."""
@@ -35,10 +35,10 @@ class Arrays(Protocol):
         """A copy on the host. The array's work must be over."""
 
     def ready(self) -> None:
-        """Wait until every array made so far holds its values, for work on streams that wait for none."""
+        """Wait until every array so far has its values, for work on streams that do not wait."""
 
     def trim(self) -> None:
-        """Give memory back that no array uses."""
+        """Free memory that no array uses."""
 
 
 class HostArrays:
@@ -66,7 +66,7 @@ class HostArrays:
 
 
 class CupyArrays:
-    """In the memory of the current CUDA device, made by copies alone: no generator and no conversion runs there."""
+    """Arrays in the memory of the current CUDA device, made only by copies: no generator or conversion runs there."""
 
     def __init__(self, seed: int = 0) -> None:
         import cupy
@@ -80,17 +80,17 @@ class CupyArrays:
         pool = self._pool(dtype)
         size = math.prod(shape)
         flat = self._cupy.empty(size, pool.dtype)
-        start, done = int(self._rng.integers(_POOL)), 0
-        while done < size:
-            count = min(size - done, _POOL - start)
-            flat[done : done + count].data.copy_from_device(pool[start:].data, count * pool.itemsize)
-            done, start = done + count, 0
+        start, filled = int(self._rng.integers(_POOL)), 0
+        while filled < size:
+            count = min(size - filled, _POOL - start)
+            flat[filled : filled + count].data.copy_from_device(pool[start:].data, count * pool.itemsize)
+            filled, start = filled + count, 0
         return self._named(flat.reshape(shape), dtype)
 
     def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
-        made = self._cupy.empty(shape, self._carrier(dtype))
-        made.data.memset(_POISON, made.nbytes)
-        return self._named(made, dtype)
+        array = self._cupy.empty(shape, self._carrier(dtype))
+        array.data.memset(_POISON, array.nbytes)
+        return self._named(array, dtype)
 
     def integers(self, values: Any) -> Any:
         return self._cupy.asarray(np.asarray(values, np.int32))
@@ -120,7 +120,7 @@ class CupyArrays:
 
 
 def has_special(array: np.ndarray[Any, Any]) -> bool:
-    """Whether a NaN or an infinity is in it. Looks at bits, which for 16-bit floats is many times faster."""
+    """Whether it has a NaN or an infinity. It tests bits, which for 16-bit floats is many times faster."""
     masks = {"bfloat16": 0x7F80, "float16": 0x7C00}
     mask = masks.get(array.dtype.name)
     if mask is None:
@@ -129,5 +129,5 @@ def has_special(array: np.ndarray[Any, Any]) -> bool:
 
 
 def adopted(array: Any) -> AnyArray:
-    """The array as launches take it."""
+    """The array as an operand of a launch."""
     return adopt(array, "array").array

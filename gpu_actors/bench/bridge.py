@@ -1,6 +1,6 @@
-"""What a request costs beside ``asyncio.to_thread``: ``python -m gpu_actors.bench.bridge`` prints JSON.
+"""The cost of a request beside ``asyncio.to_thread``: ``python -m gpu_actors.bench.bridge`` prints JSON.
 
-Both are measured in turns in one run, so other work of the machine slows both alike. The request is empty: a forward of
+Both are measured in turns in one run, so other work of the machine slows both. The request is empty: a forward of
 one row on a mock device that computes nothing, from validation to the await. It is compared with a thread of the loop's
 own pool that calls an empty function. The budget: cheaper at 1 and at 256 concurrent.
 """
@@ -38,10 +38,12 @@ def run(
 ) -> dict[str, object]:
     """Median latency alone (microseconds), throughput (thousands a second) and their ratios, for each event loop.
 
-    concurrency: awaits at once. latencies: calls of each kind that are timed alone, in each of several rounds with
-    fresh threads, because the cost of a wake-up depends on the core on which the system has put a thread.
-    requests: calls of each kind and concurrency. A ratio above 1 says how many times the service is faster than
-    ``asyncio.to_thread``. uvloop is None where it is not installed.
+    concurrency: concurrent awaits.
+    latencies: calls of each kind that are timed alone, in each of several rounds with new threads, because the cost of
+        a wake-up depends on the core of the thread.
+    requests: calls of each kind and concurrency.
+    A ratio above 1 says how many times the service is faster than ``asyncio.to_thread``. uvloop is None if it is not
+    installed.
     """
     results: dict[str, object] = {}
     for name, loop in _loops().items():
@@ -105,11 +107,11 @@ async def _latencies(kinds: dict[str, Ask], calls: int, turn: int = 50) -> dict[
     for _ in range(1 + calls // turn):
         for kind, ask in kinds.items():
             for _ in range(turn):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 await ask()
-                times[kind].append(time.perf_counter() - began)
+                times[kind].append(time.perf_counter() - start)
     # The first turn of each kind started threads and filled caches.
-    medians = {kind: statistics.median(taken[turn:]) * 1e6 for kind, taken in times.items()}
+    medians = {kind: statistics.median(seconds[turn:]) * 1e6 for kind, seconds in times.items()}
     return _rounded(medians) | {"ratio": round(medians["to_thread"] / medians["service"], 2)}
 
 
@@ -117,26 +119,26 @@ async def _throughputs(kinds: dict[str, Ask], crowd: int, calls: int) -> dict[st
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 + max(2, calls // crowd)):
         for kind, ask in kinds.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             await asyncio.gather(*(ask() for _ in range(crowd)))
-            times[kind].append(time.perf_counter() - began)
-    return _rates({kind: crowd / statistics.median(taken[1:]) for kind, taken in times.items()})
+            times[kind].append(time.perf_counter() - start)
+    return _rates({kind: crowd / statistics.median(seconds[1:]) for kind, seconds in times.items()})
 
 
 def _on_two_loops(ctx: GpuContext, turns: int = 3) -> dict[str, float]:
-    """Two threads, each with a loop of its own and 4,096 awaits at once."""
+    """Two threads, each with its own loop and 4,096 concurrent awaits."""
     kinds: dict[str, Ask] = {"service": _request(ctx), "to_thread": _to_thread}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(turns):
         for kind, ask in kinds.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             threads = [threading.Thread(target=asyncio.run, args=(_crowd(ask),)) for _ in range(2)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            times[kind].append(time.perf_counter() - began)
-    return _rates({kind: 2 * _CROWD / statistics.median(taken) for kind, taken in times.items()})
+            times[kind].append(time.perf_counter() - start)
+    return _rates({kind: 2 * _CROWD / statistics.median(seconds) for kind, seconds in times.items()})
 
 
 async def _crowd(ask: Ask) -> None:
@@ -149,7 +151,7 @@ def _run(loop: Loop, main: Coroutine[Any, Any, T]) -> T:
 
 
 def _rates(rates: dict[str, float]) -> dict[str, float]:
-    """Calls a second, as thousands, with how many times the service is faster."""
+    """Thousands of calls a second, and how many times the service is faster."""
     thousands = {kind: rate / 1e3 for kind, rate in rates.items()}
     return _rounded(thousands) | {"ratio": round(rates["service"] / rates["to_thread"], 2)}
 

@@ -1,7 +1,7 @@
-"""What the GPU suites measure: attention problems, their work and their traffic.
+"""The cases of the GPU suites: attention problems, their work and their traffic.
 
-FLOPs are counted as the field does: 4 * rows * keys * dim * heads for a full mask, half for a causal one, 2.5 times
-that for a backward pass. Bytes: each operand once, which is the minimum.
+FLOPs are counted as usual: 4 * rows * keys * dim * heads for a full mask, half for a causal one, 2.5 times that for a
+backward pass. Bytes: each operand once, which is the minimum.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ _BACKWARD = 2.5  # five products instead of two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem. rows and keys: of each sequence. window: left bound, or None. page_size: keys a page of a decode's
-    cache."""
+    """One problem.
+
+    rows, keys: of each sequence.
+    window: left bound, or None.
+    page_size: keys of a page of a decode's cache.
+    """
 
     kind: Kind = "forward"
     batch: int
@@ -51,7 +55,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and a key that it sees, of one head, over the batch; a causal mask counts as half."""
+        """The pairs of a row and a key that it sees, of one head, over the batch. A causal mask counts as half."""
         if self.window is not None:
             keys = [min(row + self.keys - self.rows, self.window) + 1 for row in range(self.rows)]
             return self.batch * sum(keys)
@@ -85,7 +89,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Of one sequence of a decode."""
+        """The pages of one sequence of a decode."""
         return math.ceil(self.keys / self.page_size)
 
     def options(self) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def _short(length: int) -> str:
     return f"{length >> 10}k" if length % 1024 == 0 else str(length)
 
 
-_TOKENS, _WIDTH = 16_384, 2048  # of a forward: the field's usual plot keeps both
+_TOKENS, _WIDTH = 16_384, 2048  # of a forward: constant in the usual plots
 
 
 def _usual(dim: int, length: int, **more: Any) -> Case:
@@ -115,7 +119,7 @@ def _usual(dim: int, length: int, **more: Any) -> Case:
 
 
 def forward_cases(quick: bool = False) -> list[Case]:
-    """The most telling first, for runs that end early."""
+    """The cases of the forward suite. The most important ones are first, for runs that end early."""
     cases = [_usual(128, 8192, causal=causal) for causal in (False, True)]
     cases += [Case(batch=2, rows=8192, keys=8192, heads=64, kv_heads=8, head_dim=128, causal=True)]
     cases += [_usual(dim, 8192, causal=causal) for dim in (64, 256) for causal in (False, True)]
@@ -130,7 +134,7 @@ def forward_cases(quick: bool = False) -> list[Case]:
 
 
 def backward_cases(quick: bool = False) -> list[Case]:
-    """Likewise."""
+    """The cases of the backward suite, likewise."""
     cases = [_usual(128, 8192, causal=causal, kind="backward") for causal in (True, False)]
     cases += [_usual(64, 8192, causal=True, kind="backward")]
     if quick:
@@ -143,7 +147,7 @@ def backward_cases(quick: bool = False) -> list[Case]:
 
 
 def decode_cases(quick: bool = False) -> list[Case]:
-    """Likewise: one new row, then several (speculative decoding)."""
+    """The cases of the decode suite, likewise: one new row, then several (speculative decoding)."""
 
     def case(batch: int, keys: int, rows: int = 1) -> Case:
         return Case(kind="decode", batch=batch, rows=rows, keys=keys, heads=64, kv_heads=8, head_dim=128, causal=True)

@@ -1,4 +1,4 @@
-"""What the GPU itself can do, measured in the same run: a large matrix product and a large copy on the device."""
+"""The GPU's ceilings, measured in the same run: a large matrix product and a large copy on the device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _PLAN = Plan(warmup=2, repeats=12, turns=3)
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """matmul: TFLOP/s of an 8192^3 product on random data, in the dtype and by the library that `how` names.
+    """The ceilings of one run. None if one could not be measured.
 
-    copy: GB/s, bytes read and written both counted. Either is None where it could not be measured; `how` says why.
+    matmul: TFLOP/s of an 8192^3 product on random data, in the dtype and by the library that `how` names.
+    copy: GB/s. Bytes read and bytes written both count.
+    how: how they were measured, or why not.
     """
 
     matmul: float | None = None
@@ -54,7 +56,7 @@ def measure_ceilings(arrays: CupyArrays, clock: EventClock, handle: int) -> Ceil
 def _median(make: Callable[[], Call], clock: EventClock, notes: list[str]) -> float | None:
     try:
         timing = measure_in_turns({"": [make()]}, clock, _PLAN)[""]
-    except Exception as error:  # a library that is there and does not work
+    except Exception as error:  # an installed library that does not work
         notes.append(f"{type(error).__name__}: {error}")
         return None
     if timing.times is None:

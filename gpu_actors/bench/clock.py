@@ -1,6 +1,6 @@
 """CudaClock: an `EventClock` on a stream of a CUDA device.
 
-The stream is held by a kernel of one thread that looks at a flag in page-locked memory until it is set.
+A kernel of one thread holds the stream: it polls a flag in page-locked memory until the flag is set.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _STATE_BYTES = 8
 
 
 class CudaClock:
-    """stream: what is timed; only this clock's user may enqueue on it meanwhile.
+    """Times a stream. Only the user of the clock may enqueue on it meanwhile.
 
-    Needs NVRTC. Raises what compiling and loading a kernel raise.
+    It needs NVRTC. Raises what compiling and loading a kernel raise.
     """
 
     def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
@@ -49,7 +49,7 @@ class CudaClock:
         self._device = device
         self._runtime = runtime
         cubin = Compiler().compile(KernelSource("hold.cu", _HOLD, ("hold",)), device.info.arch)
-        self._hold = device.load(cubin, "hold")  # kept whole: without it, its module would be unloaded
+        self._hold = device.load(cubin, "hold")  # the whole kernel: without it, its module would be unloaded
         address = device.driver.call(device.driver.api.allocate_pinned, _STATE_BYTES)
         self._state = (ctypes.c_int32 * 2).from_address(address)
         self._address = address
@@ -80,12 +80,12 @@ class CudaClock:
         self._runtime.streamSynchronize(self.handle)
 
     def reuse(self) -> None:
-        """No mark made so far is asked for any more."""
+        """Reuse the events of all marks so far, which are not read any more."""
         self._free += self._events
         self._events = []
 
     def close(self) -> None:
-        """Give everything back. Nothing may be enqueued any more."""
+        """Free everything. No work may be enqueued any more."""
         self.reuse()
         for event in self._free:
             self._runtime.eventDestroy(event)

@@ -1,7 +1,7 @@
-"""How long a kernel takes before it runs: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
+"""The times of compiles and cache lookups: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
 
-Needs NVRTC and no GPU. Medians, in milliseconds for compiles and microseconds for lookups; the budgets are 1 s for a
-cold compile of a variant and 200 us for a warm lookup.
+It needs NVRTC and no GPU. The figures are medians, in milliseconds for compiles and microseconds for lookups. The
+budgets are 1 s for a cold compile of a variant and 200 us for a warm lookup.
 """
 
 from __future__ import annotations
@@ -77,29 +77,29 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
         times.setdefault(key.kernel, []).append(min(_seconds(build) for _ in range(3)))
     variants = {
         kernel: {
-            "variants": len(taken),
-            "median_s": round(statistics.median(taken), 3),
-            "slowest_s": round(max(taken), 3),
+            "variants": len(seconds),
+            "median_s": round(statistics.median(seconds), 3),
+            "slowest_s": round(max(seconds), 3),
         }
-        for kernel, taken in times.items()
+        for kernel, seconds in times.items()
     }
     return measure(arch) | {"cold_variants": variants, "beside_cupy": beside_cupy(arch)}
 
 
 def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
-    """The cold compile of one bfloat16 variant of each forward kernel, in turns with what CuPy's RawModule would run.
+    """The cold compile of one bfloat16 variant of each forward kernel, in turns with that of CuPy's RawModule.
 
-    Seconds, medians and the least. CuPy names the architecture without its "a", so what is made for one alone does not
-    compile there; "cupy_s" says so, and "cupy_exact_arch_s" is what the same path takes once the architecture is named
-    in full.
+    Seconds, medians and the least. CuPy names the architecture without its "a", so a kernel for one exact architecture
+    does not compile there: "cupy_s" has the error, and "cupy_exact_arch_s" is the time of the same path with the full
+    name.
     """
     from gpu_actors.kernels.variants import kernel_source, standard_variants
 
-    chosen: dict[str, DispatchKey] = {}
+    keys: dict[str, DispatchKey] = {}
     for key in standard_variants(arch):
         if key.direction == "forward" and (key.dtype, key.head_dim, key.mask) == ("bfloat16", 128, "causal"):
-            chosen.setdefault(key.kernel, key)
-    return {kernel: _beside_cupy(kernel_source(key), arch, times) for kernel, key in chosen.items()}
+            keys.setdefault(key.kernel, key)
+    return {kernel: _beside_cupy(kernel_source(key), arch, times) for kernel, key in keys.items()}
 
 
 def _beside_cupy(source: KernelSource, arch: str, times: int) -> dict[str, object]:
@@ -121,18 +121,17 @@ def _beside_cupy(source: KernelSource, arch: str, times: int) -> dict[str, objec
 
 
 def _in_turns(ways: dict[str, Callable[[], object]], times: int) -> dict[str, object]:
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    samples: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(times):
         for name, way in ways.items():
-            taken[name].append(_seconds(way))
-    return {name: _short(seconds) for name, seconds in taken.items()}
+            samples[name].append(_seconds(way))
+    return {name: _short(seconds) for name, seconds in samples.items()}
 
 
 def _through_cupy(source: KernelSource, headers: Path, arch: str) -> object:
-    """What RawModule(code=..., options=...) does once it knows its device: its own program and options.
+    """Compile as RawModule(code=..., options=...) does for a device, with its own program and options.
 
-    headers: the folder of the source's headers. RawModule itself asks the driver for the device, so it cannot be timed
-    without a GPU.
+    headers: the folder of the source's headers. RawModule itself calls the driver, so it cannot be timed without a GPU.
     """
     from cupy.cuda import compiler
 
@@ -160,7 +159,7 @@ def _variant(number: int) -> KernelSource:
 
 
 def _disk_lookups(folder: str, source: KernelSource, arch: str, rounds: int) -> Iterator[float]:
-    """Lookups that find nothing in memory: the bound of memory is below any cubin. The key is known."""
+    """Lookups from disk: the memory's bound is smaller than any cubin. The key is cached."""
     cache = CubinCache(folder, max_memory_bytes=0)
     cache.key(source, arch)
     for _ in range(rounds):
@@ -169,9 +168,9 @@ def _disk_lookups(folder: str, source: KernelSource, arch: str, rounds: int) -> 
 
 def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    found = call()
+    result = call()
     seconds = time.perf_counter() - start
-    assert found is not None
+    assert result is not None
     return seconds
 
 

@@ -1,7 +1,8 @@
 """Checks gradients before they are timed, in slices: see `checks`.
 
-A block of rows with all the keys that it sees has its whole dq; a block of keys with all the rows that see it its whole
-dk and dv, if the rows' LSE and output are given. So both are compared in blocks, at the corners and at random places.
+A block of rows with all the keys that it sees has its whole dq. A block of keys with all the rows that see it has its
+whole dk and dv, if the rows' LSE and output are given. So both are compared in blocks, at the corners and at random
+positions.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ __all__ = ["check_backward"]
 def check_backward(
     case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], *, seed: int = 0
 ) -> Checked:
-    """Raises AssertionError that names the worst row.
+    """Raise AssertionError with the worst row if gradients are wrong.
 
-    operands: q, k, v, dout, out, lse (batch, heads, rows). gradients: dq, dk, dv. As many rows as keys.
-    The output that the kernel was given is checked first, since dk and dv are compared with what follows from it.
+    operands: q, k, v, dout, out, lse (batch, heads, rows). There are as many rows as keys.
+    gradients: dq, dk, dv.
+    The forward output is checked first, because the expected dk and dv depend on it.
     """
     assert case.rows == case.keys
     checked = check_forward(case, operands["q"], operands["k"], operands["v"], operands["out"], seed=seed)
@@ -59,10 +61,10 @@ def _keys(
     heads = slice(kv * ratio, (kv + 1) * ratio)
     q, dout, out = (_part(operands[name], sequence, rows, heads) for name in ("q", "dout", "out"))
     of_keys = [_part(x, sequence, keys, slice(kv, kv + 1)) for x in (operands["k"], operands["v"])]
-    found = {name: _part(gradients[name], sequence, keys, slice(kv, kv + 1)) for name in ("dk", "dv")}
-    given = {"out": out, "lse": operands["lse"][sequence : sequence + 1, heads, rows], "alignment": "top_left"}
+    slices = {name: _part(gradients[name], sequence, keys, slice(kv, kv + 1)) for name in ("dk", "dv")}
+    saved = {"out": out, "lse": operands["lse"][sequence : sequence + 1, heads, rows], "alignment": "top_left"}
     return _compare(
-        case, found, (dout, q, *of_keys), f"sequence {sequence}, KV head {kv}, keys from {keys.start}", given
+        case, slices, (dout, q, *of_keys), f"sequence {sequence}, KV head {kv}, keys from {keys.start}", saved
     )
 
 
@@ -71,11 +73,11 @@ def _part(array: Array, sequence: int, rows: slice, heads: slice) -> Array:
 
 
 def _compare(
-    case: Case, found: Mapping[str, Array], arguments: tuple[Any, ...], place: str, given: Mapping[str, Any]
+    case: Case, slices: Mapping[str, Array], arguments: tuple[Any, ...], place: str, saved: Mapping[str, Any]
 ) -> float:
-    """The gradients found, and the oracle's own in the place of those that the slice has only a part of."""
-    options = {**case.options(), **given}
+    """Check the slices' gradients. Those of which a slice has only a part are replaced by the oracle's."""
+    options = {**case.options(), **saved}
     reference = attention_backward(*arguments, **options)
     names = ("dq", "dk", "dv")
-    gradients = ReferenceGradients(*(found.get(name, getattr(reference, name)) for name in names))
+    gradients = ReferenceGradients(*(slices.get(name, getattr(reference, name)) for name in names))
     return check_gradients(gradients, *arguments, repro=f"{case.name}: {place}", **options)

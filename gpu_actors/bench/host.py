@@ -1,9 +1,9 @@
-"""What a request costs on the host: ``gpu-actors bench host``, which needs no GPU.
+"""The cost of a request on the host: ``gpu-actors bench host``, which needs no GPU.
 
-Everything is real but the driver, which takes no time and computes nothing (`NullApi`). Each kind of request is
-measured in turns with ``asyncio.to_thread`` in one run, so other work of the machine slows both alike: with kernels
-that take no time beside an empty function, and with kernels of 50 us beside a function that sleeps as long. A ratio
-below 1 says that the request is cheaper.
+Only the driver is replaced, by one that takes no time and computes nothing (`NullApi`). Each kind of request is
+measured in turns with ``asyncio.to_thread`` in one run, so other work of the machine slows both: with kernels that take
+no time beside an empty function, and with kernels of 50 us beside a function that sleeps as long. A ratio below 1 says
+that the request is cheaper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_actors.options import ContextOptions
 __all__ = ["KINDS", "run"]
 
 Ask: TypeAlias = Callable[[int], Awaitable[object]]
-"""Asks once more. The argument is the place in a crowd: no two of a crowd write to the same array."""
+"""Makes one request. The argument is its index among concurrent ones, which write to different arrays."""
 
 KINDS = ("forward", "backward", "decode", "paged", "append", "attend")
 KERNEL_SECONDS = 50e-6
@@ -42,18 +42,18 @@ _addresses = itertools.count(1 << 50, 1 << 32)
 def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
     """Microseconds a request and their ratio to ``asyncio.to_thread``, by kind, and the driver's calls of one request.
 
-    requests: of each kind and way to wait: alone; 64 at once by gather; 64 at once, awaited in turn.
+    requests: of each kind and way to wait: alone, 64 together by gather, and 64 together awaited in turn.
     """
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         name: asyncio.run(_measured(kinds, requests, seconds))
         for name, seconds in (("no_time", 0.0), ("kernel_50_us", KERNEL_SECONDS))
     }
-    return found | {"driver_calls": asyncio.run(_driver_calls(kinds))}
+    return figures | {"driver_calls": asyncio.run(_driver_calls(kinds))}
 
 
 class _NullDevice(CudaDevice):
     def note_caller(self) -> None:
-        """No stream of the program's: CuPy asks the real driver, which may be missing."""
+        """Note no stream: CuPy would call the real driver, which may be missing."""
 
 
 def _open(api: NullApi) -> GpuContext:
@@ -69,11 +69,11 @@ async def _measured(kinds: Sequence[str], requests: int, seconds: float) -> dict
         figures = {way: await _in_turns(asks, wait, requests) for way, wait in ways.items()}
     finally:
         await asyncio.to_thread(context.close)
-    return {kind: {way: _beside(taken, kind) for way, taken in figures.items()} for kind in asks}
+    return {kind: {way: _beside(seconds_of, kind) for way, seconds_of in figures.items()} for kind in asks}
 
 
-def _beside(taken: Mapping[str, float], kind: str) -> dict[str, float]:
-    return {"us": round(taken[kind] * 1e6, 1), "ratio": round(taken[kind] / taken[_TO_THREAD], 2)}
+def _beside(seconds: Mapping[str, float], kind: str) -> dict[str, float]:
+    return {"us": round(seconds[kind] * 1e6, 1), "ratio": round(seconds[kind] / seconds[_TO_THREAD], 2)}
 
 
 async def _in_turns(
@@ -85,34 +85,34 @@ async def _in_turns(
         for kind, ask in asks.items():
             seconds, count = await wait(ask)
             times[kind].append(seconds / count)
-    return {kind: statistics.median(taken[1:]) for kind, taken in times.items()}
+    return {kind: statistics.median(samples[1:]) for kind, samples in times.items()}
 
 
 async def _alone(ask: Ask) -> tuple[float, int]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(_TURN):
         await ask(0)
-    return time.perf_counter() - began, _TURN
+    return time.perf_counter() - start, _TURN
 
 
 async def _gathered(ask: Ask) -> tuple[float, int]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     await asyncio.gather(*(ask(place) for place in range(_CROWD)))
-    return time.perf_counter() - began, _CROWD
+    return time.perf_counter() - start, _CROWD
 
 
 async def _in_turn(ask: Ask) -> tuple[float, int]:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for reply in [ask(place) for place in range(_CROWD)]:
         await reply
-    return time.perf_counter() - began, _CROWD
+    return time.perf_counter() - start, _CROWD
 
 
 async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, dict[str, float]]:
     """How often a warm request makes each of the driver's calls, by kind."""
     api = NullApi()
     context = _open(api)
-    found = {}
+    figures = {}
     try:
         for kind in kinds:
             ask = await _ask(context, kind)
@@ -122,13 +122,13 @@ async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, 
             for _ in range(requests):
                 await ask(0)
             counts = {call: round(count / requests, 2) for call, count in sorted(api.calls.items())}
-            found[kind] = {"all": round(sum(api.calls.values()) / requests, 2)} | counts
+            figures[kind] = {"all": round(sum(api.calls.values()) / requests, 2)} | counts
     finally:
         await asyncio.to_thread(context.close)
-    return found
+    return figures
 
 
-# ---- what is asked
+# Requests
 
 
 def _to_thread(seconds: float) -> Ask:
@@ -140,7 +140,7 @@ def _to_thread(seconds: float) -> Ask:
 
 
 async def _ask(context: GpuContext, kind: str) -> Ask:
-    """Asks a warm context: the first answer is awaited, so its kernels are compiled."""
+    """A request to a warm context: the first answer is awaited, so its kernels are compiled."""
     ask = await _MAKE[kind](context)
     await ask(0)
     return ask
@@ -168,11 +168,11 @@ async def _decode(context: GpuContext) -> Ask:
 async def _paged(context: GpuContext) -> Ask:
     q, outs = _array(1, 1, _HEADS, _DIM), _crowd(1, 1, _HEADS, _DIM)
     k_pool, v_pool = (_array(512, _PAGE, _HEADS_KV, _DIM) for _ in range(2))
-    told: dict[str, Any] = {
+    lengths: dict[str, Any] = {
         "block_table": np.arange(128, dtype=np.int32)[None],
         "cache_seqlens": np.array([2000], np.int32),
     }
-    return lambda place: context.flash_attn.paged_forward(q, k_pool, v_pool, **told, out=outs[place])
+    return lambda place: context.flash_attn.paged_forward(q, k_pool, v_pool, **lengths, out=outs[place])
 
 
 async def _append(context: GpuContext) -> Ask:
@@ -209,6 +209,6 @@ def _crowd(*shape: int) -> list[DeviceArray]:
 
 
 def _array(*shape: int, dtype: Any = np.float16) -> DeviceArray:
-    """An array on the device at an address that nothing else has."""
+    """An array on the device at a unique address."""
     kind = np.dtype(dtype)
     return DeviceArray(next(_addresses), shape, contiguous_strides(shape, kind.itemsize), kind, 0)

@@ -1,4 +1,4 @@
-"""What importing the package costs, and how large its wheel is: ``python -m gpu_actors.bench.imports`` prints JSON.
+"""The cost of importing the package, and the size of its wheel: ``python -m gpu_actors.bench.imports`` prints JSON.
 
 The budget is 0.3 s for ``import gpu_actors``.
 """
@@ -28,8 +28,8 @@ _ROOT = Path(__file__).parents[2]
 def run(imports: int = 7) -> dict[str, object]:
     """Seconds and modules of an import, and bytes of a wheel.
 
-    Every import has an interpreter of its own; the times are the median and the least, and numpy's shows how much of
-    them is not ours. The wheel is None where there is no source tree, or pip has nothing to build it with.
+    Every import has its own interpreter. The times are the median and the least, and numpy's is a part of them that
+    does not belong to this package. The wheel is None if there is no source tree or pip cannot build it.
     """
     return {"gpu_actors": _import("gpu_actors", imports), "numpy": _import("numpy", imports), "wheel": _wheel()}
 
@@ -39,11 +39,11 @@ def _import(module: str, times: int) -> dict[str, object]:
     modules = 0
     for _ in range(times + 1):
         command = [sys.executable, "-c", _IMPORT.format(module=module)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=_ROOT)
-        took, loaded = done.stdout.split()
-        seconds.append(float(took))
+        process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=_ROOT)
+        elapsed, loaded = process.stdout.split()
+        seconds.append(float(elapsed))
         modules = int(loaded)
-    # The first had to read the files from the disk.
+    # The first import reads the files from the disk.
     measured = seconds[1:]
     return {
         "median_s": round(statistics.median(measured), 3),

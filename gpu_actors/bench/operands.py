@@ -1,4 +1,4 @@
-"""The arrays of a case, and the requests made of them."""
+"""The arrays of a case, and the requests with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POISON_PAGE = 2_147_480_000
 
 
 def make_operands(case: Case, arrays: Arrays, context: GpuContext, seed: int) -> OperandSet:
-    """Random operands. A backward's out and lse are what the context's forward answers; raises what that raises."""
+    """Random operands. A backward's out and lse come from the context's forward, whose errors are raised."""
     if case.kind == "decode":
         return _paged(case, arrays, seed)
     shapes = {"q": case.q_shape, "k": case.kv_shape, "v": case.kv_shape}
@@ -67,7 +67,7 @@ _SUBMIT: dict[str, Callable[[Case, GpuContext, OperandSet], Reply[Any]]] = {
 
 
 def _paged(case: Case, arrays: Arrays, seed: int) -> OperandSet:
-    """A pool just large enough, each sequence's pages scattered over it."""
+    """A pool of the exact size, with each sequence's pages scattered over it."""
     rng = np.random.default_rng(seed)
     pages = rng.permutation(case.batch * case.pages).astype(np.int32).reshape(case.batch, case.pages)
     unused = np.full((case.batch, 1), _POISON_PAGE, np.int32)

@@ -1,7 +1,7 @@
-"""Other attention libraries, run beside the kernels where they are installed.
+"""Other attention libraries, which run beside the kernels if they are installed.
 
 Each gets the same arrays, through DLPack, and the same stream. Its errors are reported. Its results are compared with
-the checked ones, so a wrong layout is not timed. Versions are in the report's environment.
+the checked ones, so a wrong layout is not timed. The report's environment has the versions.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ _CLOSE = 2e-2
 
 
 class Refuses(Exception):
-    """A case that a library has no call for, in a sentence."""
+    """A library does not support a case. The message is a sentence."""
 
 
 class Prepared(NamedTuple):
-    """calls: one for each operand set. outputs: what the first gave, on the host in the order of our own outputs."""
+    """The calls of a peer for a case.
+
+    calls: one for each operand set.
+    outputs: the first call's results, on the host.
+    """
 
     calls: Sequence[Call]
     outputs: Callable[[], dict[str, np.ndarray[Any, Any]]]
 
 
 class Peer(NamedTuple):
-    """prepare: takes the case, the operand sets and the handle of the stream to run on."""
+    """A library. prepare: called with the case, the operand sets and the handle of the stream."""
 
     name: str
     module: str
@@ -44,7 +48,7 @@ class Peer(NamedTuple):
     prepare: Callable[[Case, Sequence[OperandSet], int], Prepared]
 
     def obstacle(self) -> str | None:
-        """Why it cannot be run here, or None."""
+        """Why it cannot run here, or None."""
         top = self.module.partition(".")[0]
         if importlib.util.find_spec(top) is None or importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
@@ -56,7 +60,7 @@ def peers_for(kind: Kind) -> list[Peer]:
 
 
 def agrees(case: Case, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> bool:
-    """Whether two outputs are the same but for rounding: their difference's norm is below 2% of ours."""
+    """Whether two outputs are equal except for rounding: the norm of their difference is below 2% of ours."""
     if ours.shape != theirs.shape:
         return False
     step = max(1, ours.shape[1] // 64)
@@ -64,11 +68,11 @@ def agrees(case: Case, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any])
     return bool(np.linalg.norm(a - b) <= _CLOSE * np.linalg.norm(a))
 
 
-# torch and what takes its tensors
+# torch and libraries that take its tensors
 
 
 def _tensor(array: Any) -> Any:
-    """A torch tensor over a CuPy array. As bits: not every version of either has bfloat16 in DLPack."""
+    """A torch tensor over a CuPy array. It goes through integers: not every version supports bfloat16 in DLPack."""
     import torch
 
     if array.dtype == ml_dtypes.bfloat16:
@@ -116,10 +120,10 @@ def _sdpa(backend: str, case: Case, sets: Sequence[OperandSet], handle: int) -> 
     _square(case)
     if case.deterministic:
         raise Refuses("its deterministic form is a setting of the process")
-    chosen = getattr(SDPBackend, backend)
+    kernel = getattr(SDPBackend, backend)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        with sdpa_kernel(chosen):
+        with sdpa_kernel(kernel):
             grouped = case.heads != case.kv_heads
             return functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
 
@@ -132,8 +136,8 @@ def _flash_attn_4(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepar
     window = (None, None) if case.window is None else (case.window, 0)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        found = flash_attn_func(q, k, v, causal=case.causal, window_size=window, deterministic=case.deterministic)
-        return found[0] if isinstance(found, tuple) else found
+        result = flash_attn_func(q, k, v, causal=case.causal, window_size=window, deterministic=case.deterministic)
+        return result[0] if isinstance(result, tuple) else result
 
     return _through_autograd(case, sets, handle, attend, heads_first=False)
 
@@ -141,7 +145,11 @@ def _flash_attn_4(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepar
 def _through_autograd(
     case: Case, sets: Sequence[OperandSet], handle: int, attend: Callable[..., Any], heads_first: bool
 ) -> Prepared:
-    """attend: takes q, k, v. heads_first: of (batch, heads, rows, dim). A backward times the gradients alone."""
+    """Calls through autograd. A backward times only the gradients.
+
+    attend: called with q, k, v.
+    heads_first: whether they are (batch, heads, rows, dim).
+    """
 
     def turned(x: Any) -> Any:
         return x.transpose(1, 2) if heads_first else x
@@ -247,8 +255,8 @@ def _cudnn_frontend(case: Case, sets: Sequence[OperandSet], handle: int) -> Prep
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
 
     def call(number: int) -> Any:
-        given = {**dict(zip(names, operands[number], strict=True)), out: outputs[number]}
-        graph.execute(given, workspace, handle=library)
+        bindings = {**dict(zip(names, operands[number], strict=True)), out: outputs[number]}
+        graph.execute(bindings, workspace, handle=library)
         return outputs[number]
 
     calls = [functools.partial(call, number) for number in range(len(sets))]

@@ -1,8 +1,9 @@
-"""How long the split of a decode launch takes, and how even the modelled work is.
+"""The time of splitting a decode launch, and the balance of the modelled work.
 
-Needs no GPU: medians over many plans on the calling thread, in microseconds, and the largest load of a block over the
-mean. A load counts tiles of keys and what beginning a piece costs (`gpu_actors.kernels.decode_schedule`). The budgets
-are 1,000 us for 4,096 sequences and a balance of 1.1 on a batch in which few sequences are long.
+It needs no GPU. The figures are medians over many plans on the calling thread, in microseconds, and the largest load of
+a block over the mean. A load counts tiles of keys and the cost of beginning a piece
+(`gpu_actors.kernels.decode_schedule`). The budgets are 1,000 us for 4,096 sequences and a balance of 1.1 on a batch in
+which few sequences are long.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> Attention
 
 
 def batches() -> dict[str, npt.NDArray[np.int32]]:
-    """Lengths of batches, by name. skewed: two long sequences among short ones; mixed: lengths spread over decades."""
+    """Lengths of batches, by name. skewed: two long sequences among short ones. mixed: lengths of many magnitudes."""
     rng = np.random.default_rng(0)
     skewed = rng.integers(64, 512, 256).astype(np.int32)
     skewed[[17, 101]] = 65_536, 32_768
@@ -66,22 +67,22 @@ def loads(schedule: Schedule) -> npt.NDArray[np.int64]:
     count, cut = load.tiles[index], load.pieces[index]
     tile_at = before(load.tiles * load.heads)[entry] + head * count + tile
     # With pinned splits every position begins a piece. Without, a range that ends inside an item has one more.
-    begun = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
-    piece_at = before(load.pieces * load.exists * load.heads)[entry] + head * cut + begun
+    pieces_before = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
+    piece_at = before(load.pieces * load.exists * load.heads)[entry] + head * cut + pieces_before
     pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))
     work: npt.NDArray[np.int64] = np.diff(tile_at) + ITEM_UNITS * pieces
     return work
 
 
 def balance(schedule: Schedule) -> float:
-    """The largest load over the mean of the ranges that have work: 1.0 is perfect."""
+    """The largest load over the mean of the ranges that have work. 1.0 is optimal."""
     work = loads(schedule)
     busy = int((work > 0).sum())
     return float(work.max() * busy / work.sum()) if busy else 1.0
 
 
 def run() -> dict[str, object]:
-    """For each batch its sequences, the median microseconds of planning it, and the balance."""
+    """For each batch its number of sequences, the median microseconds of planning it, and the balance."""
     return {name: _measure(lengths) for name, lengths in batches().items()}
 
 

@@ -1,4 +1,4 @@
-"""The plot of a GPU suite: bars of each case's subjects, with their p10 and p90, below the ceiling of the run."""
+"""The plot of a GPU suite: bars of each case's subjects, with their p10 and p90, and the ceiling of the run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ _HEIGHT_A_CASE = 0.22
 _COLOURS = ("#1b6ca8", "#8fb8de", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#7a7a7a", "#3d3d3d")
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """A PNG of what `report.figures` gave. Raises GpuActorsError where matplotlib is missing or nothing was timed."""
+def draw(figures: Mapping[str, Any], path: Path) -> None:
+    """Draw the figures of `report.figures` as a PNG.
+
+    Raises GpuActorsError if matplotlib is missing or nothing was timed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise GpuActorsError(f"nothing can be drawn: {missing(error, 'bench')}") from error
-    timed = [row for row in found["rows"] if row["times_ms"] is not None]
+    timed = [row for row in figures["rows"] if row["times_ms"] is not None]
     if not timed:
         raise GpuActorsError("there is nothing to draw: no case was timed")
     cases = list(dict.fromkeys(row["case"]["name"] for row in timed))
     subjects = list(dict.fromkeys(row["subject"] for row in timed))
-    rate, unit, ceiling = _axis(found)
+    rate, unit, ceiling = _axis(figures)
     height = 1.6 + _HEIGHT_A_CASE * len(cases) * (len(subjects) + 1)
     figure = Figure(figsize=(9, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,16 +43,16 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel(unit)
     if ceiling is not None:
         axes.axvline(ceiling, color="black", linestyle="--", linewidth=1, label="ceiling of this run")
-    axes.set_title(f"{found['suite']} on {found['gpu'].get('name', 'an unnamed device')}", loc="left")
+    axes.set_title(f"{figures['suite']} on {figures['gpu'].get('name', 'an unnamed device')}", loc="left")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=150)
 
 
-def _axis(found: Mapping[str, Any]) -> tuple[str, str, float | None]:
-    """(which rate, its unit, the ceiling)."""
-    if found["suite"] == "decode":
-        return "gbs", "GB/s of operands, each counted once", found["ceilings"]["copy"]
-    return "tflops", "TFLOP/s", found["ceilings"]["matmul"]
+def _axis(figures: Mapping[str, Any]) -> tuple[str, str, float | None]:
+    """(name of the rate, its unit, the ceiling)."""
+    if figures["suite"] == "decode":
+        return "gbs", "GB/s of operands, each counted once", figures["ceilings"]["copy"]
+    return "tflops", "TFLOP/s", figures["ceilings"]["matmul"]
 
 
 def _bars(

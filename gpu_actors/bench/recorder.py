@@ -1,7 +1,7 @@
-"""Launches as the service makes them, for measuring a kernel without the service around it.
+"""Records the service's launches, to measure a kernel without the service.
 
-A `RecordingContext` runs on a `RecordingDevice`, which passes everything on and keeps the launches on request. The
-launch of a request, with all of its kernels, can then be repeated on a stream of its own. This module does not know how
+A `RecordingContext` runs on a `RecordingDevice`, which forwards everything and stores the launches on request. The
+launch of a request, with all of its kernels, can then be repeated on another stream. This module does not know how
 requests become launches.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
 
 class RecordingContext(open_context):
-    """`open_context` with ``recorder``, once it is open, in the way of its launches."""
+    """`open_context` whose launches pass through ``recorder``, which exists once it is open."""
 
     recorder: RecordingDevice
 
@@ -32,29 +32,29 @@ class RecordingContext(open_context):
 
 
 class RecordingDevice(ForwardingDevice):
-    """Keeps launches on request."""
+    """Stores launches on request."""
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
         self._lock = threading.Lock()
-        self._kept: list[Launch] | None = None
+        self._launches: list[Launch] | None = None
 
     @contextmanager
     def recording(self) -> Iterator[list[Launch]]:
-        """The launches that are made meanwhile, on whatever stream."""
+        """A context manager with the list of the launches that are made meanwhile, on all streams."""
         with self._lock:
-            kept: list[Launch] = []
-            self._kept = kept
+            launches: list[Launch] = []
+            self._launches = launches
         try:
-            yield kept
+            yield launches
         finally:
             with self._lock:
-                self._kept = None
+                self._launches = None
 
     def note(self, launch: Launch) -> None:
         with self._lock:
-            if self._kept is not None:
-                self._kept.append(launch)
+            if self._launches is not None:
+                self._launches.append(launch)
 
     def open_stream(self, name: str) -> Stream:
         return _RecordingStream(self, self.inner.open_stream(name))
@@ -74,7 +74,7 @@ class _RecordingStream(Stream):
 
 
 def for_timing(launch: Launch, output: Callable[[str, tuple[int, ...], str], Any]) -> Launch:
-    """The same launch into arrays of ``output(name, shape, dtype)``, that waits for no other stream.
+    """The same launch into arrays of ``output(name, shape, dtype)``, without waits for other streams.
 
     The work on its inputs' streams must be over.
     """

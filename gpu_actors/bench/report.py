@@ -24,7 +24,7 @@ COLUMNS = ("case", "subject", "ms", "p10", "p90", "TFLOP/s", "GB/s", "of ceiling
 def figures(
     suite: str, rows: Sequence[Row], settings: Settings, ceilings: Ceilings, gpu: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything, for JSON. ``of_ceiling``: of the copy's GB/s for a decode, of the product's TFLOP/s else."""
+    """All figures, for JSON. ``of_ceiling``: of the copy's GB/s for a decode, else of the product's TFLOP/s."""
     return {
         "suite": suite,
         "kind": "measurement",
@@ -40,9 +40,9 @@ def figures(
     }
 
 
-def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Rows for `COLUMNS`, from what `figures` gave."""
-    for row in found["rows"]:
+def table(figures: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The rows of `COLUMNS` for the result of `figures`."""
+    for row in figures["rows"]:
         times, share = row["times_ms"], row["of_ceiling"]
         cells = ["-"] * 6
         if times is not None:
@@ -53,7 +53,7 @@ def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def git_revision() -> str | None:
-    """Of the checkout that this package lies in, "+" where files have changed since; None in an installed package."""
+    """The revision of this package's checkout, with "+" if files have changed. None for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
@@ -69,7 +69,7 @@ def git_revision() -> str | None:
 
 
 def gpu_record(index: int) -> dict[str, Any]:
-    """What CuPy and nvidia-smi say of the GPU. Clocks are those of the moment."""
+    """The GPU's properties by CuPy and nvidia-smi. Clocks are the current ones."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
@@ -85,9 +85,9 @@ def gpu_record(index: int) -> dict[str, Any]:
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         command = [smi, f"--id={index}", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-        if done.returncode == 0:
-            record["nvidia_smi"] = dict(zip(_SMI_FIELDS, done.stdout.strip().split(", "), strict=False))
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        if process.returncode == 0:
+            record["nvidia_smi"] = dict(zip(_SMI_FIELDS, process.stdout.strip().split(", "), strict=False))
     return record
 
 

@@ -58,13 +58,17 @@ _STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 @dataclass
 class Load:
-    """What clients saw. Times are in seconds: of streams that were answered with 200.
+    """The clients' measurements. Times are in seconds, of streams that were answered with 200.
 
-    requests: that were sent. answered: those whose whole answer came. late: streams whose first event came after the
-    deadline. in_time: streams whose end came before it. last: when the last one ended. refused: seconds until each
-    answer of 429. faults: streams that were not what they said of themselves. queue: texts that the server let in
-    within each bound of seconds, by its own histogram; None where it has no metrics. memory: MiB of the server, at ten
-    times and each minute.
+    requests: requests sent.
+    answered: requests with a complete answer.
+    late: streams whose first event came after the deadline.
+    in_time: streams whose end came before the deadline.
+    last: when the last stream ended.
+    refused: seconds until each answer of 429.
+    faults: streams that contradict themselves.
+    queue: texts that the server admitted within each bound of seconds, by its own histogram. None without metrics.
+    memory: MiB of the server, at ten times and each minute.
     """
 
     connections: int
@@ -125,14 +129,14 @@ def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
     seconds = 0.8 if quick else 20.0
     crowds, deadlines = ((32,), (5.0,)) if quick else (_CROWDS, _DEADLINES)
     with serving(device) as (port, pid):
-        found = _figures(port, pid, (1, _FEW) if quick else _CONNECTIONS, seconds)
-        found["deadlines"] = []
+        figures = _figures(port, pid, (1, _FEW) if quick else _CONNECTIONS, seconds)
+        figures["deadlines"] = []
         for deadline in deadlines:
             for connections, impatient in [(_FEW, False), *product(crowds, (False, True))]:
                 load = asyncio.run(measure(port, connections, seconds / 2, deadline=deadline, impatient=impatient))
-                found["deadlines"].append({"connections": connections, "impatient": impatient, **load.figures()})
-        found["unkind"] = unkind_figures(measure, port, seconds / 2, ["greedy"] if quick else list(KINDS))
-    return {"kind": "load", **found}
+                figures["deadlines"].append({"connections": connections, "impatient": impatient, **load.figures()})
+        figures["unkind"] = unkind_figures(measure, port, seconds / 2, ["greedy"] if quick else list(KINDS))
+    return {"kind": "load", **figures}
 
 
 COLUMNS = (
@@ -149,17 +153,17 @@ COLUMNS = (
 )
 
 
-def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Rows for `COLUMNS`, from what `run` gave."""
-    loads = [(connections, load) for connections, load in found["loads"].items()]
-    loads += [(f"{one['connections']}{', impatient' if one['impatient'] else ''}", one) for one in found["deadlines"]]
-    loads += [(f"{one['kind_ones']} beside {one['beside']}", one) for one in found["unkind"]]
+def table(figures: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The rows of `COLUMNS` for the result of `run`."""
+    loads = [(connections, load) for connections, load in figures["loads"].items()]
+    loads += [(f"{one['connections']}{', impatient' if one['impatient'] else ''}", one) for one in figures["deadlines"]]
+    loads += [(f"{one['kind_ones']} beside {one['beside']}", one) for one in figures["unkind"]]
     for name, load in loads:
         statuses = (load["statuses"].get(status, 0) for status in ("200", "429", "504"))
         times = (load[key] for key in ("stream_median_s", "stream_p99_s", "refusal_median_s"))
         speeds = (load["streams_a_second"], load["goodput_a_second"])
-        shown = ("-" if value is None else f"{value:.3f}" for value in times)
-        yield (name, load["deadline_s"], *statuses, *speeds, *shown)
+        texts = ("-" if value is None else f"{value:.3f}" for value in times)
+        yield (name, load["deadline_s"], *statuses, *speeds, *texts)
 
 
 def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **how: Any) -> dict[str, Any]:
@@ -169,9 +173,9 @@ def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **
 
 @contextmanager
 def serving(device: str = "mock", *options: str, log_file: Path | None = None) -> Iterator[tuple[int, int]]:
-    """A server of its own process; gives its port and its process id. Raises RuntimeError where it does not start.
+    """A server in its own process, as (port, process id). Raises RuntimeError if it does not start.
 
-    log_file: where its log goes, to be kept.
+    log_file: a file for its log.
     """
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", device, "--model", "tiny", "--port", "0"]
     with (
@@ -179,11 +183,11 @@ def serving(device: str = "mock", *options: str, log_file: Path | None = None) -
         subprocess.Popen([*command, "--leave-seconds", "0", *options], stderr=log) as process,
     ):
         try:
-            while not (found := _STARTED.search(Path(log.name).read_text())):
+            while not (match := _STARTED.search(Path(log.name).read_text())):
                 if process.poll() is not None:
                     raise RuntimeError(f"the server did not start:\n{Path(log.name).read_text()}")
                 time.sleep(0.05)
-            yield int(found[1]), process.pid
+            yield int(match[1]), process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -204,12 +208,13 @@ async def measure(
 ) -> Load:
     """Load a server of the tiny model from so many connections.
 
-    pid: whose memory to note. think: mean seconds for which a client pauses before each request; each pause is drawn
-    from 0 to twice that. deadline: seconds that each request names as its own. impatient: clients return at once,
-    whatever Retry-After says.
+    pid: the process whose memory is recorded.
+    think: mean seconds of a client's pause before each request. A pause is between 0 and twice that.
+    deadline: seconds that each request states.
+    impatient: whether clients ignore Retry-After and return at once.
     """
     load = Load(connections, deadline)
-    before = await _queue(port)
+    earlier = await _queue(port)
     start = time.monotonic()
     clients = [
         asyncio.create_task(_client(port, number, load, start + seconds, think, impatient))
@@ -217,10 +222,10 @@ async def measure(
     ]
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
     await asyncio.gather(*clients)
-    # Not the time in which clients only wait for their last refusals.
+    # Without the time in which clients only wait for their last refusals.
     load.seconds = max(seconds, load.last - start)
-    after = await _queue(port)
-    load.queue = None if after is None else {bound: n - (before or {}).get(bound, 0) for bound, n in after.items()}
+    counts = await _queue(port)
+    load.queue = None if counts is None else {bound: n - (earlier or {}).get(bound, 0) for bound, n in counts.items()}
     if noting is not None:
         noting.cancel()
     return load
@@ -231,13 +236,13 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
     count = 0
     pauses = random.Random(number)
     try:
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             pause = 2 * think * pauses.random()
-            await asyncio.sleep(min(pause, left))
-            if pause >= left:
+            await asyncio.sleep(min(pause, remaining))
+            if pause >= remaining:
                 return
             count += 1
-            # Every prompt is another; a quarter of them begin alike.
+            # All prompts differ. A quarter of them have the same beginning.
             prompt = f"{'A beginning that is shared. ' if number % 4 == 0 else ''}{number} {count}"
             body = json.dumps(
                 {
@@ -252,9 +257,9 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
             ).encode()
             writer.write(request(body, load.deadline))
             load.requests += 1
-            began = time.monotonic()
+            start = time.monotonic()
             try:
-                wait = await asyncio.wait_for(_read(reader, load, began, len(prompt) + 1), load.deadline + _DEADLINE)
+                wait = await asyncio.wait_for(_read(reader, load, start, len(prompt) + 1), load.deadline + _DEADLINE)
             except TimeoutError:
                 load.faults.append("an answer that did not end")
                 return
@@ -267,8 +272,8 @@ async def _client(port: int, number: int, load: Load, until: float, think: float
         writer.close()
 
 
-async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_tokens: int) -> float:
-    """Read one answer, and note it. Gives the seconds to wait for."""
+async def _read(reader: asyncio.StreamReader, load: Load, start: float, prompt_tokens: int) -> float:
+    """Read and record one answer. Returns the seconds to wait."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     status = head.split(" ", 2)[1]
     load.statuses[status] += 1
@@ -276,25 +281,25 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
         length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
         await reader.readexactly(int(length[1]) if length else 0)
         if status == "429":
-            load.refused.append(time.monotonic() - began)
+            load.refused.append(time.monotonic() - start)
         wait = re.search(r"retry-after: (\d+)", head, re.IGNORECASE)
         return float(wait[1]) if wait else 0.0
     body = b""
     first = 0.0
     while size := int(await reader.readuntil(b"\r\n"), 16):
         if not first:
-            first = time.monotonic() - began
+            first = time.monotonic() - start
             load.late += first > load.deadline
         body += await reader.readexactly(size)
         await reader.readexactly(2)
     await reader.readexactly(2)
     cut = load.cut
-    found = _fault(body, load, prompt_tokens)
-    if found:
-        load.faults.append(found)
+    fault = _fault(body, load, prompt_tokens)
+    if fault:
+        load.faults.append(fault)
     else:
         load.last = time.monotonic()
-        whole = load.last - began
+        whole = load.last - start
         load.first.append(first)
         load.whole.append(whole)
         load.in_time += whole <= load.deadline and load.cut == cut
@@ -302,7 +307,7 @@ async def _read(reader: asyncio.StreamReader, load: Load, began: float, prompt_t
 
 
 def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
-    """What is wrong with a stream, or an empty string."""
+    """The fault of a stream, or an empty string."""
     pieces = body.decode().split("\n\n")
     if pieces[-2:] != ["data: [DONE]", ""]:
         return "no [DONE] at the end"
@@ -326,10 +331,10 @@ def _fault(body: bytes, load: Load, prompt_tokens: int) -> str:
 async def _queue(port: int) -> dict[float, int] | None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    shown = (await reader.read()).decode()
+    metrics = (await reader.read()).decode()
     writer.close()
-    found = re.findall(r'^gpu_actors_text_queue_seconds_bucket\{le="([^"]+)"\} (\S+)$', shown, re.MULTILINE)
-    return {float(bound): int(float(count)) for bound, count in found} or None
+    buckets = re.findall(r'^gpu_actors_text_queue_seconds_bucket\{le="([^"]+)"\} (\S+)$', metrics, re.MULTILINE)
+    return {float(bound): int(float(count)) for bound, count in buckets} or None
 
 
 async def _note_memory(pid: int, load: Load, seconds: float) -> None:
@@ -345,8 +350,8 @@ def _resident_mib(pid: int) -> float:
 
 def _bound(counts: dict[float, int] | None, share: float) -> float | None:
     reach = share * max((counts or {}).values(), default=0)
-    found = min((bound for bound, count in (counts or {}).items() if reach and count >= reach), default=math.inf)
-    return None if math.isinf(found) else found
+    least = min((bound for bound, count in (counts or {}).items() if reach and count >= reach), default=math.inf)
+    return None if math.isinf(least) else least
 
 
 def _at(values: list[float], share: float) -> float | None:
@@ -366,14 +371,14 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=_DEADLINE, help="seconds that each request names")
     parser.add_argument("--impatient", action="store_true", help="clients return at once after a 429")
     parser.add_argument("--log-file", type=Path, help="keep the server's log there")
-    # Everything else is the server's.
+    # All other options are the server's.
     arguments, options = parser.parse_known_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with serving(arguments.device, *options, log_file=arguments.log_file) as (port, pid):
         how = {"think": arguments.think, "deadline": arguments.deadline, "impatient": arguments.impatient}
-        found = _figures(port, pid, arguments.connections, arguments.seconds, **how)
-    sys.stdout.write(json.dumps({"environment": environment()} | found, indent=2) + "\n")
+        figures = _figures(port, pid, arguments.connections, arguments.seconds, **how)
+    sys.stdout.write(json.dumps({"environment": environment()} | figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Clients that take more than their share, and clients that mean harm: what the others feel of them.
+"""Greedy and hostile clients, and their effect on others.
 
-Each kind loads a server beside clients that ask as in `gpu_actors.bench.serve`, from another address. The figures
-are those of the others; ``unkind`` counts the answers that the unkind ones got.
+Each kind loads a server beside the clients of `gpu_actors.bench.serve`, from another address. The figures are those of
+the others. ``unkind`` counts the answers to the unkind ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Kind: TypeAlias = Callable[[int, float, Counts], Coroutine[Any, Any, None]]
 
 
 def request(body: bytes, deadline: float, headers: str = "") -> bytes:
-    """One for a completion."""
+    """A request for a completion."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {deadline * 1e3:.0f}\r\n{headers}"
     lines = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return lines.encode() + body
 
 
 def unkind_figures(measure: Measure, port: int, seconds: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """For each of these kinds, what clients beside it felt: a `Load`'s figures, with kind_ones, beside and unkind."""
+    """The figures of clients beside each of these kinds: those of a `Load`, with kind_ones, beside and unkind."""
     return [asyncio.run(_beside(measure, port, name, seconds)) for name in kinds]
 
 
@@ -91,7 +91,7 @@ async def _ask(port: int, content: dict[str, Any], answers: Counts) -> None:
     try:
         body = json.dumps({"model": "tiny", "temperature": 1, **content}).encode()
         writer.write(request(body, 60.0, "Connection: close\r\n"))
-        with contextlib.suppress(ConnectionError):  # it may have been answered before all of it was sent
+        with contextlib.suppress(ConnectionError):  # it may be answered before all of it is sent
             await writer.drain()
         answer = await reader.read()
         answers[answer.split(b" ", 2)[1].decode() if answer else "closed"] += 1
@@ -105,4 +105,4 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "bodies of many keys": (_many_keys, 4),
     "slow heads": (_slow_headers, 64),
 }
-"""What each client of a kind does again and again, and how many there are."""
+"""The repeated action of each kind of client, and the number of clients."""

@@ -30,11 +30,13 @@ def run_suite(
     minutes: float | None = None,
     keep: Keep | None = None,
 ) -> dict[str, Any]:
-    """The figures of a suite, as `report.figures` gives them.
+    """The figures of a suite, from `report.figures`.
 
-    device: "auto", "cuda" or "cuda:N". quick: the few most telling cases. minutes: no case is begun after so many.
-    keep: called with the figures before each case, for a run that is cut off.
-    Raises GpuActorsError, in a sentence, where there is no GPU to measure, and InvalidRequest for another device.
+    device: "auto", "cuda" or "cuda:N".
+    quick: only the few most important cases.
+    minutes: no case is begun after so many.
+    keep: called with the figures before each case, in case the run is interrupted.
+    Raises GpuActorsError, in a sentence, if there is no GPU, and InvalidRequest for another device.
     """
     index = cuda_index(kind, device)
     import cupy
@@ -59,11 +61,11 @@ def run_suite(
         settings = Settings(rotate=_ROTATED * gpu["l2_bytes"], minutes=minutes)
         stage = Stage(context, opening.recorder, stream, clock, arrays, stream.handle, clock.reuse)
 
-        def kept(rows: list[Row]) -> None:
+        def keep_rows(rows: list[Row]) -> None:
             if keep is not None:
                 keep(figures(kind, rows, settings, ceilings, gpu))
 
-        rows = run_cases(cases(quick), stage, settings, peers_for(kind), kept)
+        rows = run_cases(cases(quick), stage, settings, peers_for(kind), keep_rows)
         clock.close()
     return figures(kind, rows, settings, ceilings, gpu)
 

@@ -1,10 +1,10 @@
-"""A GPU suite: for each case, first whether the kernel is right, then how fast it is, beside its peers.
+"""A GPU suite: for each case, first a check of the kernel, then its time, beside its peers.
 
     operands ──> request ──> recorded launch ──> poisoned outputs checked ──┬─> kernel: the launch alone, by events
      (several sets,                                (wrong: not timed)       ├─> peers: their calls, likewise, in turns
       rotated through)                                                      └─> service: awaited requests, host clock
 
-This module does not depend on CUDA: a `Stage` brings context, stream, clock and arrays, so tests use other devices.
+This module does not depend on CUDA: a `Stage` has context, stream, clock and arrays, so tests use other devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gpu_actors.errors import GpuActorsError, OutOfDeviceMemory, Unsupported
 __all__ = ["KERNEL", "SERVICE", "Row", "Settings", "Stage", "run_case", "run_cases"]
 
 KERNEL, SERVICE = "gpu_actors kernel", "gpu_actors service"
-_SLOW = 0.05  # seconds of a launch from which on a few have to do
+_SLOW = 0.05  # a launch of more seconds is repeated only a few times
 _FEW = Plan(warmup=1, repeats=6, turns=3)
 _FEW_REQUESTS = 8
 _E4M3_KERNELS = ("forward_sm90",)  # those that round the softmax weights of 8-bit inputs to e4m3
@@ -42,9 +42,13 @@ _E4M3_KERNELS = ("forward_sm90",)  # those that round the softmax weights of 8-b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """rotate: bytes of operands to rotate through, several times the L2. most_sets: at most, whatever their size.
+    """Settings of a suite.
 
-    requests: awaited alone, and again ``in_flight`` at once. minutes: after which no further case is begun.
+    plan: how often to call.
+    rotate: bytes of operands to rotate through, several times the L2.
+    most_sets: the most operand sets, whatever their size.
+    requests: how many are awaited alone, and again with ``in_flight`` concurrent ones.
+    minutes: no further case is begun after so many.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -57,8 +61,10 @@ class Settings:
 
 @dataclass(slots=True)
 class Stage:
-    """Where a suite runs. stream: of the recorder's inner device, the same that clock marks. handle: for peers.
+    """The environment of a suite.
 
+    stream: of the recorder's inner device, the same as the clock's.
+    handle: of the stream, for peers.
     settled: called after each turn, with the stream idle.
     """
 
@@ -73,9 +79,12 @@ class Stage:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One subject in one case. status: "timed", "wrong" (not timed), "unsupported", "failed" or "not run".
+    """One subject in one case.
 
-    reason: a sentence where it is not timed. held: see `Timing`. answer: requests a second with several in flight.
+    status: "timed", "wrong" (not timed), "unsupported", "failed" or "not run".
+    reason: a sentence if it is not timed.
+    held: see `Timing`.
+    requests_per_second: with several in flight.
     """
 
     case: Case
@@ -104,16 +113,15 @@ def run_cases(
     peers: Sequence[Peer],
     keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """Every case, in order. One that fails does not keep the others from being run.
+    """Run every case, in order. A failure does not stop the others.
 
-    keep: called with all rows before each case, those of the cases to come as "not run", so that they are there if the
-    run is cut off.
+    keep: called with all rows before each case, with "not run" for the remaining cases, in case the run is interrupted.
     """
     rows: list[Row] = []
-    began = time.monotonic()
+    start = time.monotonic()
     for number, case in enumerate(cases):
         keep(rows + _not_run(cases[number:], "the run ended before it"))
-        if settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes:
+        if settings.minutes is not None and time.monotonic() - start > 60 * settings.minutes:
             rows += _not_run(cases[number:], f"the limit of {settings.minutes:g} minutes had passed")
             break
         rows += run_case(case, stage, settings, peers, seed=number)
@@ -126,7 +134,7 @@ def _not_run(cases: Sequence[Case], reason: str) -> list[Row]:
 
 
 def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer], seed: int = 0) -> list[Row]:
-    """The kernel's row first. One that is wrong, refused or failing is the only row: there is nothing to compare."""
+    """The rows of a case, the kernel's first. If that is wrong, refused or failing it is the only row."""
     try:
         measured = _Measured(case, stage, settings, seed)
     except Unsupported as error:
@@ -135,13 +143,13 @@ def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer]
         return [Row(case=case, subject=KERNEL, status="wrong", reason=str(error))]
     except (OutOfDeviceMemory, MemoryError) as error:
         return [Row(case=case, subject=KERNEL, status="not run", reason=f"it does not fit into memory: {error}")]
-    except Exception as error:  # of a device that is gone, or of a library: the next case may do
+    except Exception as error:  # of a lost device, or of a library: the next case may succeed
         return [Row(case=case, subject=KERNEL, status="failed", reason=f"{type(error).__name__}: {error}")]
     return measured.rows(peers)
 
 
 class _Measured:
-    """A case whose kernel is right."""
+    """A case whose kernel has passed its check."""
 
     def __init__(self, case: Case, stage: Stage, settings: Settings, seed: int) -> None:
         self._case, self._stage, self._settings = case, stage, settings
@@ -170,19 +178,19 @@ class _Measured:
         return [*rows, *refused, self._service()]
 
     def _recorded(self, one: OperandSet) -> tuple[Launch, dict[str, Any]]:
-        """The launch that the service makes of the request, and the poisoned arrays that it is to fill."""
+        """The service's launch for the request, and the poisoned arrays for its outputs."""
         stage = self._stage
-        with stage.recorder.recording() as kept:
+        with stage.recorder.recording() as launches:
             submit(self._case, stage.context, one).result()
-        if len(kept) != 1:
-            raise GpuActorsError(f"one request became {len(kept)} launches")
+        if len(launches) != 1:
+            raise GpuActorsError(f"one request became {len(launches)} launches")
         outputs: dict[str, Any] = {}
 
         def output(name: str, shape: tuple[int, ...], dtype: str) -> Any:
             outputs[name] = stage.arrays.poisoned(shape, dtype)
             return adopted(outputs[name])
 
-        return for_timing(kept[0], output), outputs
+        return for_timing(launches[0], output), outputs
 
     def _enqueue(self, launch: Launch) -> None:
         self._pending.append(self._stage.stream.launch(launch))
@@ -196,14 +204,14 @@ class _Measured:
     # Checking
 
     def _check(self, all_outputs: Sequence[dict[str, Any]], seed: int) -> Checked:
-        """Launch every set into its poison. The first answer is compared with the oracle, all are searched for NaN."""
+        """Launch every set into poisoned arrays. The first answer is checked by the oracle, all must be finite."""
         host = self._stage.arrays.host
         self._stage.arrays.ready()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for launch in self._launches:
             self._enqueue(launch)
         self._settle()
-        self._slow = (time.perf_counter() - began) / len(self._launches) > _SLOW
+        self._slow = (time.perf_counter() - start) / len(self._launches) > _SLOW
         for number, outputs in enumerate(all_outputs):
             answer = {name: host(array) for name, array in outputs.items()}
             if number == 0:
@@ -216,7 +224,7 @@ class _Measured:
         return self._compare(self._sets[0], self._answer, seed)
 
     def _check_repeated(self, outputs: Mapping[str, Any]) -> None:
-        """The first launch again: its answer has to be the same, bit by bit."""
+        """Repeat the first launch. Its answer must be bit-identical."""
         self._enqueue(self._launches[0])
         self._settle()
         for name, array in outputs.items():
@@ -238,7 +246,7 @@ class _Measured:
     # Timing
 
     def _prepare(self, peer: Peer) -> tuple[str, str | None, Sequence[Call]]:
-        """(status, reason, calls) of a peer; no calls where it cannot be timed."""
+        """(status, reason, calls) of a peer. No calls if it cannot be timed."""
         obstacle = peer.obstacle()
         if obstacle is not None:
             return "not run", obstacle, ()
@@ -247,7 +255,7 @@ class _Measured:
             outputs = prepared.outputs()
         except Refuses as refusal:
             return "unsupported", str(refusal), ()
-        except Exception as error:  # whatever another library raises
+        except Exception as error:  # of another library
             return "failed", f"{type(error).__name__}: {error}", ()
         for name, theirs in outputs.items():
             if not agrees(self._case, self._answer[name], theirs):
@@ -275,25 +283,25 @@ class _Measured:
         return row
 
     async def _awaited(self, requests: int, in_flight: int) -> tuple[list[float], float]:
-        """Milliseconds of each request awaited alone, and requests a second with several in flight."""
+        """The milliseconds of each request awaited alone, and requests a second with several in flight."""
         case, context = self._case, self._stage.context
         rotated = itertools.cycle(self._sets)
         for one in self._sets:
             await submit(case, context, one)
         alone: list[float] = []
         for _ in range(requests):
-            began = time.perf_counter()
+            start = time.perf_counter()
             await submit(case, context, next(rotated))
-            alone.append((time.perf_counter() - began) * 1e3)
+            alone.append((time.perf_counter() - start) * 1e3)
         rounds = -(-requests // in_flight)
 
         async def one_after_another() -> None:
             for _ in range(rounds):
                 await submit(case, context, next(rotated))
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
-        return alone, rounds * in_flight / (time.perf_counter() - began)
+        return alone, rounds * in_flight / (time.perf_counter() - start)
 
 
 def _cached(case: Case, one: OperandSet, host: Callable[[Any], Any], number: int) -> tuple[Any, Any]:

@@ -1,10 +1,10 @@
-"""Timing on a device: events around each call, the calls of all subjects in turns, quantiles of what they took.
+"""Timing on a device: events around each call, the calls of all subjects in turns, quantiles of their times.
 
     hold | mark call mark | mark call mark | ... | release        one turn of one subject
          |<-- everything is enqueued here -->|
 
-While the stream is held, nothing runs. The enqueued work then runs back to back, so no time on the host lies between
-two marks. Subjects take turns, so a change of the clock or of other work affects all alike.
+While the stream is held, nothing runs. The enqueued work then runs back to back, so no time of the host is between two
+marks. Subjects take turns, so a change of the clock or of other work affects all.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class EventClock(Protocol):
     """A stream's clock. Everything is enqueued on that one stream."""
 
     def hold(self) -> None:
-        """Keep the stream from going on until `release`, or until some limit has passed."""
+        """Stop the stream until `release`, or until some limit has passed."""
 
     def release(self) -> bool:
-        """Let the stream go on. False if the limit had passed, so that it went on by itself."""
+        """Let the stream continue. False if the limit had passed, so that it continued by itself."""
 
     def mark(self) -> Any:
         """Enqueue a mark."""
 
     def elapsed(self, begin: Any, end: Any) -> float:
-        """Milliseconds from one mark to the other. Both have been reached."""
+        """The milliseconds between two marks, both of which have been reached."""
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued is over."""
+        """Wait until all enqueued work is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of the times of ``n`` calls, in milliseconds."""
+    """Quantiles of the times of ``n`` calls, in milliseconds."""
 
     n: int
     least: float
@@ -72,9 +72,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """held: whether every call was enqueued before the stream went on; if not, time on the host may be in the figures.
+    """The times of a subject.
 
-    error: what the subject raised, and then there are no times.
+    times: None if it failed.
+    held: whether every call was enqueued before the stream continued. If not, the times may include time of the host.
+    error: the subject's error.
     """
 
     times: Quantiles | None
@@ -83,7 +85,7 @@ class Timing:
 
 
 def quantiles(samples: Sequence[float]) -> Quantiles:
-    """Of one or more times, with linear interpolation between the two nearest."""
+    """The quantiles of one or more times, with linear interpolation between the two nearest."""
     if not samples:
         raise InvalidRequest("samples", samples, "must hold one time or more")
     ordered = sorted(samples)
@@ -100,13 +102,13 @@ def quantiles(samples: Sequence[float]) -> Quantiles:
 def measure_in_turns(
     subjects: Mapping[str, Sequence[Call]], clock: EventClock, plan: Plan, between: Call = lambda: None
 ) -> dict[str, Timing]:
-    """Time every subject. Its calls do the same work on other data each, and are rotated through.
+    """Time every subject. Its calls do the same work on different data, in rotation.
 
-    between: called after each turn, with the stream idle. A subject that raises, or after which that does, is reported
-    as such and left out from then on; the others go on.
+    between: called after each turn, with the stream idle.
+    If a subject or ``between`` after it raises, that is reported and the subject is left out from then on.
     """
     running = {name: _Subject(list(calls)) for name, calls in subjects.items()}
-    # The first turns take what does not divide.
+    # The first turns get the remainder.
     counts = (plan.repeats // plan.turns + (number < plan.repeats % plan.turns) for number in range(plan.turns))
     steps = [functools.partial(_Subject.warm_up, clock=clock, rounds=plan.warmup)]
     steps += [functools.partial(_Subject.turn, clock=clock, calls=count) for count in counts]
@@ -129,7 +131,7 @@ class _Subject:
         try:
             step(self)
             between()
-        except Exception as error:  # whatever another library raises, on its own or because the device is gone
+        except Exception as error:  # of another library, or because the device is lost
             self.error = f"{type(error).__name__}: {error}"
 
     def warm_up(self, clock: EventClock, rounds: int) -> None:
