@@ -1,6 +1,6 @@
-"""Draws the rooms of the package, the way of a request, and supervision as SVG: python docs/pictures.py
+"""Draws the way of a request and a pool as SVG: python docs/pictures.py
 
-ARROWS names imports and WAY names files, and tests hold both against the package.
+WAY names files, and a test holds them against the package.
 """
 
 from __future__ import annotations
@@ -37,17 +37,8 @@ class Text(NamedTuple):
     fill: str = QUIET
 
 
-class Frame(NamedTuple):
-    """A dashed frame around boxes."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-
-
 Arrow = tuple[Point, ...]
-Shape = Box | Text | Frame | Arrow
+Shape = Box | Text | Arrow
 
 
 def picture(width: float, height: float, shapes: Sequence[Shape]) -> str:
@@ -75,108 +66,9 @@ def drawn(shape: Shape) -> Iterator[str]:
     elif isinstance(shape, Text):
         place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size}"'
         yield f'<text {place} fill="{shape.fill}">{shape.text}</text>'
-    elif isinstance(shape, Frame):
-        size = f'width="{shape.width:.1f}" height="{shape.height:.1f}"'
-        yield f'<rect x="{shape.x:.1f}" y="{shape.y:.1f}" {size} fill="none" stroke="#777" stroke-dasharray="4 4"/>'
     else:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape)
         yield f'<polyline points="{points}" fill="none" stroke="{QUIET}" marker-end="url(#tip)"/>'
-
-
-# The rooms: a row a floor, from the top. (name, first column, columns, what it knows)
-COLUMN, ROW, BOX = 80, 74, 46
-FLOORS: tuple[tuple[str, tuple[tuple[str, int, int, str], ...]], ...] = (
-    (
-        GREY,
-        (
-            ("testing", 0, 2, "faults, tolerances"),
-            ("cli", 2, 1, "command"),
-            ("bench", 3, 1, "measures"),
-            ("server", 4, 2, "HTTP, OpenAI, metrics"),
-            ("interop", 6, 2, "torch, Transformers"),
-            ("embedding", 8, 2, "sentences"),
-            ("generation", 10, 2, "texts"),
-        ),
-    ),
-    (SAND, (("context", 2, 10, "opens a context, here or in a child process"),)),
-    (SAND, (("isolation", 2, 6, "a context in a child process"),)),
-    (SAND, (("handles", 0, 12, "what a program holds: a context, its caches, its health"),)),
-    (SAND, (("actors", 0, 12, "the ContextActor and its children"),)),
-    (BLUE, (("planning", 0, 12, "from a request to a launch"),)),
-    (
-        BLUE,
-        (
-            ("runtime", 0, 4, "cells, calls, supervision; knows no attention"),
-            ("graph", 4, 3, "operation graphs"),
-            ("kv", 7, 2, "pages, prefixes"),
-            ("reference", 9, 3, "the oracle"),
-        ),
-    ),
-    (GREEN, (("kernels", 4, 5, "dispatch, tiles; a file a family"),)),
-    (GREEN, (("devices", 0, 9, "cuda, emulation, mock: allocate, copy, launch, wait"),)),
-    (GREEN, (("options", 0, 9, "what is set when a context is opened"),)),
-    (
-        GREY,
-        (
-            ("tracing", 0, 3, "events"),
-            ("compiling", 3, 3, "sources to cubins"),
-            ("arrays", 6, 3, "any library's arrays"),
-            ("validation", 9, 3, "sound requests"),
-        ),
-    ),
-    (
-        GREY,
-        (
-            ("errors", 0, 3, "the exception tree"),
-            ("values", 3, 4, "how messages show them"),
-            ("attention", 7, 5, "messages, results; a request without data"),
-        ),
-    ),
-)
-# (importer, imported, column at which the arrow is drawn)
-ARROWS = (
-    ("cli", "context", 2.5),
-    ("bench", "context", 3.5),
-    ("server", "context", 5),
-    ("interop", "context", 7),
-    ("embedding", "context", 9),
-    ("context", "isolation", 5),
-    ("context", "handles", 10),
-    ("isolation", "handles", 5),
-    ("handles", "actors", 7),
-    ("actors", "planning", 6),
-    ("planning", "runtime", 2),
-    ("planning", "graph", 5.5),
-    ("planning", "kv", 8),
-    ("planning", "reference", 10.5),
-    ("runtime", "devices", 2),
-    ("graph", "kernels", 5.5),
-    ("kv", "kernels", 8),
-    ("kernels", "devices", 6.5),
-    ("devices", "options", 4.5),
-    ("options", "tracing", 1.5),
-    ("options", "compiling", 4.5),
-    ("tracing", "errors", 1.5),
-    ("arrays", "values", 6.5),
-    ("validation", "attention", 10),
-)
-
-
-def architecture() -> str:
-    left, top = 20, 44
-    shapes: list[Shape] = [
-        Text(left, 26, "Rooms of gpu_actors. Each arrow is an import, and imports run down.", SIZE, INK)
-    ]
-    floor: dict[str, float] = {}
-    for number, (fill, rooms) in enumerate(FLOORS):
-        y = top + number * ROW
-        for name, column, columns, knows in rooms:
-            shapes.append(Box(left + column * COLUMN + 3, y, columns * COLUMN - 6, BOX, name, (knows,), fill))
-            floor[name] = y
-    for importer, imported, column in ARROWS:
-        x = left + column * COLUMN
-        shapes.append(((x, floor[importer] + BOX), (x, floor[imported] - 1)))
-    return picture(2 * left + 12 * COLUMN, top + len(FLOORS) * ROW, shapes)
 
 
 # The way of a warm forward request on the mock device: what happens, on which thread, in which files.
@@ -224,111 +116,6 @@ def between(before: Box, after: Box) -> Arrow:
     return ((beside, level), (middle, level), (middle, after.y - 1))
 
 
-CHILDREN = (
-    ("NvrtcActor", "compiles"),
-    ("FlashAttnActor", "attention"),
-    ("CudnnLikeActor", "graphs"),
-    ("KvCacheActor", "paged caches"),
-    ("KernelActor", "your kernels"),
-    ("yours", "named in options"),
-)
-
-
-def supervision() -> str:
-    left, width, box = 20, 990, 150
-    shapes: list[Shape] = [
-        Text(left, 26, "Supervision: who watches whom, and what follows a failure", SIZE, INK),
-        Box(left, 44, width, 48, "ContextActor", ("owns the device, the timers and the supervisor",), SAND),
-    ]
-    for number, (name, what) in enumerate(CHILDREN):
-        x = left + number * (box + 18)
-        shapes += [((x + box / 2, 92), (x + box / 2, 119)), Box(x, 120, box, 44, name, (what,), BLUE)]
-    cell = 200
-    shapes += [
-        Text(left, cell + 6, "Inside each child"),
-        Frame(left, cell + 16, 300, 316),
-        Text(left + 10, cell + 34, "cell: stays when the actor is replaced"),
-        Box(left + 12, cell + 44, 276, 42, "handle", ("what programs hold",), GREEN),
-        Box(left + 12, cell + 100, 276, 42, "mailbox", ("the calls, answered or not",), GREEN),
-        Box(left + 12, cell + 156, 108, 56, "stream", ("in order",), GREEN),
-        Box(left + 132, cell + 156, 156, 56, "completion thread", ("settles calls",), GREEN),
-        Box(
-            left + 12,
-            cell + 256,
-            276,
-            56,
-            "incarnation",
-            ("the ServiceActor, on its thread;", "a restart replaces it alone"),
-            ROSE,
-        ),
-    ]
-    x, wide = 380, 290
-    far = x + wide + 50
-    shapes += [
-        Box(
-            x,
-            cell + 16,
-            wide,
-            56,
-            "supervisor",
-            ("counts failures within the window", "RestartPolicy(max_restarts, window)"),
-            SAND,
-        ),
-        Box(
-            x,
-            cell + 110,
-            wide,
-            56,
-            "few: restart after a backoff",
-            ("one_for_one or all_for_one;", "queued calls wait, launches go on"),
-            GREEN,
-        ),
-        Box(
-            far,
-            cell + 16,
-            wide,
-            56,
-            "many, and the actor is vital",
-            ("the context fails: calls get ActorStopped,", "health is failed"),
-            ROSE,
-        ),
-        Box(
-            far,
-            cell + 110,
-            wide,
-            56,
-            "many, and the actor is not vital",
-            ("it stops alone; calls get ActorStopped,", "health is degraded and ready"),
-            SAND,
-        ),
-        ((left + 288, cell + 284), (x - 30, cell + 284), (x - 30, cell + 44), (x - 1, cell + 44)),
-        Text(x - 24, cell + 258, "the incarnation raises: the request at hand gets ActorFailed"),
-        ((x + wide / 2, cell + 72), (x + wide / 2, cell + 109)),
-        ((x + wide, cell + 44), (far - 1, cell + 44)),
-        ((x + wide, cell + 60), (far - 20, cell + 60), (far - 20, cell + 138), (far - 1, cell + 138)),
-        Box(
-            x,
-            cell + 276,
-            wide,
-            56,
-            "context loss",
-            ("seen on any thread: a sticky CUDA error,", "or a launch that outlasts hang_timeout"),
-            ROSE,
-        ),
-        Box(
-            far,
-            cell + 276,
-            wide,
-            56,
-            "Children.context_lost",
-            ("calls get ContextLost, generation + 1,", "health is failed: replace the process"),
-            ROSE,
-        ),
-        ((x + wide, cell + 304), (far - 1, cell + 304)),
-    ]
-    return picture(far + wide + left, cell + 350, shapes)
-
-
 def pool() -> str:
     left, width, height, step = 20, 210, 62, 84
     shapes: list[Shape] = [
@@ -366,7 +153,7 @@ def pool() -> str:
     return picture(far + width + left, 60 + 3 * step, shapes)
 
 
-DRAWINGS = {"architecture.svg": architecture, "way.svg": way, "supervision.svg": supervision, "pool.svg": pool}
+DRAWINGS = {"way.svg": way, "pool.svg": pool}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import re
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,15 @@ def test_no_import_of_the_package_runs_up_or_in_a_circle() -> None:
 
 def test_every_arrow_between_rooms_that_is_drawn_is_an_import() -> None:
     rooms = {(each.importer.partition(".")[0], each.imported.partition(".")[0]) for each in found()}
-    arrows = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["ARROWS"]
-    assert [arrow for *arrow, _ in arrows if tuple(arrow) not in rooms] == []
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    arrows: list[tuple[str, ...]] = []
+    for chain in re.findall(r"^    (\w.* --> .*\w)$", page, re.M):
+        # "graph" is a word of the drawing's language, so that room is written "graph_".
+        stages = [re.findall(r"\w*[^\W_]", stage) for stage in chain.split(" --> ")]
+        arrows += [pair for both in itertools.pairwise(stages) for pair in itertools.product(*both)]
+    assert ("handles", "actors") in arrows
+    assert ("kv", "kernels") in arrows
+    assert [arrow for arrow in arrows if arrow not in rooms] == []
 
 
 def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
