@@ -63,7 +63,7 @@ def test_the_guides_kernel_answers_in_a_copy_of_the_package(package: Path) -> No
         ("o = o * scale + p", "o = o + p"),
         ("sum = sum * scale + p", "sum = sum + p"),
         ("int lanes = 16", "int lanes = 8"),
-        ("row, head) = most +", "row, head) = 0 *"),
+        ("lse = most +", "lse = 0 *"),
         ("% params.heads_q;", "% params.heads_kv;"),
         ("exp_of(before - most)", "exp_of(most - before)"),
         ("v[key * params.v_strides.row", "v[key * params.k_strides.head"),
