@@ -19,9 +19,9 @@ from gpu_actors.distributed.worker_pool import PoolOptions, WorkerPool
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.handles.gpu_context import GpuContext
-from gpu_actors.isolation.crossing import harmless
+from gpu_actors.isolation.launcher import Workplace
 from gpu_actors.isolation.processes import ChildProcess
-from gpu_actors.isolation.workplace import Workplace
+from gpu_actors.isolation.serialization import harmless
 from gpu_actors.kv.requests import KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local

@@ -9,9 +9,9 @@ from typing import Any
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import ActorStopped, ContextLost
-from gpu_actors.isolation.questions import Questions
 from gpu_actors.isolation.records import Report
-from gpu_actors.isolation.relay import Reason, Relay, RelayMailbox
+from gpu_actors.isolation.remote_queries import Questions
+from gpu_actors.isolation.rpc_client import Reason, Relay, RelayMailbox
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.cell import Cell
 from gpu_actors.runtime.children import Children

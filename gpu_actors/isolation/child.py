@@ -11,9 +11,9 @@ from typing import Any
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.context_worker import ContextWorker
 from gpu_actors.isolation.imports import Unpickler, enter_child
+from gpu_actors.isolation.launcher import Order
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.records import Ask
-from gpu_actors.isolation.workplace import Order
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.waking import WakePipe
 

@@ -10,13 +10,13 @@ from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.handles.gpu_context import BUILT_IN, GpuContext, registered
 from gpu_actors.handles.health import Health
 from gpu_actors.isolation.cells import MakeLost, RemoteChildren, context_lost
-from gpu_actors.isolation.crossing import check_options
 from gpu_actors.isolation.generations import Generations
 from gpu_actors.isolation.imports import refuse_opening
+from gpu_actors.isolation.launcher import Workplace
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.records import Opened
-from gpu_actors.isolation.relay import Relay
-from gpu_actors.isolation.workplace import Workplace
+from gpu_actors.isolation.rpc_client import Relay
+from gpu_actors.isolation.serialization import check_options
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox

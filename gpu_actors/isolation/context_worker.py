@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.crossing import sendable_error
+from gpu_actors.isolation.launcher import Order
 from gpu_actors.isolation.pipe import Unreadable
 from gpu_actors.isolation.records import Refused
+from gpu_actors.isolation.serialization import sendable_error
 from gpu_actors.isolation.worker import Worker
-from gpu_actors.isolation.workplace import Order
 
 __all__ = ["ContextWorker"]
 

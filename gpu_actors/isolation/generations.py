@@ -26,10 +26,10 @@ from gpu_actors.handles.health import Health
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
+from gpu_actors.isolation.launcher import Connection, Order, Workplace
 from gpu_actors.isolation.pipe import Unreadable
 from gpu_actors.isolation.records import Answer, Opened, Ping, Refused, Report, Stop
-from gpu_actors.isolation.relay import Relay
-from gpu_actors.isolation.workplace import Connection, Order, Workplace
+from gpu_actors.isolation.rpc_client import Relay
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.waking import Outbox
 

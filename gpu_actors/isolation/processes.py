@@ -10,9 +10,9 @@ from typing import Any
 
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Arena, Host
+from gpu_actors.isolation.launcher import Order, Received
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.spawning import Process, spawn
-from gpu_actors.isolation.workplace import Order, Received
 
 __all__ = ["ChildProcess"]
 

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 class Ask(NamedTuple):
     """Request ``number`` for an actor, by its label. left: seconds until its deadline, or None.
 
-    actor "" is the context itself, whose messages are the names and arguments of `gpu_actors.isolation.questions`.
+    actor "" is the context itself, whose messages are the names and arguments of `gpu_actors.isolation.remote_queries`.
     """
 
     number: int

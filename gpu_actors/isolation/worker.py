@@ -11,10 +11,10 @@ from gpu_actors.devices.select import choose_device, open_device
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.handles.gpu_context import GpuContext, start_context
 from gpu_actors.handles.health import Health
-from gpu_actors.isolation.beside import Beside
-from gpu_actors.isolation.crossing import sendable_error
-from gpu_actors.isolation.questions import ANSWERS
 from gpu_actors.isolation.records import Answer, Ask, Cancel, Counts, Forget, KernelMade, Opened, Ping, Report, Stop
+from gpu_actors.isolation.remote_queries import ANSWERS
+from gpu_actors.isolation.serialization import sendable_error
+from gpu_actors.isolation.side_tasks import Beside
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.progress import is_failure

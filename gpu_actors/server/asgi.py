@@ -31,9 +31,9 @@ from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies
 from gpu_actors.server.http.guard import KEY, Exchange, Guard
 from gpu_actors.server.http.json_bodies import expect_json, read_json
-from gpu_actors.server.http.leaving import leave_slowly
 from gpu_actors.server.http.probes import Answer, Probes
 from gpu_actors.server.http.problems import problem
+from gpu_actors.server.http.shutdown import leave_slowly
 from gpu_actors.server.http.traffic import STATE, Traffic
 from gpu_actors.server.status.board import StatusBoard
 

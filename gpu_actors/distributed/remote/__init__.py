@@ -17,8 +17,8 @@ from gpu_actors.distributed.remote.faulty import Faults, Faulty
 from gpu_actors.errors import WorkerLost
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
+from gpu_actors.isolation.launcher import Connection, Order, Workplace
 from gpu_actors.isolation.processes import ChildProcess
-from gpu_actors.isolation.workplace import Connection, Order, Workplace
 
 __all__ = [
     "Channel",

@@ -12,13 +12,13 @@ from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest, Wo
 from gpu_actors.fields import expect, real
 from gpu_actors.handles.gpu_context import GpuContext, registered
 from gpu_actors.handles.kv_cache import KvCache
-from gpu_actors.isolation.beside import CacheRef
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.context import IsolatedContext, start_isolated
 from gpu_actors.isolation.generations import Generations
+from gpu_actors.isolation.launcher import Workplace
 from gpu_actors.isolation.processes import ChildProcess
-from gpu_actors.isolation.relay import RelayMailbox
-from gpu_actors.isolation.workplace import Workplace
+from gpu_actors.isolation.rpc_client import RelayMailbox
+from gpu_actors.isolation.side_tasks import CacheRef
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply

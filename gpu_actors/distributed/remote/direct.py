@@ -12,7 +12,7 @@ import numpy as np
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.workplace import Order, Received
+from gpu_actors.isolation.launcher import Order, Received
 
 __all__ = ["DirectChannel", "InProcess", "Inbox"]
 

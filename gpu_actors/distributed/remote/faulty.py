@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.distributed.remote.direct import DirectChannel, Inbox, InProcess, ThreadConnection
-from gpu_actors.isolation.workplace import Order, Received
+from gpu_actors.isolation.launcher import Order, Received
 
 __all__ = ["Faults", "Faulty"]
 

@@ -29,8 +29,8 @@ from gpu_actors.errors import (
 )
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.ray.channel import first_line
-from gpu_actors.isolation.beside import Beside
-from gpu_actors.isolation.crossing import sendable_error
+from gpu_actors.isolation.serialization import sendable_error
+from gpu_actors.isolation.side_tasks import Beside
 from gpu_actors.options import ContextOptions
 
 __all__ = ["ContextDeployment", "Outcome", "as_value", "ask"]

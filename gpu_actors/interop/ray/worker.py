@@ -14,7 +14,7 @@ import ray
 
 from gpu_actors.interop.ray.channel import Parcel, Parcels, fill
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.workplace import Order
+from gpu_actors.isolation.launcher import Order
 
 __all__ = ["Place", "RayWorker"]
 

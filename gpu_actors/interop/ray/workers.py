@@ -20,7 +20,7 @@ from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
 from gpu_actors.interop.ray.worker import Place, RayWorker
 from gpu_actors.isolation.arena import Host
-from gpu_actors.isolation.workplace import Order, Received
+from gpu_actors.isolation.launcher import Order, Received
 from gpu_actors.options import ContextOptions
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]

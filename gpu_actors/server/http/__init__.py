@@ -7,15 +7,15 @@ or FastAPI application, and ``examples/inference_server.py`` shows that in use.
 
 from __future__ import annotations
 
+from gpu_actors.server.http.access import Doors, Unauthorized
 from gpu_actors.server.http.admission import Admission, AdmissionStats, Place
 from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
-from gpu_actors.server.http.doors import Doors, Unauthorized
 from gpu_actors.server.http.guard import Exchange, Guard
 from gpu_actors.server.http.json_bodies import WrongContentType, read_json
-from gpu_actors.server.http.leaving import Farewell, leave_slowly
 from gpu_actors.server.http.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.server.http.problems import NotFound, Problem, problem
 from gpu_actors.server.http.scopes import client_of
+from gpu_actors.server.http.shutdown import Farewell, leave_slowly
 from gpu_actors.server.http.traffic import RouteCounts, Traffic
 
 __all__ = [

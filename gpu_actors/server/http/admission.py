@@ -24,8 +24,8 @@ import anyio
 from gpu_actors.clock import SYSTEM_CLOCK, TIMER_SLACK, Clock
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.server.http.pace import Pace
-from gpu_actors.server.http.turns import Turns, Waiter
+from gpu_actors.server.http.concurrency import Pace
+from gpu_actors.server.http.fair_queue import Turns, Waiter
 
 __all__ = ["Admission", "AdmissionStats", "Place"]
 

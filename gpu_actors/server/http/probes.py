@@ -31,8 +31,8 @@ import anyio.to_thread
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.server.http.proof import Proof
-from gpu_actors.server.http.verdict import verdict_of, verdict_of_workers
+from gpu_actors.server.http.heartbeat import Proof
+from gpu_actors.server.http.readiness import verdict_of, verdict_of_workers
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry

@@ -26,8 +26,8 @@ from gpu_actors.errors import (
     StaleBuffer,
     Unsupported,
 )
+from gpu_actors.server.http.access import Unauthorized
 from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow
-from gpu_actors.server.http.doors import Unauthorized
 from gpu_actors.server.http.json_bodies import WrongContentType
 from gpu_actors.values import show
 

@@ -2,10 +2,11 @@
 
     app = create_app(ServeSettings(device="cuda", models=("llama=/models/llama",)))
 
-``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. reading: bodies to requests.
-elsewhere: what is refused, and which servers have it. models: what is loaded. engines: one model over several workers.
-telling: a text as it comes. stream: server-sent events. completions, embeddings, vllm: the endpoints. failures: errors
-in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together. server: the process.
+``gpu-actors serve`` runs it. settings: what can be set. requests, responses: the bodies. parsing: bodies to requests.
+unsupported: what is refused, and which servers have it. models: what is loaded. engines: one model over several
+workers. detokenizer: tokens to text. stream: server-sent events. completions, embeddings, vllm: the endpoints. errors:
+errors in OpenAI's form. state: what the endpoints share. collector: metrics. app: all of it together. server: the
+process.
 Needs the extra "serve".
 """
 

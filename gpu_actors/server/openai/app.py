@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import anyio
 
 from gpu_actors.extras import missing
+from gpu_actors.server.http.access import Doors
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies
-from gpu_actors.server.http.doors import Doors
 from gpu_actors.server.http.guard import DEADLINE
 from gpu_actors.server.http.probes import Probes
 from gpu_actors.server.openai.settings import ServeSettings
@@ -27,7 +27,7 @@ try:
     from gpu_actors.server.openai.collector import ServerCollector
     from gpu_actors.server.openai.completions import chat_completions, completions
     from gpu_actors.server.openai.embeddings import embeddings, list_models, one_model
-    from gpu_actors.server.openai.failures import not_routed, spell
+    from gpu_actors.server.openai.errors import not_routed, spell
     from gpu_actors.server.openai.models import Models, open_models
     from gpu_actors.server.openai.state import State
     from gpu_actors.server.openai.vllm import detokenize, health, tokenize, version

@@ -19,8 +19,9 @@ from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unsu
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.openai.detokenizer import Echo, Said, ScoredToken, Telling, token_text
 from gpu_actors.server.openai.models import Generator
-from gpu_actors.server.openai.reading import body_of, read
+from gpu_actors.server.openai.parsing import body_of, read
 from gpu_actors.server.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
 from gpu_actors.server.openai.responses import (
     ChatChoice,
@@ -37,7 +38,6 @@ from gpu_actors.server.openai.responses import (
     TopToken,
 )
 from gpu_actors.server.openai.stream import EventStream, Writer
-from gpu_actors.server.openai.telling import Echo, Said, ScoredToken, Telling, token_text
 from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.problems import NotFound
-from gpu_actors.server.openai.reading import body_of, read
+from gpu_actors.server.openai.parsing import body_of, read
 from gpu_actors.server.openai.requests import EmbeddingRequest
 from gpu_actors.server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
 

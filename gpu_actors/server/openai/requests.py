@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.server.openai.elsewhere import elsewhere
+from gpu_actors.server.openai.unsupported import elsewhere
 
 __all__ = [
     "UNKNOWN",

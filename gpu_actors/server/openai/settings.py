@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.options import ContextOptions
-from gpu_actors.server.http.doors import checked_hosts, checked_keys, checked_texts
+from gpu_actors.server.http.access import checked_hosts, checked_keys, checked_texts
 
 __all__ = ["ServeSettings"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from gpu_actors.server.http.admission import Admission
-from gpu_actors.server.http.leaving import Farewell
+from gpu_actors.server.http.shutdown import Farewell
 from gpu_actors.server.openai.models import Models
 from gpu_actors.server.openai.settings import ServeSettings
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gpu_actors.errors import DeadlineExceeded
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.problems import problem
-from gpu_actors.server.openai.failures import error_object
+from gpu_actors.server.openai.errors import error_object
 
 __all__ = ["EventStream", "Writer"]
 

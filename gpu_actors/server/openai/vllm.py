@@ -16,7 +16,7 @@ from gpu_actors.server import asgi
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
 from gpu_actors.server.openai.models import Generator
-from gpu_actors.server.openai.reading import body_of, read
+from gpu_actors.server.openai.parsing import body_of, read
 from gpu_actors.server.openai.requests import (
     ChatRequest,
     CompletionRequest,

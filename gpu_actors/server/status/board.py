@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors._version import __version__
 from gpu_actors.fields import expect
-from gpu_actors.server.http.verdict import Verdict, verdict_of, verdict_of_workers
+from gpu_actors.server.http.readiness import Verdict, verdict_of, verdict_of_workers
 from gpu_actors.server.status.clients import Clients, Times
-from gpu_actors.server.status.happenings import Happenings
+from gpu_actors.server.status.event_log import Happenings
 from gpu_actors.server.status.history import SLOT
-from gpu_actors.server.status.looker import Looker, note_state
+from gpu_actors.server.status.reader import Looker, note_state
 from gpu_actors.tracing import TraceEvent
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """What tests of other rooms take from inside `isolation`."""
 
+from gpu_actors.isolation.launcher import Received
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.worker import Worker
-from gpu_actors.isolation.workplace import Received

@@ -1,8 +1,8 @@
 """What tests of other rooms take from inside `server`."""
 
 from gpu_actors.server.http.protocol import Protocol
+from gpu_actors.server.http.readiness import Verdict, verdict_of_workers
 from gpu_actors.server.http.traffic import OUTCOMES
-from gpu_actors.server.http.verdict import Verdict, verdict_of_workers
 from gpu_actors.server.openai.state import State
 from gpu_actors.server.status import clients
 from gpu_actors.server.status.history import SLOT

@@ -15,7 +15,7 @@ import pytest
 from support.service import REPOSITORY, ask, comes_true, eventually, run_python
 
 import gpu_actors as ga
-from gpu_actors.server.http.proof import Proof
+from gpu_actors.server.http.heartbeat import Proof
 from gpu_actors.serving import EXIT_CODE, Admission, Probes
 from gpu_actors.testing import FaultPlan, MockClock
 

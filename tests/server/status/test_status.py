@@ -27,8 +27,8 @@ from support.service import NO_COMPUTE, REPOSITORY, Scripted, ask, eventually, n
 import gpu_actors as ga
 from gpu_actors import TraceEvent, asgi
 from gpu_actors.server.status import endpoints
+from gpu_actors.server.status.event_log import Happenings
 from gpu_actors.server.status.files import page_file
-from gpu_actors.server.status.happenings import Happenings
 from gpu_actors.status import StatusBoard, report
 from gpu_actors.testing import FaultPlan
 

@@ -28,9 +28,9 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.crossing import harmless, outbound, undoing
-from gpu_actors.isolation.questions import PATIENCE
 from gpu_actors.isolation.records import Answer, Ask, Cancel, Counts, Forget, KernelMade
+from gpu_actors.isolation.remote_queries import PATIENCE
+from gpu_actors.isolation.serialization import harmless, outbound, undoing
 from gpu_actors.isolation.worker import KernelRef
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox

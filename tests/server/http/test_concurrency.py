@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_actors.server.http.pace import FIRST, Pace
+from gpu_actors.server.http.concurrency import FIRST, Pace
 
 
 def measured(pace: Pace, pieces: int, seconds: float, now: float, turns: int = 1) -> float:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.runtime.cell import ActorCell
-from gpu_actors.server.http.verdict import Verdict
-from gpu_actors.server.status.happenings import Happenings
+from gpu_actors.server.http.readiness import Verdict
+from gpu_actors.server.status.event_log import Happenings
 from gpu_actors.server.status.history import History
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.server.http.json_bodies import check_json, expect_json
-from gpu_actors.server.openai.elsewhere import elsewhere
 from gpu_actors.server.openai.requests import UNKNOWN
 from gpu_actors.server.openai.state import State
+from gpu_actors.server.openai.unsupported import elsewhere
 
 __all__ = ["body_of", "read"]
 
