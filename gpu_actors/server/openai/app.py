@@ -147,8 +147,8 @@ def _texts(state: State) -> dict[str, float]:
 
 def _times(state: State, name: str) -> Histogram | None:
     generator = state.models.generator
-    found: Histogram | None = None if generator is None else getattr(generator.engine.meter, name)
-    return found
+    histogram: Histogram | None = None if generator is None else getattr(generator.engine.meter, name)
+    return histogram
 
 
 def _failure(state: State) -> str:

@@ -83,7 +83,7 @@ def _engine(engine: Engine | Engines) -> Iterator[Metric]:
     yield GaugeMetricFamily("gpu_actors_kv_pages_shared", "Pages that several texts read", shared)
 
 
-def _histogram(name: str, said: str, histogram: Histogram) -> Metric:
-    family = HistogramMetricFamily(name, said)
+def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, documentation)
     add_histogram(family, [], histogram)
     return family

@@ -1,4 +1,4 @@
-"""Telling: a generated text as its reader gets it, whole characters at a time and without its stop string."""
+"""Detokenizer: the tokens of a generation as text, in whole characters and without its stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.server.openai.responses import Finish, PromptDetails, Usage
 
-__all__ = ["Echo", "Said", "ScoredToken", "Telling", "token_text"]
+__all__ = ["Detokenizer", "Echo", "PromptText", "ScoredToken", "token_text"]
 
 
 class ScoredToken(NamedTuple):
@@ -24,7 +24,7 @@ class ScoredToken(NamedTuple):
     offset: int
 
 
-class Said(NamedTuple):
+class PromptText(NamedTuple):
     """A prompt as a text, and the characters before each of its tokens."""
 
     text: str
@@ -38,8 +38,10 @@ class Echo(NamedTuple):
     scored: list[ScoredToken]
 
 
-class Telling:
-    """Reads a generation. finish: why it ended, None until then. scored: tokens since they were last taken.
+class Detokenizer:
+    """Turns the tokens of a generation into text.
+
+    finish: why it ended, None until then.
 
     A stop string may name special tokens, which the text does not show.
     """
@@ -54,18 +56,18 @@ class Telling:
         self._stream = tokenizer.stream()
         self._stops = StopStrings(stops)
         self._stop_tokens = stop_tokens
-        self._seen = 0
+        self._count = 0
         self._offset = 0
         self._scored: list[ScoredToken] = []
 
-    async def more(self) -> str:
-        """The text that has come since, which may be empty. After it, ``finish`` says whether that was all.
+    async def next_text(self) -> str:
+        """The text since the last call, which may be empty. After it, ``finish`` says whether that was all.
 
         Raises the error that ended the generation.
         """
         generation = self._generation
-        if await generation.more(self._seen):
-            return "".join(self._read())
+        if await generation.more(self._count):
+            return "".join(self._new_pieces())
         if generation.reason not in ("stop", "length"):
             raise RequestCancelled("the text was cancelled")
         rest = self._stops.feed(self._stream.end())
@@ -74,30 +76,30 @@ class Telling:
         self.finish = "stop" if self._stops.found or generation.reason == "stop" else "length"
         return rest
 
-    def echo(self, said: Said | None) -> Echo:
-        """The prompt, scored where that was asked for, once the first token or the end has come. Before `take_scored`.
+    def echo(self, prompt_text: PromptText | None) -> Echo:
+        """The prompt, with scores if the sampling has them. To be called after the first token, before `take_scored`.
 
-        said: the prompt as it was given; None where it was given as tokens, of which special ones do not show.
+        prompt_text: the prompt as a text; None for a prompt of tokens, of which special ones do not show.
         """
         prompt = self._generation.prompt
-        text, offsets = self._shown(prompt) if said is None else said
+        text, offsets = self._prompt_text(prompt) if prompt_text is None else prompt_text
         scores = [None, *self._generation.prompt_scores]
         scored = [ScoredToken(*one) for one in zip_longest(prompt, scores, offsets)]
         self._scored = [one._replace(offset=one.offset + len(text)) for one in self._scored]
         self._offset += len(text)
         return Echo(text, scored)
 
-    def _shown(self, prompt: Sequence[int]) -> Said:
+    def _prompt_text(self, prompt: Sequence[int]) -> PromptText:
         stream = self._tokenizer.stream(begins=True)
         text, offsets = "", []
         for token in prompt:
             offsets.append(len(text))
             if token not in self._special:
                 text += stream.feed(token)
-        return Said(text + stream.end(), offsets)
+        return PromptText(text + stream.end(), offsets)
 
     def take_scored(self) -> list[ScoredToken]:
-        """The tokens since the last call, where the sampling asked for scores."""
+        """The tokens since the last call, if the sampling has scores."""
         scored, self._scored = self._scored, []
         return scored
 
@@ -107,19 +109,19 @@ class Telling:
         prompt = len(self._generation.prompt)
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=self._seen,
-            total_tokens=prompt + self._seen,
+            completion_tokens=self._count,
+            total_tokens=prompt + self._count,
             prompt_tokens_details=PromptDetails(cached_tokens=self._generation.cached),
         )
 
-    def _read(self) -> Iterator[str]:
+    def _new_pieces(self) -> Iterator[str]:
         generation = self._generation
         # Several at once where the reader was slower than the engine.
-        while self._seen < len(generation.made):
-            token = generation.made[self._seen]
+        while self._count < len(generation.made):
+            token = generation.made[self._count]
             if generation.scores:
-                self._scored.append(ScoredToken(token, generation.scores[self._seen], self._offset))
-            self._seen += 1
+                self._scored.append(ScoredToken(token, generation.scores[self._count], self._offset))
+            self._count += 1
             if token in self._stop_tokens:
                 continue
             if token in self._special:

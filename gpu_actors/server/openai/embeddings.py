@@ -15,7 +15,7 @@ from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.problems import NotFound
-from gpu_actors.server.openai.parsing import body_of, read
+from gpu_actors.server.openai.parsing import parse_body, read_body
 from gpu_actors.server.openai.requests import EmbeddingRequest
 from gpu_actors.server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
 
@@ -28,29 +28,29 @@ __all__ = ["embeddings", "list_models", "one_model"]
 async def embeddings(request: Request) -> Response:
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
-    body = await body_of(request)
+    body = await read_body(request)
     limiter = state.readers_of(len(body))
     with state.farewell.waiting():
         async with state.embedding.reading(exchange.deadline, client=exchange.client):
-            asked = await anyio.to_thread.run_sync(read, EmbeddingRequest, body, limiter=limiter)
-    embedder = state.models.encoder_of(asked.model).embedder
+            params = await anyio.to_thread.run_sync(parse_body, EmbeddingRequest, body, limiter=limiter)
+    embedder = state.models.encoder_of(params.model).embedder
     columns = embedder.model.head.columns
-    if asked.dimensions not in (None, columns):
-        raise Unsupported("dimensions", asked.dimensions, f"must be {columns}, or be left out", columns)
+    if params.dimensions not in (None, columns):
+        raise Unsupported("dimensions", params.dimensions, f"must be {columns}, or be left out", columns)
     most = state.settings.max_inputs
-    if len(asked.input) > most:
-        raise InvalidRequest("input", f"{len(asked.input)} texts", f"must have at most {most} texts")
-    cost = float(len(asked.input))
+    if len(params.input) > most:
+        raise InvalidRequest("input", f"{len(params.input)} texts", f"must have at most {most} texts")
+    cost = float(len(params.input))
     async with AsyncExitStack() as stack:
         with state.farewell.waiting():
             await stack.enter_async_context(state.embedding.place(exchange.deadline, cost=cost, client=exchange.client))
-        if not asked.truncate:
-            await anyio.to_thread.run_sync(_check_lengths, embedder, asked.input, limiter=limiter)
-        result = await embedder.embed(asked.input, deadline=exchange.deadline)
-        # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
-        spelled = await anyio.to_thread.run_sync(_spelled, result, asked)
-    exchange.notes |= {"model": asked.model, "texts": len(asked.input), "prompt_tokens": int(result.tokens.sum())}
-    return Response(spelled, media_type="application/json")
+        if not params.truncate:
+            await anyio.to_thread.run_sync(_check_lengths, embedder, params.input, limiter=limiter)
+        result = await embedder.embed(params.input, deadline=exchange.deadline)
+        # Ten thousand numbers take as many microseconds and more to serialize: not on the loop.
+        content = await anyio.to_thread.run_sync(_serialize, result, params)
+    exchange.notes |= {"model": params.model, "texts": len(params.input), "prompt_tokens": int(result.tokens.sum())}
+    return Response(content, media_type="application/json")
 
 
 def _check_lengths(embedder: Embedder, texts: list[str]) -> None:
@@ -60,12 +60,12 @@ def _check_lengths(embedder: Embedder, texts: list[str]) -> None:
             raise InvalidRequest(f"input[{index}]", f"{len(texts[index])} characters", reason)
 
 
-def _spelled(result: Embedded, asked: EmbeddingRequest) -> bytes:
+def _serialize(result: Embedded, params: EmbeddingRequest) -> bytes:
     tokens = int(result.tokens.sum())
-    rows = [_vector(row, asked.encoding_format == "base64") for row in result.vectors]
+    rows = [_vector(row, params.encoding_format == "base64") for row in result.vectors]
     data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return EmbeddingList(data=data, model=asked.model, usage=usage).model_dump_json().encode()
+    return EmbeddingList(data=data, model=params.model, usage=usage).model_dump_json().encode()
 
 
 def _vector(row: np.ndarray[tuple[int, ...], np.dtype[np.float32]], packed: bool) -> list[float] | str:

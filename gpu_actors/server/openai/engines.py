@@ -33,13 +33,13 @@ __all__ = ["Engines", "PoolAttention"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-# Seconds between two looks at a worker's generation, and until an engine that did not open is tried again.
-_LOOK = 0.05
-_AGAIN = 0.5
+# Seconds between two reads of a worker's generation, and until an engine that did not open is opened again.
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
 
 
 class Engines:
-    """Has what the server asks of an `Engine`. stats, meter: of all engines together."""
+    """The interface of an `Engine`, over several. stats, meter: of all of them together."""
 
     def __init__(self, pool: ContextPool, model: Llama, settings: Settings, slots: int) -> None:
         self.stats = EngineStats()
@@ -50,7 +50,7 @@ class Engines:
         self._settings = settings
         self._homes = Homes(random.Random(), slots=slots)
         self._engines: dict[str, Engine] = {}
-        self._served: dict[str, int] = {}  # the generation that each engine is over
+        self._generations: dict[str, int] = {}  # the generation that each engine is over
         self._stopped = ""
 
     @classmethod
@@ -65,7 +65,7 @@ class Engines:
             try:
                 for name, context in pool.workers.items():
                     engines._homes.ring.add(name)
-                    await group.start(engines._keep, name, context)
+                    await group.start(engines._supervise, name, context)
                 yield engines
             finally:
                 group.cancel_scope.cancel()
@@ -91,13 +91,13 @@ class Engines:
 
     def pages(self) -> tuple[int, int, int]:
         """Pages of all caches: all, free and shared ones."""
-        found = []
+        counts = []
         for engine in self:
             try:
-                found.append(engine.pages())
+                counts.append(engine.pages())
             except GpuActorsError:  # its worker is being replaced
                 continue
-        blocks, free, shared = (sum(column) for column in zip((0, 0, 0), *found, strict=True))
+        blocks, free, shared = (sum(column) for column in zip((0, 0, 0), *counts, strict=True))
         return blocks, free, shared
 
     def submit(
@@ -117,7 +117,7 @@ class Engines:
         engines = {
             name: engine
             for name, engine in self._engines.items()
-            if not engine.failure and workers[name].generation == self._served[name]
+            if not engine.failure and workers[name].generation == self._generations[name]
         }
         if not engines:
             raise Overloaded("every worker is being replaced", 1.0)
@@ -138,11 +138,11 @@ class Engines:
         for engine in self:
             engine.stop(why)
 
-    async def _keep(
+    async def _supervise(
         self, name: str, context: GpuContext, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
         """An engine on a worker, and another one for each generation that follows."""
-        begun = False
+        started = False
         while True:
             generation = context.generation
             try:
@@ -150,29 +150,29 @@ class Engines:
                     engine.stats, engine.meter, self.longest = self.stats, self.meter, engine.longest
                     if self._stopped:
                         engine.stop(self._stopped)
-                    self._engines[name], self._served[name] = engine, generation
-                    if not begun:
+                    self._engines[name], self._generations[name] = engine, generation
+                    if not started:
                         task_status.started()
-                        begun = True
+                        started = True
                     try:
                         while context.generation == generation:  # noqa: ASYNC110  no event tells of it
-                            await anyio.sleep(_LOOK)
+                            await anyio.sleep(_POLL_SECONDS)
                     finally:
                         del self._engines[name]
                     self._homes.forget(name)
                     engine.stop(f"{name} was lost, and this text with it")
             except GpuActorsError as error:
-                if not begun:
+                if not started:
                     raise
                 if context.health().state in ("failed", "stopped"):
                     logger.error("%s generates no more texts: %s", name, error)
                     return
                 logger.warning("%s does not generate yet: %s", name, error)
-                await anyio.sleep(_AGAIN)
+                await anyio.sleep(_RETRY_SECONDS)
 
 
 class PoolAttention:
-    """What an `Embedder` asks of a context, answered by a pool: each request by the less loaded of two workers."""
+    """The part of a context that an `Embedder` uses, over a pool: the less loaded of two workers takes each request."""
 
     def __init__(self, pool: ContextPool) -> None:
         self._pool = pool

@@ -21,39 +21,39 @@ _CODES = {401: "invalid_api_key"}
 _TYPES = {408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
-def error_object(found: Problem | BaseException, request_id: str) -> dict[str, Any]:
+def error_object(failure: Problem | BaseException, request_id: str) -> dict[str, Any]:
     """The object for a problem, or for the error that is one.
 
     Beside OpenAI's four members it has request_id, and for a request at fault value, accepted and nearest.
     """
-    if isinstance(found, BaseException):
-        found = problem(found)
-    fallback = "invalid_request_error" if found.status < 500 else "server_error"
-    members = dict(found.members)
+    if isinstance(failure, BaseException):
+        failure = problem(failure)
+    fallback = "invalid_request_error" if failure.status < 500 else "server_error"
+    members = dict(failure.members)
     return {
         "error": {
-            "message": found.detail,
-            "type": _TYPES.get(found.status, fallback),
+            "message": failure.detail,
+            "type": _TYPES.get(failure.status, fallback),
             "param": members.pop("field", None),
-            "code": _CODES.get(found.status, found.name or "InternalError"),
+            "code": _CODES.get(failure.status, failure.name or "InternalError"),
             **members,
             "request_id": request_id,
         }
     }
 
 
-def spell(found: Problem, exchange: Exchange) -> tuple[bytes, str] | None:
+def spell(failure: Problem, exchange: Exchange) -> tuple[bytes, str] | None:
     """For `Guard`: errors under /v1, of /tokenize and of /detokenize are OpenAI's, all others problem+json."""
     if not exchange.path.startswith(("/v1/", "/tokenize", "/detokenize")):
         return None
-    return _bytes(error_object(found, exchange.request_id)), "application/json"
+    return _bytes(error_object(failure, exchange.request_id)), "application/json"
 
 
 async def not_routed(request: Request, error: Exception) -> Response:
     """For Starlette: a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    content = {"message": said, "type": "invalid_request_error", "param": None, "code": error.detail.replace(" ", "")}
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    content = {"message": text, "type": "invalid_request_error", "param": None, "code": error.detail.replace(" ", "")}
     body = _bytes({"error": content | {"request_id": asgi.request_id(request)}})
     return Response(body, error.status_code, headers=error.headers, media_type="application/json")
 

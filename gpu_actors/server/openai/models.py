@@ -120,9 +120,9 @@ class Models:
             )
         return cards
 
-    def _not_found(self, name: str | None, found: Generator | Encoder | None) -> NotFound:
-        there = "this server has none for this endpoint" if found is None else f"must be {found.name}"
-        return NotFound("model", name, there)
+    def _not_found(self, name: str | None, model: Generator | Encoder | None) -> NotFound:
+        reason = "this server has none for this endpoint" if model is None else f"must be {model.name}"
+        return NotFound("model", name, reason)
 
 
 @asynccontextmanager
@@ -132,8 +132,8 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
     context: or a pool, whose workers all generate and embed.
     Raises `InvalidRequest` and `Unsupported` for a folder that is not one of a model.
     """
-    sources = [_named(given) for given in settings.models] or [_named(default_model()), (_MINILM_NAME, "")]
-    found = Models()
+    sources = [_source(name) for name in settings.models] or [_source(default_model()), (_MINILM_NAME, "")]
+    models = Models()
     loaded: list[tuple[str, LoadedModel]] = []
     attention: Any = PoolAttention(context) if isinstance(context, ContextPool) else context
 
@@ -141,11 +141,11 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
         if source in ("", MINILM) or _kind(source) == "bert":
             embedder = await _embedder(attention, source)
             if embedder is not None:
-                _expect_first(name, found.encoder)
-                found.encoder = Encoder(name, embedder)
+                _expect_first(name, models.encoder)
+                models.encoder = Encoder(name, embedder)
                 await embedder.embed(["warm up"])
         else:
-            model = await _aside(partial(load_model, source, threads=settings.threads))
+            model = await _in_thread(partial(load_model, source, threads=settings.threads))
             _expect_first(name, loaded)
             loaded.append((name, model))
 
@@ -156,7 +156,7 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     if not loaded:
-        yield found
+        yield models
         return
     name, (_, model, tokenizer, template) = loaded[0]
     random = model.weights.stored == "random"
@@ -177,38 +177,38 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
         opened = Engine.open(context, model, sizes)
     async with opened as engine:
         stored, dtypes = model.weights.stored, sizes.dtypes(model.weights.dtype)
-        found.generator = Generator(name, engine, tokenizer, template, model.config, stored, *dtypes)
+        models.generator = Generator(name, engine, tokenizer, template, model.config, stored, *dtypes)
         # Compiles the kernels of the first requests, and imports what they need.
         for each in engine if isinstance(engine, Engines) else [engine]:
             await each.submit([0], max_new_tokens=2).tokens()
-        yield found
+        yield models
 
 
-async def _aside(load: Callable[[], T]) -> T:
+async def _in_thread(load: Callable[[], T]) -> T:
     """What a thread loads, for which neither a cancellation nor the end of the process waits."""
-    found: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
-        if not found.set_running_or_notify_cancel():
+        if not future.set_running_or_notify_cancel():
             return
         try:
-            found.set_result(load())
+            future.set_result(load())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="gpu-actors-loading", daemon=True).start()
-    return await asyncio.wrap_future(found)
+    return await asyncio.wrap_future(future)
 
 
-def _named(given: str) -> tuple[str, str]:
+def _source(argument: str) -> tuple[str, str]:
     """NAME=DIR to both; a folder alone has its own name."""
-    name, equals, folder = given.partition("=")
+    name, equals, folder = argument.partition("=")
     if not equals:
-        folder = given
-        name = _MINILM_NAME if given == MINILM else model_name(given)
+        folder = argument
+        name = _MINILM_NAME if argument == MINILM else model_name(argument)
     if not name or not folder:
         raise InvalidRequest(
-            "model", given, "must be smollm2, tiny, minilm, FILE.gguf or DIR, or NAME= and one of these"
+            "model", argument, "must be smollm2, tiny, minilm, FILE.gguf or DIR, or NAME= and one of these"
         )
     return name, folder
 

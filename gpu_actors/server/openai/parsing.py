@@ -1,4 +1,4 @@
-"""A body to a request: what pydantic finds wrong, in this package's words."""
+"""Parses bodies to requests. What pydantic refuses is told in this package's words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.server.http.json_bodies import check_json, expect_json
 from gpu_actors.server.openai.requests import UNKNOWN
 from gpu_actors.server.openai.state import State
-from gpu_actors.server.openai.unsupported import elsewhere
+from gpu_actors.server.openai.unsupported import hint_of
 
-__all__ = ["body_of", "read"]
+__all__ = ["parse_body", "read_body"]
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -24,14 +24,14 @@ _JSON = ("json_invalid", "json_type")
 _LONGEST_NAME = 80
 
 _GRACE = 1.0
-"""Seconds that a body may take that comes while the server leaves."""
+"""How long a body may take to arrive while the server shuts down, in seconds."""
 
 
-async def body_of(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The whole body of a request that is said to be JSON.
 
-    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not come once the server
-    leaves.
+    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not arrive while the
+    server shuts down.
     """
     state: State = request.app.state.openai_api
     expect_json(request.headers.get("content-type"))
@@ -40,7 +40,7 @@ async def body_of(request: Request) -> bytes:
     raise AssertionError("a wait that was ended raises")
 
 
-def read(kind: type[Body], body: bytes) -> Body:
+def parse_body(kind: type[Body], body: bytes) -> Body:
     """The request that a body holds.
 
     Raises `InvalidRequest`, or `Unsupported` for what would be valid elsewhere, naming the field, its value and what is
@@ -53,28 +53,28 @@ def read(kind: type[Body], body: bytes) -> Body:
         raise _refusal(error.errors(include_url=False)[0], body) from None
 
 
-def _refusal(found: Mapping[str, Any], body: bytes) -> RequestError:
-    kind, given, place, context = found["type"], found["input"], found["loc"], found.get("ctx", {})
+def _refusal(failure: Mapping[str, Any], body: bytes) -> RequestError:
+    kind, value, place, context = failure["type"], failure["input"], failure["loc"], failure.get("ctx", {})
     if kind == UNKNOWN:
-        place, given = (*place, context["field"]), context["value"]
-    field, there = _field(place), elsewhere(place)
-    # What a validator of ours has found.
-    own = context.get("error")
-    if isinstance(own, RequestError):
-        return own if own.field else type(own)(field, own.value, own.reason)
+        place, value = (*place, context["field"]), context["value"]
+    field, hint = _field(place), hint_of(place)
+    # The error of a validator of ours.
+    error = context.get("error")
+    if isinstance(error, RequestError):
+        return error if error.field else type(error)(field, error.value, error.reason)
     if kind in _JSON:
-        # A body that is not UTF-8 is told here, too.
-        return InvalidRequest("body", f"{len(body)} bytes", f"must be JSON in UTF-8: {found['msg']}")
+        # A body that is not UTF-8 ends here, too.
+        return InvalidRequest("body", f"{len(body)} bytes", f"must be JSON in UTF-8: {failure['msg']}")
     if not field:
         return InvalidRequest("body", f"{len(body)} bytes", "must be a JSON object")
     if kind == UNKNOWN:
-        return Unsupported(field, given, f"is not a field that this server knows; {there or 'leave it out'}")
+        return Unsupported(field, value, f"is not a field that this server knows; {hint or 'leave it out'}")
     if kind == "missing":
         return InvalidRequest(field, None, "must be given")
     if kind == "int_parsing_size":
-        return InvalidRequest(field, given, "must be an int of 64 bits")
-    reason = _reason(found["msg"]) + (f"; {there}" if there else "")
-    return (Unsupported if kind == "literal_error" else InvalidRequest)(field, given, reason)
+        return InvalidRequest(field, value, "must be an int of 64 bits")
+    reason = _reason(failure["msg"]) + (f"; {hint}" if hint else "")
+    return (Unsupported if kind == "literal_error" else InvalidRequest)(field, value, reason)
 
 
 def _field(place: Sequence[int | str]) -> str:

@@ -1,7 +1,7 @@
 """The bodies that clients send, as pydantic models.
 
 A field that changes the answer and is not done here is refused unless its value asks for nothing. Fields that change
-nothing (user, metadata, store) are taken and not used. Any other field is refused by name. elsewhere: what is added.
+nothing (user, metadata, store) are taken and not used. Any other field is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.server.openai.unsupported import elsewhere
+from gpu_actors.server.openai.unsupported import hint_of
 
 __all__ = [
     "UNKNOWN",
@@ -56,7 +56,7 @@ def _only(nothing: Any) -> BeforeValidator:
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and (type(value) is not type(nothing) or value != nothing):
             field = str(info.field_name)
-            raise Unsupported(field, value, f"must be {json.dumps(nothing)}, or be left out; {elsewhere([field])}")
+            raise Unsupported(field, value, f"must be {json.dumps(nothing)}, or be left out; {hint_of([field])}")
         return value
 
     return BeforeValidator(check)
@@ -65,8 +65,8 @@ def _only(nothing: Any) -> BeforeValidator:
 def _prompt(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(one, str | list) for one in value):
         if len(value) > 1:
-            said = f"must be one prompt a request; {elsewhere(['n'])}"
-            raise Unsupported("prompt", f"{len(value)} prompts", said)
+            reason = f"must be one prompt a request; {hint_of(['n'])}"
+            raise Unsupported("prompt", f"{len(value)} prompts", reason)
         value = value[0]
     if isinstance(value, str) and value:
         return value

@@ -74,7 +74,7 @@ def serve(
     _raise_open_files()
     sys.setswitchinterval(_SWITCH)
     listener = _bind(host, port)
-    if not settings.allowed_hosts and not settings.api_keys and _is_own(listener):
+    if not settings.allowed_hosts and not settings.api_keys and _is_loopback(listener):
         settings = dataclasses.replace(settings, allowed_hosts=("localhost",))
     try:
         app = create_app(settings)
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         drain = state.settings.drain_seconds
         config = uvicorn.Config(
-            self._noting(app),
+            self._watch_startup(app),
             log_config=None,
             access_log=False,  # the guard logs each request
             lifespan="on",
@@ -149,43 +149,43 @@ class Server(uvicorn.Server):
             raise InvalidRequest("ssl_certfile", files, f"cannot be used: {error}") from error
         super().__init__(config)
 
-    def _noting(self, app: Any) -> Any:
-        """The application; what its startup raises is kept, for uvicorn logs it and exits."""
+    def _watch_startup(self, app: Any) -> Any:
+        """The application. What its startup raises is kept in `failure`, since uvicorn only logs it and exits."""
 
-        async def noted(scope: Any, receive: Any, send: Any) -> None:
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "lifespan":
                 self._opening = asyncio.current_task()
                 if self.should_exit:
                     self._stop_opening()
 
-            async def sent(message: Any) -> None:
+            async def send_and_listen(message: Any) -> None:
                 if message["type"] == "lifespan.startup.complete":
                     self._listen()
                 await send(message)
 
             try:
-                await app(scope, receive, sent if scope["type"] == "lifespan" else send)
+                await app(scope, receive, send_and_listen if scope["type"] == "lifespan" else send)
             except Exception as error:
                 stopped = self.should_exit and not self.started
                 if scope["type"] == "lifespan" and not stopped:
                     self.failure = own_error(error) or error
                 raise
 
-        return noted
+        return watched
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         began = time.monotonic()
         self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._sockets = sockets or []
-        theirs = logging.getLogger("uvicorn.error")
-        theirs.disabled = True  # it would log the traceback of what is raised
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        uvicorn_log.disabled = True  # it would log the traceback of what is raised
         try:
             await super().startup(sockets)
         finally:
-            theirs.disabled = False
+            uvicorn_log.disabled = False
         address = "{}:{}".format(*sockets[0].getsockname()[:2]) if sockets else ""
-        scheme, took = "https" if self.config.is_ssl else "http", time.monotonic() - began
-        logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, took)
+        scheme, seconds = "https" if self.config.is_ssl else "http", time.monotonic() - began
+        logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, seconds)
 
     def _listen(self) -> None:
         """Open the ports, for another process may have opened one meanwhile. (uvloop's own listening does not tell.)"""
@@ -287,7 +287,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _is_own(listener: socket.socket) -> bool:
+def _is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 

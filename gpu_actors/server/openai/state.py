@@ -19,9 +19,13 @@ _LARGE = 1 << 16
 
 @dataclass(slots=True)
 class State:
-    """admission: of texts. embedding: of requests for embeddings. readers: bodies and prompts that are read at once.
-    slow_readers: large ones, which keep no small one waiting. farewell: the waits of both, which end once the server
-    leaves.
+    """What the endpoints share.
+
+    admission: of texts.
+    embedding: of requests for embeddings.
+    readers: how many bodies and prompts are read at once.
+    slow_readers: the same for large ones, so that no small one waits for them.
+    farewell: the waits that end when the server shuts down.
     """
 
     settings: ServeSettings

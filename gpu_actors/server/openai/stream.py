@@ -36,10 +36,10 @@ _GRACE = 15.0
 
 
 class Writer:
-    """Writes events. begun: whether the status has gone out."""
+    """Writes events. started: whether the status was sent."""
 
     def __init__(self, send: Send) -> None:
-        self.begun = False
+        self.started = False
         self._send = send
 
     async def write(self, content: BaseModel, exclude: set[str] | None = None) -> None:
@@ -48,9 +48,9 @@ class Writer:
 
     async def write_text(self, data: str) -> None:
         """One event of one line."""
-        if not self.begun:
+        if not self.started:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            self.begun = True  # only now: a deadline may pass while the connection still sends an earlier answer
+            self.started = True  # only now: a deadline may pass while the connection still sends an earlier answer
         if not data.isascii():
             data = data.translate(_LINES)
         await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
@@ -78,13 +78,13 @@ class EventStream(Response):
         try:
             await self._events(writer)
         except Exception as error:
-            if not writer.begun:
+            if not writer.started:
                 raise
-            found = problem(error)
-            if found.status == 500:
+            failure = problem(error)
+            if failure.status == 500:
                 logger.error("%s failed", exchange.request_id, exc_info=error)
-            exchange.notes["error"] = found.name or "InternalError"
-            last = _line(error_object(found, exchange.request_id))
+            exchange.notes["error"] = failure.name or "InternalError"
+            last = _line(error_object(failure, exchange.request_id))
         now = time.monotonic()
         left = math.inf if exchange.deadline is None else max(exchange.deadline, now) + _GRACE - now
         with anyio.move_on_after(left) as ending:

@@ -1,10 +1,10 @@
-"""What the API has and this server has not: its surface is closed. A refusal says which kind of server has a field."""
+"""Fields of the API that this server refuses, with the kind of server that takes each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ELSEWHERE", "elsewhere"]
+__all__ = ["HINTS", "hint_of"]
 
 _KINDS = {
     "servers that draw several texts for one request, such as vLLM and SGLang": (
@@ -40,11 +40,11 @@ _KINDS = {
     ),
 }
 
-ELSEWHERE: dict[str, str] = {field: f"{kind}, have it" for kind, fields in _KINDS.items() for field in fields}
+HINTS: dict[str, str] = {field: f"{kind}, have it" for kind, fields in _KINDS.items() for field in fields}
 """The sentence for each field."""
 
 
-def elsewhere(place: Sequence[int | str]) -> str:
+def hint_of(place: Sequence[int | str]) -> str:
     """The sentence for a place in a body, or for what it lies in; empty where there is none."""
     names = [part for part in reversed(place) if isinstance(part, str)]
-    return next((ELSEWHERE[name] for name in names if name in ELSEWHERE), "")
+    return next((HINTS[name] for name in names if name in HINTS), "")

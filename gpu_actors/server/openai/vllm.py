@@ -16,7 +16,7 @@ from gpu_actors.server import asgi
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
 from gpu_actors.server.openai.models import Generator
-from gpu_actors.server.openai.parsing import body_of, read
+from gpu_actors.server.openai.parsing import parse_body, read_body
 from gpu_actors.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -30,52 +30,52 @@ if TYPE_CHECKING:
 
 __all__ = ["detokenize", "health", "tokenize", "version"]
 
-Asked = TypeVar("Asked", TokenizeRequest, DetokenizeRequest)
+Params = TypeVar("Params", TokenizeRequest, DetokenizeRequest)
 
 
 async def tokenize(request: Request) -> Response:
-    return await _answered(request, TokenizeRequest, _tokens)
+    return await _respond(request, TokenizeRequest, _tokens)
 
 
-def _tokens(generator: Generator, asked: TokenizeRequest) -> dict[str, Any]:
-    given: GenerationRequest = CompletionRequest.model_construct(prompt=asked.prompt)
-    if asked.messages is not None:
-        given = ChatRequest.model_construct(messages=asked.messages)
-    if asked.add_special_tokens or asked.prompt is None:
-        tokens = tokenized(generator, given)
+def _tokens(generator: Generator, params: TokenizeRequest) -> dict[str, Any]:
+    generation_request: GenerationRequest = CompletionRequest.model_construct(prompt=params.prompt)
+    if params.messages is not None:
+        generation_request = ChatRequest.model_construct(messages=params.messages)
+    if params.add_special_tokens or params.prompt is None:
+        tokens = tokenized(generator, generation_request)
     else:
-        expect_to_fit(generator, given)
-        tokens = generator.tokenizer.encode(asked.prompt)
+        expect_to_fit(generator, generation_request)
+        tokens = generator.tokenizer.encode(params.prompt)
     longest = generator.engine.longest
     return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
 
 
 async def detokenize(request: Request) -> Response:
-    return await _answered(request, DetokenizeRequest, _text)
+    return await _respond(request, DetokenizeRequest, _text)
 
 
-def _text(generator: Generator, asked: DetokenizeRequest) -> dict[str, Any]:
-    size, longest = len(asked.tokens), generator.engine.longest
+def _text(generator: Generator, params: DetokenizeRequest) -> dict[str, Any]:
+    size, longest = len(params.tokens), generator.engine.longest
     expect(size <= longest, "tokens", f"{size} tokens", f"must be at most {longest}, as many as a text may have")
-    check_tokens("tokens", asked.tokens, generator)
+    check_tokens("tokens", params.tokens, generator)
     stream = generator.tokenizer.stream(begins=True)
-    return {"prompt": "".join(map(stream.feed, asked.tokens)) + stream.end()}
+    return {"prompt": "".join(map(stream.feed, params.tokens)) + stream.end()}
 
 
-async def _answered(
-    request: Request, kind: type[Asked], answer: Callable[[Generator, Asked], dict[str, Any]]
+async def _respond(
+    request: Request, kind: type[Params], answer: Callable[[Generator, Params], dict[str, Any]]
 ) -> Response:
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
-    body = await body_of(request)
+    body = await read_body(request)
 
-    def spelled() -> str:
-        asked = read(kind, body)
-        return json.dumps(answer(state.models.generator_of(asked.model), asked))
+    def serialize() -> str:
+        params = parse_body(kind, body)
+        return json.dumps(answer(state.models.generator_of(params.model), params))
 
     with state.farewell.waiting():
         async with state.admission.reading(exchange.deadline, client=exchange.client):
-            content = await anyio.to_thread.run_sync(spelled, limiter=state.readers_of(len(body)))
+            content = await anyio.to_thread.run_sync(serialize, limiter=state.readers_of(len(body)))
     return Response(content, media_type="application/json")
 
 

@@ -196,16 +196,16 @@ def test_an_accident_is_an_event_that_says_nothing_of_it(monkeypatch: pytest.Mon
     with Serving() as serving:
         from gpu_actors.server.openai import completions
 
-        tell, count = completions.Telling.more, 0
+        next_text, count = completions.Detokenizer.next_text, 0
 
         async def broken(self: Any) -> str:
             nonlocal count
             count += 1
             if count == 3:
                 raise KeyError("a secret")
-            return await tell(self)
+            return await next_text(self)
 
-        monkeypatch.setattr(completions.Telling, "more", broken)
+        monkeypatch.setattr(completions.Detokenizer, "next_text", broken)
         events = serving.stream(COMPLETIONS, LONG)
         assert events[-1]["error"]["code"] == "InternalError"
         assert "secret" not in json.dumps(events)
@@ -253,7 +253,7 @@ async def test_a_stream_whose_status_could_not_be_sent_has_not_begun() -> None:
     writer = Writer(stuck)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(writer.write_text("x"), 0.01)
-    assert not writer.begun
+    assert not writer.started
 
 
 # The log
