@@ -142,11 +142,11 @@ def lifespan(
             else:
                 contexts = {"": await stack.enter_async_context(open_context(device, options))}
             context = next(iter(contexts.values()))
-            made = prepare(pool or context) if prepare is not None else None
-            if isinstance(made, AbstractAsyncContextManager):
-                prepared = await stack.enter_async_context(made)
+            preparation = prepare(pool or context) if prepare is not None else None
+            if isinstance(preparation, AbstractAsyncContextManager):
+                prepared = await stack.enter_async_context(preparation)
             else:
-                prepared = await made if made is not None else None
+                prepared = await preparation if preparation is not None else None
             for one in contexts.values():
                 if not any(stats.launched for stats in one.stats().values()):
                     await one.probe()
@@ -160,17 +160,17 @@ def lifespan(
                 board.show(numbers)
             await anyio.to_thread.run_sync(board.watch, context if pool is None else contexts, answering.readiness)
             stack.callback(board.close)
-            found = Service(context, answering, admission, board, pool, traffic)
+            running = Service(context, answering, admission, board, pool, traffic)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
-            kept = getattr(app, "state", None)
-            with leave_slowly(answering, leave_seconds), _ended_by_interrupt(board):
-                if kept is not None:
-                    setattr(kept, STATE, found)
+            app_state = getattr(app, "state", None)
+            with leave_slowly(answering, leave_seconds), _end_streams_on_interrupt(board):
+                if app_state is not None:
+                    setattr(app_state, STATE, running)
                 try:
-                    yield {**(prepared or {}), STATE: found}
+                    yield {**(prepared or {}), STATE: running}
                 finally:
-                    if kept is not None:
-                        delattr(kept, STATE)
+                    if app_state is not None:
+                        delattr(app_state, STATE)
 
     return opened
 
@@ -193,15 +193,15 @@ def routes(page: str | None = "/") -> list[BaseRoute]:
     ]
     if page is None:
         return probes
-    given: object = page
-    sound = isinstance(given, str) and page.startswith("/") and page.endswith("/") and "{" not in page
+    value: object = page
+    sound = isinstance(value, str) and page.startswith("/") and page.endswith("/") and "{" not in page
     expect(sound, "page", page, 'must be a path that begins and ends with "/", or None')
     return [*probes, *page_routes(page, _board)]
 
 
 def _board(request: Request) -> StatusBoard | str:
-    found = _find(request)
-    return _NOT_OPEN if found is None else found.board
+    running = _find_service(request)
+    return _NOT_OPEN if running is None else running.board
 
 
 def _places(admission: Admission) -> dict[str, float]:
@@ -210,23 +210,23 @@ def _places(admission: Admission) -> dict[str, float]:
 
 
 @contextmanager
-def _ended_by_interrupt(board: StatusBoard) -> Iterator[None]:
+def _end_streams_on_interrupt(board: StatusBoard) -> Iterator[None]:
     """End the page's streams on Ctrl-C, before the server's own handler: it waits for every connection."""
-    former: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
+    previous: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
         board.end_streams()
-        former(number, frame)
+        previous(number, frame)
 
     signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
         if signal.getsignal(signal.SIGINT) is end:
-            signal.signal(signal.SIGINT, former)
+            signal.signal(signal.SIGINT, previous)
 
 
 def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -234,14 +234,14 @@ def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
         exchange = request.scope.get(KEY)
         if exchange is not None:
             exchange.quiet = True
-        found = _find(request)
-        if found is None:
+        running = _find_service(request)
+        if running is None:
             status, body, content_type = _without_context(name)
         elif name == "metrics":
             # Reading the cubin cache's folder may block.
-            status, body, content_type = await anyio.to_thread.run_sync(found.probes.metrics)
+            status, body, content_type = await anyio.to_thread.run_sync(running.probes.metrics)
         else:
-            status, body, content_type = getattr(found.probes, name)()
+            status, body, content_type = getattr(running.probes, name)()
         return Response(body, status, headers={"Cache-Control": "no-store"}, media_type=content_type)
 
     return answer
@@ -267,10 +267,10 @@ def error_response(error: BaseException, *, instance: str | None = None) -> Resp
 
 def service(request: HTTPConnection) -> Service:
     """What the application's `lifespan` has opened. Raises `ActorStopped` where none has run."""
-    found = _find(request)
-    if found is None:
+    running = _find_service(request)
+    if running is None:
         raise ActorStopped(_NOT_OPEN)
-    return found
+    return running
 
 
 def context(request: HTTPConnection) -> GpuContext:
@@ -312,9 +312,9 @@ def _exchange(request: HTTPConnection) -> Exchange | None:
     return exchange
 
 
-def _find(request: HTTPConnection) -> Service | None:
-    found = getattr(getattr(request.scope.get("app"), "state", None), STATE, None)
-    if found is None:
+def _find_service(request: HTTPConnection) -> Service | None:
+    running = getattr(getattr(request.scope.get("app"), "state", None), STATE, None)
+    if running is None:
         # An application that is mounted in another lives in that one's lifespan, whose state the scope holds.
-        found = (request.scope.get("state") or {}).get(STATE)
-    return found if isinstance(found, Service) else None
+        running = (request.scope.get("state") or {}).get(STATE)
+    return running if isinstance(running, Service) else None

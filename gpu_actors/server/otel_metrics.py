@@ -42,11 +42,11 @@ class OtelMetrics:
     def __init__(self, collector: Collector, provider: MeterProvider | None = None) -> None:
         self._collector = collector
         self._lock = threading.Lock()
-        self._read = -1.0
+        self._read_at = -1.0
         self._families: dict[str, Metric] = {}
         self._closed = False
         meter = metrics.get_meter("gpu_actors", __version__, meter_provider=provider)
-        for family in self._look().values():
+        for family in self._read_families().values():
             for suffix in _SUFFIXES[family.type]:
                 name = family.name + suffix.removesuffix("_total")
                 make = meter.create_observable_gauge if family.type == "gauge" else meter.create_observable_counter
@@ -60,19 +60,19 @@ class OtelMetrics:
 
     def _callback(self, family: str, suffix: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(options: CallbackOptions) -> Iterator[Observation]:
-            found = self._look().get(family)
-            for sample in found.samples if found is not None else ():
+            metric = self._read_families().get(family)
+            for sample in metric.samples if metric is not None else ():
                 if sample.name == family + suffix:
                     attributes: dict[str, Any] = dict(sample.labels)
                     yield Observation(sample.value, attributes)
 
         return observe
 
-    def _look(self) -> dict[str, Metric]:
+    def _read_families(self) -> dict[str, Metric]:
         with self._lock:
-            if not self._closed and time.monotonic() - self._read > _FRESH:
+            if not self._closed and time.monotonic() - self._read_at > _FRESH:
                 self._families = {family.name: family for family in self._collector.collect()}
-                self._read = time.monotonic()
+                self._read_at = time.monotonic()
             return self._families
 
 

@@ -1,4 +1,4 @@
-"""Doors: ASGI middleware that asks who a client is, and by which name it calls the server.
+"""Doors: ASGI middleware that checks the keys of clients and the Host header.
 
 app.add_middleware(Doors, keys=("a-key",), hosts=("api.example.com",))
 app.add_middleware(Guard)  # outside of it: it answers what this raises
@@ -65,8 +65,8 @@ class Doors:
                     exchange.client = client_of(scope)
         await self.app(scope, receive, send)
 
-    def _check_key(self, given: Sequence[bytes], basic: bool) -> None:
-        kind, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    def _check_key(self, values: Sequence[bytes], basic: bool) -> None:
+        kind, _, secret = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         secret = secret.strip()
         if basic and kind.lower() == b"basic":
             try:
@@ -80,24 +80,24 @@ class Doors:
         if not sum([hmac.compare_digest(digest, key) for key in self._keys]):
             raise Unauthorized("the key in the header Authorization is none of this server's")
 
-    def _check_host(self, given: Sequence[bytes]) -> None:
-        if not given:
+    def _check_host(self, values: Sequence[bytes]) -> None:
+        if not values:
             return  # HTTP/1.0; browsers always send it
-        text = given[0].decode("latin-1")
+        text = values[0].decode("latin-1")
         name = re.sub(r":\d*$", "", text).rstrip(".").lower()
-        if len(given) > 1 or not (_is_plain(name) or any(_fits(name, host) for host in self._hosts)):
+        if len(values) > 1 or not (_is_plain(name) or any(_fits(name, host) for host in self._hosts)):
             allowed = ", ".join(self._hosts)
             raise InvalidRequest("Host", text, f"must be an address, a name without a dot, or one of {allowed}")
 
 
 def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
     """The texts. Raises `InvalidRequest`, which does not show them; one text would pass for its letters."""
-    given: object = texts
-    if isinstance(given, Iterable) and not isinstance(given, str):
+    value: object = texts
+    if isinstance(value, Iterable) and not isinstance(value, str):
         several = tuple(texts)
         if all(isinstance(text, str) for text in several):
             return several
-    raise InvalidRequest(field, type(given).__name__, 'must be several texts, not one, as ("a text",)')
+    raise InvalidRequest(field, type(value).__name__, 'must be several texts, not one, as ("a text",)')
 
 
 def checked_keys(field: str, keys: Sequence[str]) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ import anyio
 from gpu_actors.clock import SYSTEM_CLOCK, TIMER_SLACK, Clock
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.server.http.concurrency import Pace
-from gpu_actors.server.http.fair_queue import Turns, Waiter
+from gpu_actors.server.http.concurrency import ConcurrencyLimit
+from gpu_actors.server.http.fair_queue import FairQueue, Waiter
 
 __all__ = ["Admission", "AdmissionStats", "Place"]
 
@@ -34,21 +34,21 @@ _SLOW = 0.01
 _FIRST_GUESS = 1.0
 _LONGEST_RETRY = 60.0
 
-_OFF, _LEAST_OFF = 0.25, 0.2
-"""How far a foretold time is off, as a share, before anything is measured, and at least."""
+_FIRST_ERROR, _LEAST_ERROR = 0.25, 0.2
+"""The relative error of a predicted time before anything is measured, and its least value."""
 
 _SPARE = 4
 """One place for so many others is kept for clients that hold none, and for work that is short beside what runs."""
 
-_REFUSALS = 60.0
+_REFUSALS_A_SECOND = 60.0
 """Refusals a second, and one for each turn of the loop where that is less: clients that return at once must not take
 the time of those that are let in."""
 
 _BURST = 10.0
-"""Seconds of these that may come at once."""
+"""Seconds of refusals that may go out at once."""
 
-_LONGEST_DOOR = 10.0
-"""Seconds that one waits for its refusal at most."""
+_LONGEST_DELAY = 10.0
+"""Seconds that a request waits for its refusal at most."""
 
 _LEAST_WORK, _MOST_WORK = 1e-9, 1e15
 _UNITS = f"a number from {_LEAST_WORK:g} to {_MOST_WORK:g}"
@@ -74,13 +74,13 @@ class AdmissionStats:
 class Place:
     """A place that is held. Its holder may say how its work goes on, which is then known before the work ends."""
 
-    __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "foretold")
+    __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "predicted")
 
-    def __init__(self, admission: Admission, waiter: Waiter, foretold: float | None) -> None:
+    def __init__(self, admission: Admission, waiter: Waiter, predicted: float | None) -> None:
         self.cost = waiter.cost
         self.client = waiter.client
-        self.foretold = foretold
-        self.began, self._area = admission._look()
+        self.predicted = predicted
+        self.began, self._area = admission._advance()
         self._admission = admission
         self._since = self.began
         self._done = 0.0
@@ -89,25 +89,25 @@ class Place:
         """So many units of the cost are done since the last call. Raises `InvalidRequest` as `Admission.place` does."""
         units = _work("units", units)
         self._done += units
-        now, area = self._admission._look()
+        now, area = self._admission._advance()
         if now > self._since:
-            self._admission._note(self, (now - self._since) / units, units, area - self._area, now - self._since)
+            self._admission._record(self, (now - self._since) / units, units, area - self._area, now - self._since)
             if self._admission._room() > 0:
-                self._admission._hand_over()
+                self._admission._admit_next()
         self._since, self._area = now, area
 
     def _end(self, late: bool) -> None:
         """The work has ended, well or by its deadline."""
         admission = self._admission
-        now, area = admission._look()
+        now, area = admission._advance()
         admission._measure(now - self.began, self, 0.0 if late else self._done)
         if not self._done:
             unit = (now - self._since) / self.cost
             if late:
                 # How long it would have taken is not known: twice the time, as for a packet whose answer did not come
                 # (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols", 1987).
-                unit = max(2 * unit, admission._pace.at(admission._running, now) or 0.0)
-            admission._note(self, unit, self.cost, area - self._area, now - self._since)
+                unit = max(2 * unit, admission._concurrency.unit_seconds(admission._running, now) or 0.0)
+            admission._record(self, unit, self.cost, area - self._area, now - self._since)
 
 
 class Admission:
@@ -136,26 +136,26 @@ class Admission:
         weights: Mapping[str, float] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        given: object = queue_seconds
-        if isinstance(given, bool) or not isinstance(given, Real) or not queue_seconds >= 0:
+        value: object = queue_seconds
+        if isinstance(value, bool) or not isinstance(value, Real) or not queue_seconds >= 0:
             raise InvalidRequest("queue_seconds", queue_seconds, "must be a number of seconds >= 0")
         self.places: int = integer("running", running, 1)
         self.max_waiting: int = integer("waiting", waiting, 0)
         self.queue_seconds = queue_seconds
         self.per_client: int | None = None if per_client is None else integer("per_client", per_client, 1)
         self._clock = clock
-        self._turns = Turns(_weights(weights or {}))
-        self._pace = Pace(self.places)
+        self._queue = FairQueue(_weights(weights or {}))
+        self._concurrency = ConcurrencyLimit(self.places)
         self._running = 0
         self._cost_running = 0.0
         self._admitted = self._refused = 0
         self._service: float | None = None
-        self._off = _OFF
-        self._kept = 1.0
-        self._area, self._looked = 0.0, clock.now()
+        self._prediction_error = _FIRST_ERROR
+        self._done_share = 1.0
+        self._area, self._advanced = 0.0, clock.now()
         self._spare = 0
-        self._at_door: deque[anyio.Event] = deque()
-        self._slot = self._door = 0.0
+        self._delayed: deque[anyio.Event] = deque()
+        self._next_retry = self._next_refusal = 0.0
 
     @asynccontextmanager
     async def reading(self, deadline: float | None = None, *, client: str = "") -> AsyncIterator[None]:
@@ -169,12 +169,12 @@ class Admission:
         """
         if deadline is not None:
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
-        await self._turn_away(Waiter(0.0, deadline, client, 0))
-        self._turns.begin_reading(client)
+        await self._refuse_unless_it_fits(Waiter(0.0, deadline, client, 0))
+        self._queue.begin_reading(client)
         try:
             yield
         finally:
-            self._turns.end_reading(client)
+            self._queue.end_reading(client)
 
     @asynccontextmanager
     async def place(
@@ -199,7 +199,7 @@ class Admission:
             raise InvalidRequest("priority", priority, f"must be an int from -{_MOST_PRIORITY} to {_MOST_PRIORITY}")
         waiter = Waiter(cost, deadline, client, priority)
         await self._enter(waiter)
-        place = Place(self, waiter, self._own(cost, self._running))
+        place = Place(self, waiter, self._own_seconds(cost, self._running))
         try:
             yield place
             place._end(False)
@@ -214,61 +214,62 @@ class Admission:
     @property
     def retry_after(self) -> float:
         """Seconds until all that run and wait now are done, by what was measured; 60 at most."""
-        units = self._cost_running + self._turns.cost
+        units = self._cost_running + self._queue.cost
         return min(units * self._unit(), _LONGEST_RETRY)
 
     def stats(self) -> AdmissionStats:
         return AdmissionStats(
             running=self._running,
-            waiting=len(self._turns),
+            waiting=len(self._queue),
             admitted=self._admitted,
             refused=self._refused,
             service_seconds=_FIRST_GUESS if self._service is None else self._service,
-            limit=self._pace.limit,
+            limit=self._concurrency.limit,
         )
 
     # What was measured
 
-    def _look(self) -> tuple[float, float]:
-        """Now, and the sum over time of how many ran."""
+    def _advance(self) -> tuple[float, float]:
+        """The time now, and the integral over time of how many ran."""
         now = self._clock.now()
-        self._area += self._running * (now - self._looked)
-        self._looked = now
+        self._area += self._running * (now - self._advanced)
+        self._advanced = now
         return now, self._area
 
-    def _note(self, place: Place, unit: float, units: float, area: float, seconds: float) -> None:
+    def _record(self, place: Place, unit: float, units: float, area: float, seconds: float) -> None:
         pieces = area / seconds if seconds else float(self._running)
-        self._pace.note(pieces, unit, min(1.0, units / place.cost), self._service or 0.0, self._looked)
+        self._concurrency.record(pieces, unit, min(1.0, units / place.cost), self._service or 0.0, self._advanced)
 
     def _measure(self, seconds: float, place: Place, done: float) -> None:
         before = seconds if self._service is None else self._service
         self._service = before + _WEIGHT * (seconds - before)
         if done:
-            self._kept += _SLOW * (min(1.0, done / place.cost) - self._kept)
-        if place.foretold:
-            self._off += _WEIGHT * (min(1.0, abs(seconds / place.foretold - 1.0)) - self._off)
+            self._done_share += _SLOW * (min(1.0, done / place.cost) - self._done_share)
+        if place.predicted:
+            error = min(1.0, abs(seconds / place.predicted - 1.0))
+            self._prediction_error += _WEIGHT * (error - self._prediction_error)
 
-    def _own(self, cost: float, pieces: int) -> float | None:
+    def _own_seconds(self, cost: float, pieces: int) -> float | None:
         """Seconds that the work itself takes while so many are worked on. None: not known."""
-        unit = self._pace.at(pieces, self._clock.now())
-        return None if unit is None else cost * self._kept * unit
+        unit = self._concurrency.unit_seconds(pieces, self._clock.now())
+        return None if unit is None else cost * self._done_share * unit
 
     def _unit(self) -> float:
         """Seconds a unit of work that all places together take."""
-        pieces = self._pace.limit
-        unit = self._pace.at(pieces, self._clock.now())
-        return _FIRST_GUESS / pieces if unit is None else self._kept * unit / pieces
+        pieces = self._concurrency.limit
+        unit = self._concurrency.unit_seconds(pieces, self._clock.now())
+        return _FIRST_GUESS / pieces if unit is None else self._done_share * unit / pieces
 
     @property
     def _mean(self) -> float:
         """Cost of what runs, on average."""
         return self._cost_running / max(self._running, 1)
 
-    # Who gets in
+    # Who is admitted
 
     def _room(self, waiter: Waiter | None = None, ahead: float = 0) -> int:
         """How many places are free: for all, or for this waiter. ahead: others that will want one first."""
-        limit = self._pace.room(self._clock.now())
+        limit = self._concurrency.room(self._clock.now())
         if self._running + ahead < limit or waiter is None:
             return limit - self._running
         spare = min(self.places - self._running, max(1, limit // _SPARE) - self._spare)
@@ -277,72 +278,72 @@ class Admission:
     def _may_have_spare(self, waiter: Waiter) -> bool:
         if not self._running:
             return False
-        return not self._turns.held(waiter.client) or waiter.cost * _SPARE <= self._mean
+        return not self._queue.held(waiter.client) or waiter.cost * _SPARE <= self._mean
 
     def _fits(self, cost: float, deadline: float | None, wait: float) -> bool:
         now = self._clock.now()
-        if deadline is None or (not self._running and not self._pace.is_news(now)):
+        if deadline is None or (not self._running and not self._concurrency.is_fresh(now)):
             return True  # one is tried where nothing runs: what was measured may be wrong by now
         left = deadline - time.monotonic()
-        own = self._own(cost, min(self._running + 1, max(self._pace.limit, self._running)))
-        if own is None or wait + own * (1 + max(self._off, _LEAST_OFF)) <= left:
+        seconds = self._own_seconds(cost, min(self._running + 1, max(self._concurrency.limit, self._running)))
+        if seconds is None or wait + seconds * (1 + max(self._prediction_error, _LEAST_ERROR)) <= left:
             return True
         # Work that its deadline cuts even if it runs alone, as a stream without an end, may have a free place.
-        return not wait and cost * self._kept * self._pace.alone() > left
+        return not wait and cost * self._done_share * self._concurrency.unit_seconds_alone() > left
 
     def _refusal(self, waiter: Waiter) -> str | None:
         """Why a request would be refused now."""
-        own = self._turns.under_way(waiter.client)
-        if self.per_client is not None and own >= self.per_client:
-            return f"has {own} requests of this client, as many as it may have"
-        wait, ahead = 0.0, self._turns.read_ahead(waiter.client)
+        requests = self._queue.under_way(waiter.client)
+        if self.per_client is not None and requests >= self.per_client:
+            return f"has {requests} requests of this client, as many as it may have"
+        wait, ahead = 0.0, self._queue.read_ahead(waiter.client)
         if self._room(waiter, ahead) <= 0:
-            self._pace.wanted_more()
-            if len(self._turns) >= self.max_waiting:
+            self._concurrency.record_demand()
+            if len(self._queue) >= self.max_waiting:
                 return "is full"
-            if self._pace.at(1, self._clock.now()) is None:
+            if self._concurrency.unit_seconds(1, self._clock.now()) is None:
                 return None
-            wait = (self._turns.ahead(waiter) + (ahead + 1) * self._mean) * self._unit()
+            wait = (self._queue.ahead(waiter) + (ahead + 1) * self._mean) * self._unit()
         if self._fits(waiter.cost, waiter.deadline, wait):
             return None
-        self._pace.wanted_more()
+        self._concurrency.record_demand()
         return f"takes about {wait:.3g} s, and with the request's own time that is longer than the deadline allows"
 
-    async def _turn_away(self, waiter: Waiter) -> None:
-        """Refuse a request that does not fit. Where very many are refused, each waits for its turn."""
+    async def _refuse_unless_it_fits(self, waiter: Waiter) -> None:
+        """Refuse a request that does not fit. If very many are refused, each refusal is delayed."""
         refusal = self._refusal(waiter)
         if refusal is None:
             return
         now = time.monotonic()
-        self._door = max(self._door, now - _BURST) + 1 / _REFUSALS
-        if self._at_door or self._door > now:
-            await self._wait_at_door()
+        self._next_refusal = max(self._next_refusal, now - _BURST) + 1 / _REFUSALS_A_SECOND
+        if self._delayed or self._next_refusal > now:
+            await self._delay_refusal()
             # A place may have become free meanwhile.
             late = waiter.deadline is not None and time.monotonic() >= waiter.deadline
             refusal = "was longer than the deadline allows" if late else self._refusal(waiter)
         if refusal is not None:
             raise self._refused_with(refusal)
 
-    async def _wait_at_door(self) -> None:
-        """Until the first at the door has slept for its share of a second, or until a place is free."""
-        turn = anyio.Event()
-        self._at_door.append(turn)
+    async def _delay_refusal(self) -> None:
+        """Wait until the refusals before this one have gone out, or until a place is free."""
+        event = anyio.Event()
+        self._delayed.append(event)
         try:
-            if self._at_door[0] is not turn:
-                with anyio.move_on_after(_LONGEST_DOOR):
-                    await turn.wait()
-            if self._at_door and self._at_door[0] is turn:
-                await anyio.sleep(1 / _REFUSALS)
+            if self._delayed[0] is not event:
+                with anyio.move_on_after(_LONGEST_DELAY):
+                    await event.wait()
+            if self._delayed and self._delayed[0] is event:
+                await anyio.sleep(1 / _REFUSALS_A_SECOND)
         finally:
-            if turn in self._at_door:
-                self._at_door.remove(turn)
-            if self._at_door:
-                self._at_door[0].set()
+            if event in self._delayed:
+                self._delayed.remove(event)
+            if self._delayed:
+                self._delayed[0].set()
 
     async def _enter(self, waiter: Waiter) -> None:
         if waiter.deadline is not None and time.monotonic() >= waiter.deadline:
             raise DeadlineExceeded("the deadline passed before the work could begin")
-        await self._turn_away(waiter)
+        await self._refuse_unless_it_fits(waiter)
         if self._room(waiter) > 0:
             self._begin(waiter)
         else:
@@ -350,27 +351,27 @@ class Admission:
 
     def _begin(self, waiter: Waiter) -> None:
         waiter.spare = self._room() <= 0
-        self._look()
+        self._advance()
         self._running += 1
         self._spare += waiter.spare
         self._cost_running += waiter.cost
         self._admitted += 1
-        self._turns.begin(waiter)
+        self._queue.begin(waiter)
 
     async def _wait(self, waiter: Waiter) -> None:
-        turn = waiter.turn = anyio.Event()
-        self._turns.add(waiter, self._pace.limit * self._mean)
+        event = waiter.decided = anyio.Event()
+        self._queue.add(waiter, self._concurrency.limit * self._mean)
         left = math.inf if waiter.deadline is None else waiter.deadline - time.monotonic()
         try:
             with anyio.move_on_after(min(left, self.queue_seconds)):
-                await turn.wait()
+                await event.wait()
         except BaseException:
-            if waiter.begun:
+            if waiter.admitted:
                 self._leave(waiter)  # the place that was handed over just now
             raise
         finally:
-            self._turns.remove(waiter)
-        if waiter.begun:
+            self._queue.remove(waiter)
+        if waiter.admitted:
             return
         if waiter.refusal is not None:
             raise waiter.refusal
@@ -379,43 +380,43 @@ class Admission:
         raise self._refused_with(f"did not come to this request within {self.queue_seconds} s")
 
     def _leave(self, waiter: Waiter) -> None:
-        self._look()
+        self._advance()
         self._running -= 1
         self._spare -= waiter.spare
         # Floats of far sizes leave a rest of their sum.
         self._cost_running = self._cost_running - waiter.cost if self._running else 0.0
-        self._turns.end(waiter)
-        self._hand_over()
-        if len(self._at_door) > 1 and not len(self._turns):
-            self._at_door.pop().set()  # who came last has the most time left
+        self._queue.end(waiter)
+        self._admit_next()
+        if len(self._delayed) > 1 and not len(self._queue):
+            self._delayed.pop().set()  # the latest has the most time left
 
-    def _hand_over(self) -> None:
-        # Straight to the next in the queue, so that a new request does not overtake it.
-        while len(self._turns):
-            may = None if self._room() > 0 else self._has_spare
-            following = self._turns.next(may)
+    def _admit_next(self) -> None:
+        # The place goes straight to the next in the queue, so that a new request does not overtake it.
+        while len(self._queue):
+            eligible = None if self._room() > 0 else self._has_spare
+            following = self._queue.next(eligible)
             if following is None:
                 return
-            self._turns.remove(following)
+            self._queue.remove(following)
             if self._fits(following.cost, following.deadline, 0.0):
                 self._begin(following)
             else:
                 following.refusal = self._refused_with("was longer than foretold: the work would miss its deadline")
-            assert following.turn is not None
-            following.turn.set()
+            assert following.decided is not None
+            following.decided.set()
 
     def _has_spare(self, waiter: Waiter) -> bool:
         return self._room(waiter) > 0
 
-    def _refused_with(self, what: str) -> Overloaded:
+    def _refused_with(self, reason: str) -> Overloaded:
         self._refused += 1
         # Each that is refused gets a time of its own to return, as the work goes on: together they would meet again.
         now = time.monotonic()
-        self._slot = max(self._slot, now + self.retry_after)
-        retry = min(self._slot - now, _LONGEST_RETRY)
-        self._slot = now + retry + self._mean * self._unit()
+        self._next_retry = max(self._next_retry, now + self.retry_after)
+        retry = min(self._next_retry - now, _LONGEST_RETRY)
+        self._next_retry = now + retry + self._mean * self._unit()
         return Overloaded(
-            f"{self._running} requests are worked on and {len(self._turns)} wait; the queue {what}", retry
+            f"{self._running} requests are worked on and {len(self._queue)} wait; the queue {reason}", retry
         )
 
 

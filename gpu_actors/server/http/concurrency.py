@@ -1,4 +1,4 @@
-"""Pace: how fast work goes while so many pieces of it are worked on, and how many are worth it.
+"""ConcurrencyLimit: how many pieces of work are worth running at once, by measured throughput.
 
 Pieces that share a device slow each other down; how much, only a measurement tells. A device with room takes the same
 time for each, one that is full a time in proportion to their number. Pieces over the time of a unit is the rate
@@ -11,126 +11,128 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Pace"]
+__all__ = ["ConcurrencyLimit"]
 
 _PIECES = 10
 """Pieces that a moving average is over, at least."""
 _GAIN = 0.9
-_KEPT, _TURNS = 3.0, 16
-"""Seconds, or times that each piece may take, after which the limit tries what it has left: it may be better now."""
-_LATE, _LATE_TURNS = 2.0, 4
-"""Seconds, or times that each piece may take, for which a measurement is late news."""
-_NEWS = 0.2
-"""Seconds after which one that would be refused is tried where nothing runs."""
+_RETRY_SECONDS, _RETRY_PIECES = 3.0, 16
+"""Seconds, or durations of a piece, after which the limit tries another level again."""
+_RECENT_SECONDS, _RECENT_PIECES = 2.0, 4
+"""Seconds, or durations of a piece, for which a measurement counts as recent."""
+_FRESH_SECONDS = 0.2
+"""Seconds without a measurement after which a piece that would be refused is tried if nothing runs."""
 _SURE, _SURE_SECONDS = 0.25, 0.25
 """The share of its work that each piece has done, or seconds, after which a number of them is known."""
 FIRST = 16
 """Pieces that may begin before anything is measured."""
 _LEAST = 8
-"""Pieces of which a limit is no more than: so few are the operator's choice."""
+"""The lowest limit. Fewer pieces are the operator's choice."""
 
 
 class _Level:
-    """A moving average of seconds a unit. seen: of how many pieces. since, at: when it was noted first and last."""
+    """A moving average of seconds a unit. pieces: how many it covers. first, last: when one was recorded."""
 
-    __slots__ = ("at", "seconds", "seen", "since")
+    __slots__ = ("first", "last", "pieces", "seconds")
 
     def __init__(self, now: float) -> None:
-        self.seconds = self.seen = 0.0
-        self.since = self.at = now
+        self.seconds = self.pieces = 0.0
+        self.first = self.last = now
 
 
-class Pace:
-    """Seconds a unit of work, by the power of two of the pieces that are worked on. most: pieces, ever.
+class ConcurrencyLimit:
+    """The measured seconds a unit of work, for each power of two of pieces that run at once.
 
-    limit: how many are worth it at once, as measured.
+    most: the highest limit.
+    limit: how many pieces are worth running at once.
     """
 
     def __init__(self, most: int) -> None:
         self.limit = most
         self._most = most
         self._levels: dict[int, _Level] = {}
-        self._turned = 0.0
-        self._short = False
+        self._measured = 0.0
+        self._demand = False
         self._hold = self._pieces = 0.0
 
-    def note(self, pieces: float, seconds: float, share: float, hold: float, now: float) -> None:
-        """A unit took so many seconds while so many pieces were worked on.
+    def record(self, pieces: float, seconds: float, share: float, hold: float, now: float) -> None:
+        """Record that a unit took so many seconds while so many pieces ran.
 
         share: of a whole piece that this was measured over. hold: seconds that a whole one takes.
         """
         number = round(math.log2(max(pieces, 1.0)))
         level = self._levels.get(number)
-        if level is None or now - level.at > self._late:
+        if level is None or now - level.last > self._recent_seconds:
             level = self._levels[number] = _Level(now)
-        level.seen += share
+        level.pieces += share
         # Over as many pieces as run together: of those some begin and some end, which is not the same.
-        weight = share / min(level.seen, max(_PIECES, 1 << number))
+        weight = share / min(level.pieces, max(_PIECES, 1 << number))
         level.seconds += weight * (seconds * (1 << number) / max(pieces, 1.0) - level.seconds)
-        level.at = now
+        level.last = now
         self._hold = hold
-        self._turned += share
+        self._measured += share
         self._pieces += min(1.0, share / _PIECES) * (pieces - self._pieces)
-        if self._turned >= max(self._pieces, 1.0):
+        if self._measured >= max(self._pieces, 1.0):
             self._climb(now)
-            self._turned, self._short = 0.0, False
+            self._measured, self._demand = 0.0, False
 
-    def wanted_more(self) -> None:
-        """Someone had to wait, or was refused: more would run if more were let in."""
-        self._short = True
+    def record_demand(self) -> None:
+        """Record that a piece had to wait or was refused: more would run under a higher limit."""
+        self._demand = True
 
-    def is_news(self, now: float) -> bool:
-        """Whether anything was measured just now."""
-        return any(now - one.at <= _NEWS for one in self._levels.values())
+    def is_fresh(self, now: float) -> bool:
+        """Whether the last measurement is at most 0.2 s old."""
+        return any(now - one.last <= _FRESH_SECONDS for one in self._levels.values())
 
-    def at(self, pieces: float, now: float) -> float | None:
-        """Seconds a unit while so many are worked on, None where nothing is known.
+    def unit_seconds(self, pieces: float, now: float) -> float | None:
+        """Seconds a unit while so many pieces run, None before the first measurement.
 
-        From the nearest power of two that was seen of late: beyond it in proportion, as on a device that is full, below
-        it the same, and at most what more pieces take. What was seen in a bad moment counts no longer than that lasts.
+        It is taken from the nearest power of two that was measured recently. More pieces take longer in proportion, as
+        on a device that is full; fewer take the same time. No number takes longer than a higher one. A measurement of
+        a bad moment counts only while it is recent.
         """
-        levels = self._of_late(now) or self._levels
+        levels = self._recent(now) or self._levels
         if not levels:
             return None
         pieces = max(pieces, 1.0)
-        wanted = math.log2(pieces)
-        number = min(levels, key=lambda one: (abs(one - wanted), one))
-        more = (one.seconds for other, one in levels.items() if other >= wanted)
+        exponent = math.log2(pieces)
+        number = min(levels, key=lambda one: (abs(one - exponent), one))
+        more = (one.seconds for other, one in levels.items() if other >= exponent)
         return min([levels[number].seconds * max(1.0, pieces / (1 << number)), *more])
 
-    def alone(self) -> float:
-        """Seconds a unit, at least, of a piece that runs alone."""
+    def unit_seconds_alone(self) -> float:
+        """The least seconds a unit of a piece that runs alone."""
         return min((one.seconds / (1 << number) for number, one in self._levels.items()), default=0.0)
 
     def room(self, now: float) -> int:
-        """Pieces that may run now: the limit, or twice as many as were measured of late, where that is less."""
+        """Pieces that may run now: the limit, or twice as many as were measured recently, if that is less."""
         known = (
             2 << number
-            for number, one in self._of_late(now).items()
-            if one.seen >= _SURE * (1 << number) or one.at - one.since >= _SURE_SECONDS
+            for number, one in self._recent(now).items()
+            if one.pieces >= _SURE * (1 << number) or one.last - one.first >= _SURE_SECONDS
         )
         return min(self.limit, max([FIRST, *known]))
 
     @property
-    def _late(self) -> float:
-        return max(_LATE, _LATE_TURNS * self._hold)
+    def _recent_seconds(self) -> float:
+        return max(_RECENT_SECONDS, _RECENT_PIECES * self._hold)
 
-    def _of_late(self, now: float) -> dict[int, _Level]:
-        return {number: one for number, one in self._levels.items() if now - one.at <= self._late}
+    def _recent(self, now: float) -> dict[int, _Level]:
+        return {number: one for number, one in self._levels.items() if now - one.last <= self._recent_seconds}
 
     def _climb(self, now: float) -> None:
-        """Move the limit by one power of two, where that is worth it or not known."""
-        kept = max(_KEPT, _TURNS * self._hold)
-        fresh = {number: one for number, one in self._levels.items() if now - one.at <= kept}
-        here = round(math.log2(max(min(self._pieces, self.limit), 1.0)))
-        if not self._short or here not in fresh:
+        """Move the limit by one power of two, if that is faster or unknown."""
+        seconds = max(_RETRY_SECONDS, _RETRY_PIECES * self._hold)
+        fresh = {number: one for number, one in self._levels.items() if now - one.last <= seconds}
+        exponent = round(math.log2(max(min(self._pieces, self.limit), 1.0)))
+        if not self._demand or exponent not in fresh:
             return  # fewer ran than could have, so this says nothing of the limit
         self._levels = fresh
         rates = {number: (1 << number) / one.seconds for number, one in fresh.items() if one.seconds}
         enough = _GAIN * max(rates.values(), default=0.0)
         least, most = math.ceil(math.log2(min(_LEAST, self._most))), math.ceil(math.log2(self._most))
-        if here > least and rates.get(here - 1, math.inf) >= enough:
-            here -= 1
-        elif here < most and (rates.get(here, 0.0) < enough or here + 1 not in rates):
-            here += 1
-        self.limit = min(self._most, 1 << max(here, least))
+        if exponent > least and rates.get(exponent - 1, math.inf) >= enough:
+            exponent -= 1
+        elif exponent < most and (rates.get(exponent, 0.0) < enough or exponent + 1 not in rates):
+            exponent += 1
+        self.limit = min(self._most, 1 << max(exponent, least))

@@ -1,4 +1,4 @@
-"""Turns: who of those that wait goes next. Clients take turns; of one client the short goes first, for a while."""
+"""FairQueue: which waiter is next. Clients take turns; of one client short work goes first, for a while."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import anyio
 
 from gpu_actors.errors import Overloaded
 
-__all__ = ["Turns", "Waiter"]
+__all__ = ["FairQueue", "Waiter"]
 
 
 class Waiter:
-    """A piece of work that asks for a place. begun: whether it has one. spare: one of those that are kept for such.
-    refusal: why it gets none.
+    """A piece of work that waits for a place.
+
+    admitted: whether it has one.
+    decided: set once it is admitted or refused.
+    spare: whether its place is one of the spare ones.
+    refusal: the error with which it is refused.
     """
 
     __slots__ = (
-        "begun",
+        "admitted",
         "client",
         "cost",
         "deadline",
+        "decided",
         "priority",
         "rank",
         "refusal",
         "spare",
-        "turn",
         "urgency",
         "waits",
     )
@@ -37,16 +41,19 @@ class Waiter:
         self.deadline = deadline
         self.client = client
         self.priority = priority
-        self.turn: anyio.Event | None = None
-        self.begun = self.spare = self.waits = False
+        self.decided: anyio.Event | None = None
+        self.admitted = self.spare = self.waits = False
         self.refusal: Overloaded | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.urgency = 0.0
 
 
 class _Client:
-    """served: the cost of its work that has begun, by its weight. cost: of its work that waits. read: how many of its
-    requests are being read.
+    """One client.
+
+    served: the cost of its admitted work, divided by its weight.
+    cost: of its work that waits.
+    read: how many of its requests are being read.
     """
 
     __slots__ = ("cost", "held", "queue", "read", "served", "waiting", "weight")
@@ -64,60 +71,60 @@ class _Client:
         return self.queue[0][1] if self.queue else None
 
 
-class Turns:
-    """Those that wait, by client. weights: of clients, where it is not 1. cost: of all that wait."""
+class FairQueue:
+    """The waiters, by client. weights: of clients, where it is not 1. cost: of all that wait."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.cost = 0.0
         self._weights = weights
         self._clients: dict[str, _Client] = {}
         self._waiting = 0
-        self._served = 0.0  # of the client whose turn was the last: where one that comes begins
-        self._begun = 0.0  # the cost of all work that has begun, by which those that wait grow old
+        self._served = 0.0  # of the client that was served last: where a new client begins
+        self._admitted_cost = 0.0  # the cost of all admitted work, by which waiters age
         self._numbers = count()
 
     def __len__(self) -> int:
         return self._waiting
 
     def held(self, client: str) -> int:
-        """Places that a client has."""
-        found = self._clients.get(client)
-        return found.held if found is not None else 0
+        """Places that a client holds."""
+        entry = self._clients.get(client)
+        return entry.held if entry is not None else 0
 
     def under_way(self, client: str) -> int:
         """Places and waits of a client, and its requests that are being read."""
-        found = self._clients.get(client)
-        return found.held + found.waiting + found.read if found is not None else 0
+        entry = self._clients.get(client)
+        return entry.held + entry.waiting + entry.read if entry is not None else 0
 
     def ahead(self, waiter: Waiter) -> float:
-        """The cost of what goes before a newcomer: its client's own work, and as much of each other client's."""
-        mine = self._clients.get(waiter.client)
-        own, weight = (mine.cost, mine.weight) if mine is not None else (0.0, self._weights.get(waiter.client, 1.0))
-        others = ((one.cost, one.weight) for one in self._clients.values() if one is not mine and one.waiting)
-        return own + sum(min(cost, (own + waiter.cost) * other / weight) for cost, other in others)
+        """The cost ahead of a new waiter: its client's own work, and as much of each other client's."""
+        entry = self._clients.get(waiter.client)
+        cost, weight = (entry.cost, entry.weight) if entry is not None else (0.0, self._weights.get(waiter.client, 1.0))
+        others = ((one.cost, one.weight) for one in self._clients.values() if one is not entry and one.waiting)
+        return cost + sum(min(other_cost, (cost + waiter.cost) * other / weight) for other_cost, other in others)
 
     def read_ahead(self, client: str) -> float:
-        """How many that are being read go before a newcomer: its client's own, and as many of each other client's."""
-        mine = self._clients.get(client)
-        own, weight = (mine.read, mine.weight) if mine is not None else (0, self._weights.get(client, 1.0))
-        others = (one for one in self._clients.values() if one is not mine and one.read)
-        return own + sum(min(one.read, (own + 1) * one.weight / weight) for one in others)
+        """How many requests that are being read are ahead of a new one: its client's, and as many of each other's."""
+        entry = self._clients.get(client)
+        own_reads, weight = (entry.read, entry.weight) if entry is not None else (0, self._weights.get(client, 1.0))
+        others = (one for one in self._clients.values() if one is not entry and one.read)
+        return own_reads + sum(min(one.read, (own_reads + 1) * one.weight / weight) for one in others)
 
     def begin_reading(self, client: str) -> None:
-        """One of its requests is being read."""
+        """A request of the client is being read."""
         self._client(client).read += 1
 
     def end_reading(self, client: str) -> None:
-        """It is read."""
+        """A request of the client was read."""
         self._clients[client].read -= 1
         self._forget(client)
 
     def add(self, waiter: Waiter, worth: float) -> None:
-        """Let it wait. worth: cost that a step of priority is worth."""
+        """Enqueue a waiter. worth: the cost that a step of priority is worth."""
         client = self._client(waiter.client)
         client.served = max(client.served, self._served)
         waiter.urgency = waiter.priority * worth
-        waiter.rank = (self._begun + waiter.cost - waiter.urgency, next(self._numbers))
+        waiter.rank = (self._admitted_cost + waiter.cost - waiter.urgency, next(self._numbers))
         waiter.waits = True
         heapq.heappush(client.queue, (waiter.rank, waiter))
         client.waiting += 1
@@ -126,7 +133,7 @@ class Turns:
         self._waiting += 1
 
     def remove(self, waiter: Waiter) -> None:
-        """It waits no longer."""
+        """Dequeue a waiter, if it is queued."""
         if waiter.waits:
             waiter.waits = False
             client = self._clients[waiter.client]
@@ -137,35 +144,35 @@ class Turns:
             self.cost = self.cost - waiter.cost if self._waiting else 0.0
             self._forget(waiter.client)
 
-    def next(self, may: Callable[[Waiter], bool] | None) -> Waiter | None:
-        """Whose turn it is. may: which ones may begin; None: all."""
+    def next(self, eligible: Callable[[Waiter], bool] | None) -> Waiter | None:
+        """The next waiter. eligible: which ones may be admitted; None: all."""
         heads = ((one.served, one.head()) for one in self._clients.values() if one.waiting)
         ordered = [
             (served - head.urgency, head.rank, head)
             for served, head in heads
-            if head is not None and (may is None or may(head))
+            if head is not None and (eligible is None or eligible(head))
         ]
         return min(ordered)[2] if ordered else None
 
     def begin(self, waiter: Waiter) -> None:
-        """It has a place."""
-        waiter.begun = True
+        """A waiter was admitted."""
+        waiter.admitted = True
         client = self._client(waiter.client)
         client.held += 1
         self._served = max(self._served, client.served)
         client.served = self._served + waiter.cost / client.weight
-        self._begun += waiter.cost
+        self._admitted_cost += waiter.cost
 
     def end(self, waiter: Waiter) -> None:
-        """Its place is free."""
+        """The place of a waiter is free again."""
         self._clients[waiter.client].held -= 1
         self._forget(waiter.client)
 
     def _client(self, name: str) -> _Client:
-        found = self._clients.get(name)
-        if found is None:
-            found = self._clients[name] = _Client(self._served, self._weights.get(name, 1.0))
-        return found
+        entry = self._clients.get(name)
+        if entry is None:
+            entry = self._clients[name] = _Client(self._served, self._weights.get(name, 1.0))
+        return entry
 
     def _forget(self, name: str) -> None:
         client = self._clients[name]

@@ -24,7 +24,7 @@ import anyio
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.fields import expect, real
 from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
-from gpu_actors.server.http.problems import Problem, own_error, problem
+from gpu_actors.server.http.problems import Problem, package_error, problem
 from gpu_actors.server.http.scopes import KEY as KEY
 from gpu_actors.server.http.scopes import address_of, header
 from gpu_actors.server.http.traffic import Traffic, route_of, traffic_of
@@ -135,7 +135,7 @@ class Exchange:
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = self._held_bytes = 0
         self._arrived, self._room = asyncio.Event(), asyncio.Event()
-        self._asked = self._complete = False
+        self._read_begun = self._complete = False
         self._status = 0
         self._answered = self._gone = False
         self._ended: float | None = None
@@ -219,7 +219,7 @@ class Exchange:
 
     async def _read(self) -> GpuActorsError | None:
         """Read the whole body. Gives why it is refused."""
-        self._asked = True
+        self._read_begun = True
         bodies = self._guard.bodies
         left = bodies.seconds
         while not self._complete:
@@ -288,13 +288,13 @@ class Exchange:
 
     async def _settle(self, error: Exception) -> None:
         """Answer an error, or raise it where the application or the server has to."""
-        own = own_error(error)
-        if self._gone and own is not None and not self._answered:
+        known = package_error(error)
+        if self._gone and known is not None and not self._answered:
             return
-        if self._gone or self._status or (own is None and _handles_errors(self._scope.get("app"))):
+        if self._gone or self._status or (known is None and _handles_errors(self._scope.get("app"))):
             raise error
         answer = problem(error)
-        if own is not None and answer.status == 500:
+        if known is not None and answer.status == 500:
             logger.error("%s failed", self.request_id, exc_info=error)
         headers = dict(answer.headers)
         refused = isinstance(error, BodyTooLarge | BodyTooSlow | TooManyBodies)
@@ -314,13 +314,13 @@ class Exchange:
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send_on({"type": "http.response.start", "status": answer.status, "headers": raw})
         await self._send_on({"type": "http.response.body", "body": body})
-        if own is None:
+        if known is None:
             raise error
 
     async def _drained(self) -> bool:
         """Whether the body ends soon. A client that still sends when its connection closes would be reset before it
         has read the answer; one that waits for "100 Continue" has not begun."""
-        if not self._asked and header(self._scope, b"expect"):
+        if not self._read_begun and header(self._scope, b"expect"):
             return False
         with anyio.move_on_after(LINGER):
             while not self._complete:
@@ -406,7 +406,7 @@ class Exchange:
 
 
 class _HungUp(Exception):
-    """The client went before its body was there."""
+    """The client hung up before its body had arrived."""
 
 
 def _over_0(name: str, seconds: float) -> float:
@@ -417,28 +417,28 @@ def _over_0(name: str, seconds: float) -> float:
 
 def _trace_id(scope: MutableMapping[str, Any]) -> str:
     """The client's trace, by the W3C's Trace Context."""
-    given = b",".join(header(scope, b"traceparent")).decode("latin-1")
-    found = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", given)
-    return "" if found is None or (given.startswith("00") and found[2]) else found[1]
+    value = b",".join(header(scope, b"traceparent")).decode("latin-1")
+    match = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", value)
+    return "" if match is None or (value.startswith("00") and match[2]) else match[1]
 
 
 def _request_id(scope: MutableMapping[str, Any]) -> str:
-    given = b"".join(header(scope, b"x-request-id")).decode("latin-1")
+    value = b"".join(header(scope, b"x-request-id")).decode("latin-1")
     # A name of the client's own is kept for its logs, unless it could forge a line of ours.
-    return given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
+    return value if re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) else uuid.uuid4().hex
 
 
 def _timeout(scope: MutableMapping[str, Any], guard: Guard) -> float | None:
     values = header(scope, DEADLINE.lower().encode())
     if not values:
         return guard.default_timeout
-    given, longest = b", ".join(values).decode("latin-1"), guard.longest_timeout * 1e3
+    value, longest = b", ".join(values).decode("latin-1"), guard.longest_timeout * 1e3
     # Stricter than float(): 1e5, 1_000 and infinity are probably mistakes.
-    plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given)
-    if plain is None or not 0 < float(given) <= longest:
+    plain = re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", value)
+    if plain is None or not 0 < float(value) <= longest:
         reason = f"must be milliseconds from now as a plain decimal number, over 0 and up to {longest:.0f}"
-        raise InvalidRequest(DEADLINE, given, reason)
-    return float(given) / 1e3
+        raise InvalidRequest(DEADLINE, value, reason)
+    return float(value) / 1e3
 
 
 def _handles_errors(app: Any) -> bool:

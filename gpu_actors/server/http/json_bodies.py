@@ -43,8 +43,8 @@ def expect_json(content_type: str | None) -> None:
     """
     kind = (content_type or "").partition(";")[0].strip()
     if not _JSON.fullmatch(kind):
-        given = f"not {kind[:80]!r}" if kind else "and is missing"
-        raise WrongContentType(f"the header Content-Type must be application/json, {given}")
+        reason = f"not {kind[:80]!r}" if kind else "and is missing"
+        raise WrongContentType(f"the header Content-Type must be application/json, {reason}")
 
 
 def check_json(body: bytes) -> None:
@@ -65,16 +65,16 @@ def check_json(body: bytes) -> None:
             case b",":
                 values += 1
         if nests > MAX_NESTS:
-            said = f"{MAX_NESTS} keys, objects and lists"
+            limit = f"{MAX_NESTS} keys, objects and lists"
         elif values > MAX_VALUES:
-            said = f"{MAX_VALUES} values"
+            limit = f"{MAX_VALUES} values"
         elif depth > MAX_DEPTH:
-            said = f"{MAX_DEPTH} objects and lists in one another"
+            limit = f"{MAX_DEPTH} objects and lists in one another"
         elif depth < 0:
-            return  # the parser finds the same
+            return  # the parser refuses it
         else:
             continue
-        raise InvalidRequest("body", f"{len(body)} bytes", f"must be JSON of at most {said}")
+        raise InvalidRequest("body", f"{len(body)} bytes", f"must be JSON of at most {limit}")
 
 
 def read_json(body: bytes) -> Any:
@@ -84,7 +84,7 @@ def read_json(body: bytes) -> Any:
     Raises `InvalidRequest` for any other body, and as `check_json` does.
     """
     check_json(body)
-    said = ""
+    reason = ""
     try:
         text = body.decode()
         hooks = {"parse_constant": _float, "parse_float": _float, "parse_int": _int, "object_pairs_hook": _object}
@@ -93,12 +93,12 @@ def read_json(body: bytes) -> Any:
             json.dumps(content, ensure_ascii=False).encode()
         return content
     except UnicodeDecodeError as error:
-        said = f"must be in UTF-8, and byte {error.start} is not"
+        reason = f"must be in UTF-8, and byte {error.start} is not"
     except UnicodeEncodeError:
-        said = "must hold no half of a surrogate pair"
+        reason = "must hold no half of a surrogate pair"
     except ValueError as error:
-        said = f"must be JSON: {error}"
-    raise InvalidRequest("body", f"{len(body)} bytes", said)
+        reason = f"must be JSON: {error}"
+    raise InvalidRequest("body", f"{len(body)} bytes", reason)
 
 
 def _float(text: str) -> float:
@@ -116,9 +116,9 @@ def _int(text: str) -> int:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise ValueError(f"{twice[:40]!r} is given twice")
-    return found
+    return content

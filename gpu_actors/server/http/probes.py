@@ -6,7 +6,7 @@
             ...
 
 An orchestrator that asks the busy loop itself mistakes overload for death and restarts a process that is only busy. A
-thread alone would not notice a loop that is stuck, so the loop gives it a sign of life ten times a second.
+thread alone would not notice a loop that is stuck, so the loop sends it a beat ten times a second.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import anyio.to_thread
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.server.http.heartbeat import Proof
-from gpu_actors.server.http.readiness import verdict_of, verdict_of_workers
+from gpu_actors.server.http.heartbeat import Heartbeat
+from gpu_actors.server.http.readiness import readiness_of, readiness_of_workers
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry
@@ -101,11 +101,11 @@ class Probes:
             expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
         self.exit_when_dead = exit_when_dead
         self._contexts: Mapping[str, GpuContext] = {}
-        self._proofs: Mapping[str, Proof] = {}
+        self._heartbeats: Mapping[str, Heartbeat] = {}
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
-        self._told: list[Callable[[], object]] = []
+        self._leave_callbacks: list[Callable[[], object]] = []
         self._leaving = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
@@ -116,8 +116,8 @@ class Probes:
     async def __aenter__(self) -> Self:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
-        self._contexts, self._proofs, self._registry = {}, {}, None
-        self._collectors, self._reasons, self._told = [], [], []
+        self._contexts, self._heartbeats, self._registry = {}, {}, None
+        self._collectors, self._reasons, self._leave_callbacks = [], [], []
         self._leaving = False
         self._ended.clear()
         if self.port is not None:
@@ -168,7 +168,7 @@ class Probes:
                 self._registry.register(TrafficCollector(traffic))
             for collector in self._collectors:
                 self._registry.register(collector)
-        self._proofs = {name: Proof(one, self.proof_seconds) for name, one in workers.items()}
+        self._heartbeats = {name: Heartbeat(one, self.proof_seconds) for name, one in workers.items()}
         self._contexts = workers
 
     def collect(self, collector: Collector) -> None:
@@ -185,12 +185,12 @@ class Probes:
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""
         self._leaving = True
-        for tell in self._told:
-            tell()
+        for callback in self._leave_callbacks:
+            callback()
 
     def when_leaving(self, tell: Callable[[], object]) -> None:
         """Call ``tell()`` on `leave`, which may be in a signal handler. Until the probes are left."""
-        self._told.append(tell)
+        self._leave_callbacks.append(tell)
 
     # The answers
 
@@ -208,15 +208,15 @@ class Probes:
         return _answer(content["ready"], content)
 
     def readiness(self) -> dict[str, Any]:
-        """What /readyz says."""
+        """The content of /readyz."""
         contexts, dead = self._contexts, self._dead()
         if not contexts:
             return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
         healths = {name: context.health() for name, context in contexts.items()}
-        found = {name: verdict_of(health, self._proofs[name].missing()) for name, health in healths.items()}
+        workers = {name: readiness_of(health, self._heartbeats[name].overdue()) for name, health in healths.items()}
         several = "" not in contexts
-        front = next((name for name, one in found.items() if one.ready), next(iter(contexts)))
-        ready, state, reason = verdict_of_workers(found) if several else found[front]
+        front = next((name for name, one in workers.items() if one.ready), next(iter(contexts)))
+        ready, state, reason = readiness_of_workers(workers) if several else workers[front]
         if self._leaving and state != "failed":
             ready, state, reason = False, "draining", "the server is leaving"
         elif dead:
@@ -240,11 +240,11 @@ class Probes:
             "name": health.device.name,
             "generation": health.generation,
             "kernels": kernels,
-            "last_success_seconds": round(self._proofs[front].age, 3),
+            "last_success_seconds": round(self._heartbeats[front].age, 3),
         }
         if several:
             content["workers"] = {
-                name: one._asdict() | {"generation": healths[name].generation} for name, one in found.items()
+                name: one._asdict() | {"generation": healths[name].generation} for name, one in workers.items()
             }
         return content
 
@@ -262,10 +262,10 @@ class Probes:
         """Why the process should be replaced, or an empty string."""
         if stalled := self._stalled():
             return f"the event loop has not turned for {stalled:.0f} s"
-        found = {name: verdict_of(context.health()) for name, context in self._contexts.items()}
-        if found and all(one.state == "failed" for one in found.values()):
-            return found[""].reason if "" in found else verdict_of_workers(found).reason
-        return next((told for reason in self._reasons if (told := reason())), "")
+        workers = {name: readiness_of(context.health()) for name, context in self._contexts.items()}
+        if workers and all(one.state == "failed" for one in workers.values()):
+            return workers[""].reason if "" in workers else readiness_of_workers(workers).reason
+        return next((text for reason in self._reasons if (text := reason())), "")
 
     def _stalled(self) -> float:
         """Seconds for which the event loop has not turned, 0 while those are few."""
@@ -286,7 +286,7 @@ class Probes:
             listening.start()
         dead_since: float | None = None
         while not self._ended.wait(_BEAT):
-            self._look()
+            self._check_heartbeats()
             reason = self._dead()
             if not reason:
                 dead_since = None
@@ -302,13 +302,13 @@ class Probes:
             self._listener.shutdown()
             listening.join()
 
-    def _look(self) -> None:
-        for proof in self._proofs.values():
+    def _check_heartbeats(self) -> None:
+        for heartbeat in self._heartbeats.values():
             try:
-                proof.look()
+                heartbeat.check()
             except Exception:
-                # This thread also ends a dead process. Without proofs /readyz says that the last one is old.
-                logger.exception("the device could not be asked for a proof of progress")
+                # This thread also ends a dead process. Without heartbeats /readyz says that the last success is old.
+                logger.exception("the heartbeat of the device could not be checked")
 
     def _close(self) -> None:
         self._ended.set()
@@ -370,8 +370,8 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(server, _Listener)
         probes = server.probes
         paths = {"/livez": probes.livez, "/readyz": probes.readyz, "/metrics": probes.metrics}
-        asked = paths.get(self.path.partition("?")[0])
-        answer = asked() if asked is not None else Answer(404, b'{"error": {"message": "no such probe"}}')
+        endpoint = paths.get(self.path.partition("?")[0])
+        answer = endpoint() if endpoint is not None else Answer(404, b'{"error": {"message": "no such probe"}}')
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -384,8 +384,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _listen(probes: Probes, host: str, port: int, ports: int) -> _Listener:
-    tried = range(port, min(port + ports, 65536)) if port else (0,)
-    for number in tried:
+    numbers = range(port, min(port + ports, 65536)) if port else (0,)
+    for number in numbers:
         try:
             return _Listener((host, number), probes)
         except OSError as error:

@@ -31,7 +31,7 @@ from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow
 from gpu_actors.server.http.json_bodies import WrongContentType
 from gpu_actors.values import show
 
-__all__ = ["CONTENT_TYPE", "NotFound", "Problem", "own_error", "problem"]
+__all__ = ["CONTENT_TYPE", "NotFound", "Problem", "package_error", "problem"]
 
 CONTENT_TYPE = "application/problem+json"
 
@@ -112,31 +112,31 @@ class Problem:
         return headers
 
 
-def own_error(error: BaseException) -> GpuActorsError | None:
+def package_error(error: BaseException) -> GpuActorsError | None:
     """The error of this package that an exception is: itself, or the gravest of a group that holds no others."""
     if isinstance(error, GpuActorsError):
         return error
     if not isinstance(error, BaseExceptionGroup):
         return None
-    known = [own_error(inner) for inner in error.exceptions]
-    found = [inner for inner in known if inner is not None]
-    return max(found, key=lambda inner: _answer(inner).status) if len(found) == len(known) else None
+    inner_errors = [package_error(inner) for inner in error.exceptions]
+    errors = [inner for inner in inner_errors if inner is not None]
+    return max(errors, key=lambda inner: _answer(inner).status) if len(errors) == len(inner_errors) else None
 
 
 def problem(error: BaseException) -> Problem:
     """What to answer where ``error`` ends a request. An error that is not this package's is a 500 that says nothing."""
-    own = own_error(error)
-    if own is None:
+    known = package_error(error)
+    if known is None:
         return Problem(status=500, type="about:blank", title=HTTPStatus(500).phrase, detail=_HIDDEN)
-    answer, name = _answer(own), type(own).__name__
-    retry_after = own.retry_after if isinstance(own, Overloaded) else answer.retry_after
+    answer, name = _answer(known), type(known).__name__
+    retry_after = known.retry_after if isinstance(known, Overloaded) else answer.retry_after
     return Problem(
         status=answer.status,
         type=f"urn:gpu-actors:error:{name}",
         title=re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize(),
-        detail=_short(str(own)) if answer.detail is None else answer.detail,
+        detail=_short(str(known)) if answer.detail is None else answer.detail,
         retry_after=None if retry_after is None else _whole(retry_after),
-        members=_members(own) if isinstance(own, RequestError) else {},
+        members=_members(known) if isinstance(known, RequestError) else {},
     )
 
 

@@ -25,8 +25,8 @@ __all__ = ["Protocol"]
 _LINGER = 1.0
 """Seconds for the rest of a body that is answered already."""
 
-_LOOKS = (0.25, 0.25, 2.0)
-"""Seconds between the looks whether a client that sends nothing more still reads; the last one repeats."""
+_PROBE_DELAYS = (0.25, 0.25, 2.0)
+"""Seconds between the probes whether a client that sends nothing more still reads; the last one repeats."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -48,11 +48,11 @@ class Protocol(HttpToolsProtocol):
     head_seconds: float = 10.0
 
     _head = -1  # bytes of the head that arrives; -1 between heads
-    _begun = 0  # requests so far
+    _requests = 0  # requests so far
     _whole = True  # whether the latest of them has arrived whole
     _ended = False  # whether what arrives is of no use: the answers before it go out, and are the last ones
     _late: asyncio.TimerHandle | None = None
-    _probe: asyncio.TimerHandle | None = None
+    _probe_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -64,8 +64,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
-        if self._probe is not None:
-            self._probe.cancel()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
 
     # The head
@@ -73,21 +73,21 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ended or self.transport.is_closing():
             return
-        begun = self._begun
+        before = self._requests
         super().data_received(data)
         if self._ended or self.transport.is_closing():
             return
-        if self._head >= 0 and self._begun == begun:  # the piece in which it began may hold a body before it
+        if self._head >= 0 and self._requests == before:  # the piece in which it began may hold a body before it
             self._head += len(data)
             if self._head > self.head_bytes:
                 self.send_400_response("The headers are too long.")
                 return
-        if self._whole and self._begun == begun:
+        if self._whole and self._requests == before:
             self._limit(self.head_seconds, self._head_is_late)  # empty lines before a head, which uvicorn waits behind
 
     def on_message_begin(self) -> None:
         self._head, self._whole = 0, False
-        self._begun += 1
+        self._requests += 1
         self._limit(self.head_seconds, self._head_is_late)
         super().on_message_begin()
 
@@ -136,9 +136,9 @@ class Protocol(HttpToolsProtocol):
         elif self._head < 0:
             self.transport.close()  # a client that has it in store would take an answer for that of its next request
         elif not self.transport.is_closing():
-            said = b"The headers did not arrive in time."
+            body = b"The headers did not arrive in time."
             head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
-            self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(said), said))
+            self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
             self.transport.close()
 
     # The end
@@ -168,22 +168,23 @@ class Protocol(HttpToolsProtocol):
             return None
         self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.1":  # others know no interim answer
-            self._look_later(0)
+            self._schedule_probe(0)
         return True
 
     def _answers(self) -> bool:
         """Whether a request is not answered yet. uvicorn's cycle is that of the latest one."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _look_later(self, number: int) -> None:
-        self._probe = self.loop.call_later(_LOOKS[min(number, len(_LOOKS) - 1)], self._look, number)
+    def _schedule_probe(self, number: int) -> None:
+        delay = _PROBE_DELAYS[min(number, len(_PROBE_DELAYS) - 1)]
+        self._probe_timer = self.loop.call_later(delay, self._probe_client, number)
 
-    def _look(self, number: int) -> None:
+    def _probe_client(self, number: int) -> None:
         if self.transport.is_closing() or self.cycle.response_started:
             return  # the answer's own bytes are refused, too
         if not self.pipeline:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._look_later(number + 1)
+        self._schedule_probe(number + 1)
 
 
 class _Parser(httptools.HttpRequestParser):

@@ -1,4 +1,4 @@
-"""Verdict: whether something takes requests, and why not; of one context, and of several workers together."""
+"""Readiness: whether one context, or several workers together, take requests, and why not."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from gpu_actors.handles.health import Health
 
-__all__ = ["Verdict", "verdict_of", "verdict_of_workers"]
+__all__ = ["Readiness", "readiness_of", "readiness_of_workers"]
 
 
-class Verdict(NamedTuple):
+class Readiness(NamedTuple):
     """state: as `Health.state`. reason: a sentence where the state is not "ready"."""
 
     ready: bool
@@ -18,24 +18,24 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def verdict_of(health: Health, missing: str = "") -> Verdict:
-    """The verdict on one context. missing: why progress of its device is not proven, or an empty string."""
-    if health.ready and missing:
-        return Verdict(False, "stalled", missing)
-    return Verdict(health.ready, str(health.state), health.reason)
+def readiness_of(health: Health, overdue: str = "") -> Readiness:
+    """The readiness of one context. overdue: why its device counts as stalled, or an empty string."""
+    if health.ready and overdue:
+        return Readiness(False, "stalled", overdue)
+    return Readiness(health.ready, str(health.state), health.reason)
 
 
-def verdict_of_workers(workers: Mapping[str, Verdict]) -> Verdict:
-    """The verdict on a pool: ready while one worker is, and "degraded" with the reasons unless all of them are well.
+def readiness_of_workers(workers: Mapping[str, Readiness]) -> Readiness:
+    """The readiness of a pool: ready while one worker is, and "degraded" with the reasons unless all of them are well.
 
     If no worker takes requests, the state is theirs where all agree, else "stalled" if one of them is, else "degraded".
     """
     unwell = {name: one for name, one in workers.items() if not (one.ready and one.state == "ready")}
     if not unwell:
-        return Verdict(True, "ready", "")
+        return Readiness(True, "ready", "")
     reason = "; ".join(f"{name}: {one.reason or one.state}" for name, one in unwell.items())
     if any(one.ready for one in workers.values()):
-        return Verdict(True, "degraded", reason)
+        return Readiness(True, "degraded", reason)
     states = {one.state for one in workers.values()}
     state = states.pop() if len(states) == 1 else "stalled" if "stalled" in states else "degraded"
-    return Verdict(False, state, reason)
+    return Readiness(False, state, reason)

@@ -1,6 +1,6 @@
-"""Leaving slowly: after SIGTERM /readyz says so for a while before the server stops to listen.
+"""Graceful shutdown: after SIGTERM /readyz is 503 for a while before the server stops to listen.
 
-What has not begun by then is answered at once (`Farewell`), for another server may begin it.
+Requests that have not begun by then are answered at once (`Farewell`), since another server may take them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ __all__ = ["Farewell", "leave_slowly"]
 
 
 class Farewell:
-    """Waits that end once the server leaves. For the tasks of one event loop."""
+    """Waits that end when the server shuts down. For the tasks of one event loop."""
 
     def __init__(self) -> None:
-        self._left = False
+        self._shutting_down = False
         self._waits: set[anyio.CancelScope] = set()
 
     def leave(self) -> None:
         """End every wait with `ActorStopped`."""
-        self._left = True
+        self._shutting_down = True
         for scope in self._waits:
             scope.cancel()
 
     @contextmanager
     def waiting(self, grace: float = 0.0) -> Iterator[None]:
-        """Wait inside of this. What need not wait goes on, also once the server leaves.
+        """Wait inside of this. Code that does not wait goes on, also during a shutdown.
 
-        grace: seconds for which a wait that begins later may last. Raises `ActorStopped` for a wait that was ended.
+        grace: seconds that a wait may last if it begins during the shutdown.
+
+        Raises `ActorStopped` for a wait that was ended.
         """
         with anyio.CancelScope() as scope:
-            if self._left:
+            if self._shutting_down:
                 scope.deadline = anyio.current_time() + grace
             self._waits.add(scope)
             try:
@@ -56,50 +58,50 @@ class Farewell:
 
 @contextmanager
 def leave_slowly(probes: Probes, seconds: float) -> Iterator[None]:
-    """While entered: on SIGTERM have `Probes.leave` said, and hand the signal on once ``seconds`` have passed.
+    """While entered: on SIGTERM call `Probes.leave`, and forward the signal after ``seconds``.
 
-    Load balancers have that time to ask /readyz. A second SIGTERM is handed on at once. Enter it on the thread of the
+    Load balancers have that time to ask /readyz. A second SIGTERM is forwarded at once. Enter it on the thread of the
     server's event loop. Does nothing off the main thread, and where nothing in Python handles SIGTERM.
     """
-    former: Any = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
+    previous: Any = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
-    leaving = _Leaving(probes, seconds, former)
-    signal.signal(signal.SIGTERM, leaving)
+    handler = _SigtermHandler(probes, seconds, previous)
+    signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is leaving:
-            while isinstance(former, _Leaving) and former.over:  # its event loop may be closed
-                former = former._former
-            signal.signal(signal.SIGTERM, former)
-        leaving.over = True
+        if signal.getsignal(signal.SIGTERM) is handler:
+            while isinstance(previous, _SigtermHandler) and previous.over:  # its event loop may be closed
+                previous = previous._previous
+            signal.signal(signal.SIGTERM, previous)
+        handler.over = True
 
 
-class _Leaving:
+class _SigtermHandler:
     """A handler of SIGTERM. Several applications of one process chain theirs; all of them leave at once."""
 
-    def __init__(self, probes: Probes, seconds: float, former: Any) -> None:
+    def __init__(self, probes: Probes, seconds: float, previous: Any) -> None:
         self._probes = probes
         self._seconds = seconds
-        self._former = former
+        self._previous = previous
         self._loop = asyncio.get_running_loop()
         self.over = False
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         seconds, last = 0.0, self
-        for leaving in self._chain():
-            last = leaving
-            if not leaving.over:
-                leaving._probes.leave()
-                seconds = max(seconds, leaving._seconds)
-        hand_on = last._former
-        signal.signal(signal.SIGTERM, hand_on)
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, hand_on, number, None)
+        for handler in self._chain():
+            last = handler
+            if not handler.over:
+                handler._probes.leave()
+                seconds = max(seconds, handler._seconds)
+        forward = last._previous
+        signal.signal(signal.SIGTERM, forward)
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, forward, number, None)
 
-    def _chain(self) -> Iterator[_Leaving]:
-        leaving: Any = self
-        while isinstance(leaving, _Leaving):
-            yield leaving
-            leaving = leaving._former
+    def _chain(self) -> Iterator[_SigtermHandler]:
+        handler: Any = self
+        while isinstance(handler, _SigtermHandler):
+            yield handler
+            handler = handler._previous

@@ -66,8 +66,8 @@ class Traffic:
 
 def traffic_of(scope: Mapping[str, Any]) -> Traffic | None:
     """Where the application counts its answers, if its lifespan is that of `gpu_actors.asgi`."""
-    found: Traffic | None = getattr((scope.get("state") or {}).get(STATE), "traffic", None)
-    return found
+    traffic: Traffic | None = getattr((scope.get("state") or {}).get(STATE), "traffic", None)
+    return traffic
 
 
 def route_of(scope: Mapping[str, Any]) -> str:

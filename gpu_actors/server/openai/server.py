@@ -22,7 +22,7 @@ import anyio
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import missing
-from gpu_actors.server.http.problems import own_error
+from gpu_actors.server.http.problems import package_error
 from gpu_actors.server.openai.app import create_app
 from gpu_actors.server.openai.models import names
 from gpu_actors.server.openai.settings import ServeSettings
@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
             except Exception as error:
                 stopped = self.should_exit and not self.started
                 if scope["type"] == "lifespan" and not stopped:
-                    self.failure = own_error(error) or error
+                    self.failure = package_error(error) or error
                 raise
 
         return watched

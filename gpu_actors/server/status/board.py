@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors._version import __version__
 from gpu_actors.fields import expect
-from gpu_actors.server.http.readiness import Verdict, verdict_of, verdict_of_workers
+from gpu_actors.server.http.readiness import Readiness, readiness_of, readiness_of_workers
 from gpu_actors.server.status.clients import Clients, Times
 from gpu_actors.server.status.event_log import Happenings
 from gpu_actors.server.status.history import SLOT
@@ -231,7 +231,7 @@ class _Looks:
             for name, looker in self._lookers.items():
                 found = looker.look(told["workers"][name])
                 workers.append({"name": name, "restarts": found["generation"] - 1} | found)
-            verdict = {name: told[name] for name in Verdict._fields}
+            verdict = {name: told[name] for name in Readiness._fields}
             if self._state not in ("", verdict["state"]):
                 fields = {"state": verdict["state"], "before": self._state, "reason": verdict["reason"] or None}
                 note_state(self._happenings, fields)
@@ -241,11 +241,11 @@ class _Looks:
     def _told(self) -> Mapping[str, Any]:
         if self._verdict is not None:
             return self._verdict()
-        found = {name: verdict_of(context.health()) for name, context in self._contexts.items()}
+        found = {name: readiness_of(context.health()) for name, context in self._contexts.items()}
         if "" in found:
             return found[""]._asdict()
         workers = {name: one._asdict() for name, one in found.items()}
-        return verdict_of_workers(found)._asdict() | {"workers": workers}
+        return readiness_of_workers(found)._asdict() | {"workers": workers}
 
     def _counted(self) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.runtime.cell import ActorCell
-from gpu_actors.server.http.readiness import Verdict
+from gpu_actors.server.http.readiness import Readiness
 from gpu_actors.server.status.event_log import Happenings
 from gpu_actors.server.status.history import History
 
@@ -47,7 +47,7 @@ class Looker:
         """The context's part of the state. told: ready, state and reason."""
         context = self._context
         children, health, stats = context._children, context.health(), context.stats()
-        verdict = {name: told[name] for name in Verdict._fields}
+        verdict = {name: told[name] for name in Readiness._fields}
         now = children.clock.now()
         actors = []
         for name, cell in children.cells.items():

@@ -258,7 +258,7 @@ async def test_what_is_read_of_a_client_is_part_of_its_share() -> None:
     async with admission.reading(client="a"):
         pass
     await _cancelled(tasks)
-    assert admission._turns._clients == {}
+    assert admission._queue._clients == {}
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:

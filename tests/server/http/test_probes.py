@@ -15,7 +15,7 @@ import pytest
 from support.service import REPOSITORY, ask, comes_true, eventually, run_python
 
 import gpu_actors as ga
-from gpu_actors.server.http.heartbeat import Proof
+from gpu_actors.server.http.heartbeat import Heartbeat
 from gpu_actors.serving import EXIT_CODE, Admission, Probes
 from gpu_actors.testing import FaultPlan, MockClock
 
@@ -231,7 +231,7 @@ async def test_readiness_says_how_the_contexts_own_launch_failed() -> None:
 async def test_a_launch_may_take_a_third_of_the_hang_timeout() -> None:
     for limit, seconds in ((None, 200.0), (30.0, 10.0), (float("inf"), 200.0)):
         async with ga.open_context("mock", ga.ContextOptions(hang_timeout=limit)) as ctx:
-            assert Proof(ctx).seconds == seconds
+            assert Heartbeat(ctx).seconds == seconds
 
 
 # The end of the process

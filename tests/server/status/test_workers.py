@@ -1,4 +1,4 @@
-"""The state of a pool for viewers and probes: how every worker is, and the verdict on all of them."""
+"""The state of a pool for viewers and probes: how every worker is, and the readiness of all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from inside.server import Verdict, verdict_of_workers
+from inside.server import Readiness, readiness_of_workers
 from support.page import kill, pool_application, reading, service_of, worker_of
 from support.served import Served
 from support.service import NO_COMPUTE, ask, eventually, no_threads_left
@@ -21,12 +21,12 @@ def _every_thread_ends() -> Iterator[None]:
         yield
 
 
-WELL = Verdict(True, "ready", "")
-SHAKY = Verdict(True, "degraded", "kernels has stopped")
-REPLACED = Verdict(False, "degraded", "its process is being replaced")
-STALLED = Verdict(False, "stalled", "a launch has not finished")
-FAILED = Verdict(False, "failed", "the context is lost")
-DRAINING = Verdict(False, "draining", "the context is draining")
+WELL = Readiness(True, "ready", "")
+SHAKY = Readiness(True, "degraded", "kernels has stopped")
+REPLACED = Readiness(False, "degraded", "its process is being replaced")
+STALLED = Readiness(False, "stalled", "a launch has not finished")
+FAILED = Readiness(False, "failed", "the context is lost")
+DRAINING = Readiness(False, "draining", "the context is draining")
 
 
 def test_the_verdict_on_a_pool() -> None:
@@ -40,7 +40,7 @@ def test_the_verdict_on_a_pool() -> None:
         ([FAILED, FAILED], False, "failed"),
         ([DRAINING, DRAINING], False, "draining"),
     ):
-        found = verdict_of_workers({f"worker-{number}": one for number, one in enumerate(workers)})
+        found = readiness_of_workers({f"worker-{number}": one for number, one in enumerate(workers)})
         assert (found.ready, found.state) == (ready, state)
         for number, one in enumerate(workers):
             assert (f"worker-{number}: {one.reason}" in found.reason) == (one != WELL)
