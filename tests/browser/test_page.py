@@ -250,9 +250,9 @@ def test_ten_thousand_events_do_not_grow_the_page(visit: Callable[..., Any]) -> 
 
         def fill(events: int, name: str) -> tuple[int, int]:
             for number in range(events):
-                board.happenings.note("cache.miss", {"variant": f"{name} {number}", "digest": "0" * 64})
+                board.event_log.add("cache.miss", {"variant": f"{name} {number}", "digest": "0" * 64})
                 if number % 100 == 99:
-                    board._turn.set()
+                    board._due.set()
                     time.sleep(0.06)
             shows(page, "#events", f"{name} {events - 1}")
             session.send("HeapProfiler.collectGarbage")
@@ -264,12 +264,12 @@ def test_ten_thousand_events_do_not_grow_the_page(visit: Callable[..., Any]) -> 
         assert more <= nodes + 20
         assert last < first + 2_000_000, f"{first} bytes grew to {last}"
         assert page.locator("#events li").count() == 200
-        assert len(board.happenings.since(0).items) == 500
+        assert len(board.event_log.since(0).items) == 500
         page.click("#pause")
         fill_before = page.locator("#events li").first.inner_text()
         for number in range(1000):
-            board.happenings.note("cache.miss", {"variant": f"held {number}"})
-        board._turn.set()
+            board.event_log.add("cache.miss", {"variant": f"held {number}"})
+        board._due.set()
         shows(page, "#pause", "Resume (200)")
         assert page.locator("#events li").first.inner_text() == fill_before
         page.click("#pause")
@@ -298,7 +298,7 @@ def test_a_report_shows_the_same_without_a_server(visit: Callable[..., Any], tmp
         fails(service_of(app).context.actor(Scripted).submit(raises(RuntimeError(EVIL))))
         elsewhere(work, service_of(app).context, 5)
         board = service_of(app).board
-        eventually(lambda: any(event["name"] == "actor.restarted" for event in board.happenings.since(0).items))
+        eventually(lambda: any(event["name"] == "actor.restarted" for event in board.event_log.since(0).items))
         (tmp_path / "report.html").write_text(report(board.snapshot()), encoding="utf-8")
     page = visit((tmp_path / "report.html").as_uri(), offline=True)
     shows(page, "#state", "Ready")

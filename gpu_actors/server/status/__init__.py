@@ -1,6 +1,6 @@
-"""What a context does at a glance: its state as JSON, and a page that shows it.
+"""The status of a context: its state as JSON, and a page that shows it.
 
-`StatusBoard` looks at one context, or at the workers of a pool, for any number of viewers. `gpu_actors.asgi.routes`
+`StatusBoard` reads one context, or the workers of a pool, for any number of viewers. `gpu_actors.asgi.routes`
 serves the page, and ``gpu-actors report`` writes it into one file. docs/operate.md shows it.
 """
 

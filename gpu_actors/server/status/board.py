@@ -1,10 +1,10 @@
-"""StatusBoard: looks at one context, or at the workers of a pool, for any number of viewers.
+"""StatusBoard: reads the status of one context, or of the workers of a pool, for any number of viewers.
 
-    one thread ── looks twice a second, and at once when something happens ──> the latest state, as bytes
-    each viewer ── is woken, sends the latest state and the events since its last ones, waits
+    one thread ── reads twice a second, and at once on an event ──> the latest snapshot, as bytes
+    each viewer ── is woken, sends the latest snapshot and the events since its last ones, waits
 
-No viewer has a queue: one that reads slowly gets the latest state when it is back, and is told how many events it has
-missed. Nothing here is called by an actor but the noting of rare events, which takes microseconds.
+No viewer has a queue: a slow one gets the latest snapshot when it reads again, and how many events it has missed.
+Actors call nothing here but `EventLog`, for rare events, which takes microseconds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gpu_actors._version import __version__
 from gpu_actors.fields import expect
 from gpu_actors.server.http.readiness import Readiness, readiness_of, readiness_of_workers
 from gpu_actors.server.status.clients import Clients, Times
-from gpu_actors.server.status.event_log import Happenings
+from gpu_actors.server.status.event_log import EventLog
 from gpu_actors.server.status.history import SLOT
-from gpu_actors.server.status.reader import Looker, note_state
+from gpu_actors.server.status.reader import StatusReader, log_state
 from gpu_actors.tracing import TraceEvent
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ __all__ = ["StatusBoard", "Viewer"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 Numbers = Callable[[], Mapping[str, float]]
-Tell = Callable[[], Mapping[str, Any]]
+ReadReadiness = Callable[[], Mapping[str, Any]]
 
 _PERIOD = 0.5
 _LEAST = 0.05
@@ -59,32 +59,32 @@ class Viewer:
 
 
 class StatusBoard:
-    """Looks at a context, or at several workers, from `watch` to `close`, and gives their state as JSON.
+    """Reads the status of a context, or of several workers, from `watch` to `close`, and gives snapshots as JSON.
 
-    period: seconds between two looks while there are viewers; a loss and a restart are looked at when they happen.
+    period: seconds between two snapshots while there are viewers; a loss and a restart make one at once.
     max_viewers: streams at once. capacity: events that are kept.
     """
 
     def __init__(self, *, period: float = _PERIOD, max_viewers: int = 32, capacity: int = 500) -> None:
         self.max_viewers = max_viewers
         self.ending: bool = False
-        self.happenings: Happenings = Happenings(capacity)
+        self.event_log: EventLog = EventLog(capacity)
         self._period = period
         self._numbers: list[Numbers] = []
         self._clients: Clients | None = None
         self._viewers: list[Viewer] = []
         self._lock = threading.Lock()
-        self._turn = threading.Event()
+        self._due = threading.Event()
         self._closed = threading.Event()
         self._latest: bytes = b""
         self._number = 0
         self._draining = False
         self._thread: threading.Thread | None = None
-        self._looks: _Looks | None = None
+        self._snapshots: _SnapshotReader | None = None
         self._unwatch: list[Callable[[], None]] = []
 
-    def watch(self, context: GpuContext | Mapping[str, GpuContext], verdict: Tell | None = None) -> None:
-        """Look at this context, or at these workers by name, from now on, from a thread.
+    def watch(self, context: GpuContext | Mapping[str, GpuContext], verdict: ReadReadiness | None = None) -> None:
+        """Read this context, or these workers by name, from now on, on a thread.
 
         verdict: gives ready, state and reason as the page shows them first, and for workers the same of each under
         "workers"; `Probes.readiness` is one. None: what ``health()`` of each context says.
@@ -94,16 +94,16 @@ class StatusBoard:
         contexts: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
         named = bool(contexts) and not (isinstance(context, Mapping) and "" in contexts)
         expect(named, "context", context, "must be a context, or at least one worker by name")
-        self._looks = _Looks(contexts, verdict, self.happenings, self._numbers, self._clients)
+        self._snapshots = _SnapshotReader(contexts, verdict, self.event_log, self._numbers, self._clients)
         self._unwatch = [
-            one._children.trace.watch(functools.partial(self._noted, name)) for name, one in contexts.items()
+            one._children.trace.watch(functools.partial(self._log_event, name)) for name, one in contexts.items()
         ]
-        self._look()
+        self._refresh()
         self._thread = threading.Thread(target=self._run, name="gpu-actors-status", daemon=True)
         self._thread.start()
 
     def show(self, numbers: Numbers) -> None:
-        """Show these numbers by their names too. Called on the board's thread at each look, so it must not block."""
+        """Show these numbers by their names too. Called on the board's thread at each snapshot; must not block."""
         self._numbers.append(numbers)
 
     def show_traffic(self, traffic: Traffic, timed: Times = MappingProxyType({})) -> None:
@@ -120,37 +120,37 @@ class StatusBoard:
             viewer.wake()
 
     def close(self) -> None:
-        """Look no more. Blocks until the thread has ended, which takes no longer than one look."""
+        """Stop. Blocks until the thread has ended, which takes no longer than one snapshot."""
         self.end_streams()
         for unwatch in self._unwatch:
             unwatch()
         self._unwatch = []
         self._closed.set()
-        self._turn.set()
+        self._due.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     @property
     def draining(self) -> bool:
-        """Whether the context was leaving at the latest look: streams then end after each state."""
+        """Whether the context was draining in the latest snapshot: streams then end after each one."""
         return self._draining
 
     @property
     def latest(self) -> tuple[int, bytes]:
-        """The number of the latest look, and the state as JSON."""
+        """The number of the latest snapshot, and the snapshot as JSON."""
         with self._lock:
             return self._number, self._latest
 
     def snapshot(self) -> dict[str, Any]:
-        """The state now, with the events that are kept. Takes a look: not for a loop's thread."""
-        assert self._looks is not None
-        found = self._looks.look()
-        return found | {"events": self.happenings.since(0).items}
+        """The state now, with the events that are kept. Reads the contexts: not for a loop's thread."""
+        assert self._snapshots is not None
+        snapshot = self._snapshots.read()
+        return snapshot | {"events": self.event_log.since(0).items}
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Viewer | None]:
-        """A place among the viewers, or None where there is none left."""
+        """A place among the viewers, or None if there is none left."""
         viewer = Viewer()
         with self._lock:
             room = len(self._viewers) < self.max_viewers
@@ -159,35 +159,35 @@ class StatusBoard:
         if not room:
             yield None
             return
-        self._turn.set()
+        self._due.set()
         try:
             yield viewer
         finally:
             with self._lock:
                 self._viewers.remove(viewer)
 
-    def _noted(self, worker: str, event: TraceEvent) -> None:
-        self.happenings(event, worker)
-        self._turn.set()
+    def _log_event(self, worker: str, event: TraceEvent) -> None:
+        self.event_log(event, worker)
+        self._due.set()
 
     def _run(self) -> None:
         while True:
-            # Without viewers only the histograms of the last minutes are kept up.
-            self._turn.wait(self._period if self._viewers else SLOT)
-            self._turn.clear()
+            # Without viewers only the histograms of the last minutes are kept up to date.
+            self._due.wait(self._period if self._viewers else SLOT)
+            self._due.clear()
             if self._closed.is_set():
                 return
             try:
-                self._look()
+                self._refresh()
             except Exception:
-                logger.exception("the state of the context could not be looked at")
+                logger.exception("the status of the context could not be read")
             self._closed.wait(_LEAST)
 
-    def _look(self) -> None:
-        assert self._looks is not None
-        found = self._looks.look()
-        text = json.dumps(found, separators=(",", ":")).encode()
-        self._draining = found["verdict"]["state"] == "draining"
+    def _refresh(self) -> None:
+        assert self._snapshots is not None
+        snapshot = self._snapshots.read()
+        text = json.dumps(snapshot, separators=(",", ":")).encode()
+        self._draining = snapshot["verdict"]["state"] == "draining"
         with self._lock:
             self._latest, self._number = text, self._number + 1
             viewers = list(self._viewers)
@@ -195,63 +195,63 @@ class StatusBoard:
             viewer.wake()
 
 
-class _Looks:
-    """The state of all contexts. Several threads may look in turn."""
+class _SnapshotReader:
+    """Reads snapshots of all contexts. Safe to use from any thread."""
 
     def __init__(
         self,
         contexts: Mapping[str, GpuContext],
-        verdict: Tell | None,
-        happenings: Happenings,
+        readiness: ReadReadiness | None,
+        event_log: EventLog,
         numbers: list[Numbers],
         clients: Clients | None,
     ) -> None:
         self._contexts = contexts
-        self._verdict = verdict
-        self._happenings = happenings
+        self._readiness = readiness
+        self._event_log = event_log
         self._numbers = numbers
         self._clients = clients
-        self._lookers = {name: Looker(context, happenings, name) for name, context in contexts.items()}
+        self._readers = {name: StatusReader(context, event_log, name) for name, context in contexts.items()}
         self._lock = threading.Lock()
         self._began = time.time()
         self._state = ""
 
-    def look(self) -> dict[str, Any]:
-        """What all contexts have in common, and beside it the one context, or "workers": one after the other."""
+    def read(self) -> dict[str, Any]:
+        """The fields that all contexts share, and those of the one context, or a list of "workers"."""
         with self._lock:
-            told = self._told()
+            readiness = self._read_readiness()
             common = {"version": __version__, "pid": os.getpid(), "time": time.time(), "since": self._began}
             common |= {
-                "numbers": self._counted(),
-                "clients": self._clients.look() if self._clients is not None else None,
+                "numbers": self._read_numbers(),
+                "clients": self._clients.read() if self._clients is not None else None,
             }
-            if "" in self._lookers:
-                return self._lookers[""].look(told) | common
+            if "" in self._readers:
+                return self._readers[""].read(readiness) | common
             workers = []
-            for name, looker in self._lookers.items():
-                found = looker.look(told["workers"][name])
-                workers.append({"name": name, "restarts": found["generation"] - 1} | found)
-            verdict = {name: told[name] for name in Readiness._fields}
-            if self._state not in ("", verdict["state"]):
-                fields = {"state": verdict["state"], "before": self._state, "reason": verdict["reason"] or None}
-                note_state(self._happenings, fields)
-            self._state = verdict["state"]
-            return common | {"verdict": verdict, "workers": workers}
+            for name, reader in self._readers.items():
+                worker = reader.read(readiness["workers"][name])
+                workers.append({"name": name, "restarts": worker["generation"] - 1} | worker)
+            pool = {name: readiness[name] for name in Readiness._fields}
+            if self._state not in ("", pool["state"]):
+                fields = {"state": pool["state"], "before": self._state, "reason": pool["reason"] or None}
+                log_state(self._event_log, fields)
+            self._state = pool["state"]
+            return common | {"verdict": pool, "workers": workers}
 
-    def _told(self) -> Mapping[str, Any]:
-        if self._verdict is not None:
-            return self._verdict()
-        found = {name: readiness_of(context.health()) for name, context in self._contexts.items()}
-        if "" in found:
-            return found[""]._asdict()
-        workers = {name: one._asdict() for name, one in found.items()}
-        return readiness_of_workers(found)._asdict() | {"workers": workers}
+    def _read_readiness(self) -> Mapping[str, Any]:
+        if self._readiness is not None:
+            return self._readiness()
+        workers = {name: readiness_of(context.health()) for name, context in self._contexts.items()}
+        if "" in workers:
+            return workers[""]._asdict()
+        fields = {name: one._asdict() for name, one in workers.items()}
+        return readiness_of_workers(workers)._asdict() | {"workers": fields}
 
-    def _counted(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def _read_numbers(self) -> dict[str, float]:
+        merged: dict[str, float] = {}
         for numbers in list(self._numbers):
             try:
-                found |= numbers()
+                merged |= numbers()
             except Exception:
                 logger.debug("numbers for the page could not be read", exc_info=True)
-        return found
+        return merged

@@ -1,4 +1,4 @@
-"""Clients: how the answers to clients went over the last minutes, and what an operator should know first."""
+"""Clients: the answers to clients over the last minutes, and what an operator should know first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERATED = 0.01
 """The share of refusals, misses or failures over the last minute from which on the state is amber."""
 
 _FEWEST = 3
-"""Answers from which on "all of them" is said."""
+"""The least answers for a state that says "all"."""
 
 Times = Mapping[str, Callable[[], Histogram | None]]
 
@@ -50,7 +50,7 @@ class Clients:
         self._records: deque[_Record] = deque(maxlen=int(WINDOWS[-1] / SLOT) + 1)
         self._records.append(self._now())
 
-    def look(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """The outcomes of the last ten seconds and of the last minute, all over time, and by route.
 
         late: answers with 504; other misses of a deadline are streams that were cut.
@@ -58,7 +58,7 @@ class Clients:
         now = self._now()
         recent, minute = self._since(now, RECENT), self._since(now, WINDOWS[0])
         counts = [_outcomes(now, before) for before in (recent, minute)]
-        found = {
+        summary = {
             "state": judge(*counts),
             "recent": {"seconds": round(now.time - recent.time, 1), "outcomes": counts[0]},
             "minute": {
@@ -80,7 +80,7 @@ class Clients:
         }
         if now.time - self._records[-1].time >= SLOT:
             self._records.append(now)
-        return found
+        return summary
 
     def _since(self, now: _Record, seconds: float) -> _Record:
         """The latest record that is so old, or the oldest one."""
@@ -104,28 +104,28 @@ class Clients:
 
 
 def judge(recent: Mapping[str, int], minute: Mapping[str, int]) -> dict[str, str]:
-    """grade: "good", "warn", "bad", or "" where no client has asked; title and reason: of "warn" and "bad".
+    """grade: "good", "warn", "bad", or "" without requests; title and reason: of "warn" and "bad".
 
     recent, minute: answers by outcome, of the last seconds and of the last minute. Requests at fault and clients that
     hung up count for nothing.
     """
     for counts, span in ((recent, "10 s"), (minute, "minute")):
-        asked = _asked(counts)
-        if asked >= _FEWEST and counts["refused"] == asked:
-            return _state("bad", "Refuses all", f"All {asked:,} requests of the last {span} got 429.")
-        if asked >= _FEWEST and not counts["answered"]:
-            return _state("bad", "All fail", f"Of {asked:,} requests of the last {span} {_parts(counts)}.")
-    asked = _asked(minute)
-    if not asked:
+        total = _total(counts)
+        if total >= _FEWEST and counts["refused"] == total:
+            return _state("bad", "Refuses all", f"All {total:,} requests of the last {span} got 429.")
+        if total >= _FEWEST and not counts["answered"]:
+            return _state("bad", "All fail", f"Of {total:,} requests of the last {span} {_parts(counts)}.")
+    total = _total(minute)
+    if not total:
         return _state("", "", "")
     bad = [
         (minute["failed"], "Requests fail"),
         (minute["refused"], "Overloaded"),
         (minute["deadline"], "Misses deadlines"),
     ]
-    title = next((title for count, title in bad if count > TOLERATED * asked), "")
+    title = next((title for count, title in bad if count > TOLERATED * total), "")
     if title:
-        return _state("warn", title, f"Of {asked:,} requests of the last minute {_parts(minute)}.")
+        return _state("warn", title, f"Of {total:,} requests of the last minute {_parts(minute)}.")
     return _state("good", "", "")
 
 
@@ -133,14 +133,14 @@ def _state(grade: str, title: str, reason: str) -> dict[str, str]:
     return {"grade": grade, "title": title, "reason": reason}
 
 
-def _asked(counts: Mapping[str, int]) -> int:
+def _total(counts: Mapping[str, int]) -> int:
     return sum(counts[outcome] for outcome in ("answered", "refused", "deadline", "failed"))
 
 
 def _parts(counts: Mapping[str, int]) -> str:
-    asked = _asked(counts)
-    said = {"deadline": "missed their deadline", "failed": "failed", "refused": "got 429"}
-    parts = [f"{_percent(counts[outcome] / asked)} {words}" for outcome, words in said.items() if counts[outcome]]
+    total = _total(counts)
+    phrases = {"deadline": "missed their deadline", "failed": "failed", "refused": "got 429"}
+    parts = [f"{_percent(counts[outcome] / total)} {words}" for outcome, words in phrases.items() if counts[outcome]]
     return ", ".join(parts)
 
 

@@ -59,8 +59,8 @@ def page_routes(path: str, find: Find) -> list[BaseRoute]:
         board = find(request)
         if isinstance(board, str):
             return _refused(board)
-        found = await anyio.to_thread.run_sync(board.snapshot)
-        text = json.dumps(found, separators=(",", ":"))
+        snapshot = await anyio.to_thread.run_sync(board.snapshot)
+        text = json.dumps(snapshot, separators=(",", ":"))
         return Response(text, headers=_HEADERS, media_type="application/json")
 
     async def events(request: Request) -> Response:
@@ -71,14 +71,14 @@ def page_routes(path: str, find: Find) -> list[BaseRoute]:
         if request.method == "HEAD":
             return Response(headers=_HEADERS, media_type="text/event-stream")
         exchange: Exchange | None = request.scope.get(KEY)
-        last = _last(request, board.happenings.boot)
+        last = _last(request, board.event_log.boot)
         return _Stream(board, last, None if exchange is None else exchange.deadline)
 
-    made: list[BaseRoute] = [Route(path, page, include_in_schema=False)]
-    made += [Route(f"{path}status/{name}", file, include_in_schema=False) for name in _FILES]
-    made.append(Route(f"{path}status.json", state, include_in_schema=False))
-    made.append(Route(f"{path}status/events", events, include_in_schema=False))
-    return made
+    routes: list[BaseRoute] = [Route(path, page, include_in_schema=False)]
+    routes += [Route(f"{path}status/{name}", file, include_in_schema=False) for name in _FILES]
+    routes.append(Route(f"{path}status.json", state, include_in_schema=False))
+    routes.append(Route(f"{path}status/events", events, include_in_schema=False))
+    return routes
 
 
 def _refused(reason: str) -> Response:
@@ -88,9 +88,9 @@ def _refused(reason: str) -> Response:
 
 def _last(request: Request, boot: str) -> int:
     """The number of the last event that the reader has. Numbers of another process count for nothing."""
-    given = request.headers.get("last-event-id") or request.query_params.get("last", "")
-    theirs, _, number = given.partition(".")
-    return int(number) if theirs == boot and re.fullmatch(r"[0-9]{1,15}", number) else 0
+    value = request.headers.get("last-event-id") or request.query_params.get("last", "")
+    reader_boot, _, number = value.partition(".")
+    return int(number) if reader_boot == boot and re.fullmatch(r"[0-9]{1,15}", number) else 0
 
 
 class _Stream(Response):
@@ -136,22 +136,22 @@ class _Stream(Response):
 
     async def _texts(self, viewer: Viewer) -> AsyncIterator[bytes]:
         board = self._board
-        # The latest may be some seconds old, and a look was asked for when the viewer came. The stream of a server that
-        # leaves does not last until then.
-        seen = board.latest[0] - board.draining
+        # The latest snapshot may be some seconds old, and the new viewer makes the board take another. The stream of a
+        # server that shuts down does not last until then.
+        last_number = board.latest[0] - board.draining
         yield b"retry: 500\n\n"
         while True:
             parts: list[bytes] = []
             number, latest = board.latest
-            found = board.happenings.since(self._last)
-            if found.items or found.missed:
-                boot = board.happenings.boot
-                content = {"boot": boot, "items": found.items, "missed": found.missed}
-                told = json.dumps(content, separators=(",", ":"))
-                parts.append(f"id: {boot}.{found.newest}\nevent: happened\ndata: {told}\n\n".encode())
-            self._last = found.newest
-            if number != seen:
-                seen = number
+            events = board.event_log.since(self._last)
+            if events.items or events.missed:
+                boot = board.event_log.boot
+                content = {"boot": boot, "items": events.items, "missed": events.missed}
+                data = json.dumps(content, separators=(",", ":"))
+                parts.append(f"id: {boot}.{events.newest}\nevent: happened\ndata: {data}\n\n".encode())
+            self._last = events.newest
+            if number != last_number:
+                last_number = number
                 parts.append(b"event: state\ndata: " + latest + b"\n\n")
             if parts:
                 yield b"".join(parts)

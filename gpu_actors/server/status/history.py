@@ -1,4 +1,4 @@
-"""History: the histograms of a context's actors over the last minutes, out of those since the first look."""
+"""History: the histograms of a context's actors over the last minutes, from those since the first read."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class History:
         self._records: deque[_Record] = deque(maxlen=int(WINDOWS[-1] / SLOT) + 1)
         self._records.append(self._now())
 
-    def look(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """The histograms of each window: counts by bucket, of each actor that has any. rate: answers a second, over the
         last five seconds or a little more."""
         now = self._now()
-        found = {str(window): self._window(now, window) for window in WINDOWS}
+        windows = {str(window): self._window(now, window) for window in WINDOWS}
         before = self._before(now, SLOT)
         rate = (now.answered - before.answered) / max(now.time - before.time, 1e-3)
         if now.time - self._records[-1].time >= SLOT:
             self._records.append(now)
         meter = self._mailboxes[next(iter(self._mailboxes))].measure(self._clock)
         bounds = {kind: list((meter.batch if kind == "batch" else meter.queue).bounds) for kind in KINDS}
-        return {"bounds": bounds, "windows": found, "rate": round(rate, 2)}
+        return {"bounds": bounds, "windows": windows, "rate": round(rate, 2)}
 
     def _window(self, now: _Record, seconds: float) -> dict[str, Any]:
         before = self._before(now, seconds)

@@ -1,4 +1,4 @@
-"""Looker: what one context says of itself at a moment, as plain data."""
+"""StatusReader: the status of one context, as plain data."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import TYPE_CHECKING, Any
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.server.http.readiness import Readiness
-from gpu_actors.server.status.event_log import Happenings
+from gpu_actors.server.status.event_log import EventLog
 from gpu_actors.server.status.history import History
 
 if TYPE_CHECKING:
     from gpu_actors.context import GpuContext
 
-__all__ = ["Looker", "note_state"]
+__all__ = ["StatusReader", "log_state"]
 
 _FOLDER_SECONDS = 10.0
-"""Seconds between two looks at the cubin cache's folder."""
-_DEAF_SECONDS = 5.0
-"""Seconds for which a process that did not answer a question is asked none."""
+"""Seconds between two reads of the cubin cache's folder."""
+_UNRESPONSIVE_SECONDS = 5.0
+"""How long an unresponsive worker is not queried, in seconds."""
 _COUNTS = ("submitted", "completed", "failed", "cancelled", "launched", "in_flight", "queued")
 
 
-class Looker:
-    """Takes looks at one context, and notes what has changed between two. For one thread at a time.
+class StatusReader:
+    """Reads the status of one context, and logs what has changed since the last time. For one thread at a time.
 
     worker: its name in a pool, which its events have too.
     """
 
-    def __init__(self, context: GpuContext, happenings: Happenings, worker: str = "") -> None:
+    def __init__(self, context: GpuContext, event_log: EventLog, worker: str = "") -> None:
         self._context = context
-        self._happenings = happenings
-        self._named: dict[str, str] = {"worker": worker} if worker else {}
+        self._event_log = event_log
+        self._worker_field: dict[str, str] = {"worker": worker} if worker else {}
         self._history = History(context)
-        self._seen: tuple[str, int] = ("", 0)
+        self._last_state: tuple[str, int] = ("", 0)
         self._errors: dict[str, dict[str, int]] = {}
         self._restarts: dict[str, int] = {}
         self._folder: tuple[float, dict[str, int]] = (-_FOLDER_SECONDS, {})
-        self._asked_again = 0.0
+        self._query_after = 0.0
 
-    def look(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """The context's part of the state. told: ready, state and reason."""
+    def read(self, readiness: Mapping[str, Any]) -> dict[str, Any]:
+        """The context's part of a snapshot. readiness: ready, state and reason."""
         context = self._context
         children, health, stats = context._children, context.health(), context.stats()
-        verdict = {name: told[name] for name in Readiness._fields}
+        readiness = {name: readiness[name] for name in Readiness._fields}
         now = children.clock.now()
         actors = []
         for name, cell in children.cells.items():
@@ -68,69 +68,69 @@ class Looker:
                 }
                 | {field: getattr(counts, field) for field in _COUNTS}
             )
-        self._note_changes(actors, verdict, health.generation)
+        self._log_changes(actors, readiness, health.generation)
         device = health.device
-        kernels = self._asked(self._kernels)
+        kernels = self._query(self._kernels)
         return {
             "pid": getattr(context, "pid", os.getpid()),
-            "verdict": verdict,
+            "verdict": readiness,
             "device": {"kind": device.kind, "name": device.name, "arch": device.arch, "memory": device.memory},
             "runs_kernels": device.runs_kernels,
             "generation": health.generation,
             "oldest_launch": health.oldest_launch,
             "actors": actors,
-            "history": self._history.look(),
+            "history": self._history.read(),
             "kernels": kernels,
             "cubins": self._cubins(),
-            "caches": self._asked(self._caches),
+            "caches": self._query(self._caches),
         }
 
-    def _note_changes(self, actors: list[dict[str, Any]], verdict: Mapping[str, Any], generation: int) -> None:
-        first = not self._seen[0]
-        now = (verdict["state"], generation if self._named else 0)
-        if now != self._seen:
+    def _log_changes(self, actors: list[dict[str, Any]], readiness: Mapping[str, Any], generation: int) -> None:
+        first = not self._last_state[0]
+        now = (readiness["state"], generation if self._worker_field else 0)
+        if now != self._last_state:
             if not first:
-                fields = {**self._named, "state": now[0], "before": self._seen[0]}
-                fields |= {"generation": generation} if self._named else {}
-                note_state(self._happenings, fields | {"reason": verdict["reason"] or None})
-            self._seen = now
+                fields = {**self._worker_field, "state": now[0], "before": self._last_state[0]}
+                fields |= {"generation": generation} if self._worker_field else {}
+                log_state(self._event_log, fields | {"reason": readiness["reason"] or None})
+            self._last_state = now
         for actor in actors:
             name, errors, restarts = actor["name"], actor["errors"], actor["restarts"]
-            here = isinstance(self._context._children.cells[name], ActorCell)
-            if restarts > self._restarts.get(name, 0) and not here:
+            is_local = isinstance(self._context._children.cells[name], ActorCell)
+            if restarts > self._restarts.get(name, 0) and not is_local:
                 # The events of an isolated context's actors stay in its process.
-                self._happenings.note("actor.restarted", {**self._named, "actor": name, "restarts": restarts})
+                self._event_log.add("actor.restarted", {**self._worker_field, "actor": name, "restarts": restarts})
             self._restarts[name] = restarts
             before = self._errors.get(name, {})
             for error, count in errors.items():
                 more = count - before.get(error, 0)
                 if more > 0 and not first:
-                    fields = {**self._named, "actor": name, "error": error, "count": more}
-                    self._happenings.note("requests.failed", fields)
+                    fields = {**self._worker_field, "actor": name, "error": error, "count": more}
+                    self._event_log.add("requests.failed", fields)
             self._errors[name] = errors
 
-    def _asked(self, question: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
-        """The answer to a question to the context, or None where it does not answer.
+    def _query(self, query: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+        """The answer of the context to a query, or None if it does not answer.
 
-        A process that hangs costs its asker a second, so it is not asked again at each look.
+        A query to a process that hangs takes a second, so it is not repeated at each read.
         """
-        if time.monotonic() < self._asked_again:
+        if time.monotonic() < self._query_after:
             return None
         try:
-            return question()
+            return query()
         except DeadlineExceeded:
-            self._asked_again = time.monotonic() + _DEAF_SECONDS
+            self._query_after = time.monotonic() + _UNRESPONSIVE_SECONDS
         except GpuActorsError:
             pass
         return None
 
     def _kernels(self) -> list[dict[str, Any]]:
-        """The kernels that requests have asked for, the latest first."""
+        """The kernels that requests have used, the latest first."""
         uses = self._context._children.cells["nvrtc"].shared.uses()
-        found = []
+        kernels = []
         for use in reversed(uses):
             parts = list(use.resources.values())
-            found.append(
+            kernels.append(
                 {
                     "name": use.name,
                     "arch": use.arch,
@@ -143,41 +143,41 @@ class Looker:
                     "shared_bytes": max((part.shared_bytes for part in parts), default=None),
                 }
             )
-        return found
+        return kernels
 
     def _cubins(self) -> dict[str, int]:
-        read, found = self._folder
+        read_at, counts = self._folder
         now = time.monotonic()
-        if now - read >= _FOLDER_SECONDS and now >= self._asked_again:
+        if now - read_at >= _FOLDER_SECONDS and now >= self._query_after:
             with contextlib.suppress(GpuActorsError):
                 stats = self._context.nvrtc.cache_stats()
                 names = ("hits", "misses", "compiles", "corrupt", "evicted", "entries", "bytes")
-                found = {name: getattr(stats, name) for name in names}
-            self._folder = (time.monotonic(), found)
-        return found
+                counts = {name: getattr(stats, name) for name in names}
+            self._folder = (time.monotonic(), counts)
+        return counts
 
     def _caches(self) -> list[dict[str, Any]]:
-        looks = self._context._children.cells["kv_cache"].shared.look()
+        caches = self._context._children.cells["kv_cache"].shared.look()
         return [
             {
-                "number": look.number,
-                "page_size": look.page_size,
-                "kv_heads": look.kv_heads,
-                "head_dim": look.head_dim,
-                "dtype": look.dtype,
-                "pages": look.stats.blocks,
-                "free": look.stats.free_blocks - look.stats.prefix_blocks,
-                "kept": look.stats.prefix_blocks,
-                "shared": look.stats.shared_blocks,
-                "sequences": look.stats.sequences,
-                "map": look.pages._asdict(),
+                "number": cache.number,
+                "page_size": cache.page_size,
+                "kv_heads": cache.kv_heads,
+                "head_dim": cache.head_dim,
+                "dtype": cache.dtype,
+                "pages": cache.stats.blocks,
+                "free": cache.stats.free_blocks - cache.stats.prefix_blocks,
+                "kept": cache.stats.prefix_blocks,
+                "shared": cache.stats.shared_blocks,
+                "sequences": cache.stats.sequences,
+                "map": cache.pages._asdict(),
             }
-            for look in looks
+            for cache in caches
         ]
 
 
-def note_state(happenings: Happenings, fields: Mapping[str, Any]) -> None:
-    """Note that a state has changed. fields: state, before and reason at least."""
+def log_state(event_log: EventLog, fields: Mapping[str, Any]) -> None:
+    """Log that a state has changed. fields: state, before and reason at least."""
     state = fields["state"]
     level = "error" if state in ("failed", "stalled") else "info" if state == "ready" else "warning"
-    happenings.note("state.changed", fields, level)
+    event_log.add("state.changed", fields, level)

@@ -77,12 +77,12 @@ def test_windows_and_slots_hold_what_happened_in_them(clock: Clock) -> None:
             traffic.count("/v1", 504, "deadline", 40.0)
             times.observe(0.3)
         clock.now += 5.0
-        found = board.look()
+        found = board.read()
     assert found["recent"] == {"seconds": 10.0, "outcomes": counts(answered=68 + 69, deadline=1)}
     assert found["minute"]["outcomes"] == counts(answered=sum(range(58, 70)), deadline=1)
     assert found["timed"] == {"first": {"count": 1, "half": 0.5, "most": 0.5}}
     assert len(found["slots"]) == 60, "five minutes, without the one that is under way"
-    found = board.look()
+    found = board.read()
     assert found["slots"][-1] == {
         "ago": 0.0,
         "seconds": 5.0,
@@ -98,11 +98,11 @@ def test_windows_and_slots_hold_what_happened_in_them(clock: Clock) -> None:
 def test_times_beyond_every_bound_and_histograms_that_come_late(clock: Clock) -> None:
     times: dict[str, Histogram] = {}
     board = Clients(Traffic(), {"first": lambda: times.get("first")})
-    assert board.look()["timed"]["first"] == {"count": 0, "half": None, "most": None}
+    assert board.read()["timed"]["first"] == {"count": 0, "half": None, "most": None}
     times["first"] = Histogram((1.0, 2.0))
     times["first"].observe(3.0)
     clock.now += 5.0
-    assert board.look()["timed"]["first"] == {"count": 1, "half": -2.0, "most": -2.0}
+    assert board.read()["timed"]["first"] == {"count": 1, "half": -2.0, "most": -2.0}
 
 
 def test_a_board_shows_the_traffic_of_its_server_alone() -> None:

@@ -27,7 +27,7 @@ from support.service import NO_COMPUTE, REPOSITORY, Scripted, ask, eventually, n
 import gpu_actors as ga
 from gpu_actors import TraceEvent, asgi
 from gpu_actors.server.status import endpoints
-from gpu_actors.server.status.event_log import Happenings
+from gpu_actors.server.status.event_log import EventLog
 from gpu_actors.server.status.files import page_file
 from gpu_actors.status import StatusBoard, report
 from gpu_actors.testing import FaultPlan
@@ -158,7 +158,7 @@ def test_kernels_are_shown_with_registers_and_where_they_came_from(tmp_path: Pat
 
 
 def test_events_are_bounded_numbered_and_short() -> None:
-    found = Happenings(capacity=10)
+    found = EventLog(capacity=10)
     for number in range(25):
         found(
             TraceEvent("compile.completed", 0, "here", {"variant": "v" * 5000, "error": "no" if number % 2 else None})
@@ -175,7 +175,7 @@ def test_watching_makes_no_request_an_event(caplog: pytest.LogCaptureFixture) ->
         board = watched(ctx)
         ask(ctx).result(10)
         assert "request.completed" in caplog.text
-        assert board.happenings.since(0).items == [], "nor one that is logged"
+        assert board.event_log.since(0).items == [], "nor one that is logged"
         board.close()
     with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE, actors=(Scripted,))) as ctx:
         board = watched(ctx)
@@ -183,12 +183,12 @@ def test_watching_makes_no_request_an_event(caplog: pytest.LogCaptureFixture) ->
         with pytest.raises(ga.MockModeError):
             ask(ctx).result()
         failure(ctx.actor(Scripted).submit(raises(RuntimeError("a reason"))))
-        eventually(lambda: any(item["name"] == "actor.restarted" for item in board.happenings.since(0).items))
+        eventually(lambda: any(item["name"] == "actor.restarted" for item in board.event_log.since(0).items))
         board.close()
-        seen = len(board.happenings.since(0).items)
+        seen = len(board.event_log.since(0).items)
         failure(ctx.actor(Scripted).submit(raises(RuntimeError("another"))))
         eventually(lambda: ctx._children.cells["scripted"].restarts == 2)
-        assert len(board.happenings.since(0).items) == seen, "a closed board watches no more"
+        assert len(board.event_log.since(0).items) == seen, "a closed board watches no more"
 
 
 # Streams
@@ -228,11 +228,11 @@ def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
     app = page_application()
     with Served(app) as served:
         board = service_of(app).board
-        board.happenings.note("first", {})
+        board.event_log.add("first", {})
         with reading(served) as reader:
             event, data, number = reader.next()
             assert (event, [item["name"] for item in data["items"]]) == ("happened", ["first"])
-        board.happenings.note("second", {})
+        board.event_log.add("second", {})
         for path, last in (("/status/events", number), (f"/status/events?last={number}", "")):
             with reading(served, last, path) as reader:
                 data = reader.until(lambda event, data: event == "happened")
@@ -245,7 +245,7 @@ def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
 
 
 @pytest.mark.parametrize("guard", [True, False])
-def test_all_viewers_share_the_looks_and_too_many_are_refused(guard: bool) -> None:
+def test_all_viewers_share_the_snapshots_and_too_many_are_refused(guard: bool) -> None:
     app = page_application(guard=guard)
     with Served(app) as served:
         board = service_of(app).board
@@ -257,8 +257,8 @@ def test_all_viewers_share_the_looks_and_too_many_are_refused(guard: bool) -> No
             for reader in (one, two, three):
                 for _ in range(3):
                     reader.until(lambda event, data: event == "state")
-            looks, seconds = board.latest[0] - before, time.monotonic() - began
-            assert looks <= seconds / 0.5 + 2
+            snapshots, seconds = board.latest[0] - before, time.monotonic() - began
+            assert snapshots <= seconds / 0.5 + 2
             refused = served.ask("/status/events")
             assert (refused.status, refused.json["reason"]) == (503, "3 viewers look already")
         eventually(lambda: not board._viewers)  # those that go give their places back
@@ -282,7 +282,7 @@ def test_a_page_that_is_opened_while_the_server_leaves_shows_that() -> None:
     app = page_application()
     with Served(app) as served:
         service_of(app).probes.leave()
-        service_of(app).board._turn.set()
+        service_of(app).board._due.set()
         eventually(lambda: service_of(app).board.draining)
         with reading(served) as reader:
             state = reader.until(lambda event, data: event == "state")
@@ -383,7 +383,7 @@ def test_a_page_lies_elsewhere_or_nowhere() -> None:
 def test_a_report_is_one_file_in_which_no_text_is_markup() -> None:
     with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as ctx:
         board = watched(ctx)
-        board.happenings.note("actor.failed", {"error": EVIL})
+        board.event_log.add("actor.failed", {"error": EVIL})
         page = report(board.snapshot())
         board.close()
     assert EVIL not in page

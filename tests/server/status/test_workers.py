@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_returns_as_the_next_generation() -> None:
         lost = [item["fields"] for item in items if item["name"] == "context.lost"]
         assert [fields["worker"] for fields in lost] == ["worker-1"]  # type: ignore[index]
         board = service_of(app).board
-        eventually(lambda: any(_says(item, "worker-1", "ready") for item in board.happenings.since(0).items))
+        eventually(lambda: any(_says(item, "worker-1", "ready") for item in board.event_log.since(0).items))
         eventually(lambda: served.ask("/readyz").json["state"] == "ready")
         workers = served.ask("/readyz").json["workers"]
         assert workers["worker-1"] == {"ready": True, "state": "ready", "reason": "", "generation": 2}
