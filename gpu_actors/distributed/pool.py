@@ -19,9 +19,9 @@ from gpu_actors.distributed.worker_pool import PoolOptions, WorkerPool
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.handles.gpu_context import GpuContext
-from gpu_actors.isolation.launcher import Workplace
+from gpu_actors.isolation.launcher import Launcher
 from gpu_actors.isolation.processes import ChildProcess
-from gpu_actors.isolation.serialization import harmless
+from gpu_actors.isolation.serialization import side_effect_free
 from gpu_actors.kv.requests import KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
@@ -88,7 +88,7 @@ class ContextPool(WorkerPool):
         def may_repeat(_: GpuActorsError, __: Member) -> bool:
             if repeatable is not None:
                 return repeatable
-            return harmless(message) or type(message).__name__ in _INTO_OUT
+            return side_effect_free(message) or type(message).__name__ in _INTO_OUT
 
         return await self.attempt(choose or self._less_loaded, make, may_repeat)
 
@@ -163,7 +163,7 @@ class open_pool(Local):
         *,
         workers: int = 1,
         options: ContextOptions | None = None,
-        workplace: Callable[[], Workplace] = ChildProcess,
+        workplace: Callable[[], Launcher] = ChildProcess,
         **others: Unpack[PoolOptions],
     ) -> None:
         listed = [devices] if isinstance(devices, str) else list(devices)

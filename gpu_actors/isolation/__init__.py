@@ -2,10 +2,10 @@
 
     the program's process                                     the context's process
     IsolatedContext                                           Worker ── GpuContext, on the device
-      └─ Relay ── Link ── PipeChannel ═══ socket pair ═══ PipeChannel ── Link ─┘
-           │                  └────────── two memfds ────────┘
+      └─ RpcClient ── Link ── PipeChannel ══ socket pair ══ PipeChannel ── Link ─┘
+           │                      └───────── two memfds ───────┘
       Generations: starts a process, sees it end, starts the next one
 
-`Link`, `Relay` and `Worker` know no processes: a `Channel` carries their records. `docs/isolation.md` says what is lost
-when what dies. Nothing here is imported before a context is opened with isolation.
+`Link`, `RpcClient` and `Worker` know no processes: a `Channel` carries their records. `docs/isolation.md` says what is
+lost when what dies. Nothing here is imported before a context is opened with isolation.
 """

@@ -9,9 +9,9 @@ from typing import Any
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import ActorStopped, ContextLost
-from gpu_actors.isolation.records import Report
-from gpu_actors.isolation.remote_queries import Questions
-from gpu_actors.isolation.rpc_client import Reason, Relay, RelayMailbox
+from gpu_actors.isolation.records import Status
+from gpu_actors.isolation.remote_queries import RemoteState
+from gpu_actors.isolation.rpc_client import MakeError, RemoteMailbox, RpcClient
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.cell import Cell
 from gpu_actors.runtime.children import Children
@@ -30,22 +30,22 @@ def context_lost(message: str, generation: int, _: bool) -> ContextLost:
 
 
 class RemoteCell(Cell):
-    """What `ActorCell` is for an actor of this process: its handle, its account and its state when it was last seen."""
+    """The counterpart of `ActorCell` for another process: an actor's handle, its mailbox and its last known state."""
 
-    mailbox: RelayMailbox
+    mailbox: RemoteMailbox
 
-    def __init__(self, actor_type: Any, environment: RemoteChildren, relay: Relay) -> None:
-        super().__init__(actor_type, environment, "running", functools.partial(RelayMailbox, relay=relay))
-        self.shared: Questions = Questions(self.name, relay.ask)
+    def __init__(self, actor_type: Any, environment: RemoteChildren, client: RpcClient) -> None:
+        super().__init__(actor_type, environment, "running", functools.partial(RemoteMailbox, client=client))
+        self.shared: RemoteState = RemoteState(self.name, client.query)
         self._earlier_restarts = 0
-        self._relay = relay
+        self._client = client
 
     def open_stream(self) -> Any:
-        """What stands for the actor's stream: it knows what was recorded there."""
-        return _Recordings(functools.partial(self._relay.ask, "recording_stats", self.name))
+        """Stands for the actor's stream: gives the statistics of its recordings."""
+        return _RecordingStats(functools.partial(self._client.query, "recording_stats", self.name))
 
-    def seen(self, state: str, restarts: int) -> None:
-        """The actor's state in its process now."""
+    def update(self, state: str, restarts: int) -> None:
+        """The actor's state in its process has arrived."""
         self.restarts = self._earlier_restarts + restarts
         if self._terminated is None:
             self.state = state
@@ -65,7 +65,7 @@ class RemoteChildren(Children):
         self,
         info: DeviceInfo,
         options: ContextOptions,
-        relay: Relay,
+        client: RpcClient,
         actors: tuple[Any, ...],
         make_lost: MakeLost = context_lost,
     ) -> None:
@@ -83,40 +83,40 @@ class RemoteChildren(Children):
         self.notes_caller = False  # no stream of a device is handed over
         cells: dict[str, Any] = {}
         for actor_type in actors:
-            cell = RemoteCell(actor_type, self, relay)
+            cell = RemoteCell(actor_type, self, client)
             cells[cell.name] = cell
         self.cells = cells
 
-    def seen(self, report: Report) -> None:
-        """Book how the actors are."""
-        for name, counts in report.counts.items():
+    def update(self, status: Status) -> None:
+        """Take over the status of the actors."""
+        for name, counts in status.counts.items():
             cell: Any = self.cells[name]
-            cell.mailbox.there(counts)
-            cell.seen(report.health.actors[name], report.restarts[name])
+            cell.mailbox.update_counts(counts)
+            cell.update(status.health.actors[name], status.restarts[name])
 
-    def next_generation(self, cause: str) -> Reason:
-        """The worker is lost. Gives what makes the error of each request that it had."""
+    def next_generation(self, cause: str) -> MakeError:
+        """The worker is lost. Gives the function that makes the error of each request that it had."""
         generation = self.generation
         self.generation += 1
         self.trace.emit("context.lost", generation=generation, error=self.make_lost(cause, generation, True))
         for cell in self.cells.values():
-            there: Any = cell
-            there.begin_again()
+            remote: Any = cell
+            remote.begin_again()
         message = f"generation {generation} of the context is lost: {cause}"
         return functools.partial(self.make_lost, message, generation)
 
 
 class _RemoteDevice:
-    """What an environment asks of a device that lies in another process."""
+    """The part of a device that an environment reads. The device lies in another process."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.builds_kernels = False
 
 
-class _Recordings:
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self.recording_stats = ask
+class _RecordingStats:
+    def __init__(self, query: Callable[[], Any]) -> None:
+        self.recording_stats = query
 
 
 def _ignore(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Channel and Link: how records get to the other side, each once and in their order."""
+"""Channel and Link: deliver records to the other side, each once and in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_EARLY = 65536
 
 
 class Channel(Protocol):
-    """Carries records one way; the other way they come by what it was made with. Safe to use from any thread."""
+    """Carries records one way; received ones go to the callback of its constructor. Safe to use from any thread."""
 
     def pack(self, record: Any, about: int = 0) -> Any:
         """A record as it travels. about: the number of the request that it makes or answers, else 0.
@@ -24,11 +24,11 @@ class Channel(Protocol):
         ...
 
     def post(self, sequence: int, parcel: Any) -> None:
-        """Send what was packed. Never blocks, and does nothing once the channel has ended."""
+        """Send a packed record. Never blocks, and does nothing once the channel has ended."""
         ...
 
     def forget(self, about: int) -> None:
-        """That request is answered here: what still comes for it writes into none of its arrays."""
+        """A request is answered here: a later response must not write into its arrays."""
         ...
 
     @property
@@ -38,12 +38,13 @@ class Channel(Protocol):
 
 
 class Link:
-    """Numbers what it sends over a channel, and hands on what comes in the order in which it was sent, each once.
+    """Numbers the records that it sends, and delivers received ones in the order in which they were sent, each once.
 
     A channel of this package keeps order. Others may not, and a record that is missing must be noticed, because its
     request would never be answered: `check` reports a gap that lasts.
 
-    receive: called with one record after the other. broken: called once, with a sentence, where one is missing.
+    receive: called with one record after the other.
+    broken: called once, with a sentence, if a record is missing.
     patience: seconds that a gap may last.
     """
 
@@ -66,7 +67,7 @@ class Link:
         self._next = 1
         self._early: dict[int, Any] = {}
         self._gap_since = 0.0
-        self.heard: float = now()
+        self.last_received: float = now()
 
     def send(self, record: Any, about: int = 0) -> None:
         """Send a record. Raises what `Channel.pack` raises, and then nothing is sent."""
@@ -82,12 +83,12 @@ class Link:
     def received(self, sequence: int, record: Any) -> None:
         """The channel has brought a record."""
         with self._receiving:
-            self.heard = self._now()
+            self.last_received = self._now()
             if sequence < self._next or sequence in self._early:
                 return
             if sequence > self._next:
                 if not self._early:
-                    self._gap_since = self.heard
+                    self._gap_since = self.last_received
                 self._early[sequence] = record
                 if len(self._early) > _MOST_EARLY:
                     self._report()
@@ -97,7 +98,7 @@ class Link:
             while self._next in self._early:
                 record = self._early.pop(self._next)
                 self._next += 1
-                self._gap_since = self.heard
+                self._gap_since = self.last_received
                 self._receive(record)
 
     def check(self) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.context_worker import ContextWorker
 from gpu_actors.isolation.imports import Unpickler, enter_child
-from gpu_actors.isolation.launcher import Order
+from gpu_actors.isolation.launcher import WorkerSpec
 from gpu_actors.isolation.pipe import PipeChannel
-from gpu_actors.isolation.records import Ask
+from gpu_actors.isolation.records import Request
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.waking import WakePipe
 
@@ -22,10 +22,10 @@ __all__ = ["ReadingPipe", "main"]
 _IDLE = 3600.0
 
 
-def main(descriptors: list[int], order: bytes) -> None:
+def main(descriptors: list[int], spec: bytes) -> None:
     """Serve one context until the program stops it, or is gone.
 
-    descriptors: the socket, the arena of requests and that of answers. order: an `Order` as a tuple, pickled.
+    descriptors: the socket, the arena of requests and that of answers. spec: a `WorkerSpec` as a tuple, pickled.
     """
     enter_child()
     requests, answers = Arena(descriptors[1]), Arena(descriptors[2])
@@ -40,11 +40,11 @@ def main(descriptors: list[int], order: bytes) -> None:
     Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
     try:
-        told = Order(*Unpickler(order).load())
+        worker_spec = WorkerSpec(*Unpickler(spec).load())
     except BaseException as error:  # of the actor's module, say, as it is imported
         worker.refuse(error)
     else:
-        worker.open(told)
+        worker.open(worker_spec)
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that still hangs here may keep the process: the driver takes back what it had.
     os._exit(0)
@@ -76,5 +76,5 @@ class ReadingPipe(WakePipe):
 
 
 def _is_for_an_actor(record: Any) -> bool:
-    # A question about the context may wait for an actor, and `Stop` does: not on the thread of one.
-    return type(record) is Ask and bool(record.actor)
+    # A request to the context itself may wait for an actor, and `Stop` does: not on the thread of one.
+    return type(record) is Request and bool(record.actor)

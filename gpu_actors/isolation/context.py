@@ -12,10 +12,10 @@ from gpu_actors.handles.health import Health
 from gpu_actors.isolation.cells import MakeLost, RemoteChildren, context_lost
 from gpu_actors.isolation.generations import Generations
 from gpu_actors.isolation.imports import refuse_opening
-from gpu_actors.isolation.launcher import Workplace
+from gpu_actors.isolation.launcher import Launcher
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.records import Opened
-from gpu_actors.isolation.rpc_client import Relay
+from gpu_actors.isolation.rpc_client import RpcClient
 from gpu_actors.isolation.serialization import check_options
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
@@ -42,22 +42,22 @@ class IsolatedContext(GpuContext):
         return self._generations.empty(shape, dtype)
 
     def health(self) -> Health:
-        """The state of the context: the process's own word for it, a second old at most, unless that is being
-        replaced, or does not answer."""
+        """The state of the context, as its process reported it at most a second ago, unless that is being replaced or
+        does not answer."""
         return _examine(self._generations, self._children, self._stopped)
 
     def probe(self, timeout: float | None = None) -> Reply[None]:
         limit = self._children.default_timeout if timeout is None else timeout
-        return Reply(self._about("probe", limit, f"the probe was not answered within {limit} s"))
+        return Reply(self._request("probe", limit, f"the probe was not answered within {limit} s"))
 
     def after_fork(self) -> None:
         super().after_fork()
         self._generations.after_fork()
 
     def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
-        here = super()._drain(timeout, launches)
+        local = super()._drain(timeout, launches)
         if not launches:
-            return here
+            return local
         drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
 
         def over(call: Call[None]) -> None:
@@ -70,14 +70,14 @@ class IsolatedContext(GpuContext):
             elif self._generations.state != "ready":
                 drained.resolve(None)  # no process has a launch that could still write
             else:
-                there = self._about("drain", timeout, f"not drained within {timeout} s")
-                there.when_done(over)
+                remote = self._request("drain", timeout, f"not drained within {timeout} s")
+                remote.when_done(over)
 
-        here._call.when_done(then)
+        local._call.when_done(then)
         return Reply(drained)
 
-    def _about(self, name: str, timeout: float | None, late: str) -> Call[None]:
-        call: Call[None] = self._generations.relay.about_context((name,), timeout)
+    def _request(self, name: str, timeout: float | None, late: str) -> Call[None]:
+        call: Call[None] = self._generations.client.request_context((name,), timeout)
         if timeout is not None:
 
             def give_up() -> None:
@@ -96,7 +96,7 @@ class Started(NamedTuple):
 
 
 def start_isolated(
-    device: str, options: ContextOptions, workplace: Workplace, make_lost: MakeLost = context_lost
+    device: str, options: ContextOptions, launcher: Launcher, make_lost: MakeLost = context_lost
 ) -> Started:
     """Have a worker open a context. Blocks.
 
@@ -104,18 +104,18 @@ def start_isolated(
     it that the process of another context imports.
     """
     refuse_opening()
-    sent = check_options(options)
+    worker_options = check_options(options)
 
-    def make_children(opened: Opened, relay: Relay) -> RemoteChildren:
-        children = RemoteChildren(opened.info, options, relay, (*BUILT_IN, *options.actors), make_lost)
-        relay.kernel_cell = children.cells["kernels"]
+    def make_children(opened: Opened, client: RpcClient) -> RemoteChildren:
+        children = RemoteChildren(opened.info, options, client, (*BUILT_IN, *options.actors), make_lost)
+        client.kernel_cell = children.cells["kernels"]
         return children
 
-    generations = Generations(device, options, sent, make_children, workplace)
+    generations = Generations(device, options, worker_options, make_children, launcher)
     try:
         generations.start()
     except RuntimeError as error:  # there is no thread for it
-        workplace.close()
+        launcher.close()
         raise GpuActorsError(f"the context could not open: {error}") from error
     children, obstacle = generations.opened.result()
     return Started(children, generations, obstacle)
@@ -123,37 +123,37 @@ def start_isolated(
 
 def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
     """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. As `start_isolated`."""
-    workplace = ChildProcess()
+    launcher = ChildProcess()
     try:
-        children, generations, obstacle = start_isolated(device, options, workplace)
+        children, generations, obstacle = start_isolated(device, options, launcher)
     except BaseException:
-        workplace.arena.unmap()  # no request was made, so nothing lies in it
+        launcher.arena.unmap()  # no request was made, so nothing lies in it
         raise
     return registered(IsolatedContext(children, generations)), obstacle
 
 
 def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
-    seen, state = generations.health, generations.state
+    last, state = generations.health, generations.state
     actors = {name: cell.state for name, cell in children.cells.items()}
 
-    def verdict(state: Any, ready: bool, reason: str) -> Health:
-        oldest = seen.oldest_launch if seen is not None else None
-        failures = seen.failures if seen is not None else dict.fromkeys(actors, 0)
+    def health(state: Any, ready: bool, reason: str) -> Health:
+        oldest = last.oldest_launch if last is not None else None
+        failures = last.failures if last is not None else dict.fromkeys(actors, 0)
         return Health(state, ready, reason, children.generation, actors, oldest, children.device.info, failures)
 
     if children.lost is not None:
-        return verdict("failed", False, str(children.lost))
+        return health("failed", False, str(children.lost))
     if stopped:
         failed = children.failure
-        return verdict("stopped", False, "the context is closed" if failed is None else str(failed))
+        return health("stopped", False, "the context is closed" if failed is None else str(failed))
     if children.draining:
-        return verdict("draining", False, "the context is draining")
-    noun = generations.workplace.noun
+        return health("draining", False, "the context is draining")
+    noun = generations.launcher.noun
     if state != "ready":
-        return verdict("degraded", False, f"the context's {noun} is being replaced: {generations.reason}")
+        return health("degraded", False, f"the context's {noun} is being replaced: {generations.reason}")
     silent = generations.silence()
     if silent > generations.limit() / 2:
-        return verdict("stalled", False, f"the context's {noun} has not answered for {silent:.1f} s")
-    if seen is None:
-        return verdict("ready", True, "")
-    return verdict(seen.state, seen.ready, seen.reason)
+        return health("stalled", False, f"the context's {noun} has not answered for {silent:.1f} s")
+    if last is None:
+        return health("ready", True, "")
+    return health(last.state, last.ready, last.reason)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.launcher import Order
+from gpu_actors.isolation.launcher import WorkerSpec
 from gpu_actors.isolation.pipe import Unreadable
-from gpu_actors.isolation.records import Refused
+from gpu_actors.isolation.records import OpenFailed
 from gpu_actors.isolation.serialization import sendable_error
 from gpu_actors.isolation.worker import Worker
 
@@ -15,11 +15,12 @@ __all__ = ["ContextWorker"]
 
 
 class ContextWorker:
-    """Owns a context on its own device and answers what comes over a channel: what a program's `RemoteContext` talks
-    to. It knows neither processes nor engines.
+    """Owns a context on its own device and answers the requests of a channel: the other end of a `RemoteContext`.
 
-    Its host calls `received` with what the channel brings, on one thread or several, until ``ended`` is true,
-    and then `close`. channel: carries the answers.
+    Its host calls `received` with each record of the channel, on one thread or several, until ``ended`` is true, and
+    then `close`.
+
+    channel: carries the responses.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -27,16 +28,16 @@ class ContextWorker:
         self._link = Link(channel, self._handle, self._broken)
         self._worker = Worker(self._link.send, self._stopped)
 
-    def open(self, order: Order) -> None:
-        """Open the context, and say so, or why not; then `ended` is true. Blocks."""
+    def open(self, order: WorkerSpec) -> None:
+        """Open the context, and send that it is open, or why not; then `ended` is true. Blocks."""
         try:
             self._worker.open(*order)
         except BaseException as error:
             self.refuse(error)
 
     def refuse(self, error: BaseException) -> None:
-        """Say that the context does not open for this; then `ended` is true."""
-        self._link.send(Refused(sendable_error(error)))
+        """Send that the context does not open, and why; then `ended` is true."""
+        self._link.send(OpenFailed(sendable_error(error)))
         self.ended = True
 
     def received(self, sequence: int, record: Any) -> None:

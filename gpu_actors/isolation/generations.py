@@ -5,9 +5,9 @@
       └── refused          └── closing: stop, end                  └── the restart policy's allowance is used up: failed
 
 A generation is lost when its worker ends, stops answering, loses its device context, or when a record of its channel is
-missing. A `Workplace` starts them: what a worker runs in is not known here. What a start lacks of the system, as
-descriptors, processes or memory, may be there a moment later. Such a start is no restart: it is tried again until the
-policy's window has passed.
+missing. A `Launcher` starts them: what a worker runs in is not known here. If the system lacks what a start needs,
+such as descriptors, processes or memory, it may have them a moment later. Such a start is no restart: it is tried again
+until the policy's window has passed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gpu_actors.handles.health import Health
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.channel import Link
-from gpu_actors.isolation.launcher import Connection, Order, Workplace
+from gpu_actors.isolation.launcher import Connection, Launcher, WorkerSpec
 from gpu_actors.isolation.pipe import Unreadable
-from gpu_actors.isolation.records import Answer, Opened, Ping, Refused, Report, Stop
-from gpu_actors.isolation.rpc_client import Relay
+from gpu_actors.isolation.records import Opened, OpenFailed, Ping, Response, Status, Stop
+from gpu_actors.isolation.rpc_client import RpcClient
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.waking import Outbox
 
@@ -42,8 +42,8 @@ _PING = 1.0
 _OPENING = {"mock": 60.0, "emulated": 60.0}
 _LONGEST_OPENING = 300.0
 
-# Seconds without a word after which a worker counts as hung by default. It answers pings on a thread that does nothing
-# else, so that a long launch does not keep it from answering.
+# Seconds without a record after which a worker counts as hung by default. It answers pings on a thread that does
+# nothing else, so that a long launch does not keep it from answering.
 _SILENCE = 30.0
 
 # Seconds in which a context that opens tries again to start its first worker, and the least pause between two attempts.
@@ -51,43 +51,44 @@ _FIRST_ATTEMPTS = 1.0
 _PAUSE = 0.02
 
 # What the system may refuse for a moment.
-_PASSING = frozenset((errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC))
+_TRANSIENT = frozenset((errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC))
 
 
 class Generations:
     """The workers of one context, and the thread that talks to them.
 
-    make_children: makes the context's environment of the first `Opened`. sent: the options as a worker takes them.
+    worker_options: the options as a worker takes them.
+    make_children: makes the context's environment from the first `Opened`.
     """
 
     def __init__(
         self,
         device: str,
         options: ContextOptions,
-        sent: ContextOptions,
-        make_children: Callable[[Opened, Relay], RemoteChildren],
-        workplace: Workplace,
+        worker_options: ContextOptions,
+        make_children: Callable[[Opened, RpcClient], RemoteChildren],
+        launcher: Launcher,
     ) -> None:
         self._device = device
         self._options = options
-        self._sent = sent
+        self._worker_options = worker_options
         self._make_children = make_children
         self.opened: Future[tuple[RemoteChildren, str | None]] = Future()
-        self.relay: Relay = Relay(options.mailbox_capacity, self._wake)
-        self.workplace: Workplace = workplace
+        self.client: RpcClient = RpcClient(options.mailbox_capacity, self._wake)
+        self.launcher: Launcher = launcher
         self.state: str = "starting"
         self.reason: str = ""
         self.health: Health | None = None
         self.connection: Connection | None = None
         self.children: RemoteChildren | None = None
-        self._asked = self._looked = 0.0
+        self._pinged_at = self._ticked_at = 0.0
         self._link: Link | None = None
         self._outbox = Outbox()
         self._lost: str | None = None
         self._closing: list[threading.Event] = []
         self._killing = False
         self._failures: deque[float] = deque()
-        self._lacks = False  # the last attempt to start a worker lacked something of the system
+        self._lacks_resources = False  # the system lacked something for the last start
         self._attempts: list[float] = []  # when such attempts in a row ended
         self._pause = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-actors-isolation", daemon=True)
@@ -102,7 +103,7 @@ class Generations:
             done.set()
         elif self.connection is None:
             # Between two workers. A start that is under way may take its time, and its thread ends what it starts.
-            self.relay.give_up(_closed)
+            self.client.give_up(_closed)
             done.set()
         self._pause.set()
         self._wake()
@@ -117,16 +118,16 @@ class Generations:
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
         """An array that requests and every worker may use without a copy."""
-        return self.workplace.empty(shape, dtype)
+        return self.launcher.empty(shape, dtype)
 
     def after_fork(self) -> None:
         """In a forked child of the program: no descriptor may keep anything open there."""
         self.state = "stopped"
-        self.relay.after_fork()
+        self.client.after_fork()
         connection = self.connection
         if connection is not None:
             connection.after_fork()
-        self.workplace.after_fork()
+        self.launcher.after_fork()
 
     # The thread
 
@@ -143,10 +144,10 @@ class Generations:
         finally:
             if self.state != "failed":
                 self.state = "stopped"
-            self.relay.give_up(_closed)
+            self.client.give_up(_closed)
             if not self.opened.done():
                 self.opened.set_exception(ActorStopped("the context was stopped while it opened"))
-            self.workplace.close()
+            self.launcher.close()
             if self.children is not None:
                 self.children.timers.close()
             for done in self._closing:
@@ -155,27 +156,27 @@ class Generations:
     def _generation(self) -> None:
         """One worker, from its start to its end."""
         self.state, self._lost, self.health = "starting", None, None
-        self._lacks = False
+        self._lacks_resources = False
         try:
             generation = 1 if self.children is None else self.children.generation
-            order = Order(self._device, self._sent, generation)
-            self.connection = connection = self.workplace.start(order, self._received)
-            self._link = Link(connection.channel, self._handle, self._broken, self.workplace.patience)
-            self._asked = self._looked = time.monotonic()
+            spec = WorkerSpec(self._device, self._worker_options, generation)
+            self.connection = connection = self.launcher.start(spec, self._received)
+            self._link = Link(connection.channel, self._handle, self._broken, self.launcher.patience)
+            self._pinged_at = self._ticked_at = time.monotonic()
             connection.serve(self._tick)
             if not self._closing:
-                self._mourn(connection)
+                self._on_worker_lost(connection)
         except Exception as error:
             if self.state == "ready" and self.connection is not None and not self._closing:
                 self._lost = f"its thread failed: {error!r}"
-                self._mourn(self.connection)
+                self._on_worker_lost(self.connection)
             else:
-                self._refuse(error)
+                self._on_start_failed(error)
         finally:
-            self._bury()
+            self._reap()
 
     def _tick(self) -> float:
-        """Look after the worker. Gives the seconds until the next look, or a negative number to leave it."""
+        """Check and ping the worker. Gives the seconds until the next call, or a negative number to leave it."""
         self._outbox.flush()
         if self._lost is not None or self._killing:
             return -1.0
@@ -183,34 +184,34 @@ class Generations:
         now = time.monotonic()
         opening = self.state == "starting"
         limit = _OPENING.get(self._device, _LONGEST_OPENING) if opening else self.limit()
-        looked, self._looked = self._looked, now
-        # This program may have been stopped itself: then it has to read what came meanwhile before it may judge.
-        if now - looked < limit and now - self._link.heard > limit:
-            self._lost = f"its {self.workplace.noun} has not answered for {limit:g} s"
+        ticked_at, self._ticked_at = self._ticked_at, now
+        # This program may have been stopped itself: then it has to read what arrived meanwhile first.
+        if now - ticked_at < limit and now - self._link.last_received > limit:
+            self._lost = f"its {self.launcher.noun} has not answered for {limit:g} s"
             return -1.0
         if self._closing:
             if self.state != "stopping":
                 self._begin_stop()
             return _PING
         self._link.check()
-        self.relay.pump()
+        self.client.pump()
         period = min(_PING, limit / 4)
-        if now - self._asked >= period:  # while it opens too: it answers then, so that a lost `Opened` is missed
-            self._asked = now
+        if now - self._pinged_at >= period:  # while it opens too: it answers then, so that a lost `Opened` is missed
+            self._pinged_at = now
             self._link.send(Ping())
         return period
 
     def silence(self) -> float:
-        """Seconds since the worker last said anything."""
+        """Seconds since the last record of the worker."""
         link = self._link
-        return 0.0 if link is None else time.monotonic() - link.heard
+        return 0.0 if link is None else time.monotonic() - link.last_received
 
     def limit(self) -> float:
-        """Seconds that a worker may say nothing."""
-        given = self._options.hang_timeout
-        return _SILENCE if given is None else given
+        """Seconds that a worker may be silent."""
+        hang_timeout = self._options.hang_timeout
+        return _SILENCE if hang_timeout is None else hang_timeout
 
-    # What comes
+    # Records
 
     def _received(self, sequence: int, record: Any) -> None:
         assert self._link is not None
@@ -218,37 +219,37 @@ class Generations:
 
     def _handle(self, record: Any) -> None:
         match record:
-            case Answer():
+            case Response():
                 if record.health is not None:
-                    self._judge(record.health)
+                    self._on_health(record.health)
                 if isinstance(record.error, ContextLost) and self._lost is not None:
-                    return  # which `_mourn` answers with what was lost
-                self.relay.answered(record, self._outbox)
-            case Report():
-                self._judge(record.health)
+                    return  # `_on_worker_lost` answers it
+                self.client.on_response(record, self._outbox)
+            case Status():
+                self._on_health(record.health)
                 if self.children is not None:
-                    self.children.seen(record)
+                    self.children.update(record)
             case Opened():
                 self._open(record)
-            case Refused(error):
+            case OpenFailed(error):
                 raise error if isinstance(error, Exception) else _not_open(repr(error))
             case Unreadable(about, error):
-                self.relay.unreadable(about, error, self._outbox)
+                self.client.on_unreadable(about, error, self._outbox)
 
     def _open(self, opened: Opened) -> None:
         first = self.children is None
         if self.children is None:
-            self.children = self._make_children(opened, self.relay)
+            self.children = self._make_children(opened, self.client)
         self.state = "ready"
         self._attempts.clear()
         assert self._link is not None
         assert self.connection is not None
-        self.relay.attach(self._link, self.connection.channel, self.children.generation)
+        self.client.attach(self._link, self.connection.channel, self.children.generation)
         self._link.send(Ping())
         if first:
             self.opened.set_result((self.children, opened.obstacle))
 
-    def _judge(self, health: Health) -> None:
+    def _on_health(self, health: Health) -> None:
         self.health = health
         if self.children is not None and health.generation > self.children.generation:
             self._lost = health.reason
@@ -261,12 +262,12 @@ class Generations:
 
     def _begin_stop(self) -> None:
         self.state = "stopping"
-        self.relay.give_up(_closed)
+        self.client.give_up(_closed)
         if self._link is not None:
             self._link.send(Stop())
 
-    def _mourn(self, connection: Connection) -> None:
-        """The generation is lost: tell everyone at once."""
+    def _on_worker_lost(self, connection: Connection) -> None:
+        """The generation is lost: fail its requests at once."""
         cause = self._lost if self._lost is not None else f"{connection.name} ended"
         if self.children is None:
             raise _not_open(cause)
@@ -274,31 +275,31 @@ class Generations:
             self.reason = cause
             return  # it never had a request
         self.state, self.reason = "restarting", cause
-        # In this order: what is asked of the generation that follows must not go where the lost one's requests went.
-        had = self.relay.detach()
-        self.relay.lose(had, self.children.next_generation(cause))
+        # In this order: requests to the next generation must not go where the lost one's requests went.
+        calls = self.client.detach()
+        self.client.fail_all(calls, self.children.next_generation(cause))
         self._outbox.flush()
 
-    def _bury(self) -> None:
-        """See the worker end, and take back what it had."""
+    def _reap(self) -> None:
+        """Wait for the end of the worker, and free what it held."""
         connection, self.connection = self.connection, None
         self._link = None
         if connection is not None:
             connection.bury(kill=not self._closing or self._killing or self._lost is not None)
 
-    def _refuse(self, error: Exception) -> None:
+    def _on_start_failed(self, error: Exception) -> None:
         """A worker did not open the context, or could not be started."""
         known = isinstance(error, GpuActorsError)
-        said = str(error) if known else f"{type(error).__name__}: {error}"
-        self.reason = said if known else f"its {self.workplace.noun} does not start: {said}"
-        self._lacks = not known if self.opened.done() else _passes(error)
-        if not self.opened.done() and not self._lacks:
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        self.reason = text if known else f"its {self.launcher.noun} does not start: {text}"
+        self._lacks_resources = not known if self.opened.done() else _is_transient(error)
+        if not self.opened.done() and not self._lacks_resources:
             self.state = "failed"
             self.opened.set_exception(error if known else caused(_not_open(self.reason), error))
 
     def _wait_for_restart(self) -> None:
         policy = self._options.restart
-        if self._lacks:
+        if self._lacks_resources:
             self._wait_for_the_system()
             return
         self._attempts.clear()
@@ -334,12 +335,12 @@ class Generations:
             return
         generation = children.generation
 
-        message = f"the context is lost, and no {self.workplace.noun} follows: {reason}"
+        message = f"the context is lost, and no {self.launcher.noun} follows: {reason}"
         lost = functools.partial(children.make_lost, message, generation)
         children.lost = lost(False)
         for cell in children.cells.values():
             cell.mailbox.close(functools.partial(lost, False))
-        self.relay.give_up(lost)
+        self.client.give_up(lost)
         for cell in children.cells.values():
             cell.terminate(lost(False))
 
@@ -352,9 +353,9 @@ class Generations:
             connection.wake()
 
 
-def _passes(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     if isinstance(error, OSError):
-        return error.errno in _PASSING
+        return error.errno in _TRANSIENT
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
 
 

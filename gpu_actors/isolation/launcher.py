@@ -1,4 +1,4 @@
-"""Workplace and Connection: where the generations of a worker run, and the way to one of them."""
+"""Launcher and Connection: starts the generations of a worker, and connects to one of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.options import ContextOptions
 
-__all__ = ["Connection", "Order", "Received", "Workplace"]
+__all__ = ["Connection", "Launcher", "Received", "WorkerSpec"]
 
 Received = Callable[[int, Any], None]
 
 
-class Order(NamedTuple):
-    """What a worker is told to open. generation: the number of this one, from 1."""
+class WorkerSpec(NamedTuple):
+    """The context that a worker opens. generation: the number of this one, from 1."""
 
     device: str
     options: ContextOptions
@@ -23,10 +23,11 @@ class Order(NamedTuple):
 
 
 class Connection(Protocol):
-    """One generation of a worker. Its end is seen in `serve`; `bury` follows always, and once.
+    """One generation of a worker. `serve` returns at its end; `bury` always follows, once.
 
-    channel: carries records to the worker. name: of the worker in messages, as "its process, 17,". pid: of its process,
-    None where it has none of its own.
+    channel: carries records to the worker.
+    name: of the worker in messages, as "its process, 17,".
+    pid: of its process, None if it has none of its own.
     """
 
     @property
@@ -39,9 +40,9 @@ class Connection(Protocol):
     def pid(self) -> int | None: ...
 
     def serve(self, tick: Callable[[], float]) -> None:
-        """Hand on what comes, until the worker has ended or ``tick`` gives a negative number.
+        """Deliver records until the worker has ended or ``tick`` gives a negative number.
 
-        tick: called now and then; gives the seconds until it is to be called again.
+        tick: called now and then; gives the seconds until the next call.
         """
         ...
 
@@ -54,7 +55,7 @@ class Connection(Protocol):
         ...
 
     def bury(self, kill: bool) -> None:
-        """See the worker end, and take back what it held. kill: it is not about to end by itself."""
+        """Wait for the end of the worker, and free what it held. kill: end it, as it does not end by itself."""
         ...
 
     def after_fork(self) -> None:
@@ -62,17 +63,20 @@ class Connection(Protocol):
         ...
 
 
-class Workplace(Protocol):
-    """Starts the generations of one worker. noun: what a generation is called in messages. patience: seconds that a
-    record may be missing from its channel."""
+class Launcher(Protocol):
+    """Starts the generations of one worker.
+
+    noun: what a generation is called in messages.
+    patience: seconds that a record may be missing from its channel.
+    """
 
     noun: str
     patience: float
 
-    def start(self, order: Order, received: Received) -> Connection:
-        """Start a generation. Blocks; raises `GpuActorsError` where it cannot be started.
+    def start(self, order: WorkerSpec, received: Received) -> Connection:
+        """Start a generation. Blocks; raises `GpuActorsError` if it cannot be started.
 
-        received: called with the sequence number and the record of what comes, on the thread in `Connection.serve`.
+        received: called with each sequence number and record that arrive, on the thread in `Connection.serve`.
         """
         ...
 

@@ -41,7 +41,7 @@ from gpu_actors.attention.requests import (
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
-from gpu_actors.isolation.records import Answer, Ask, Counts
+from gpu_actors.isolation.records import Counts, Request, Response
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
 from gpu_actors.process import Local
 
@@ -68,7 +68,7 @@ _CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _FLAT = _PLAIN | {np.ndarray, KvSequence}
 _LISTS = frozenset((tuple, list))
-_TOLD = _PLAIN | _LISTS | {np.ndarray}
+_MARSHALLABLE = _PLAIN | _LISTS | {np.ndarray}
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 
 _ALIGNED = 64  # bytes: a cache line
@@ -101,17 +101,26 @@ class Memory(Protocol):
 
 
 class Argument(NamedTuple):
-    """An array of a request. own: the caller's object. array: the same memory as an ndarray. sent: the bytes of its
-    block where it was copied, which the other side may write."""
+    """An array of a request.
 
-    own: Any
+    original: the caller's object.
+    array: the same memory as an ndarray.
+    copy: its copy in a block, if there is one, which the other side may write.
+    """
+
+    original: Any
     array: Host
-    sent: Host | None = None
+    copy: Host | None = None
 
 
 class Packed(NamedTuple):
-    """places: marshalled, with the blocks that it gives back, and with the record if the body is empty. body: the
-    record, pickled. arguments: the arrays, in the order of their places. blocks: held for it."""
+    """A record as bytes.
+
+    places: marshalled, with the blocks that it gives back, and with the record if the body is empty.
+    body: the record, pickled.
+    arguments: the arrays, in the order of their places.
+    blocks: held for it.
+    """
 
     places: bytes
     body: bytes
@@ -120,7 +129,7 @@ class Packed(NamedTuple):
 
 
 def pack(record: Any, arena: Memory, known: Sequence[Argument] = (), returned: Sequence[int] = ()) -> Packed:
-    """A record as bytes. known: arrays that the other side has. returned: blocks of the other side's, given back.
+    """A record as bytes. known: arrays that the other side has. returned: the other side's blocks that go back.
 
     Raises `InvalidRequest` for what cannot cross.
     """
@@ -143,20 +152,22 @@ def unpack(
     places: bytes,
     body: bytes,
     arena: Memory,
-    given_back: Callable[[int], object],
-    own: Sequence[Argument],
+    release: Callable[[int], object],
+    arguments: Sequence[Argument],
     copies: bool = False,
-    came_back: Callable[[list[int]], object] = lambda _: None,
+    on_returned: Callable[[list[int]], object] = lambda _: None,
 ) -> tuple[Any, list[Argument]]:
-    """A record from its bytes, and its arrays. Blocks of either side go back even where the record cannot be read.
+    """A record from its bytes, and its arrays. Blocks of both sides are given back even if the record cannot be read.
 
-    arena: the other side's. given_back: called with each of its blocks that this side uses no more. own: what its
-    arguments are here. copies: arrays are copied out of their blocks, which are given back at once; otherwise they lie
-    in them, and a block is given back with the last array over it. came_back: called with the blocks of this side's
-    that the record gives back.
+    arena: the other side's.
+    release: called with each of its blocks that this side no longer uses.
+    arguments: the arrays of this side's request that the record answers.
+    copies: whether arrays are copied out of their blocks, which are then released at once. Otherwise arrays lie in the
+        blocks, and each block is released with its last array.
+    on_returned: called with this side's blocks that the record gives back.
     """
-    placed, returned, told = marshal.loads(places)
-    came_back(returned)
+    placed, returned, content = marshal.loads(places)
+    on_returned(returned)
     arrays: list[Any] = []
     waiting = {place[4]: place[7] for place in placed if place[0] == _IN_BLOCK}  # bytes by start, of blocks held here
     memories: dict[int, Host] = {}
@@ -169,16 +180,16 @@ def unpack(
                 if memory is None:
                     memories[start] = memory = arena.memory(start, waiting[start])
                     if not copies:
-                        weakref.finalize(memory, given_back, start).atexit = False
+                        weakref.finalize(memory, release, start).atexit = False
                         del waiting[start]
                 array = _over(memory, place)
                 arrays.append(np.array(array, order="K") if copies else array)
             else:
-                arrays.append(arrays[place[1]] if kind == _SAME else _array(place, own))
+                arrays.append(arrays[place[1]] if kind == _SAME else _array(place, arguments))
     finally:
         for start in waiting:
-            given_back(start)
-    record = _read(Unpickler(body, arrays).load()) if body else _heard(told, arrays)
+            release(start)
+    record = _from_pickle(Unpickler(body, arrays).load()) if body else _from_marshal(content, arrays)
     return record, [Argument(array, array) for array in arrays]
 
 
@@ -188,7 +199,7 @@ class _Packer:
         self.arguments: list[Argument] = []
         self.blocks: list[int] = []
         self._arena = arena
-        self._known = {id(argument.own): index for index, argument in enumerate(known)}
+        self._known = {id(argument.original): index for index, argument in enumerate(known)}
         self._same: dict[Any, Any] = {}
         self._places_of: dict[int, int] = {}
         # The block for the arrays that are copied, how much of it is left, and how much the next one shall have.
@@ -196,22 +207,22 @@ class _Packer:
 
     def packed(self, record: Any, returned: list[int]) -> tuple[bytes, bytes]:
         """The two parts of a `Packed`."""
-        told = self._told(record)
-        if told is not None:
-            return marshal.dumps((self.places, returned, told)), b""
+        content = self._marshalled(record)
+        if content is not None:
+            return marshal.dumps((self.places, returned, content)), b""
         file = io.BytesIO()
-        _Pickler(file, self._leave_out).dump(self._spelled(record))
+        _Pickler(file, self._extract).dump(self._picklable(record))
         return marshal.dumps((self.places, returned, None)), file.getvalue()
 
-    def _told(self, record: Any) -> tuple[Any, ...] | None:
-        """A request or an answer as `marshal` takes it, or None."""
-        if type(record) is Ask:
+    def _marshalled(self, record: Any) -> tuple[Any, ...] | None:
+        """A request or a response of values that `marshal` takes, or None."""
+        if type(record) is Request:
             number, actor, message, left, priority = record
             if not (type(actor) is str and type(left) in _PLAIN and type(priority) is int):
                 return None
-            content = self._emptied(message)
+            content = self._without_arrays(message)
             return None if content is None else (0, number, actor, content, left, priority)
-        if type(record) is not Answer or record.health is not None:
+        if type(record) is not Response or record.health is not None:
             return None
         number, value, error, counts, _ = record
         failure = None
@@ -219,18 +230,18 @@ class _Packer:
             if _ERRORS.get(type(error).__name__) is not type(error) or not _is_plain(error):
                 return None
             failure = type(error).__name__, error.args, vars(error)
-        content = (0, value, []) if type(value) in _PLAIN else self._emptied(value)
+        content = (0, value, []) if type(value) in _PLAIN else self._without_arrays(value)
         return None if content is None else (1, number, content, failure, None if counts is None else tuple(counts))
 
-    def _emptied(self, given: Any) -> tuple[int, Any, list[int]] | None:
-        """The code of its kind, its fields without their arrays, and which of them are arrays. None if that is not all
-        there is to it."""
-        code = _CODES.get(type(given))
+    def _without_arrays(self, message: Any) -> tuple[int, Any, list[int]] | None:
+        """The code of the message's kind, its fields without arrays, and the indices of the arrays. None for fields
+        that marshal does not take."""
+        code = _CODES.get(type(message))
         if code is None:
             return None
-        values = list(given if isinstance(given, tuple) else _values(given))
+        values = list(message if isinstance(message, tuple) else _values(message))
         kinds = list(map(type, values))
-        if not _TOLD.issuperset(kinds):
+        if not _MARSHALLABLE.issuperset(kinds):
             return None
         at = [index for index, kind in enumerate(kinds) if kind is np.ndarray]
         nbytes = 0
@@ -244,37 +255,37 @@ class _Packer:
         # One block for all of them, which costs a fraction of one for each.
         self._foreseen = nbytes
         for index in at:
-            self._leave_out(values[index], values[index])
+            self._extract(values[index], values[index])
             values[index] = None
         return code, values, at
 
-    def _spelled(self, record: Any) -> tuple[Any, ...]:
-        """A record as a tuple of plain values, where it is a request or an answer: pickling a class costs more than
-        all of its fields."""
-        if type(record) is Ask:
+    def _picklable(self, record: Any) -> tuple[Any, ...]:
+        """A request or a response as a tuple: pickling a class costs more than all of its fields. Other records as they
+        are."""
+        if type(record) is Request:
             number, actor, message, left, priority = record
-            return 0, number, actor, self._spread(message), left, priority
-        if type(record) is Answer:
+            return 0, number, actor, self._spread_fields(message), left, priority
+        if type(record) is Response:
             number, value, error, counts, health = record
             counted = None if counts is None else tuple(counts)
-            return 1, number, self._spread(value), error, counted, health
+            return 1, number, self._spread_fields(value), error, counted, health
         return 2, record
 
-    def _spread(self, given: Any) -> Any:
-        code = _CODES.get(type(given))
+    def _spread_fields(self, message: Any) -> Any:
+        code = _CODES.get(type(message))
         if code is None:
-            return 0, given
-        values = given if isinstance(given, tuple) else list(_values(given))
+            return 0, message
+        values = message if isinstance(message, tuple) else list(_values(message))
         if not all(map(_is_flat, values)):  # arrays within a value would take the places of those behind it
-            return 0, given
+            return 0, message
         # One block for all of them, which costs a fraction of one for each.
         self._foreseen = sum([value.nbytes + _ALIGNED for value in values if type(value) is np.ndarray])
-        for_pickle = [self._leave_out(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
+        for_pickle = [self._extract(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
         return code, for_pickle
 
-    def _leave_out(self, own: Any, array: Any) -> Any:
-        earlier = self._places_of.setdefault(id(own), len(self.places))
-        index = self._known.get(id(own))
+    def _extract(self, original: Any, array: Any) -> Any:
+        earlier = self._places_of.setdefault(id(original), len(self.places))
+        index = self._known.get(id(original))
         if earlier < len(self.places):  # the same object again: it is one on the other side too
             self.places.append((_SAME, earlier))
             if index is None:
@@ -283,14 +294,14 @@ class _Packer:
             carried = array.nbytes <= INLINE or not self._arena.shared
             self.places.append((_ARGUMENT, index, array.tobytes() if carried else None))
         else:
-            self._place(own, array)
+            self._place(original, array)
         return _itself, (_MARK,)
 
-    def _place(self, own: Any, array: Host) -> None:
+    def _place(self, original: Any, array: Host) -> None:
         first = _first(array)
         begin, end = _extent(array, first)
         code = _code(array.dtype)
-        sent = None
+        copy = None
         if (start := self._arena.find(begin)) is not None:
             if start not in self.blocks:
                 self._arena.hold(start)
@@ -303,16 +314,16 @@ class _Packer:
             # Arrays over the very same elements stay that, so that what is written to one is read from the other.
             key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
             if key in self._same:
-                place, sent = self._same[key]
+                place, copy = self._same[key]
             else:
                 start, lead = self._room(end - begin)
                 memory = self._arena.memory(start + lead, max(end - begin, 1))
-                sent = _like(array, memory, first - begin)
-                np.copyto(sent, array)
+                copy = _like(array, memory, first - begin)
+                np.copyto(copy, array)
                 place = self._block(code, array, start, first - begin + lead)
-                self._same[key] = place, sent
+                self._same[key] = place, copy
         self.places.append(place)
-        self.arguments.append(Argument(own, array, sent))
+        self.arguments.append(Argument(original, array, copy))
 
     def _room(self, nbytes: int) -> tuple[int, int]:
         """A block with so much room, and where in it: behind the array before, where that was foreseen."""
@@ -330,34 +341,34 @@ class _Packer:
 
 
 class _Pickler(pickle.Pickler):
-    """leave_out: takes an array's place and gives what is pickled instead."""
+    """extract: describes the place of an array, and gives what is pickled instead."""
 
-    def __init__(self, file: io.BytesIO, leave_out: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, extract: Callable[[Any, Any], Any]) -> None:
         # operator.not_ of a buffer is False, which leaves it out of the pickle.
         super().__init__(file, 5, buffer_callback=operator.not_)
-        self._leave_out = leave_out
+        self._extract = extract
 
-    def reducer_override(self, given: Any) -> Any:
-        kind = type(given)
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
         if kind is np.ndarray:
-            return NotImplemented if given.dtype.hasobject else self._leave_out(given, given)
-        if isinstance(given, (type, FunctionType)):
-            refuse_unfinished(given.__module__)
+            return NotImplemented if value.dtype.hasobject else self._extract(value, value)
+        if isinstance(value, (type, FunctionType)):
+            refuse_unfinished(value.__module__)
             return NotImplemented
         if kind.__module__.startswith("gpu_actors."):
-            if isinstance(given, GpuActorsError):
-                return _reduced(given)
-            if isinstance(given, Local):
+            if isinstance(value, GpuActorsError):
+                return _reduced(value)
+            if isinstance(value, Local):
                 reason = f"a {kind.__name__} belongs to the process that made it"
                 raise InvalidRequest("message", kind.__name__, reason)
             names = _fields(kind)
             if names is not None:
-                return _rebuilt, (kind, tuple(_values(given)))
+                return _rebuilt, (kind, tuple(_values(value)))
             return NotImplemented
-        if isinstance(given, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
-            adopted = adopt(given, "array")
+        if isinstance(value, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
+            adopted = adopt(value, "array")
             check_device(adopted, "array", "cpu")
-            return self._leave_out(given, adopted.array)
+            return self._extract(value, adopted.array)
         if hasattr(kind, "__cuda_array_interface__"):
             raise InvalidRequest("array", kind.__name__, "must lie on the host: memory of a device cannot cross")
         return NotImplemented
@@ -366,20 +377,20 @@ class _Pickler(pickle.Pickler):
 # Places
 
 
-def _array(place: Any, own: Sequence[Argument]) -> Any:
+def _array(place: Any, arguments: Sequence[Argument]) -> Any:
     if place[0] == _IN_RECORD:
         return _over(bytearray(place[4]), place)
-    _, index, written = place
-    if index >= len(own):
+    _, index, data = place
+    if index >= len(arguments):
         return None  # the request was given up meanwhile
-    argument = own[index]
+    argument = arguments[index]
     array = argument.array
-    if written is not None:
+    if data is not None:
         if array.flags.writeable:
-            np.copyto(array, np.frombuffer(written, array.dtype).reshape(array.shape))
-    elif argument.sent is not None and array.flags.writeable:
-        np.copyto(array, argument.sent)
-    return argument.own
+            np.copyto(array, np.frombuffer(data, array.dtype).reshape(array.shape))
+    elif argument.copy is not None and array.flags.writeable:
+        np.copyto(array, argument.copy)
+    return argument.original
 
 
 def _over(memory: Any, place: Any) -> Host:
@@ -428,29 +439,29 @@ def _code(dtype: np.dtype[Any]) -> Any:
 
 
 def _dtype(code: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = pickle.loads(code) if isinstance(code, bytes) else dtype_of(code)
-    return found
+    dtype: np.dtype[Any] = pickle.loads(code) if isinstance(code, bytes) else dtype_of(code)
+    return dtype
 
 
-def _read(spelled: Sequence[Any]) -> Any:
-    kind, *rest = spelled
+def _from_pickle(fields: Sequence[Any]) -> Any:
+    kind, *rest = fields
     if kind == 0:
         number, actor, message, left, priority = rest
-        return Ask(number, actor, _gathered(message), left, priority)
+        return Request(number, actor, _gathered(message), left, priority)
     if kind == 1:
         number, value, error, counts, health = rest
-        return Answer(number, _gathered(value), error, None if counts is None else Counts(*counts), health)
+        return Response(number, _gathered(value), error, None if counts is None else Counts(*counts), health)
     return rest[0]
 
 
-def _heard(told: Any, arrays: Sequence[Any]) -> Any:
-    """What `_Packer._told` told. arrays: in the order of their places."""
-    if told[0] == 0:
-        _, number, actor, content, left, priority = told
-        return Ask(number, actor, _filled(content, arrays), left, priority)
-    _, number, content, failure, counts = told
+def _from_marshal(fields: Any, arrays: Sequence[Any]) -> Any:
+    """The record of `_Packer._marshalled`. arrays: in the order of their places."""
+    if fields[0] == 0:
+        _, number, actor, content, left, priority = fields
+        return Request(number, actor, _filled(content, arrays), left, priority)
+    _, number, content, failure, counts = fields
     error = None if failure is None else _error(_ERRORS[failure[0]], failure[1], failure[2])
-    return Answer(number, _filled(content, arrays), error, None if counts is None else Counts(*counts), None)
+    return Response(number, _filled(content, arrays), error, None if counts is None else Counts(*counts), None)
 
 
 def _filled(content: Any, arrays: Sequence[Any]) -> Any:
@@ -460,15 +471,15 @@ def _filled(content: Any, arrays: Sequence[Any]) -> Any:
     return _gathered((code, values))
 
 
-def _gathered(spread: Any) -> Any:
-    code, given = spread
+def _gathered(content: Any) -> Any:
+    code, value = content
     if not code:
-        return given
+        return value
     kind = _KINDS[code - 1]
-    return kind(*given) if issubclass(kind, tuple) else _rebuilt(kind, given)
+    return kind(*value) if issubclass(kind, tuple) else _rebuilt(kind, value)
 
 
-# What a pickle calls
+# Called by pickles
 
 
 def _itself(array: Any) -> Any:
@@ -515,25 +526,25 @@ def _is_plain(error: BaseException) -> bool:
 
 
 def _error(kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any]) -> GpuActorsError:
-    made: GpuActorsError = kind.__new__(kind, *args)
-    made.args = args
-    vars(made).update(fields)
-    return made
+    error: GpuActorsError = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(fields)
+    return error
 
 
-def _values(given: Any) -> Sequence[Any]:
+def _values(message: Any) -> Sequence[Any]:
     """The fields of a message of `_fields`, or nothing."""
-    kind = type(given)
+    kind = type(message)
     if kind not in _READERS:
         names = _fields(kind) or ()
         # attrgetter gives one name's value bare.
         _READERS[kind] = operator.attrgetter(*names) if len(names) > 1 else _each(names)
-    found: Sequence[Any] = _READERS[kind](given)
-    return found
+    values: Sequence[Any] = _READERS[kind](message)
+    return values
 
 
 def _each(names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
-    return lambda given: [getattr(given, name) for name in names]
+    return lambda message: [getattr(message, name) for name in names]
 
 
 def _rebuilt(kind: type, values: Sequence[Any]) -> Any:
@@ -541,7 +552,7 @@ def _rebuilt(kind: type, values: Sequence[Any]) -> Any:
     if writers is None:
         # Those of the slots: the class may be frozen.
         writers = _WRITERS[kind] = [getattr(kind, name).__set__ for name in _fields(kind) or ()]
-    made: Any = object.__new__(kind)
+    message: Any = object.__new__(kind)
     for write, value in zip(writers, values, strict=True):
-        write(made, value)
-    return made
+        write(message, value)
+    return message

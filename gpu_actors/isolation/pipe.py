@@ -23,14 +23,14 @@ from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import Argument, Packed, pack, unpack
 
-__all__ = ["Pace", "PipeChannel", "Substitute", "Unreadable"]
+__all__ = ["AdaptiveSpin", "PipeChannel", "Substitute", "Unreadable"]
 
 _HEADER = struct.Struct("<IIQQ")  # bytes of the frame behind it, of the places in that; sequence; about
 _READ = 1 << 18
 
 
 class Unreadable(NamedTuple):
-    """Received in place of a record that cannot be unpacked. about: the request it belongs to."""
+    """Received in place of a record that cannot be unpacked. about: the number of its request."""
 
     about: int
     error: BaseException
@@ -52,32 +52,33 @@ class _Parcel(NamedTuple):
 class PipeChannel:
     """One side's end. Owns the socket.
 
-    asks: whether this side makes the requests, and takes answers out of their blocks, or the other way round. mine: the
-    arena that this side writes. theirs: the other one.
+    is_client: whether this side makes the requests, and copies responses out of their blocks.
+    outgoing: the arena that this side writes.
+    incoming: the other side's arena.
     received: called with a sequence number and a record, on the thread that reads.
-    elsewhere: whether a substitute may receive a record. One that it may not is left to the thread in `serve`, with all
-    that comes behind it until that thread has it.
+    may_substitute: whether a substitute may receive a record. Other records are deferred to the thread in `serve`, with
+        all later ones until that thread has received them.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        asks: bool,
-        mine: Arena,
-        theirs: Arena,
+        is_client: bool,
+        outgoing: Arena,
+        incoming: Arena,
         received: Callable[[int, Any], None],
-        elsewhere: Callable[[Any], bool] = bool,
+        may_substitute: Callable[[Any], bool] = bool,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._asks = asks
-        self._mine = mine
-        self._theirs = theirs
+        self._is_client = is_client
+        self._outgoing = outgoing
+        self._incoming = incoming
         self._received = received
-        self._elsewhere = elsewhere
+        self._may_substitute = may_substitute
         self._reading = threading.Lock()  # held by the thread that reads
         self._lent = False  # whether that is a substitute
-        self._left: deque[tuple[int, Any]] = deque()  # by a substitute to the thread in `serve`
+        self._deferred: deque[tuple[int, Any]] = deque()  # to the thread in `serve`, by a substitute
         self._error: BaseException | None = None  # of a substitute
         self._poll: select.epoll | None = None
         self._watched = 0
@@ -86,8 +87,8 @@ class PipeChannel:
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._buffer = bytearray(_READ)
-        self._begun = bytearray()
-        self._wanted = 0  # bytes until another frame is whole
+        self._partial = bytearray()
+        self._needed = 0  # bytes until another frame is whole
         self._requests: dict[int, list[Argument]] = {}
         self._returned: deque[int] = deque()
         self._held: dict[int, int] = {}  # blocks of ours that the other side has not given back, and how often
@@ -95,14 +96,14 @@ class PipeChannel:
     # Sending
 
     def pack(self, record: Any, about: int = 0) -> Any:
-        known = () if self._asks else self._requests.pop(about, ())
-        returned = self._take_returned()
+        known = () if self._is_client else self._requests.pop(about, ())
+        returned = self._pop_returned()
         try:
-            packed: Packed = pack(record, self._mine, known, returned)
+            packed: Packed = pack(record, self._outgoing, known, returned)
         except BaseException:
             self._returned.extend(returned)
             raise
-        if self._asks and packed.arguments:
+        if self._is_client and packed.arguments:
             self._requests[about] = packed.arguments
         return _Parcel(about, (packed.places, packed.body), packed.blocks)
 
@@ -112,7 +113,7 @@ class PipeChannel:
         with self._lock:
             if self._closed:
                 for start in parcel.blocks:
-                    self._mine.give(start)
+                    self._outgoing.give(start)
                 return
             for start in parcel.blocks:
                 self._held[start] = self._held.get(start, 0) + 1
@@ -126,7 +127,7 @@ class PipeChannel:
                 self.wake()
 
     def forget(self, about: int) -> None:
-        """That request is answered here: what still comes for it is not written into its arrays."""
+        """A request is answered here: a later response is not written into its arrays."""
         self._requests.pop(about, None)
 
     @property
@@ -135,17 +136,17 @@ class PipeChannel:
         return len(self._backlog)
 
     def wake(self) -> None:
-        """Have the thread in `serve` go round once."""
+        """Wake the thread in `serve`."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     # Receiving
 
     def serve(self, tick: Callable[[], float], *others: int) -> int | None:
-        """Read, and send what waits, until the other side is gone (None) or another descriptor is readable.
+        """Read, and send the backlog, until the other side is gone (None) or another descriptor is readable.
 
-        tick: called now and then; gives the seconds until it is to be called again, negative to leave with -1.
-        others: descriptors to watch. Gives the one that was readable, once what the socket held has been read.
+        tick: called now and then; gives the seconds until the next call, negative to leave with -1.
+        others: descriptors to watch. Gives the one that was readable, after the rest of the socket was read.
         """
         with select.epoll() as poll:
             for descriptor in (*others, self._wake):
@@ -160,10 +161,10 @@ class PipeChannel:
 
     def _serve(self, poll: select.epoll, tick: Callable[[], float]) -> int | None:
         while True:
-            if self._left:
+            if self._deferred:
                 with self._reading:
-                    while self._left:
-                        self._received(*self._left.popleft())
+                    while self._deferred:
+                        self._received(*self._deferred.popleft())
             if self._error is not None:
                 raise self._error
             seconds = tick()
@@ -174,18 +175,18 @@ class PipeChannel:
             if ready.pop(self._wake, 0):
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            mine = ready.pop(self._socket.fileno(), 0)
-            if mine & select.EPOLLOUT:
+            events = ready.pop(self._socket.fileno(), 0)
+            if events & select.EPOLLOUT:
                 self._flush()
             # Where another thread reads, it sees the end of the other side too, and leaves it to this one.
-            if mine & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
+            if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
                 try:
-                    if not self._take_in():
+                    if not self._receive():
                         return None
                 finally:
                     self._reading.release()
             if ready:
-                while self._take_in(once=True):
+                while self._receive(once=True):
                     pass
                 return next(iter(ready))
 
@@ -197,7 +198,7 @@ class PipeChannel:
         """Let the calling thread read, until it gives that back. False where another thread reads."""
         if not self._reading.acquire(blocking=False):
             return False
-        if self._left or self._poll is None:
+        if self._deferred or self._poll is None:
             self._reading.release()
             return False
         self._lent = True
@@ -205,7 +206,7 @@ class PipeChannel:
         return True
 
     def give_back(self, error: BaseException | None) -> None:
-        """Let the thread in `serve` read again. error: what it is to raise."""
+        """Let the thread in `serve` read again. error: that it raises."""
         self._lent = False
         self._reading.release()
         self._watch()
@@ -213,12 +214,12 @@ class PipeChannel:
             self._error = error
             self.wake()
 
-    def take_in(self) -> None:
-        """Read what there is. At the end of the stream, the thread in `serve` is woken."""
-        self._take_in()
+    def receive(self) -> None:
+        """Read what has arrived."""
+        self._receive()
 
     def _watch(self) -> None:
-        """Have the thread in `serve` woken by the socket, as far as it is to act on it."""
+        """Set the events of the socket that wake the thread in `serve`."""
         with self._lock:
             events = (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if self._backlog else 0)
             if events != self._watched and self._poll is not None:
@@ -237,15 +238,15 @@ class PipeChannel:
         os.close(self._wake)
 
     def reclaim(self) -> None:
-        """Take back what the other side holds. Only once its process has ended."""
+        """Free the blocks that the other side holds. Only after its process has ended."""
         with self._lock:
             held, self._held = self._held, {}
         for start, times in held.items():
             for _ in range(times):
-                self._mine.give(start)
+                self._outgoing.give(start)
 
     def descriptors(self) -> tuple[int, ...]:
-        """What a forked child has to close."""
+        """The descriptors that a forked child has to close."""
         if self._closed:
             return ()
         poll = self._poll
@@ -257,7 +258,7 @@ class PipeChannel:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(frame)  # the reader sees the end of the other side, and tells of it
+            return len(frame)  # the reader sees the end of the other side
 
     def _flush(self) -> None:
         with self._lock:
@@ -269,8 +270,8 @@ class PipeChannel:
                     return
                 self._backlog.popleft()
 
-    def _take_in(self, once: bool = False) -> bool:
-        """Read what there is. False at the end of the stream, and with ``once`` where nothing is left."""
+    def _receive(self, once: bool = False) -> bool:
+        """Read what has arrived. False at the end of the stream, and with ``once`` if nothing is left."""
         try:
             count = self._socket.recv_into(self._buffer)
         except BlockingIOError:
@@ -280,57 +281,57 @@ class PipeChannel:
         if not count:
             return False
         data = memoryview(self._buffer)[:count]
-        if not self._begun:
-            self._begun = bytearray(self._frames(data))
+        if not self._partial:
+            self._partial = bytearray(self._frames(data))
             return True
-        self._begun += data
-        if len(self._begun) >= self._wanted:
-            self._begun = bytearray(self._frames(memoryview(bytes(self._begun))))
+        self._partial += data
+        if len(self._partial) >= self._needed:
+            self._partial = bytearray(self._frames(memoryview(bytes(self._partial))))
         return True
 
     def _frames(self, data: memoryview) -> memoryview:
-        """Hand on the whole frames. Gives what is left."""
+        """Deliver the whole frames. Gives the rest."""
         at, end = 0, len(data)
         while end - at >= _HEADER.size:
             size, placed, sequence, about = _HEADER.unpack_from(data, at)
             begin = at + _HEADER.size
             if end - begin < size:
-                self._wanted = _HEADER.size + size
+                self._needed = _HEADER.size + size
                 return data[at:]
             at = begin + size
             places, body = bytes(data[begin : begin + placed]), bytes(data[begin + placed : at])
-            self._hand_on(sequence, self._record(places, body, about))
-        self._wanted = _HEADER.size
+            self._deliver(sequence, self._record(places, body, about))
+        self._needed = _HEADER.size
         return data[at:]
 
-    def _hand_on(self, sequence: int, record: Any) -> None:
-        if self._lent and (self._left or not self._elsewhere(record)):
-            self._left.append((sequence, record))
+    def _deliver(self, sequence: int, record: Any) -> None:
+        if self._lent and (self._deferred or not self._may_substitute(record)):
+            self._deferred.append((sequence, record))
             self.wake()
         else:
             self._received(sequence, record)
 
     def _record(self, places: bytes, body: bytes, about: int) -> Any:
         try:
-            own: Sequence[Argument] = self._requests.pop(about, ()) if self._asks else ()
+            known: Sequence[Argument] = self._requests.pop(about, ()) if self._is_client else ()
             record, arguments = unpack(
-                places, body, self._theirs, self._returned.append, own, self._asks, self._take_back
+                places, body, self._incoming, self._returned.append, known, self._is_client, self._free_returned
             )
         except BaseException as error:
             return Unreadable.of(about, error)
-        if arguments and not self._asks:
+        if arguments and not self._is_client:
             self._requests[about] = arguments
         return record
 
     # Blocks
 
-    def _take_returned(self) -> list[int]:
+    def _pop_returned(self) -> list[int]:
         returned: list[int] = []
         while self._returned:
             returned.append(self._returned.popleft())
         return returned
 
-    def _take_back(self, returned: list[int]) -> None:
+    def _free_returned(self, returned: list[int]) -> None:
         for start in returned:
             with self._lock:
                 times = self._held.get(start, 0)
@@ -340,50 +341,49 @@ class PipeChannel:
                     del self._held[start]
                 else:
                     self._held[start] = times - 1
-            self._mine.give(start)
+            self._outgoing.give(start)
 
 
-class Pace:
-    """Whether to wait for the next request awake: where requests come back to back, and sooner for it.
+class AdaptiveSpin:
+    """Whether to spin while waiting for the next request: if requests follow each other closely, and sooner for it.
 
-    A thread that sleeps takes 20 to 40 us to wake on a quiet virtual machine, and its CPU with it. On a busy one a
-    thread that stays awake takes the CPU from the program that is to send the request. So both are tried in turn on
-    ``TRIED`` requests, and the better one is kept for the next ``KEPT``. Staying awake must let a request come
-    ``GAIN`` seconds sooner, at the median.
+    A sleeping thread takes 20 to 40 us to wake on a quiet virtual machine, and its CPU with it. On a busy one a
+    spinning thread takes the CPU from the program that is to send the request. So both are tried in turn on ``TRIALS``
+    requests, and the better one is used for the next ``PERIOD``. Spinning must let a request arrive ``GAIN`` seconds
+    sooner, at the median.
     """
 
-    AWAKE: float = 250e-6
+    SPIN_SECONDS: float = 250e-6
     GAIN: float = 10e-6
-    TRIED: int = 16
-    KEPT: int = 512
+    TRIALS: int = 16
+    PERIOD: int = 512
 
     def __init__(self) -> None:
         self._several = len(os.sched_getaffinity(0)) > 1
-        self._came: tuple[list[float], list[float]] = [], []  # seconds asleep, and awake
+        self._seconds: tuple[list[float], list[float]] = [], []  # of waits asleep, and of waits that spin
         self._better = False
         self._turn = 0
-        self.awake: bool = False
+        self.spinning: bool = False
 
-    def came(self, seconds: float) -> None:
-        """A request came after that time."""
+    def record(self, seconds: float) -> None:
+        """A request arrived after that time."""
         turn = self._turn
-        if turn < self.TRIED:
-            self._came[self.awake].append(seconds)
-        self._turn = turn = (turn + 1) % (self.TRIED + self.KEPT)
-        if turn == self.TRIED:
-            asleep, awake = self._came
-            # One kind may be missing: after a late request none is waited for awake.
+        if turn < self.TRIALS:
+            self._seconds[self.spinning].append(seconds)
+        self._turn = turn = (turn + 1) % (self.TRIALS + self.PERIOD)
+        if turn == self.TRIALS:
+            asleep, awake = self._seconds
+            # One kind may be missing: the wait after a late request does not spin.
             self._better = bool(asleep and awake) and median(awake) + self.GAIN < median(asleep)
-            self._came = [], []
-        wanted = turn % 2 == 1 if turn < self.TRIED else self._better
-        self.awake = wanted and self._several and seconds < self.AWAKE
+            self._seconds = [], []
+        spin = turn % 2 == 1 if turn < self.TRIALS else self._better
+        self.spinning = spin and self._several and seconds < self.SPIN_SECONDS
 
 
 class Substitute:
     """Reads a channel on a thread that has nothing else to do, so that the thread in `serve` need not wake for it.
 
-    It sleeps until something comes, or looks for it without sleeping: see `Pace`. It looks for ``Pace.AWAKE`` seconds
-    at most, without the GIL.
+    It sleeps until a record arrives, or first spins for at most ``AdaptiveSpin.SPIN_SECONDS``, without the GIL.
     """
 
     def __init__(self, channel: PipeChannel, sock: socket.socket, waker: int) -> None:
@@ -392,7 +392,7 @@ class Substitute:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(waker, select.POLLIN)
-        self._pace = Pace()
+        self._spin = AdaptiveSpin()
         self.receives: int = 0  # the thread that receives records in here
 
     def read(self) -> bool:
@@ -407,7 +407,7 @@ class Substitute:
                     os.read(self._waker, 8)
                     continue
                 self.receives = threading.get_ident()
-                channel.take_in()
+                channel.receive()
         except BaseException as error:
             failure = error
         finally:
@@ -418,9 +418,9 @@ class Substitute:
     def _wait(self) -> list[int]:
         began = time.perf_counter()
         ready: list[tuple[int, int]] = []
-        if self._pace.awake:
-            while not (ready := self._poll.poll(0)) and time.perf_counter() - began < Pace.AWAKE:
+        if self._spin.spinning:
+            while not (ready := self._poll.poll(0)) and time.perf_counter() - began < AdaptiveSpin.SPIN_SECONDS:
                 pass
         ready = ready or self._poll.poll()
-        self._pace.came(time.perf_counter() - began)
+        self._spin.record(time.perf_counter() - began)
         return [descriptor for descriptor, _ in ready]

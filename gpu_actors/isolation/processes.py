@@ -1,4 +1,4 @@
-"""ChildProcess: the workplace whose generations are child processes."""
+"""ChildProcess: the launcher whose generations are child processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Arena, Host
-from gpu_actors.isolation.launcher import Order, Received
+from gpu_actors.isolation.launcher import Received, WorkerSpec
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.spawning import Process, spawn
 
@@ -34,7 +34,7 @@ class ChildProcess:
             hint = "the limits of this process (ulimit -a) leave too little"
             raise GpuActorsError(f"no shared memory for a context's process: {error}; {hint}") from error
 
-    def start(self, order: Order, received: Received) -> _Child:
+    def start(self, order: WorkerSpec, received: Received) -> _Child:
         answers = Arena()
         ours, theirs = socket.socketpair()
         channel = PipeChannel(ours, True, self.arena, answers, received)
@@ -61,14 +61,14 @@ class ChildProcess:
 
 
 class _Child:
-    def __init__(self, workplace: ChildProcess, channel: PipeChannel, process: Process, answers: Arena) -> None:
+    def __init__(self, launcher: ChildProcess, channel: PipeChannel, process: Process, answers: Arena) -> None:
         self.channel: PipeChannel = channel
         self.pid: int = process.pid
         self.name: str = f"its process, {process.pid},"
-        self._workplace = workplace
+        self._launcher = launcher
         self._process = process
         self._answers = answers
-        self._buried = False
+        self._reaped = False
 
     def serve(self, tick: Callable[[], float]) -> None:
         self.channel.serve(tick, self._process.pidfd)
@@ -77,7 +77,7 @@ class _Child:
         self.channel.wake()
 
     def kill(self) -> None:
-        if not self._buried:
+        if not self._reaped:
             self._process.kill()
 
     def bury(self, kill: bool) -> None:
@@ -88,14 +88,14 @@ class _Child:
         if not gone:
             process.kill()
             gone = process.wait(_DYING)
-        self._buried = True
+        self._reaped = True
         os.close(process.pidfd)
         self.channel.close()
         if gone:
             self.channel.reclaim()
         else:
-            self._workplace.arena.close()
-            self._workplace.arena = Arena()
+            self._launcher.arena.close()
+            self._launcher.arena = Arena()
         self._answers.unmap()
 
     def after_fork(self) -> None:

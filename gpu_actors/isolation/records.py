@@ -1,4 +1,4 @@
-"""What a program's process and a context's process say to each other."""
+"""The records that a program's process and a context's process exchange."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from typing import Any, NamedTuple
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.handles.health import Health
 
-__all__ = ["Answer", "Ask", "Cancel", "Counts", "Forget", "KernelMade", "Opened", "Ping", "Refused", "Report", "Stop"]
+__all__ = [
+    "Cancel",
+    "Counts",
+    "KernelDescriptor",
+    "OpenFailed",
+    "Opened",
+    "Ping",
+    "ReleaseKernel",
+    "Request",
+    "Response",
+    "Status",
+    "Stop",
+]
 
 
 class Counts(NamedTuple):
-    """Of one actor in the context's process: launches begun, the requests in them, launches that have not ended,
-    requests that wait."""
+    """Counts of one actor in the context's process.
+
+    launched: launches begun.
+    launched_calls: the requests in them.
+    in_flight: launches that have not ended.
+    queued: requests that wait.
+    """
 
     launched: int
     launched_calls: int
@@ -24,10 +41,11 @@ class Counts(NamedTuple):
 # To the context's process
 
 
-class Ask(NamedTuple):
-    """Request ``number`` for an actor, by its label. left: seconds until its deadline, or None.
+class Request(NamedTuple):
+    """Request ``number`` for an actor.
 
-    actor "" is the context itself, whose messages are the names and arguments of `gpu_actors.isolation.remote_queries`.
+    actor: its label. "" is the context itself, whose messages are a name and arguments (see `Worker`).
+    left: seconds until its deadline, or None.
     """
 
     number: int
@@ -38,19 +56,19 @@ class Ask(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Cancel that request if it has not been launched. It is answered either way."""
+    """Cancel a request if it has not been launched. It gets a response either way."""
 
     number: int
 
 
-class Forget(NamedTuple):
-    """The program has dropped its last reference to that compiled kernel."""
+class ReleaseKernel(NamedTuple):
+    """The program has dropped its last reference to a compiled kernel."""
 
     kernel: int
 
 
 class Ping(NamedTuple):
-    """Answer with a `Report`."""
+    """Asks for a `Status`."""
 
 
 class Stop(NamedTuple):
@@ -68,16 +86,17 @@ class Opened(NamedTuple):
     labels: tuple[str, ...]
 
 
-class Refused(NamedTuple):
+class OpenFailed(NamedTuple):
     """The context could not be opened."""
 
     error: BaseException
 
 
-class Answer(NamedTuple):
-    """The one answer of request ``number``. counts: of the actor that gave it, None from the context itself.
+class Response(NamedTuple):
+    """The only response to request ``number``.
 
-    health: where it may have changed.
+    counts: of the actor that answered, None from the context itself.
+    health: of the context, if it may have changed.
     """
 
     number: int
@@ -87,16 +106,16 @@ class Answer(NamedTuple):
     health: Health | None
 
 
-class Report(NamedTuple):
-    """How the context is. counts, restarts: by the actor's label."""
+class Status(NamedTuple):
+    """The status of the context. counts, restarts: by the actor's label."""
 
     health: Health
     counts: Mapping[str, Counts]
     restarts: Mapping[str, int]
 
 
-class KernelMade(NamedTuple):
-    """Stands for a `CompiledKernel`, which stays where it was made. The other fields are the kernel's own."""
+class KernelDescriptor(NamedTuple):
+    """Describes a `CompiledKernel`, which stays in the process that compiled it. The other fields are the kernel's."""
 
     number: int
     entry: str

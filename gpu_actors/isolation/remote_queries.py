@@ -1,6 +1,6 @@
 """Questions that a handle answers by looking, without a request: asked of the context's process, and answered there.
 
-The asker's thread waits for the answer, which takes a tenth of a millisecond, and `PATIENCE` at most.
+The asker's thread waits for the answer, which takes a tenth of a millisecond, and `QUERY_TIMEOUT` at most.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from gpu_actors.errors import ActorStopped, ContextLost, DeadlineExceeded, Overloaded, Unsupported
 from gpu_actors.kv.requests import KvSequence
 
-__all__ = ["ANSWERS", "PATIENCE", "Questions"]
+__all__ = ["QUERIES", "QUERY_TIMEOUT", "RemoteState"]
 
-PATIENCE = 1.0
+QUERY_TIMEOUT = 1.0
 """Seconds."""
 
 
-class Asks(Protocol):
+class Query(Protocol):
     def __call__(self, name: str, *arguments: Any) -> Any: ...
 
 
@@ -61,7 +61,7 @@ def _cache_stats(cells: Any, actor: str, cache: int) -> Any:
     return cells[actor].shared.find(cache).tables.stats()
 
 
-ANSWERS: Mapping[str, Callable[..., Any]] = {
+QUERIES: Mapping[str, Callable[..., Any]] = {
     "plan_cache_stats": _plan_cache_stats,
     "inspect": _inspect,
     "cubin_stats": _cubin_stats,
@@ -77,15 +77,15 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
 # In the program's process
 
 
-class Questions:
+class RemoteState:
     """What stands for the state that an actor's incarnations share (``cell.shared``), which lies in another process.
 
     It has what the handles of this package look for there.
     """
 
-    def __init__(self, actor: str, ask: Asks) -> None:
+    def __init__(self, actor: str, query: Query) -> None:
         self._actor = actor
-        self._ask = ask
+        self._query = query
         self._last: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -98,48 +98,48 @@ class Questions:
         """Repeated requests are recognised in the context's process."""
 
     def inspect(self, graph: Any) -> Any:
-        return self._ask("inspect", self._actor, graph)
+        return self._query("inspect", self._actor, graph)
 
     @property
     def plans(self) -> _Stats:
-        return _Stats(self._ask, "plan_cache_stats", self._actor)
+        return _Stats(self._query, "plan_cache_stats", self._actor)
 
     @property
     def cache(self) -> _Stats:
-        return _Stats(self._ask_or_recall, "cubin_stats")
+        return _Stats(self._query_or_last, "cubin_stats")
 
     @property
     def compile_seconds(self) -> Any:
-        return self._ask_or_recall("compile_seconds")
+        return self._query_or_last("compile_seconds")
 
     def uses(self) -> Any:
         """The kernels that requests have asked for."""
-        return self._ask("uses", self._actor)
+        return self._query("uses", self._actor)
 
     def look(self) -> Any:
         """The caches that are open."""
-        return self._ask("caches", self._actor)
+        return self._query("caches", self._actor)
 
-    def _ask_or_recall(self, name: str) -> Any:
+    def _query_or_last(self, name: str) -> Any:
         """What metrics show: while no process answers, what the last one said."""
         try:
-            self._last[name] = self._ask(name, self._actor)
+            self._last[name] = self._query(name, self._actor)
         except (ActorStopped, ContextLost, DeadlineExceeded, Overloaded):
             if name not in self._last:
                 raise
         return self._last[name]
 
     def find(self, number: int) -> _Cache:
-        return _Cache(self._ask, self._actor, number)
+        return _Cache(self._query, self._actor, number)
 
 
 class _Stats:
-    def __init__(self, ask: Asks, *question: Any) -> None:
-        self._ask = ask
+    def __init__(self, query: Query, *question: Any) -> None:
+        self._query = query
         self._question = question
 
     def stats(self) -> Any:
-        return self._ask(*self._question)
+        return self._query(*self._question)
 
 
 class _Table:
@@ -148,14 +148,14 @@ class _Table:
 
 
 class _Cache:
-    def __init__(self, ask: Asks, actor: str, number: int) -> None:
-        self._ask = ask
+    def __init__(self, query: Query, actor: str, number: int) -> None:
+        self._query = query
         self._actor = actor
         self._number = number
 
     def table(self, seq: KvSequence) -> _Table:
-        return _Table(self._ask("length", self._actor, self._number, seq))
+        return _Table(self._query("length", self._actor, self._number, seq))
 
     @property
     def tables(self) -> _Stats:
-        return _Stats(self._ask, "cache_stats", self._actor, self._number)
+        return _Stats(self._query, "cache_stats", self._actor, self._number)

@@ -1,4 +1,4 @@
-"""Crossing: what of a context may go to another process, and in which form."""
+"""Serialization: what of a context may go to another process, and in which form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gpu_actors.partial import MergeBackward, MergePartials, adopt_partials
 from gpu_actors.planning.cached import adopt_cache_request
 from gpu_actors.values import show
 
-__all__ = ["check_options", "harmless", "outbound", "sendable_error", "undoing"]
+__all__ = ["check_options", "outbound", "sendable_error", "side_effect_free", "undo_message"]
 
 Restore = Callable[[Any], Any]
 
@@ -59,43 +59,43 @@ def check_options(options: ContextOptions) -> ContextOptions:
         except Exception as error:
             raise InvalidRequest("actors", kind, f"{_ELSEWHERE}: {error}") from error
     # The program's own timers see to time limits, and tell the process how long each request has.
-    sent = dataclasses.replace(options, default_timeout=None)
+    worker_options = dataclasses.replace(options, default_timeout=None)
     try:
-        _Pickler(io.BytesIO()).dump(sent)
+        _Pickler(io.BytesIO()).dump(worker_options)
     except Exception as error:
         raise InvalidRequest("options", show(options), f"{_ELSEWHERE}: {error}") from error
-    return sent
+    return worker_options
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, given: Any) -> Any:
-        refuse_unfinished(getattr(given, "__module__", None))
+    def reducer_override(self, value: Any) -> Any:
+        refuse_unfinished(getattr(value, "__module__", None))
         return NotImplemented
 
 
-def harmless(message: Any) -> bool:
-    """Whether a request may be given up at any time without a trace: it writes into nothing that outlives it."""
+def side_effect_free(message: Any) -> bool:
+    """Whether a request writes into nothing that outlives it, so that it may be dropped at any time."""
     kind = type(message).__name__
     if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
         return message.out is None
-    own = ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "MergeBackward", "ExecuteGraph")
-    return kind in (*own, "Compile", "Warm")
+    kinds = ("FlashBackward", "MhaForward", "MhaBackward", "MergePartials", "MergeBackward", "ExecuteGraph")
+    return kind in (*kinds, "Compile", "Warm")
 
 
-def undoing(message: Any, made: Any) -> Any:
-    """The message that gives back what a request has made, or None where that is nothing but its answer."""
+def undo_message(message: Any, result: Any) -> Any:
+    """The message that frees what a request has made, or None for a request that makes only its answer."""
     match message:
         case OpenCache():
-            return CloseCache(made)
+            return CloseCache(result)
         case CreateSequence() | ForkSequence() | ImportSequence():
-            return FreeSequence(message.cache, made)
+            return FreeSequence(message.cache, result)
         case ExportSequence():
-            return FreeSequence(message.cache, made.lease)
+            return FreeSequence(message.cache, result.lease)
     return None
 
 
 def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | None]:
-    """A message over arrays of NumPy, and what gives its answer the kind of the caller's arrays.
+    """A message over arrays of NumPy, and a function that gives its answer the kind of the caller's arrays.
 
     Raises `InvalidRequest`, naming the argument, for an array that does not lie on the host.
     """
@@ -117,15 +117,15 @@ def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | No
         raise error.named_for(message) from error.__cause__
     if adopted is message:
         return message, None
-    given = getattr(message, "out", None)
+    out = getattr(message, "out", None)
 
     def answer(value: Any) -> Any:
         if not hasattr(value, "_replace"):
             return value
-        found = [_restored(part, template) for part in value]
-        if given is not None and hasattr(value, "out"):
-            found[0] = given
-        return type(value)(*found)
+        parts = [_restored(part, template) for part in value]
+        if out is not None and hasattr(value, "out"):
+            parts[0] = out
+        return type(value)(*parts)
 
     return adopted, answer
 
@@ -143,8 +143,8 @@ def _graph(message: ExecuteGraph, notes: CallerNotes | None) -> tuple[Any, Resto
     if not foreign:
         return message, None
     template = foreign.get(_first(graph))
-    sent = ExecuteGraph(graph, {**arrays, **{uid: adopted.array for uid, adopted in foreign.items()}})
-    return sent, lambda found: {uid: _restored(array, template) for uid, array in found.items()}
+    outbound_message = ExecuteGraph(graph, {**arrays, **{uid: adopted.array for uid, adopted in foreign.items()}})
+    return outbound_message, lambda results: {uid: _restored(array, template) for uid, array in results.items()}
 
 
 def _first(graph: OperationGraph) -> Any:
@@ -163,7 +163,7 @@ def _restored(array: Any, template: Adopted | None) -> Any:
 
 
 def sendable_error(error: BaseException) -> BaseException:
-    """An error that can be pickled, as like this one as can be."""
+    """The error, or one with its text if it cannot be pickled."""
     if isinstance(error, GpuActorsError):
         return error
     try:

@@ -1,4 +1,4 @@
-"""Beside: functions of the program that run in the worker, beside its context."""
+"""SideTasks: functions of the program that run in the worker, beside its context."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpu_actors.kv.requests import KvCacheSpec
 if TYPE_CHECKING:
     from gpu_actors.handles.gpu_context import GpuContext
 
-__all__ = ["Beside", "CacheRef"]
+__all__ = ["CacheRef", "SideTasks"]
 
 # Plain functions that run at once; coroutines share one loop, and have no bound.
 _THREADS = 32
 
-Answered = Callable[[Any, "BaseException | None"], None]
+OnDone = Callable[[Any, "BaseException | None"], None]
 
 
 class CacheRef(NamedTuple):
@@ -34,7 +34,7 @@ class CacheRef(NamedTuple):
     spec: KvCacheSpec
 
 
-class Beside:
+class SideTasks:
     """Runs functions with the context as their first argument: coroutines on a loop of its own, others in threads."""
 
     def __init__(self, context: GpuContext) -> None:
@@ -43,18 +43,19 @@ class Beside:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: ThreadPoolExecutor | None = None
 
-    def run(self, function: Any, arguments: tuple[Any, ...], answered: Answered) -> Future[Any]:
+    def run(self, function: Any, arguments: tuple[Any, ...], on_done: OnDone) -> Future[Any]:
         """Start a function. The future it gives cancels it: a coroutine at any time, another before it begins.
 
-        answered: called once, with the result or the error, on any thread.
+        on_done: called once, with the result or the error, on any thread.
         """
-        given = [self._cache(one) if isinstance(one, CacheRef) else one for one in arguments]
+        operands = [self._cache(one) if isinstance(one, CacheRef) else one for one in arguments]
         future: Future[Any]
         if _is_coroutine(function):
-            future = asyncio.run_coroutine_threadsafe(_awaited(function, self._context, given), self._running_loop())
+            coroutine = _run_coroutine(function, self._context, operands)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         else:
-            future = self._pool().submit(_called, function, self._context, given)
-        future.add_done_callback(lambda done: answered(*_outcome(done)))
+            future = self._pool().submit(_run_function, function, self._context, operands)
+        future.add_done_callback(lambda done: on_done(*_outcome(done)))
         return future
 
     def close(self) -> None:
@@ -91,14 +92,14 @@ def _is_coroutine(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _awaited(function: Any, context: Any, arguments: list[Any]) -> Any:
+async def _run_coroutine(function: Any, context: Any, arguments: list[Any]) -> Any:
     try:
         return await function(context, *arguments)
     except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
         raise GpuActorsError(f"the function raised {error!r}") from None
 
 
-def _called(function: Any, context: Any, arguments: list[Any]) -> Any:
+def _run_function(function: Any, context: Any, arguments: list[Any]) -> Any:
     try:
         return function(context, *arguments)
     except (SystemExit, KeyboardInterrupt) as error:

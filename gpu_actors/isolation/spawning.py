@@ -1,7 +1,7 @@
 """Spawning: the program's side of the zygote.
 
-Each question to a zygote goes with a socket of its own for the answer, so a question that is given up disturbs no
-other. A zygote that does not answer in time is retired: another one takes its place, and its children live on.
+Each request to a zygote brings a socket for its answer, so a request that is given up disturbs no other. A zygote that
+does not answer in time is retired: another one takes its place, and its children live on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_actors.isolation.zygote import ANSWER, GO, STARTED_BY
 
 __all__ = ["Process", "spawn"]
 
-# Seconds for a zygote to start and fork, on a machine with much else to do; and for one that has answered before.
+# Seconds for a zygote to start and fork on a busy machine, and for one that has answered before.
 _STARTING = 60.0
 _ANSWERING = 5.0
 
@@ -77,16 +77,16 @@ class _Zygote:
         self.socket = ours
         self._limit = _STARTING
 
-    def ask(self, descriptors: Sequence[int], order: bytes) -> Process:
-        """Have a child forked. Raises OSError for what the system refuses, and `_NoAnswer`."""
-        paper = os.memfd_create("gpu_actors_order", os.MFD_CLOEXEC)
-        with open(paper, "wb") as file:
-            file.write(pickle.dumps((dict(os.environ), _search_path(), _folder())) + order)
+    def fork(self, descriptors: Sequence[int], spec: bytes) -> Process:
+        """Fork a child. Raises OSError for what the system refuses, and `_NoAnswer`."""
+        file_descriptor = os.memfd_create("gpu_actors_order", os.MFD_CLOEXEC)
+        with open(file_descriptor, "wb") as file:
+            file.write(pickle.dumps((dict(os.environ), _search_path(), _folder())) + spec)
             file.flush()
             answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with answers:
                 with theirs:
-                    self._send([theirs.fileno(), *descriptors, paper])
+                    self._send([theirs.fileno(), *descriptors, file_descriptor])
                 return self._answer(answers)
 
     def _send(self, descriptors: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class _Zygote:
         return _NoAnswer("has closed its socket")
 
     def retire(self) -> None:
-        """Ask nothing any more. It ends with the last of its children."""
+        """Send no more requests. It ends with the last of its children."""
         self.socket.close()
 
     def end(self) -> None:
@@ -135,18 +135,18 @@ class _Zygote:
 
 
 class _Zygotes:
-    """The zygote that is asked, and those before it that did not answer."""
+    """The current zygote, and those before it that did not answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now: _Zygote | None = None
         self._retired: list[_Zygote] = []
 
-    def spawn(self, descriptors: Sequence[int], order: bytes) -> Process:
+    def spawn(self, descriptors: Sequence[int], spec: bytes) -> Process:
         for last in (False, True):
             zygote = self._running()
             try:
-                return zygote.ask(descriptors, order)
+                return zygote.fork(descriptors, spec)
             except _NoAnswer as silence:
                 self._retire(zygote)
                 if last:
@@ -192,16 +192,16 @@ class _Zygotes:
 _zygotes = _Zygotes()
 
 
-def spawn(descriptors: Sequence[int], order: Any) -> Process:
+def spawn(descriptors: Sequence[int], spec: Any) -> Process:
     """Start the process of a context. Blocks.
 
     Raises `GpuActorsError` where none can be started (`Unsupported` where there is no interpreter to start), and
     OSError for what the system refuses, which it may grant later.
 
-    descriptors: for `gpu_actors.isolation.child.main`, which get copies. order: what it is told, pickled.
+    descriptors: for `gpu_actors.isolation.child.main`, which get copies. spec: its argument, pickled.
     """
     _check_interpreter()
-    return _zygotes.spawn(descriptors, pickle.dumps(order))
+    return _zygotes.spawn(descriptors, pickle.dumps(spec))
 
 
 def _check_interpreter() -> None:

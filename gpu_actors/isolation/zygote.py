@@ -29,10 +29,10 @@ from gpu_actors.process import SERVICE_SIGNALS
 __all__ = ["ANSWER", "GO", "STARTED_BY", "main"]
 
 ANSWER = struct.Struct("<iq")
-"""The number of the error that kept a child from being forked, or 0, and the child's process id."""
+"""The errno of a fork that failed, or 0, and the child's process id."""
 
 GO = b"go"
-"""The program has the child's descriptor. Without that word it ends at once."""
+"""The program has the child's descriptor. Without this message the child ends at once."""
 
 STARTED_BY = "GPU_ACTORS_ZYGOTE_OF"
 """Set in the environment of a zygote, and of nothing that it forks."""
@@ -54,7 +54,7 @@ _PRELOADED = (
 def main(descriptor: int, program: int) -> None:
     """Serve until the program is gone. descriptor: of the socket to it. program: its process id."""
     for number in SERVICE_SIGNALS:
-        signal.signal(number, _take_no_notice)
+        signal.signal(number, _ignore_signal)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may have it ignored, and then no child can be waited for
     try:
         watched = os.pidfd_open(program)
@@ -67,7 +67,7 @@ def main(descriptor: int, program: int) -> None:
     _Zygote(socket.socket(fileno=descriptor), watched).serve()
 
 
-def _take_no_notice(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     # A function and not SIG_IGN, which the programs that an actor starts would inherit.
     return
 
@@ -91,9 +91,9 @@ class _Zygote:
                 os.close(pidfd)
                 os.waitpid(self._children.pop(pidfd), 0)
             if self._socket is not None and self._socket.fileno() in ready:
-                self._obey(self._socket)
+                self._handle_request(self._socket)
 
-    def _obey(self, sock: socket.socket) -> None:
+    def _handle_request(self, sock: socket.socket) -> None:
         message, descriptors, flags, _ = socket.recv_fds(sock, 16, 5)
         if not message:
             self._poll.unregister(sock)

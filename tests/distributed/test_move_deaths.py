@@ -204,7 +204,7 @@ async def test_fifty_generations_of_moves_leave_nothing_behind(hasty: dict[str, 
     await comes_true(none_more)
     assert here.memory_info().rss - resident < 16 << 20
     for worker in hasty.values():
-        assert worker._generations.workplace.arena.used() == 0  # type: ignore[attr-defined]
+        assert worker._generations.launcher.arena.used() == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.sweep

@@ -251,7 +251,7 @@ def _generations(count: int) -> None:
         pid = ctx.pid  # type: ignore[attr-defined]
         family = [child for parent in psutil.Process().children() for child in parent.children()]
         assert [child.pid for child in family if child.ppid() == psutil.Process(pid).ppid()].count(pid) == 1
-        assert ctx._generations.workplace.arena.used() < 3 * big.nbytes  # type: ignore[attr-defined]
+        assert ctx._generations.launcher.arena.used() < 3 * big.nbytes  # type: ignore[attr-defined]
     eventually(lambda: not psutil.pid_exists(pid))
 
 

@@ -21,7 +21,7 @@ import gpu_actors as ga
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.packing import INLINE, Argument, pack, unpack
 from gpu_actors.isolation.pipe import PipeChannel, Unreadable
-from gpu_actors.isolation.records import Answer, Ask, Counts, Ping
+from gpu_actors.isolation.records import Counts, Ping, Request, Response
 
 FORMS: dict[str, Any] = {
     "plain": lambda x: x,
@@ -76,7 +76,7 @@ def test_one_array_named_twice_is_one_array_there() -> None:
         x = np.ones((1, size, 1, 8), np.float32)
         view = x[:]
         message = ga.FlashForward(x, x, view)
-        ask, _, _ = sent(Ask(1, "flash_attn", message, None, 0), arena)
+        ask, _, _ = sent(Request(1, "flash_attn", message, None, 0), arena)
         assert ask.message.q is ask.message.k
         (one, other, again), _, _ = sent(([x], x, view), arena)
         assert one[0] is other
@@ -90,7 +90,7 @@ def test_nested_arrays_keep_their_places() -> None:
     caches = [np.full((2, 8, 4), value, np.float32) for value in range(3)]
     q, lengths = np.full((3, 2, 4), 9, np.float32), np.array([1, 2, 3], np.int32)
     message = ga.BatchedDecode(q=q, k_caches=caches, v_caches=caches[::-1], seq_lens=lengths, sinks=np.zeros(2))
-    got = sent(Ask(1, "flash_attn", message, 0.5, 2), arena)[0].message
+    got = sent(Request(1, "flash_attn", message, 0.5, 2), arena)[0].message
     assert [cache[0, 0, 0] for cache in got.k_caches] == [0, 1, 2]
     assert [cache[0, 0, 0] for cache in got.v_caches] == [2, 1, 0]
     assert got.seq_lens.tolist() == [1, 2, 3]
@@ -108,11 +108,11 @@ def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where:
         "shared": lambda: requests.empty(size),
         "strided": lambda: np.zeros(2 * size, np.float32)[::2],
     }[where]()
-    ask = Ask(1, "flash_attn", ga.FlashForward(q, q, q, out=out), None, 0)
+    ask = Request(1, "flash_attn", ga.FlashForward(q, q, q, out=out), None, 0)
     packed = pack(ask, requests)
     there, arguments = unpack(packed.places, packed.body, requests, lambda _: None, ())
     there.message.out[...] = 3.0
-    answer = Answer(1, ga.AttentionOutput(there.message.out, there.message.q), None, Counts(1, 1, 0, 0), None)
+    answer = Response(1, ga.AttentionOutput(there.message.out, there.message.q), None, Counts(1, 1, 0, 0), None)
     back = pack(answer, answers, arguments)
     assert not back.blocks  # nothing is copied into the arena of the answers
     got, _ = unpack(back.places, back.body, answers, print, packed.arguments, True)
@@ -126,7 +126,7 @@ def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where:
 
 def test_a_result_is_copied_out_before_its_block_goes_back() -> None:
     arena = Arena(size=1 << 22)
-    packed = pack(Answer(1, np.full(10000, 4.0), None, None, None), arena)
+    packed = pack(Response(1, np.full(10000, 4.0), None, None, None), arena)
     seen: list[int] = []
     got, _ = unpack(packed.places, packed.body, arena, seen.append, (), True)
     arena.memory(packed.blocks[0], 80000)[...] = 0
@@ -180,11 +180,11 @@ class Channels:
 
     def ask(self, number: int, record: Any) -> None:
         self.program.post(number, self.program.pack(record, number))
-        self.worker.take_in()
+        self.worker.receive()
 
     def answer(self, record: Any) -> None:
         self.worker.post(1, self.worker.pack(record, 1))
-        self.program.take_in()
+        self.program.receive()
 
 
 @pytest.fixture
@@ -196,11 +196,11 @@ def channels() -> Iterator[Channels]:
 
 
 def test_an_answer_that_cannot_be_read_frees_its_blocks_and_those_of_its_request(channels: Channels) -> None:
-    channels.ask(1, Ask(1, "flash_attn", (np.ones(10000),), None, 0))
+    channels.ask(1, Request(1, "flash_attn", (np.ones(10000),), None, 0))
     channels.worker.forget(1)
     channels.asked.clear()
     gc.collect()
-    channels.answer(Answer(1, (np.ones(10000), Unknown()), None, None, None))
+    channels.answer(Response(1, (np.ones(10000), Unknown()), None, None, None))
     assert isinstance(channels.answered.pop(), Unreadable)
     assert channels.requests.used() == 0
     channels.ask(2, Ping())
@@ -217,11 +217,11 @@ class Refusing:
 
 
 def test_the_error_of_a_request_that_cannot_be_read_holds_no_block(channels: Channels) -> None:
-    channels.ask(1, Ask(1, "flash_attn", (np.ones(10000), Refusing()), None, 0))
+    channels.ask(1, Request(1, "flash_attn", (np.ones(10000), Refusing()), None, 0))
     error = channels.asked[0].error
     assert isinstance(error, ga.InvalidRequest)
     gc.collect()
-    channels.answer(Answer(1, None, error, None, None))
+    channels.answer(Response(1, None, error, None, None))
     assert channels.requests.used() == 0
 
 
@@ -288,11 +288,11 @@ def test_errors_and_plain_messages_cross_whole() -> None:
     errors: list[Any] = [ga.Overloaded("full", 2.5), ga.Unsupported("q", 3, "no", nearest=4), failed, ValueError("x")]
     errors.append(ga.InvalidRequest("f", object(), "no"))
     for error in errors:
-        got = sent(Answer(1, None, error, None, None), arena)[0].error
+        got = sent(Response(1, None, error, None, None), arena)[0].error
         assert type(got) is type(error)
         assert vars(got).keys() == vars(error).keys()
         assert str(got).split(" at 0x")[0] == str(error).split(" at 0x")[0]
-    assert str(sent(Answer(1, None, failed, None, None), arena)[0].error.__cause__) == "deep"
+    assert str(sent(Response(1, None, failed, None, None), arena)[0].error.__cause__) == "deep"
     rope = ga.Rope(dim=16)
     for plain in (rope, ga.KvSequence(1, 2, 3), ga.Mask.causal(), ga.AttentionParams(1, 2, 3, 4, 2, 16)):
         assert sent((plain,), arena)[0] == (plain,)
@@ -314,7 +314,7 @@ def test_a_plain_request_is_marshalled_whole() -> None:
     arena = Arena(size=1 << 22)
     small, large = np.arange(8.0), np.arange(65536.0)
     message = ga.FlashForward(small, large, small, window_size=(3, -1), softmax_scale=0.125, causal=True)
-    got, (packed, arguments), _ = sent(Ask(7, "flash_attn", message, None, 2), arena)
+    got, (packed, arguments), _ = sent(Request(7, "flash_attn", message, None, 2), arena)
     assert packed.body == b""
     assert (got.number, got.actor, got.left, got.priority) == (7, "flash_attn", None, 2)
     assert len(arguments) == 3
@@ -323,28 +323,28 @@ def test_a_plain_request_is_marshalled_whole() -> None:
         assert np.array_equal(there, here)
     assert got.message.q is got.message.v
     three = ga.FlashForward(large, large + 1, large + 2)
-    assert len(pack(Ask(8, "flash_attn", three, None, 0), arena).blocks) == 1
-    assert sent(Ask(7, "", message, 1.5, 0), arena)[0].left == 1.5
+    assert len(pack(Request(8, "flash_attn", three, None, 0), arena).blocks) == 1
+    assert sent(Request(7, "", message, 1.5, 0), arena)[0].left == 1.5
     returned: list[int] = []
-    packed = pack(Ask(7, "", message, 1.5, 0), arena, (), [4096, 8192])
-    unpack(packed.places, packed.body, arena, int, (), came_back=returned.extend)
+    packed = pack(Request(7, "", message, 1.5, 0), arena, (), [4096, 8192])
+    unpack(packed.places, packed.body, arena, int, (), on_returned=returned.extend)
     assert returned == [4096, 8192]
 
 
 def test_a_plain_answer_is_marshalled_whole() -> None:
     arena = Arena(size=1 << 22)
     out = ga.AttentionOutput(np.arange(6.0), None, *(None,) * (len(ga.AttentionOutput._fields) - 2))
-    got, (packed, _), _ = sent(Answer(9, out, None, Counts(1, 2, 3, 4), None), arena)
+    got, (packed, _), _ = sent(Response(9, out, None, Counts(1, 2, 3, 4), None), arena)
     assert packed.body == b""
     assert (got.number, got.error, got.counts, got.health) == (9, None, Counts(1, 2, 3, 4), None)
     assert type(got.counts) is Counts
     assert type(got.value) is ga.AttentionOutput
     assert got.value.out.tolist() == out.out.tolist()
     for value in (None, 3, 2.5, True, "text", b"bytes"):
-        got, (packed, _), _ = sent(Answer(9, value, None, None, None), arena)
+        got, (packed, _), _ = sent(Response(9, value, None, None, None), arena)
         assert (packed.body, got.value, type(got.value), got.counts) == (b"", value, type(value), None)
     lost = ga.WorkerLost("it ended", 3, "worker-2", "no")
-    got, (packed, _), _ = sent(Answer(9, None, lost, None, None), arena)
+    got, (packed, _), _ = sent(Response(9, None, lost, None, None), arena)
     assert (packed.body, type(got.error), vars(got.error), str(got.error)) == (
         b"",
         ga.WorkerLost,
@@ -364,26 +364,26 @@ def test_what_marshal_cannot_take_is_pickled() -> None:
     with ga.open_context("mock") as ctx:
         health = ctx.health()
     for record in (
-        Ask(1, "flash_attn", message, np.float64(2.5), 0),
-        Ask(1, "flash_attn", message, None, Urgent.SOON),
-        Ask(1, "flash_attn", ga.FlashForward(x, x, x, softmax_scale=np.float32(0.5)), None, 0),
-        Ask(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0),
-        Ask(1, "kv_cache", (sequence, x), None, 0),
-        Answer(1, sequence, None, None, None),
-        Answer(1, None, caused, None, None),
-        Answer(1, None, Elsewhere("of another module"), None, None),
-        Answer(1, None, ValueError("not ours"), None, None),
-        Answer(1, None, None, None, health),
+        Request(1, "flash_attn", message, np.float64(2.5), 0),
+        Request(1, "flash_attn", message, None, Urgent.SOON),
+        Request(1, "flash_attn", ga.FlashForward(x, x, x, softmax_scale=np.float32(0.5)), None, 0),
+        Request(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0),
+        Request(1, "kv_cache", (sequence, x), None, 0),
+        Response(1, sequence, None, None, None),
+        Response(1, None, caused, None, None),
+        Response(1, None, Elsewhere("of another module"), None, None),
+        Response(1, None, ValueError("not ours"), None, None),
+        Response(1, None, None, None, health),
     ):
         got, (packed, _), _ = sent(record, arena)
         assert packed.body
         assert type(got) is type(record)
         for there, here in zip(got, record, strict=True):
             assert type(there) is type(here)
-    got, (packed, _), _ = sent(Ask(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0), arena)
+    got, (packed, _), _ = sent(Request(1, "flash_attn", ga.FlashForward(x, objects, x), None, 0), arena)
     assert not any(argument.array.dtype.hasobject for argument in packed.arguments)  # addresses mean nothing there
     assert got.message.k.tolist() == objects.tolist()
-    assert sent(Answer(1, None, caused, None, None), arena)[0].error.__cause__.args == ("deep",)
+    assert sent(Response(1, None, caused, None, None), arena)[0].error.__cause__.args == ("deep",)
 
 
 def test_blocks_are_taken_given_and_joined_again() -> None:

@@ -20,7 +20,7 @@ import gpu_actors as ga
 from gpu_actors.isolation import pipe
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.child import ReadingPipe
-from gpu_actors.isolation.pipe import Pace, PipeChannel, Substitute
+from gpu_actors.isolation.pipe import AdaptiveSpin, PipeChannel, Substitute
 
 
 class Ends:
@@ -135,7 +135,7 @@ def test_a_record_that_is_not_for_it_goes_to_the_thread_that_serves_and_keeps_it
 def test_while_the_thread_that_serves_has_records_left_no_other_reads() -> None:
     with serving() as ends:
         substitute, _ = ends.substitute()
-        ends.channel._left.append((7, "left"))
+        ends.channel._deferred.append((7, "left"))
         assert not substitute.read()
         ends.channel.wake()
         eventually(lambda: ends.got == [("left", ends.thread.ident)])
@@ -209,51 +209,51 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return have
 
 
-def paced(pace: Pace, asleep: float, awake: float, turns: int) -> int:
+def paced(spin: AdaptiveSpin, asleep: float, awake: float, turns: int) -> int:
     """Let so many requests come, after that time asleep and awake. Gives how many were waited for awake."""
     stayed = 0
     for _ in range(turns):
-        stayed += pace.awake
-        pace.came(awake if pace.awake else asleep)
+        stayed += spin.spinning
+        spin.record(awake if spin.spinning else asleep)
     return stayed
 
 
 def test_requests_that_come_sooner_awake_are_waited_for_awake(cpus: Callable[[int], None]) -> None:
-    pace = Pace()
-    assert paced(pace, 120e-6, 90e-6, Pace.TRIED) == Pace.TRIED // 2, "both are tried in turn"
-    assert paced(pace, 120e-6, 90e-6, Pace.KEPT) == Pace.KEPT
-    assert paced(pace, 120e-6, 90e-6, Pace.TRIED) == Pace.TRIED // 2, "and again"
+    spin = AdaptiveSpin()
+    assert paced(spin, 120e-6, 90e-6, AdaptiveSpin.TRIALS) == AdaptiveSpin.TRIALS // 2, "both are tried in turn"
+    assert paced(spin, 120e-6, 90e-6, AdaptiveSpin.PERIOD) == AdaptiveSpin.PERIOD
+    assert paced(spin, 120e-6, 90e-6, AdaptiveSpin.TRIALS) == AdaptiveSpin.TRIALS // 2, "and again"
 
 
 @pytest.mark.parametrize("awake", [111e-6, 120e-6, 240e-6])
 def test_where_they_do_not_its_thread_sleeps(cpus: Callable[[int], None], awake: float) -> None:
-    pace = Pace()
-    paced(pace, 120e-6, awake, Pace.TRIED)
-    assert paced(pace, 120e-6, awake, Pace.KEPT) == 0
+    spin = AdaptiveSpin()
+    paced(spin, 120e-6, awake, AdaptiveSpin.TRIALS)
+    assert paced(spin, 120e-6, awake, AdaptiveSpin.PERIOD) == 0
 
 
 def test_a_judgement_holds_until_the_next_trial(cpus: Callable[[int], None]) -> None:
-    pace = Pace()
-    paced(pace, 120e-6, 90e-6, Pace.TRIED + Pace.KEPT)
-    paced(pace, 90e-6, 120e-6, Pace.TRIED)
-    assert paced(pace, 120e-6, 90e-6, Pace.KEPT) == 0
+    spin = AdaptiveSpin()
+    paced(spin, 120e-6, 90e-6, AdaptiveSpin.TRIALS + AdaptiveSpin.PERIOD)
+    paced(spin, 90e-6, 120e-6, AdaptiveSpin.TRIALS)
+    assert paced(spin, 120e-6, 90e-6, AdaptiveSpin.PERIOD) == 0
 
 
 def test_after_a_late_request_its_thread_sleeps(cpus: Callable[[int], None]) -> None:
-    pace = Pace()
-    paced(pace, 120e-6, 90e-6, Pace.TRIED + 10)
-    assert pace.awake
-    pace.came(Pace.AWAKE)
-    assert not pace.awake
-    assert paced(pace, 1e-3, 1e-3, 1000) == 0
-    pace.came(120e-6)
-    paced(pace, 120e-6, 90e-6, 2 * (Pace.TRIED + Pace.KEPT))
-    assert paced(pace, 120e-6, 90e-6, 100) > 40
+    spin = AdaptiveSpin()
+    paced(spin, 120e-6, 90e-6, AdaptiveSpin.TRIALS + 10)
+    assert spin.spinning
+    spin.record(AdaptiveSpin.SPIN_SECONDS)
+    assert not spin.spinning
+    assert paced(spin, 1e-3, 1e-3, 1000) == 0
+    spin.record(120e-6)
+    paced(spin, 120e-6, 90e-6, 2 * (AdaptiveSpin.TRIALS + AdaptiveSpin.PERIOD))
+    assert paced(spin, 120e-6, 90e-6, 100) > 40
 
 
 def test_on_the_only_cpu_its_thread_sleeps(cpus: Callable[[int], None]) -> None:
     cpus(1)
-    assert paced(Pace(), 120e-6, 90e-6, 1000) == 0
+    assert paced(AdaptiveSpin(), 120e-6, 90e-6, 1000) == 0
 
 
 class FakePoll:
@@ -283,7 +283,7 @@ def test_it_looks_awake_for_a_while_and_then_sleeps(
     with here, there:
         substitute = Substitute(SimpleNamespace(), here, there.fileno())  # type: ignore[arg-type]
     came: list[float] = []
-    substitute._pace = SimpleNamespace(awake=awake, came=came.append)  # type: ignore[assignment]
+    substitute._spin = SimpleNamespace(spinning=awake, record=came.append)  # type: ignore[assignment]
     substitute._poll = poll = FakePoll(after)  # type: ignore[assignment]
     assert substitute._wait() == [1]
     assert (poll.looks, poll.slept) == (pytest.approx(looks, abs=2), slept)

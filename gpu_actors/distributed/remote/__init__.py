@@ -2,11 +2,11 @@
 
 async with open_remote("mock") as ctx:  # in a child process
     reply = await ctx.flash_attn.forward(q, k, v)
-    found = await ctx.run(step, cache, seq)  # step(context, cache, seq), beside the cache
+    result = await ctx.run(step, cache, seq)  # step(context, cache, seq), beside the cache
 
 context: `RemoteContext`, the program's side. direct: a worker in a thread of this process. faulty: the same over a
 channel that reorders, doubles, delays and drops, for tests. What all of them share is in `gpu_actors.isolation`: the
-records, their order (`Link`), the requests without an answer (`Relay`), and the worker.
+records, their order (`Link`), the requests without an answer (`RpcClient`), and the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from gpu_actors.distributed.remote.faulty import Faults, Faulty
 from gpu_actors.errors import WorkerLost
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.launcher import Connection, Order, Workplace
+from gpu_actors.isolation.launcher import Connection
+from gpu_actors.isolation.launcher import Launcher as Workplace
+from gpu_actors.isolation.launcher import WorkerSpec as Order
 from gpu_actors.isolation.processes import ChildProcess
 
 __all__ = [

@@ -15,9 +15,9 @@ from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.isolation.cells import RemoteChildren
 from gpu_actors.isolation.context import IsolatedContext, start_isolated
 from gpu_actors.isolation.generations import Generations
-from gpu_actors.isolation.launcher import Workplace
+from gpu_actors.isolation.launcher import Launcher
 from gpu_actors.isolation.processes import ChildProcess
-from gpu_actors.isolation.rpc_client import RelayMailbox
+from gpu_actors.isolation.rpc_client import RemoteMailbox
 from gpu_actors.isolation.side_tasks import CacheRef
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
@@ -46,7 +46,7 @@ class RemoteContext(IsolatedContext):
         super().__init__(children, generations)
         self.name: str = name
         capacity = children.options.mailbox_capacity
-        self._runs: RelayMailbox = RelayMailbox("", capacity, capacity, generations.relay)
+        self._runs: RemoteMailbox = RemoteMailbox("", capacity, capacity, generations.client)
 
     def __repr__(self) -> str:
         return f"<RemoteContext {self.name!r} on {self.info.name}, generation {self.generation}, {self.health().state}>"
@@ -78,7 +78,7 @@ class RemoteContext(IsolatedContext):
             limit = self._children.default_timeout
             if timeout is not None:
                 limit = real("timeout", timeout, "a finite number of seconds, or None")
-            call.message = "run", function, tuple(self._crossing(argument) for argument in arguments)
+            call.message = "run", function, tuple(self._serializable(argument) for argument in arguments)
         except InvalidRequest as error:
             self._runs.refuse(call, error)
             return Reply(call)
@@ -98,7 +98,7 @@ class RemoteContext(IsolatedContext):
         stayed_behind = str(self._children.failure)
         self._runs.after_fork(lambda: ActorStopped(stayed_behind))
 
-    def _crossing(self, argument: Any) -> Any:
+    def _serializable(self, argument: Any) -> Any:
         if not isinstance(argument, KvCache):
             return argument
         reason = "must be a cache of this context, and entered"
@@ -148,11 +148,11 @@ class open_remote(open_context):
         device: str = "auto",
         options: ContextOptions | None = None,
         *,
-        workplace: Workplace | None = None,
+        workplace: Launcher | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(device, options, isolation="process")
-        self._workplace: Workplace = ChildProcess() if workplace is None else workplace
+        self._launcher: Launcher = ChildProcess() if workplace is None else workplace
         self._name = f"worker {next(_WORKERS)}" if name is None else name
 
     async def __aenter__(self) -> RemoteContext:
@@ -170,5 +170,5 @@ class open_remote(open_context):
         def make_lost(message: str, generation: int, sent: bool) -> WorkerLost:
             return WorkerLost(f"{name}: {message}", generation, name, "unknown" if sent else "no")
 
-        children, generations, self._obstacle = start_isolated(self._device, self._options, self._workplace, make_lost)
+        children, generations, self._obstacle = start_isolated(self._device, self._options, self._launcher, make_lost)
         return registered(RemoteContext(children, generations, name))

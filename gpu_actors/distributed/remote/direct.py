@@ -1,4 +1,4 @@
-"""InProcess: the workplace whose generations are threads of this process."""
+"""InProcess: the launcher whose generations are threads of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.launcher import Order, Received
+from gpu_actors.isolation.launcher import Received, WorkerSpec
 
 __all__ = ["DirectChannel", "InProcess", "Inbox"]
 
@@ -56,7 +56,7 @@ class InProcess:
     noun: str = "worker"
     patience: float = 5.0
 
-    def start(self, order: Order, received: Received) -> ThreadConnection:
+    def start(self, order: WorkerSpec, received: Received) -> ThreadConnection:
         return ThreadConnection(order, received, DirectChannel)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
@@ -74,15 +74,15 @@ class ThreadConnection:
 
     pid: int | None = None
 
-    def __init__(self, order: Order, received: Received, make_channel: Callable[[Inbox], Any]) -> None:
+    def __init__(self, order: WorkerSpec, received: Received, make_channel: Callable[[Inbox], Any]) -> None:
         self.name: str = "its worker"
         self._received = received
-        self._here: Inbox = queue.SimpleQueue()
-        self._there: Inbox = queue.SimpleQueue()
-        self.channel: Channel = make_channel(self._there)
-        self._back: Any = make_channel(self._here)
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._worker_inbox: Inbox = queue.SimpleQueue()
+        self.channel: Channel = make_channel(self._worker_inbox)
+        self._worker_channel: Any = make_channel(self._inbox)
         self._killed = False
-        self._worker = ContextWorker(self._back)
+        self._worker = ContextWorker(self._worker_channel)
         self._thread = threading.Thread(target=self._work, args=(order,), name="gpu-actors-worker", daemon=True)
         self._thread.start()
 
@@ -92,22 +92,22 @@ class ThreadConnection:
             if seconds < 0:
                 return
             try:
-                arrived = self._here.get(timeout=min(seconds, _LONGEST))
+                item = self._inbox.get(timeout=min(seconds, _LONGEST))
             except queue.Empty:
                 continue
-            if arrived is _END:
+            if item is _END:
                 return
-            if arrived is not None:
-                self._received(*arrived)
+            if item is not None:
+                self._received(*item)
 
     def wake(self) -> None:
-        self._here.put(None)
+        self._inbox.put(None)
 
     def kill(self) -> None:
         self._killed = True
         self._cut()
-        self._here.put(None)
-        self._there.put(_END)
+        self._inbox.put(None)
+        self._worker_inbox.put(_END)
 
     def bury(self, kill: bool) -> None:
         if kill:
@@ -119,19 +119,19 @@ class ThreadConnection:
         """The threads stayed behind, and nothing else is open."""
 
     def _cut(self) -> None:
-        self.channel.cut = self._back.cut = True  # type: ignore[attr-defined]
+        self.channel.cut = self._worker_channel.cut = True  # type: ignore[attr-defined]
 
-    def _work(self, order: Order) -> None:
+    def _work(self, spec: WorkerSpec) -> None:
         worker = self._worker
         try:
-            worker.open(order)
+            worker.open(spec)
             while not worker.ended:
-                arrived = self._there.get()
-                if arrived is _END:
+                item = self._worker_inbox.get()
+                if item is _END:
                     break
-                worker.received(*arrived)
+                worker.received(*item)
         finally:
-            self._here.put(_END)
+            self._inbox.put(_END)
             worker.close()
 
 

@@ -1,4 +1,4 @@
-"""Faulty: a workplace in this process whose channels reorder, double, delay and drop records. For tests."""
+"""Faulty: a launcher in this process whose channels reorder, double, delay and drop records. For tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.distributed.remote.direct import DirectChannel, Inbox, InProcess, ThreadConnection
-from gpu_actors.isolation.launcher import Order, Received
+from gpu_actors.isolation.launcher import Received, WorkerSpec
 
 __all__ = ["Faults", "Faulty"]
 
@@ -42,7 +42,7 @@ class Faulty(InProcess):
         self._dice = random.Random(self.faults.seed)
         self._lock = threading.RLock()
 
-    def start(self, order: Order, received: Received) -> ThreadConnection:
+    def start(self, order: WorkerSpec, received: Received) -> ThreadConnection:
         return ThreadConnection(order, received, lambda inbox: _FaultyChannel(self, inbox))
 
     def throw(self) -> list[float]:
@@ -58,9 +58,9 @@ class Faulty(InProcess):
 
 
 class _FaultyChannel(DirectChannel):
-    def __init__(self, workplace: Faulty, inbox: Inbox) -> None:
+    def __init__(self, faulty: Faulty, inbox: Inbox) -> None:
         super().__init__(inbox)
-        self._workplace = workplace
+        self._faulty = faulty
         self._flying: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition(threading.RLock())
@@ -70,7 +70,7 @@ class _FaultyChannel(DirectChannel):
     def post(self, sequence: int, parcel: Any) -> None:
         now = time.monotonic()
         with self._changed:
-            for delay in self._workplace.throw():
+            for delay in self._faulty.throw():
                 heapq.heappush(self._flying, (now + delay, next(self._numbers), (sequence, parcel)))
             self._changed.notify()
 
@@ -89,6 +89,6 @@ class _FaultyChannel(DirectChannel):
                     self._changed.wait(due)
                     continue
                 _, _, (sequence, parcel) = heapq.heappop(self._flying)
-                self._workplace.overtaken += sequence < self._newest
+                self._faulty.overtaken += sequence < self._newest
                 self._newest = max(self._newest, sequence)
             super().post(sequence, parcel)

@@ -19,7 +19,7 @@ import ray.cloudpickle
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.packing import Argument, pack, unpack
 from gpu_actors.isolation.pipe import Unreadable
-from gpu_actors.isolation.records import Ask
+from gpu_actors.isolation.records import Request
 
 __all__ = ["BATCH", "Crate", "Parcel", "Parcels", "RayChannel", "fill", "first_line"]
 
@@ -90,9 +90,9 @@ class Parcels:
         """Raises `InvalidRequest` for what cannot cross."""
         known = () if self._asks else self._requests.pop(about, ())
         crate = Crate()
-        packed = pack(_by_value(record) if type(record) is Ask else record, crate, known)
+        packed = pack(_by_value(record) if type(record) is Request else record, crate, known)
         if self._asks and packed.arguments:
-            self._requests[about] = [argument._replace(sent=None) for argument in packed.arguments]
+            self._requests[about] = [argument._replace(copy=None) for argument in packed.arguments]
         return Parcel(0, about, packed.places, packed.body, tuple(crate.blocks))
 
     def unpack(self, parcel: Parcel) -> Any:
@@ -186,14 +186,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _by_value(ask: Ask) -> Ask:
+def _by_value(request: Request) -> Request:
     """Functions that a worker cannot import travel by value, as Ray sends its own."""
-    if ask.actor or ask.message[0] != "run":
-        return ask
-    name, function, arguments = ask.message
+    if request.actor or request.message[0] != "run":
+        return request
+    name, function, arguments = request.message
     if not _is_importable(function):
         function = _ByValue(ray.cloudpickle.dumps(function))
-    return ask._replace(message=(name, function, arguments))
+    return request._replace(message=(name, function, arguments))
 
 
 def _is_importable(function: Any) -> bool:

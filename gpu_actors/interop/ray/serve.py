@@ -30,7 +30,7 @@ from gpu_actors.errors import (
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.ray.channel import first_line
 from gpu_actors.isolation.serialization import sendable_error
-from gpu_actors.isolation.side_tasks import Beside
+from gpu_actors.isolation.side_tasks import SideTasks
 from gpu_actors.options import ContextOptions
 
 __all__ = ["ContextDeployment", "Outcome", "as_value", "ask"]
@@ -88,7 +88,7 @@ class ContextDeployment:
         self._entered = contextlib.ExitStack()
         self._drain_timeout = drain_timeout
         self.context: GpuContext = self.enter(open_context(device, options, isolation=isolation))
-        self._beside = Beside(self.context)
+        self._side_tasks = SideTasks(self.context)
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
         """Enter what the replica needs, such as ``self.context.kv_cache(...)``, from ``__init__``. It is left when the
@@ -116,11 +116,11 @@ class ContextDeployment:
 
     @as_value
     async def _ran(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._beside.run(function, arguments, _dropped))
+        return await asyncio.wrap_future(self._side_tasks.run(function, arguments, _dropped))
 
     def _end(self, entered: contextlib.ExitStack) -> None:
-        if hasattr(self, "_beside"):
-            self._beside.close()
+        if hasattr(self, "_side_tasks"):
+            self._side_tasks.close()
         with contextlib.suppress(GpuActorsError):
             self.context.drain(self._drain_timeout).result()
         entered.close()

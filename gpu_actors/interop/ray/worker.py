@@ -14,7 +14,7 @@ import ray
 
 from gpu_actors.interop.ray.channel import Parcel, Parcels, fill
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.launcher import Order
+from gpu_actors.isolation.launcher import WorkerSpec
 
 __all__ = ["Place", "RayWorker"]
 
@@ -38,7 +38,7 @@ class RayWorker:
     def __init__(self, order: tuple[Any, ...]) -> None:
         self._arrived: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         self._answers = _Answers()
-        self._order = Order(*order)
+        self._order = WorkerSpec(*order)
         threading.Thread(target=self._work, name="gpu-actors-worker", daemon=True).start()
 
     async def place(self) -> Place:

@@ -20,7 +20,7 @@ from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
 from gpu_actors.interop.ray.worker import Place, RayWorker
 from gpu_actors.isolation.arena import Host
-from gpu_actors.isolation.launcher import Order, Received
+from gpu_actors.isolation.launcher import Received, WorkerSpec
 from gpu_actors.options import ContextOptions
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]
@@ -112,7 +112,7 @@ class RayActor:
         expect(0 < self.start_timeout <= _LONGEST_START, "start_timeout", start_timeout, "must be in (0, 300] s")
         self._options = actor_options if callable(actor_options) else lambda: actor_options or {}
 
-    def start(self, order: Order, received: Received) -> _Connection:
+    def start(self, order: WorkerSpec, received: Received) -> _Connection:
         check_connected()
         return _Connection(self, order, received, dict(self._options()))
 
@@ -130,7 +130,7 @@ class RayActor:
 class _Connection:
     """One actor. What its calls give arrives in one inbox."""
 
-    def __init__(self, workplace: RayActor, order: Order, received: Received, options: dict[str, Any]) -> None:
+    def __init__(self, workplace: RayActor, order: WorkerSpec, received: Received, options: dict[str, Any]) -> None:
         self.pid: int | None = None
         self.name: str = "its Ray actor"
         self._workplace = workplace

@@ -82,7 +82,7 @@ class _Steps:
             for function in list(vars(module).values()):
                 if inspect.isfunction(function) and function.__module__ == module.__name__:
                     _replace(function, self._noting(function, function.__name__))
-        asked, done, post = Worker._asked, Worker._done, PipeChannel.post
+        asked, done, post = Worker._on_request, Worker._on_call_done, PipeChannel.post
 
         def noting_asked(worker: Worker, ask: Any) -> None:
             if ask.actor == "kv_cache":
@@ -115,8 +115,8 @@ class _Steps:
             if self.reached("answer sent"):
                 self.do_harm()
 
-        Worker._asked = noting_asked  # type: ignore[method-assign]
-        Worker._done = noting_done  # type: ignore[method-assign]
+        Worker._on_request = noting_asked  # type: ignore[method-assign]
+        Worker._on_call_done = noting_done  # type: ignore[method-assign]
         PipeChannel.post = noting_post  # type: ignore[method-assign]
 
     def _noting(self, function: FunctionType, name: str) -> Any:

@@ -94,7 +94,7 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
     elif step == "asked":
         _before_asked(lambda *_: harm())
     elif step == "answered":
-        _before(Worker, "_done", lambda self, number, cell, call: cell.name == "flash_attn" and harm())
+        _before(Worker, "_on_call_done", lambda self, number, cell, call: cell.name == "flash_attn" and harm())
     elif step == "packed":
 
         def post(channel: PipeChannel, sequence: int, parcel: Any) -> None:
@@ -122,7 +122,7 @@ def _trap(step: str, harm: Callable[[], object]) -> None:
 def _before_asked(first: Callable[..., object]) -> None:
     from inside.isolation import Worker
 
-    _before(Worker, "_asked", first)
+    _before(Worker, "_on_request", first)
 
 
 def _before(owner: type, name: str, first: Callable[..., object]) -> None:
