@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from gpu_actors.clock import SYSTEM_CLOCK
@@ -42,7 +43,7 @@ class RemoteCell(Cell):
 
     def open_stream(self) -> Any:
         """Stands for the actor's stream: gives the statistics of its recordings."""
-        return _RecordingStats(functools.partial(self._client.query, "recording_stats", self.name))
+        return SimpleNamespace(recording_stats=functools.partial(self._client.query, "recording_stats", self.name))
 
     def update(self, state: str, restarts: int) -> None:
         """The actor's state in its process has arrived."""
@@ -112,11 +113,6 @@ class _RemoteDevice:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.builds_kernels = False
-
-
-class _RecordingStats:
-    def __init__(self, query: Callable[[], Any]) -> None:
-        self.recording_stats = query
 
 
 def _ignore(*_: object) -> None:

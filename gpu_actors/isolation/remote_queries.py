@@ -1,12 +1,14 @@
-"""Questions that a handle answers by looking, without a request: asked of the context's process, and answered there.
+"""Queries: what handles read of an actor without a request to it. They go to the context's process by their names.
 
-The asker's thread waits for the answer, which takes a tenth of a millisecond, and `QUERY_TIMEOUT` at most.
+The calling thread waits for the answer, about a tenth of a millisecond, and at most `QUERY_TIMEOUT`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from gpu_actors.errors import ActorStopped, ContextLost, DeadlineExceeded, Overloaded, Unsupported
 from gpu_actors.kv.requests import KvSequence
@@ -16,74 +18,29 @@ __all__ = ["QUERIES", "QUERY_TIMEOUT", "RemoteState"]
 QUERY_TIMEOUT = 1.0
 """Seconds."""
 
-
-class Query(Protocol):
-    def __call__(self, name: str, *arguments: Any) -> Any: ...
-
-
-# In the context's process
-
-
-def _plan_cache_stats(cells: Any, actor: str) -> Any:
-    return cells[actor].handle.plan_cache_stats()
-
-
-def _inspect(cells: Any, actor: str, graph: Any) -> Any:
-    return cells[actor].handle.inspect_plan(graph)
-
-
-def _cubin_stats(cells: Any, actor: str) -> Any:
-    return cells[actor].handle.cache_stats()
-
-
-def _compile_seconds(cells: Any, actor: str) -> Any:
-    return cells[actor].shared.compile_seconds
-
-
-def _uses(cells: Any, actor: str) -> Any:
-    return cells[actor].shared.uses()
-
-
-def _caches(cells: Any, actor: str) -> Any:
-    return cells[actor].shared.look()
-
-
-def _recording_stats(cells: Any, actor: str) -> Any:
-    return cells[actor].handle.recording_stats()
-
-
-def _length(cells: Any, actor: str, cache: int, seq: KvSequence) -> int:
-    length: int = cells[actor].shared.find(cache).table(seq).length
-    return length
-
-
-def _cache_stats(cells: Any, actor: str, cache: int) -> Any:
-    return cells[actor].shared.find(cache).tables.stats()
-
-
 QUERIES: Mapping[str, Callable[..., Any]] = {
-    "plan_cache_stats": _plan_cache_stats,
-    "inspect": _inspect,
-    "cubin_stats": _cubin_stats,
-    "compile_seconds": _compile_seconds,
-    "uses": _uses,
-    "caches": _caches,
-    "recording_stats": _recording_stats,
-    "length": _length,
-    "cache_stats": _cache_stats,
+    "plan_cache_stats": lambda cell: cell.handle.plan_cache_stats(),
+    "inspect": lambda cell, graph: cell.handle.inspect_plan(graph),
+    "cubin_stats": lambda cell: cell.handle.cache_stats(),
+    "compile_seconds": lambda cell: cell.shared.compile_seconds,
+    "uses": lambda cell: cell.shared.uses(),
+    "caches": lambda cell: cell.shared.look(),
+    "recording_stats": lambda cell: cell.handle.recording_stats(),
+    "length": lambda cell, cache, seq: cell.shared.find(cache).table(seq).length,
+    "cache_stats": lambda cell, cache: cell.shared.find(cache).tables.stats(),
 }
-
-
-# In the program's process
+"""What the context's process reads of the actor's cell, with the arguments of the query."""
 
 
 class RemoteState:
-    """What stands for the state that an actor's incarnations share (``cell.shared``), which lies in another process.
+    """Stands for the state that an actor's incarnations share (``cell.shared``), which lies in another process.
 
-    It has what the handles of this package look for there.
+    It has what the handles of this package read there.
+
+    query: sends a query, by its name and arguments, and gives the answer.
     """
 
-    def __init__(self, actor: str, query: Query) -> None:
+    def __init__(self, actor: str, query: Callable[..., Any]) -> None:
         self._actor = actor
         self._query = query
         self._last: dict[str, Any] = {}
@@ -101,61 +58,41 @@ class RemoteState:
         return self._query("inspect", self._actor, graph)
 
     @property
-    def plans(self) -> _Stats:
-        return _Stats(self._query, "plan_cache_stats", self._actor)
+    def plans(self) -> Any:
+        return self._stats("plan_cache_stats")
 
     @property
-    def cache(self) -> _Stats:
-        return _Stats(self._query_or_last, "cubin_stats")
+    def cache(self) -> Any:
+        return SimpleNamespace(stats=functools.partial(self._query_or_last, "cubin_stats"))
 
     @property
     def compile_seconds(self) -> Any:
         return self._query_or_last("compile_seconds")
 
     def uses(self) -> Any:
-        """The kernels that requests have asked for."""
+        """The kernels that requests have used."""
         return self._query("uses", self._actor)
 
     def look(self) -> Any:
         """The caches that are open."""
         return self._query("caches", self._actor)
 
+    def find(self, number: int) -> Any:
+        """A cache."""
+
+        def table(seq: KvSequence) -> Any:
+            return SimpleNamespace(length=self._query("length", self._actor, number, seq))
+
+        return SimpleNamespace(table=table, tables=self._stats("cache_stats", number))
+
+    def _stats(self, name: str, *arguments: Any) -> Any:
+        return SimpleNamespace(stats=functools.partial(self._query, name, self._actor, *arguments))
+
     def _query_or_last(self, name: str) -> Any:
-        """What metrics show: while no process answers, what the last one said."""
+        """For metrics: the last answer while no process answers."""
         try:
             self._last[name] = self._query(name, self._actor)
         except (ActorStopped, ContextLost, DeadlineExceeded, Overloaded):
             if name not in self._last:
                 raise
         return self._last[name]
-
-    def find(self, number: int) -> _Cache:
-        return _Cache(self._query, self._actor, number)
-
-
-class _Stats:
-    def __init__(self, query: Query, *question: Any) -> None:
-        self._query = query
-        self._question = question
-
-    def stats(self) -> Any:
-        return self._query(*self._question)
-
-
-class _Table:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-
-class _Cache:
-    def __init__(self, query: Query, actor: str, number: int) -> None:
-        self._query = query
-        self._actor = actor
-        self._number = number
-
-    def table(self, seq: KvSequence) -> _Table:
-        return _Table(self._query("length", self._actor, self._number, seq))
-
-    @property
-    def tables(self) -> _Stats:
-        return _Stats(self._query, "cache_stats", self._actor, self._number)

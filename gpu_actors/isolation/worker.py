@@ -136,7 +136,8 @@ class Worker:
         name, *arguments = message
         assert self._context is not None
         if name in QUERIES:
-            self._respond(number, None, QUERIES[name](self._cells, *arguments), None)
+            actor, *operands = arguments
+            self._respond(number, None, QUERIES[name](self._cells[actor], *operands), None)
             return
         if name == "run":
             assert self._side_tasks is not None
