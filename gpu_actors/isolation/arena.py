@@ -26,10 +26,10 @@ Host = np.ndarray[Any, Any]
 
 _PAGE = mmap.PAGESIZE
 
-# Bytes of free pages that are kept for the next blocks, which then find them mapped.
-_KEPT = 64 << 20
+# Bytes of free pages that stay mapped for the next blocks.
+_WARM_BYTES = 64 << 20
 
-# Where addresses are limited (ulimit -v), the part of them that an arena may take: a context has two.
+# The divisor of the address space (ulimit -v) that one arena may take. A context has two arenas.
 _SHARE = 8
 _LEAST = 1 << 20
 
@@ -37,9 +37,12 @@ _LEAST = 1 << 20
 class Arena:
     """Blocks of shared memory. One process takes and gives them; the other one maps the same descriptor.
 
-    fd: of a memfd, which the arena owns; None makes one. size: bytes, of a new one. Raises OSError where there is no
-    room for a new one.
     A block is free again once it has been given as often as it was taken and held.
+
+    fd: of a memfd, which the arena owns; None makes one.
+    size: bytes of a new memfd.
+
+    Raises OSError if there is no room for a new one.
     """
 
     shared: bool = True
@@ -132,22 +135,22 @@ class Arena:
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Host:
         """An array in a block of its own, which is given with the array."""
-        wanted = np.dtype(dtype)
+        element = np.dtype(dtype)
         extents = (shape,) if isinstance(shape, int) else tuple(shape)
         count = 1
         for extent in extents:
             count *= extent
-        start = self.take(count * wanted.itemsize)
-        memory = self.memory(start, max(count * wanted.itemsize, 1))
+        start = self.take(count * element.itemsize)
+        memory = self.memory(start, max(count * element.itemsize, 1))
         weakref.finalize(memory, self._dropped.append, start).atexit = False
-        return np.ndarray(extents, wanted, memory)
+        return np.ndarray(extents, element, memory)
 
     def _clear(self) -> None:
         while self._dropped:
             self.give(self._dropped.popleft())
 
     def _release(self, begin: int, end: int) -> None:
-        if self._warm.total + end - begin > _KEPT:
+        if self._warm.total + end - begin > _WARM_BYTES:
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
         else:
             self._warm.add(begin, end)
@@ -200,16 +203,16 @@ def _page_up(nbytes: int) -> int:
 def _new(size: int | None) -> tuple[int, mmap.mmap]:
     """A memfd and its mapping. size: in bytes; None: as large as may be."""
     least = _LEAST if size is None else size
-    wanted = _memory() if size is None else size
+    nbytes = _memory() if size is None else size
     fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)
     try:
         while True:
             try:
-                os.ftruncate(fd, _page_up(wanted))
-                return fd, mmap.mmap(fd, _page_up(wanted))
+                os.ftruncate(fd, _page_up(nbytes))
+                return fd, mmap.mmap(fd, _page_up(nbytes))
             except OSError:  # ulimit -f, or -v where the program has taken most of it
-                wanted //= 2
-                if wanted < least:
+                nbytes //= 2
+                if nbytes < least:
                     raise
     except BaseException:
         os.close(fd)

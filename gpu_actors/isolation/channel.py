@@ -40,8 +40,8 @@ class Channel(Protocol):
 class Link:
     """Numbers the records that it sends, and delivers received ones in the order in which they were sent, each once.
 
-    A channel of this package keeps order. Others may not, and a record that is missing must be noticed, because its
-    request would never be answered: `check` reports a gap that lasts.
+    The channels of this package keep order, but others may not. A missing record must be noticed, as its request would
+    never be answered: `check` reports a gap that lasts.
 
     receive: called with one record after the other.
     broken: called once, with a sentence, if a record is missing.

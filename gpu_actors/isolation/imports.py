@@ -1,8 +1,7 @@
-"""Imports: records name classes and functions, for which either side may import a module.
+"""Imports: records name classes and functions, so that either side may have to import a module.
 
-A module's body may itself open a context, send records and wait for their answers. So no thread waits for the import
-of such a module to read or write a record, and a context's process, which would run the body again, opens no context
-there.
+The body of such a module may itself open a context, send records and wait for responses. So no thread waits for its
+import to read or write a record, and a context's process, which runs the body again, opens no context there.
 """
 
 from __future__ import annotations

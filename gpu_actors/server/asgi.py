@@ -78,9 +78,13 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What an application's `lifespan` has opened. admission: as it was given, or None. board: what the page shows.
+    """What an application's `lifespan` has opened.
 
-    pool: where ``workers`` was asked for; ``context`` is that of its first worker then. traffic: what `Guard` counts.
+    context: of the application, or of the first worker of a pool.
+    admission: that of the lifespan, or None.
+    board: what the page shows.
+    pool: the workers, or None without ``workers``.
+    traffic: what `Guard` counts.
     """
 
     context: GpuContext
@@ -105,23 +109,24 @@ def lifespan(
 ) -> Lifespan:
     """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
 
-    Startup opens the context, waits for ``prepare`` and proves the device by a launch; then the application is ready.
-    Shutdown waits until what was accepted is answered, at most ``drain_timeout`` seconds, and closes the context. What
-    a startup raises ends it; what it had opened is closed.
+    Startup opens the context, waits for ``prepare`` and makes a launch; then the application is ready. Shutdown waits
+    until accepted requests are answered, at most ``drain_timeout`` seconds, and closes the context. An error during the
+    startup ends it and closes what it has opened.
 
-    device, options: as for `open_context`. prepare: a coroutine function that is given the context, to load a model and
-    to warm it up; the mapping that it returns is added to the state of every request, as ``request.state.model``. What
-    has to be closed it may open as an async context manager (``contextlib.asynccontextmanager``), which is left before
-    the context is.
-    admission: shown in /metrics, and found as ``service(request).admission``. probes: `Probes` with a port of their
-    own, which answer while the application starts, stops or is busy. Default: probes without a port, for `routes`.
-    leave_seconds: how long /readyz says "draining" after SIGTERM before the server is told (see `leave_slowly`).
-    workers: 0 for a context in this process; else so many child processes with a context each, in a `ContextPool`,
-        found as ``service(request).pool``. ``prepare`` is given the pool in place of a context. The application is
-        ready while one worker is; the page shows them all.
+    device, options: as for `open_context`.
+    prepare: a coroutine function that takes the context, to load a model and to warm it up. The mapping that it returns
+        is added to the state of every request, as ``request.state.model``. It may also be an async context manager
+        (``contextlib.asynccontextmanager``), which is left before the context is closed.
+    admission: shown in /metrics, and available as ``service(request).admission``.
+    probes: `Probes` with a port of their own, which answer while the application starts, stops or is busy. Default:
+        probes without a port, for `routes`.
+    leave_seconds: how long /readyz is "draining" after SIGTERM before the server gets the signal (see `leave_slowly`).
+    workers: 0 for a context in this process; else the number of child processes with a context each, in a
+        `ContextPool`, available as ``service(request).pool``. ``prepare`` takes the pool in place of a context. The
+        application is ready while one worker is; the page shows them all.
     shown: functions that give numbers by name, for the page. A thread calls them twice a second.
     timed: functions that give histograms of seconds, such as the time until a first token, by the names under which the
-        page shows them over time. Called as ``shown`` is; None while there is nothing to tell.
+        page shows them over time. Called as ``shown`` is; None while there is no histogram.
 
     Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
@@ -132,7 +137,7 @@ def lifespan(
 
     @asynccontextmanager
     async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:
-        # The probes are entered first and left last: they answer while the context opens and drains.
+        # The probes are entered first and left last, since they answer while the context opens and drains.
         answering = probes if probes is not None else Probes()
         async with answering, AsyncExitStack() as stack:
             pool: ContextPool | None = None
@@ -248,7 +253,7 @@ def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _without_context(name: str) -> Answer:
-    # Probes that were never entered and watch nothing say so themselves, but for the loop that gives them no beat.
+    # Not by probes that were never entered: they get no beat of the loop, so they would count as stalled.
     if name == "livez":
         return Answer(200, b'{"alive": true, "reason": ""}')
     return Answer(503, b'{"ready": false, "state": "starting", "reason": "%s"}' % _NOT_OPEN.encode())
@@ -257,8 +262,10 @@ def _without_context(name: str) -> Answer:
 def error_response(error: BaseException, *, instance: str | None = None) -> Response:
     """The response for an error of this package: its status, Retry-After and problem+json (RFC 9457).
 
-    For handlers and exception handlers of your own; `Guard` answers what they leave. An error that is not this
-    package's is a 500 that says nothing of it. instance: a URI of this occurrence, as the request's path.
+    For handlers and exception handlers of your own; `Guard` answers the errors that they do not. An error that is not
+    this package's is a 500 without details.
+
+    instance: a URI of this occurrence, such as the request's path.
     """
     answer = problem(error)
     body = answer.body(**({} if instance is None else {"instance": instance}))
@@ -315,6 +322,6 @@ def _exchange(request: HTTPConnection) -> Exchange | None:
 def _find_service(request: HTTPConnection) -> Service | None:
     running = getattr(getattr(request.scope.get("app"), "state", None), STATE, None)
     if running is None:
-        # An application that is mounted in another lives in that one's lifespan, whose state the scope holds.
+        # A mounted application has no lifespan of its own. The scope holds the state of the outer one.
         running = (request.scope.get("state") or {}).get(STATE)
     return running if isinstance(running, Service) else None

@@ -1,4 +1,4 @@
-"""RemoteContext: a `GpuContext` that a worker has, with functions that run beside it."""
+"""RemoteContext: a `GpuContext` in a worker, with functions that run beside it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORKERS = itertools.count(1)
 
 
 class RemoteContext(IsolatedContext):
-    """A context of a worker's. Made by `open_remote`; safe to share between event loops and threads.
+    """A context in a worker. Made by `open_remote`; safe to share between event loops and threads.
 
     It has the handles, replies and errors of any context. Requests on one worker reach it in the order in which they
     are made, each once, whatever its channel does. A worker that ends is followed by the next generation, as its
@@ -62,7 +62,7 @@ class RemoteContext(IsolatedContext):
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Reply[Any]:
         """Call ``function(context, *arguments)`` in the worker, beside its context. The reply gives its result.
 
-        So a step of many requests costs one crossing. A coroutine function runs on a loop of the worker's, where it
+        So a step of many requests costs one round trip. A coroutine function runs on a loop of the worker's, where it
         may await replies; another runs in a thread, 32 of them at once, where it may call ``reply.result()``.
 
         function: of a module that the worker can import. arguments: whatever can be pickled, arrays in shared memory;
@@ -134,10 +134,10 @@ def _draining() -> ActorStopped:
 class open_remote(open_context):
     """Open a context that a worker has, in the ways of `open_context`: ``async with open_remote(...) as ctx``.
 
-    device: as for `open_context`, in the worker. options: those that can cross to it; ``restart`` is the policy for
-    workers that end.
-    workplace: where the worker runs; None is a child process. See `ChildProcess` and `InProcess`. One workplace serves
-    one context.
+    device: as for `open_context`, in the worker.
+    options: only those that can be sent to the worker. ``restart`` is the policy for workers that end.
+    workplace: starts the worker; None starts a child process. See `ChildProcess` and `InProcess`. Each context needs
+        one of its own.
     name: of the worker, in errors; None: "worker 1" and so on.
 
     Entering raises what `open_context` raises.

@@ -18,9 +18,11 @@ __all__ = ["Faults", "Faulty"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What a channel does to each record. double, drop: probabilities. delay: at most, in seconds.
+    """What a channel does to each record. Delays differ, so that records overtake each other.
 
-    Delays differ from record to record, so that records overtake each other. seed: of the dice.
+    seed: of the random generator.
+    double, drop: probabilities.
+    delay: at most, in seconds.
     """
 
     seed: int = 0
@@ -30,8 +32,9 @@ class Faults:
 
 
 class Faulty(InProcess):
-    """`InProcess` over bad channels, both ways. patience: seconds until a missing record is a lost generation.
+    """`InProcess` over bad channels, in both directions.
 
+    patience: seconds until a missing record is a lost generation.
     doubled, dropped, overtaken: records so far.
     """
 
@@ -39,7 +42,7 @@ class Faulty(InProcess):
         self.faults: Faults = faults if faults is not None else Faults()
         self.patience = patience
         self.doubled = self.dropped = self.overtaken = 0
-        self._dice = random.Random(self.faults.seed)
+        self._random = random.Random(self.faults.seed)
         self._lock = threading.RLock()
 
     def start(self, order: WorkerSpec, received: Received) -> ThreadConnection:
@@ -47,14 +50,14 @@ class Faulty(InProcess):
 
     def throw(self) -> list[float]:
         """The delays with which a record arrives: none where it is dropped, two where it is doubled."""
-        faults, dice = self.faults, self._dice
+        faults, generator = self.faults, self._random
         with self._lock:
-            if dice.random() < faults.drop:
+            if generator.random() < faults.drop:
                 self.dropped += 1
                 return []
-            copies = 1 + (dice.random() < faults.double)
+            copies = 1 + (generator.random() < faults.double)
             self.doubled += copies - 1
-            return [dice.random() * faults.delay for _ in range(copies)]
+            return [generator.random() * faults.delay for _ in range(copies)]
 
 
 class _FaultyChannel(DirectChannel):

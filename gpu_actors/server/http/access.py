@@ -21,7 +21,7 @@ from gpu_actors.server.http.scopes import KEY, client_of, header
 __all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys", "checked_texts"]
 
 OPEN = ("/livez", "/readyz", "/health")
-"""Probes, which tell a stranger nothing but whether the server works."""
+"""Probes, which reveal nothing but whether the server works."""
 
 
 class Unauthorized(GpuActorsError):
@@ -31,15 +31,15 @@ class Unauthorized(GpuActorsError):
 class Doors:
     """Middleware for any ASGI application, inside of a `Guard`.
 
-    keys: one of these must come as ``Authorization: Bearer KEY``, or, for a GET, as the password of Basic, for which
-        browsers ask. None given: every client is let in. They are compared in constant time. A client's key then names
-        it (`Exchange.client`).
-    hosts: the names with a dot by which clients may call the server, "*.example.com" for all below one. None given, or
-        "*": all. A page that makes its own name mean this machine (DNS rebinding) does not have one of them. Addresses
-        and names without a dot are always taken.
+    keys: a request needs one of these as ``Authorization: Bearer KEY``, or, for a GET, as the password of Basic, which
+        browsers ask for. Without keys every client is allowed. They are compared in constant time. A client is named
+        by its key (`Exchange.client`).
+    hosts: the names with a dot that the header Host may have; "*.example.com" means all names below one. Without hosts,
+        or with "*", all are allowed. They stop pages that resolve their own name to this machine (DNS rebinding).
+        Addresses and names without a dot are always allowed.
     open_paths: need no key.
 
-    Raises `InvalidRequest` for a key or a host that could never be given, and for one str in place of several.
+    Raises `InvalidRequest` for a key or a host that no request could have, and for one str in place of several.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Doors:
         elif kind.lower() != b"bearer":
             raise Unauthorized("this server needs a key: Authorization: Bearer KEY")
         digest = _digest(secret)
-        # All of them, so that the time does not tell which one is near.
+        # All keys are compared, so that the time does not reveal which one is similar.
         if not sum([hmac.compare_digest(digest, key) for key in self._keys]):
             raise Unauthorized("the key in the header Authorization is none of this server's")
 
@@ -91,7 +91,7 @@ class Doors:
 
 
 def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
-    """The texts. Raises `InvalidRequest`, which does not show them; one text would pass for its letters."""
+    """The texts. Raises `InvalidRequest`, which does not show them, also for one str in place of several."""
     value: object = texts
     if isinstance(value, Iterable) and not isinstance(value, str):
         several = tuple(texts)

@@ -4,9 +4,9 @@ admission = Admission(4, waiting=1024, queue_seconds=10.0)
 async with admission.place(deadline):
     ...  # at most 4 of these at once
 
-Requests that share a device slow each other down, until all of them miss their deadlines. Only so many therefore run at
-once as the measured throughput asks for. A request is let in where the queue and its own work, by what was measured,
-end before its deadline; otherwise it is refused while its client can still go elsewhere, and what is begun is finished.
+Requests that share a device slow each other down, until all of them miss their deadlines. So the measured throughput
+decides how many run at once. A request is admitted if the queue and its own work are predicted to end before its
+deadline. Otherwise it is refused while its client can still go to another server. Admitted work is finished.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FIRST_ERROR, _LEAST_ERROR = 0.25, 0.2
 """The relative error of a predicted time before anything is measured, and its least value."""
 
 _SPARE = 4
-"""One place for so many others is kept for clients that hold none, and for work that is short beside what runs."""
+"""One of so many places is reserved for clients that hold none, and for work that is much shorter than what runs."""
 
 _REFUSALS_A_SECOND = 60.0
-"""Refusals a second, and one for each turn of the loop where that is less: clients that return at once must not take
-the time of those that are let in."""
+"""Refusals a second, or one for each turn of the loop if that is less: clients that return at once must not take the
+time of admitted ones."""
 
 _BURST = 10.0
 """Seconds of refusals that may go out at once."""
@@ -57,10 +57,14 @@ _MOST_PRIORITY = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionStats:
-    """running, waiting: now. admitted, refused: since the start; a waiter that gave up is neither.
+    """Counts of an `Admission`.
 
-    service_seconds: how long a place is held, a moving average over places that were left without an error or by a
-        deadline; 1 before the first. limit: how many run at once, as the measured throughput asks for.
+    running: requests that hold a place now.
+    waiting: requests that wait for one now.
+    admitted, refused: since the start. A waiter that gave up is neither.
+    service_seconds: how long a place is held: a moving average over places that were left without an error or by a
+        deadline; 1 before the first.
+    limit: how many run at once, by the measured throughput.
     """
 
     running: int
@@ -72,7 +76,7 @@ class AdmissionStats:
 
 
 class Place:
-    """A place that is held. Its holder may say how its work goes on, which is then known before the work ends."""
+    """A place that is held. Its holder may report the progress of its work before the work ends."""
 
     __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "predicted")
 
@@ -86,7 +90,7 @@ class Place:
         self._done = 0.0
 
     def did(self, units: float) -> None:
-        """So many units of the cost are done since the last call. Raises `InvalidRequest` as `Admission.place` does."""
+        """Report units of the cost done since the last call. Raises `InvalidRequest` as `Admission.place` does."""
         units = _work("units", units)
         self._done += units
         now, area = self._admission._advance()
@@ -97,15 +101,16 @@ class Place:
         self._since, self._area = now, area
 
     def _end(self, late: bool) -> None:
-        """The work has ended, well or by its deadline."""
+        """The work has ended, by itself or by its deadline."""
         admission = self._admission
         now, area = admission._advance()
         admission._measure(now - self.began, self, 0.0 if late else self._done)
         if not self._done:
             unit = (now - self._since) / self.cost
             if late:
-                # How long it would have taken is not known: twice the time, as for a packet whose answer did not come
-                # (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols", 1987).
+                # How long it would have taken is not known. It counts as twice the time, as for a packet without an
+                # answer (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols",
+                # 1987).
                 unit = max(2 * unit, admission._concurrency.unit_seconds(admission._running, now) or 0.0)
             admission._record(self, unit, self.cost, area - self._area, now - self._since)
 
@@ -113,15 +118,16 @@ class Place:
 class Admission:
     """Places for at most ``running`` pieces of work at once, given out fairly.
 
-    running: places. Fewer are given out where the measured throughput is as good with fewer, for then each takes less
-    time. waiting: how many may wait for one; the next is refused at once. queue_seconds: how long each may wait.
-    per_client: how many places and waits one client may have, with what is read of it. None: no limit.
-    weights: of clients, by name, where it is not 1: one of weight 2 gets twice as much where all of them wait.
-    clock: where the service time is read.
+    running: places. Fewer are used if the measured throughput is as good with fewer, since each takes less time then.
+    waiting: how many may wait for a place; the next is refused at once.
+    queue_seconds: how long each may wait.
+    per_client: how many requests one client may have that run, wait or are being read. None: no limit.
+    weights: of clients, by name, if not 1. A client of weight 2 gets twice as much while all of them wait.
+    clock: measures the service time.
 
-    Clients take turns by what their work costs (Goyal, Vin and Cheng, "Start-time fair queueing", 1996). Of the work of
-    one client the short goes first, until the long one has seen as much other work let in as it costs itself. A few
-    places beyond what is worth it are for clients that hold none, and for work that is short beside what runs.
+    Clients take turns by the cost of their work (Goyal, Vin and Cheng, "Start-time fair queueing", 1996). Of one client
+    short work goes first, until as much other work was admitted as the long work costs itself. A few places above the
+    limit are for clients that hold none, and for work that is much shorter than what runs.
 
     For the tasks of one event loop. Raises `InvalidRequest` for a bound below its least or of another type.
     """
@@ -159,13 +165,15 @@ class Admission:
 
     @asynccontextmanager
     async def reading(self, deadline: float | None = None, *, client: str = "") -> AsyncIterator[None]:
-        """Read a request, of whose cost nothing is known yet: parse its body, count its tokens. Then comes `place`.
+        """Read a request whose cost is not known yet: parse its body, count its tokens. Then call `place`.
 
-        One is refused before it is read where those that wait take longer than its deadline allows. Those that are
-        read count as ahead of others of their client, and as many of each other client's. Have the body here before: a
-        client that sends it slowly would keep others out.
+        A request is refused before it is read if the queue takes longer than its deadline allows. Requests that are
+        being read are ahead of others of their client, and as many of each other client's. Receive the whole body
+        first, since a client that sends it slowly would keep others out.
 
-        deadline, client: as for `place`. Raises `Overloaded`, and `InvalidRequest` for a deadline that is none.
+        deadline, client: as for `place`.
+
+        Raises `Overloaded`, and `InvalidRequest` for a malformed deadline.
         """
         if deadline is not None:
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
@@ -182,17 +190,19 @@ class Admission:
     ) -> AsyncIterator[Place]:
         """Hold a place. A task that is cancelled while it waits leaves the queue.
 
-        deadline: absolute ``time.monotonic()`` seconds. cost: how much work it is, in any unit, from 1e-9 to 1e15; the
-        time that a unit takes is measured. client: whose turn it takes. priority: a step of it is worth as much as the
-        work of all places once, so a lower one that waits for longer still goes first.
+        deadline: absolute ``time.monotonic()`` seconds.
+        cost: how much work it is, in any unit, from 1e-9 to 1e15. The time that a unit takes is measured.
+        client: whose turn it takes.
+        priority: a step is worth as much as the work of all places once, so lower priorities that have waited for
+            longer still go first.
 
         Raises `DeadlineExceeded` if the deadline passes in the queue; `Overloaded`, with seconds after which to retry,
         if the queue is full, if the client has ``per_client`` requests under way, if ``queue_seconds`` pass, or, at
-        once or when its turn comes, if the work would not end by the deadline; and `InvalidRequest` for a deadline, a
-        cost or a priority that is none.
+        once or when its turn comes, if the work would not end by the deadline; and `InvalidRequest` for a malformed
+        deadline, cost or priority.
         """
         if deadline is not None:
-            # Before the queue: a waiter that raised inside would leave its turn there, and a place would be lost.
+            # Before the queue, since an error inside would leave the waiter there and lose a place.
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
         cost = _work("cost", cost)
         if type(priority) is not int or abs(priority) > _MOST_PRIORITY:
@@ -206,14 +216,14 @@ class Admission:
         except BaseException as error:
             late = deadline is not None and time.monotonic() >= deadline - TIMER_SLACK
             if late or isinstance(error, DeadlineExceeded):
-                place._end(True)  # or requests that miss their deadline would never count
+                place._end(True)  # otherwise missed deadlines would never count
             raise
         finally:
             self._leave(waiter)
 
     @property
     def retry_after(self) -> float:
-        """Seconds until all that run and wait now are done, by what was measured; 60 at most."""
+        """Predicted seconds until all requests that run and wait now are done; 60 at most."""
         units = self._cost_running + self._queue.cost
         return min(units * self._unit(), _LONGEST_RETRY)
 
@@ -227,7 +237,7 @@ class Admission:
             limit=self._concurrency.limit,
         )
 
-    # What was measured
+    # Measurements
 
     def _advance(self) -> tuple[float, float]:
         """The time now, and the integral over time of how many ran."""
@@ -250,7 +260,7 @@ class Admission:
             self._prediction_error += _WEIGHT * (error - self._prediction_error)
 
     def _own_seconds(self, cost: float, pieces: int) -> float | None:
-        """Seconds that the work itself takes while so many are worked on. None: not known."""
+        """Predicted seconds of the work itself while so many pieces run. None: not known."""
         unit = self._concurrency.unit_seconds(pieces, self._clock.now())
         return None if unit is None else cost * self._done_share * unit
 
@@ -262,13 +272,13 @@ class Admission:
 
     @property
     def _mean(self) -> float:
-        """Cost of what runs, on average."""
+        """Mean cost of the pieces that run."""
         return self._cost_running / max(self._running, 1)
 
     # Who is admitted
 
     def _room(self, waiter: Waiter | None = None, ahead: float = 0) -> int:
-        """How many places are free: for all, or for this waiter. ahead: others that will want one first."""
+        """How many places are free, in general or for this waiter. ahead: how many others are served first."""
         limit = self._concurrency.room(self._clock.now())
         if self._running + ahead < limit or waiter is None:
             return limit - self._running
@@ -283,12 +293,12 @@ class Admission:
     def _fits(self, cost: float, deadline: float | None, wait: float) -> bool:
         now = self._clock.now()
         if deadline is None or (not self._running and not self._concurrency.is_fresh(now)):
-            return True  # one is tried where nothing runs: what was measured may be wrong by now
+            return True  # one is tried if nothing runs, since the measurements may be outdated
         left = deadline - time.monotonic()
         seconds = self._own_seconds(cost, min(self._running + 1, max(self._concurrency.limit, self._running)))
         if seconds is None or wait + seconds * (1 + max(self._prediction_error, _LEAST_ERROR)) <= left:
             return True
-        # Work that its deadline cuts even if it runs alone, as a stream without an end, may have a free place.
+        # Work that cannot end by its deadline even alone, such as an endless stream, may have a free place.
         return not wait and cost * self._done_share * self._concurrency.unit_seconds_alone() > left
 
     def _refusal(self, waiter: Waiter) -> str | None:
@@ -383,7 +393,7 @@ class Admission:
         self._advance()
         self._running -= 1
         self._spare -= waiter.spare
-        # Floats of far sizes leave a rest of their sum.
+        # Floats of different magnitudes leave a remainder.
         self._cost_running = self._cost_running - waiter.cost if self._running else 0.0
         self._queue.end(waiter)
         self._admit_next()
@@ -410,7 +420,7 @@ class Admission:
 
     def _refused_with(self, reason: str) -> Overloaded:
         self._refused += 1
-        # Each that is refused gets a time of its own to return, as the work goes on: together they would meet again.
+        # Each refused request gets its own time to retry. Otherwise all of them would return together.
         now = time.monotonic()
         self._next_retry = max(self._next_retry, now + self.retry_after)
         retry = min(self._next_retry - now, _LONGEST_RETRY)

@@ -13,7 +13,7 @@ class BodyTooLarge(GpuActorsError):
 
 
 class BodyTooSlow(GpuActorsError):
-    """The body was not there in time."""
+    """The body did not arrive in time."""
 
 
 class TooManyBodies(Overloaded):
@@ -23,9 +23,11 @@ class TooManyBodies(Overloaded):
 class Bodies:
     """Bounds on the bodies of requests. For the tasks of one event loop.
 
-    max_bytes: of one body. max_held_bytes: of all bodies that are being read or are not answered yet. seconds: how long
-        a client may take to send its body, whatever its deadline is; time in which the server does not read is not
-        counted. held_bytes: what is held now.
+    max_bytes: of one body.
+    max_held_bytes: of all bodies that are being read or are not answered yet.
+    seconds: how long a client may take to send its body, whatever its deadline is. Time in which the server does not
+        read is not counted.
+    held_bytes: of all bodies now.
 
     Raises `InvalidRequest` for a bound that is not over 0.
     """

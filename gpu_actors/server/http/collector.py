@@ -15,7 +15,7 @@ __all__ = ["AdmissionCollector", "TrafficCollector"]
 
 
 class AdmissionCollector(Collector):
-    """A collector of what an `Admission` does.
+    """A collector of the counts of an `Admission`.
 
     gpu_actors_admission_running, gpu_actors_admission_waiting, gpu_actors_admission_service_seconds;
     gpu_actors_admission_requests_total {outcome}: "admitted" or "refused".

@@ -139,7 +139,7 @@ class FairQueue:
             client = self._clients[waiter.client]
             client.waiting -= 1
             self._waiting -= 1
-            # Floats of far sizes leave a rest of their sum.
+            # Floats of different magnitudes leave a remainder.
             client.cost = client.cost - waiter.cost if client.waiting else 0.0
             self.cost = self.cost - waiter.cost if self._waiting else 0.0
             self._forget(waiter.client)

@@ -110,11 +110,14 @@ class Guard:
 class Exchange:
     """One request and its answer. Found in the ASGI scope under ``gpu_actors.exchange``.
 
-    started, deadline: absolute ``time.monotonic()`` seconds; no deadline is None. request_id: of the answer's
-    X-Request-Id. trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
-    path: of the request. client: whose it is, for an `Admission`: its address, and behind a `Doors` with keys what
-    `client_of` makes of its key. quiet: whether the answer is worth no line of the log at level INFO. notes: what a
-    handler wants that line to say too, by name.
+    started: absolute ``time.monotonic()`` seconds.
+    deadline: absolute ``time.monotonic()`` seconds, or None.
+    request_id: of the answer's X-Request-Id.
+    trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
+    path: of the request.
+    client: for an `Admission`: the client's address, or behind a `Doors` with keys `client_of` its key.
+    quiet: whether the answer is logged at level DEBUG in place of INFO.
+    notes: what a handler adds to that line, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -150,10 +153,9 @@ class Exchange:
         return str(self._scope.get("path", ""))
 
     def stretch(self, seconds: float) -> None:
-        """Cancel the handler only so many seconds after the deadline, ``math.inf`` for never: it ends its answer by the
-        deadline itself.
+        """Cancel the handler so many seconds after the deadline, ``math.inf`` for never.
 
-        For streams, whose end tells the client why they end. Does nothing without a deadline.
+        For streams, which end by the deadline themselves and tell the client why. Does nothing without a deadline.
         """
         if self.deadline is not None and not self._answered:
             left = self.deadline + seconds - time.monotonic()
@@ -196,7 +198,7 @@ class Exchange:
             return DeadlineExceeded("the deadline passed before the answer")
         return BodyTooSlow("the body did not arrive by the deadline")
 
-    # What the client sends
+    # The body
 
     async def _watch(self) -> None:
         """Read ahead of the handler, a little, to see the end of the body and of the connection."""
@@ -214,11 +216,11 @@ class Exchange:
             logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
         self._gone = True
         if not self._answered:  # a server says "disconnect" after the answer, too
-            self._run.cancel()  # before it wakes, or it would raise what its framework makes of a "disconnect"
+            self._run.cancel()  # before it wakes, or its framework would raise an error of its own
         self._arrived.set()
 
     async def _read(self) -> GpuActorsError | None:
-        """Read the whole body. Gives why it is refused."""
+        """Read the whole body. Gives the error with which it is refused, or None."""
         self._read_begun = True
         bodies = self._guard.bodies
         left = bodies.seconds
@@ -257,7 +259,7 @@ class Exchange:
         self._room.set()
         return message
 
-    # What the client gets
+    # The answer
 
     async def _send_on(self, message: Message) -> None:
         kind = message["type"]
@@ -351,7 +353,7 @@ class Exchange:
         if self.quiet or (traffic is None and self._work is None):
             return
         ended = self._ended or time.monotonic()
-        # Where none was sent the server answers by itself, with a 500 or by closing the connection.
+        # If none was sent, the server answers itself, with a 500 or by closing the connection.
         status = self._status or (_GONE if self._gone else 500)
         route, outcome = route_of(self._scope), self._outcome(status, ended)
         if traffic is not None:

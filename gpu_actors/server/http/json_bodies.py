@@ -1,7 +1,7 @@
-"""JSON bodies: what is read of them, before anything is made of it.
+"""JSON bodies: their bounds, which are checked before they are parsed.
 
-A parser makes objects of each byte or two, and a validator an error of each object. So what a body may hold is counted
-first, in one pass that makes nothing.
+A parser makes an object of each byte or two, and a validator an error of each object. So values are counted first, in
+one pass that makes no objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_VALUES = 1 << 18
 MAX_DEPTH = 32
 """Objects and lists in one another."""
 
-# Strings are passed over, without a way back, so that nothing is read twice. The parser tells of one that does not end.
+# Strings are skipped without backtracking, so that nothing is read twice. The parser refuses an unterminated one.
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
 
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -78,8 +78,8 @@ def check_json(body: bytes) -> None:
 
 
 def read_json(body: bytes) -> Any:
-    """What a body of JSON holds: every number is finite, an int has 64 bits at most, every text is one in Unicode, and
-    no key is given twice (I-JSON, RFC 7493).
+    """The content of a JSON body: every number is finite, an int has 64 bits at most, every text is valid Unicode, and
+    no key is repeated (I-JSON, RFC 7493).
 
     Raises `InvalidRequest` for any other body, and as `check_json` does.
     """

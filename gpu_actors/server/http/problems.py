@@ -1,4 +1,4 @@
-"""Problems: an error as an HTTP answer, in the words of RFC 9457 (application/problem+json)."""
+"""Problems: errors as HTTP answers, by RFC 9457 (application/problem+json)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Answer:
     detail: str | None = None
 
 
-# The first that fits. What an actor raised by accident may be quoted by ActorFailed and ActorStopped.
+# The first match counts. ActorFailed and ActorStopped may quote an unexpected error of an actor.
 _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
     (NotFound, _Answer(404)),
     (RequestError, _Answer(400)),
@@ -79,9 +79,12 @@ _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
 class Problem:
     """What an error is answered with.
 
-    status: of HTTP. type: a URI that ends in the error's name, or "about:blank". title: the name in words. detail: what
-    happened this time; a 500 keeps it to the log. retry_after: whole seconds >= 1, or None. members: field, value and
-    accepted of a `RequestError`, and nearest of an `Unsupported` that knows one.
+    status: of HTTP.
+    type: a URI that ends in the error's name, or "about:blank".
+    title: the name in words.
+    detail: what happened this time; for a 500 it is only in the log.
+    retry_after: whole seconds >= 1, or None.
+    members: field, value and accepted of a `RequestError`, and nearest of an `Unsupported` that has one.
     """
 
     status: int
@@ -124,7 +127,7 @@ def package_error(error: BaseException) -> GpuActorsError | None:
 
 
 def problem(error: BaseException) -> Problem:
-    """What to answer where ``error`` ends a request. An error that is not this package's is a 500 that says nothing."""
+    """The answer to a request that ``error`` ends. An error that is not this package's is a 500 without details."""
     known = package_error(error)
     if known is None:
         return Problem(status=500, type="about:blank", title=HTTPStatus(500).phrase, detail=_HIDDEN)
@@ -145,7 +148,7 @@ def _answer(error: GpuActorsError) -> _Answer:
 
 
 def _whole(seconds: float) -> int:
-    """Whole seconds, for a retry at once would meet the same state."""
+    """Whole seconds, at least 1: a retry at once would meet the same state."""
     return max(1, math.ceil(seconds)) if math.isfinite(seconds) else 1
 
 

@@ -15,21 +15,23 @@ __all__ = ["OTHER", "OUTCOMES", "STATE", "RouteCounts", "Traffic", "route_of", "
 OUTCOMES = ("answered", "invalid", "refused", "deadline", "failed", "gone")
 
 OTHER = "other"
-"""The route of requests that met none, and of those beyond the bound on routes."""
+"""The route of requests that match none, and of those beyond the bound on routes."""
 
 _MOST_ROUTES = 64
 
 STATE = "gpu_actors"
-"""Where the state of an application's lifespan, which the scope of each request holds, has the service."""
+"""The key of the service in the state of an application's lifespan, which is in the scope of each request."""
 
 
 @dataclass(slots=True)
 class RouteCounts:
-    """Answers of one route. statuses: by HTTP status; 499 where the client hung up before one was sent.
+    """Answers of one route.
 
+    statuses: by HTTP status; 499 if the client hung up before one was sent.
     outcomes: "answered"; "invalid", a 4xx that is the request's own fault; "refused", a 429; "deadline", an answer that
-    was not whole by its deadline, whatever its status; "failed", a 5xx, or an answer that broke off; "gone", a client
-    that hung up before its deadline. seconds: from the request's arrival to the end of its answer.
+        was not whole by its deadline, whatever its status; "failed", a 5xx, or an answer that broke off; "gone", a
+        client that hung up before its deadline.
+    seconds: from the request's arrival to the end of its answer.
     """
 
     statuses: dict[int, int] = field(default_factory=dict)

@@ -185,10 +185,12 @@ class EmbeddingList(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model. max_model_len: tokens of its longest text. kind: what it is for.
+    """A model. Everything but attention is computed in float32.
 
-    dtype: of attention's operands. Of a model that generates also weights, which says how they are stored, and
-    cache_dtype, of the KV cache. Everything but attention is computed in float32.
+    max_model_len: tokens of its longest text.
+    dtype: of attention's operands.
+    weights: how they are stored, for a model that generates.
+    cache_dtype: of the KV cache, for a model that generates.
     """
 
     id: str

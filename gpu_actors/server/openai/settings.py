@@ -26,21 +26,25 @@ class ServeSettings:
         models) or "tiny" (a small Llama of random weights). At most one of each kind. None given: "smollm2" where it is
         installed, else "tiny", and "minilm" where it is installed.
     threads: that share each product of the model (see `Llama`).
-    max_running: texts that are generated at once. max_embedding: requests for embeddings worked on at once.
-    max_waiting: requests that wait for either. queue_seconds: how long each may wait before it is refused with 429.
-    max_per_client: requests that a client may have under way: read, running and waiting. None: no limit. A client is a
-        key of ``api_keys``, or without them an address. client_weights: of clients, as `client_of` names them, where it
-        is not 1: one of 2 gets twice as much where all of them wait.
+    max_running: texts that are generated at once.
+    max_embedding: requests for embeddings that run at once.
+    max_waiting: requests that wait for either.
+    queue_seconds: how long each may wait before it is refused with 429.
+    max_per_client: requests that a client may have that run, wait or are being read. None: no limit. A client is a key
+        of ``api_keys``, or without them an address.
+    client_weights: of clients, as `client_of` names them, if not 1. One of 2 gets twice as much while all of them
+        wait.
     default_max_tokens: new tokens of a request that does not say how many.
     max_inputs: texts of a request for embeddings.
-    cache_mib: memory of the KV cache, for all layers, of each worker. page_size: tokens of a page of it. dtype,
-        cache_dtype: of attention's operands and of that cache; None as in `generation.Settings`.
+    cache_mib: memory of the KV cache, for all layers, of each worker.
+    page_size: tokens of a page of it.
+    dtype, cache_dtype: of attention's operands and of that cache; None as in `generation.Settings`.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
-    api_keys, allowed_hosts: see `Doors`. cors_origins: sites whose pages may call the server, as "https://example.com",
-        or "*" for all.
+    api_keys, allowed_hosts: see `Doors`.
+    cors_origins: sites whose pages may call the server, as "https://example.com", or "*" for all.
     page: whether / is a page that shows the context (see `gpu_actors.asgi.routes`).
-    leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
+    leave_seconds: how long /readyz says that the server is leaving before it stops listening.
     drain_seconds: how long texts go on after that, before they are cut off with an error.
 
     Raises `InvalidRequest` for a value out of its range.
