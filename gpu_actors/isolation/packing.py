@@ -42,7 +42,7 @@ from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
 from gpu_actors.isolation.records import Counts, Request, Response
-from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
+from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.process import Local
 
 __all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
@@ -66,7 +66,6 @@ _KINDS: tuple[type, ...] = (
 )
 _CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
-_FLAT = _PLAIN | {np.ndarray, KvSequence}
 _LISTS = frozenset((tuple, list))
 _MARSHALLABLE = _PLAIN | _LISTS | {np.ndarray}
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
@@ -189,7 +188,7 @@ def unpack(
     finally:
         for start in waiting:
             release(start)
-    record = _from_pickle(Unpickler(body, arrays).load()) if body else _from_marshal(content, arrays)
+    record = _from_tuple(Unpickler(body, arrays).load()) if body else _from_marshal(content, arrays)
     return record, [Argument(array, array) for array in arrays]
 
 
@@ -211,7 +210,7 @@ class _Packer:
         if content is not None:
             return marshal.dumps((self.places, returned, content)), b""
         file = io.BytesIO()
-        _Pickler(file, self._extract).dump(self._picklable(record))
+        _Pickler(file, self._extract).dump(_as_tuple(record))
         return marshal.dumps((self.places, returned, None)), file.getvalue()
 
     def _marshalled(self, record: Any) -> tuple[Any, ...] | None:
@@ -258,30 +257,6 @@ class _Packer:
             self._extract(values[index], values[index])
             values[index] = None
         return code, values, at
-
-    def _picklable(self, record: Any) -> tuple[Any, ...]:
-        """A request or a response as a tuple: pickling a class costs more than all of its fields. Other records as they
-        are."""
-        if type(record) is Request:
-            number, actor, message, left, priority = record
-            return 0, number, actor, self._spread_fields(message), left, priority
-        if type(record) is Response:
-            number, value, error, counts, health = record
-            counted = None if counts is None else tuple(counts)
-            return 1, number, self._spread_fields(value), error, counted, health
-        return 2, record
-
-    def _spread_fields(self, message: Any) -> Any:
-        code = _CODES.get(type(message))
-        if code is None:
-            return 0, message
-        values = message if isinstance(message, tuple) else list(_values(message))
-        if not all(map(_is_flat, values)):  # arrays within a value would take the places of those behind it
-            return 0, message
-        # One block for all of them, which costs a fraction of one for each.
-        self._foreseen = sum([value.nbytes + _ALIGNED for value in values if type(value) is np.ndarray])
-        for_pickle = [self._extract(value, value)[1][0] if type(value) is np.ndarray else value for value in values]
-        return code, for_pickle
 
     def _extract(self, original: Any, array: Any) -> Any:
         earlier = self._places_of.setdefault(id(original), len(self.places))
@@ -443,14 +418,23 @@ def _dtype(code: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _from_pickle(fields: Sequence[Any]) -> Any:
+def _as_tuple(record: Any) -> tuple[Any, ...]:
+    """A record as it is pickled: pickling the class of a request or a response costs more than its fields."""
+    if type(record) is Request:
+        return 0, *record
+    if type(record) is Response:
+        number, value, error, counts, health = record
+        return 1, number, value, error, None if counts is None else tuple(counts), health
+    return 2, record
+
+
+def _from_tuple(fields: Sequence[Any]) -> Any:
     kind, *rest = fields
     if kind == 0:
-        number, actor, message, left, priority = rest
-        return Request(number, actor, _gathered(message), left, priority)
+        return Request(*rest)
     if kind == 1:
         number, value, error, counts, health = rest
-        return Response(number, _gathered(value), error, None if counts is None else Counts(*counts), health)
+        return Response(number, value, error, None if counts is None else Counts(*counts), health)
     return rest[0]
 
 
@@ -468,15 +452,10 @@ def _filled(content: Any, arrays: Sequence[Any]) -> Any:
     code, values, at = content
     for index, array in zip(at, arrays, strict=True):
         values[index] = array
-    return _gathered((code, values))
-
-
-def _gathered(content: Any) -> Any:
-    code, value = content
     if not code:
-        return value
+        return values
     kind = _KINDS[code - 1]
-    return kind(*value) if issubclass(kind, tuple) else _rebuilt(kind, value)
+    return kind(*values) if issubclass(kind, tuple) else _rebuilt(kind, values)
 
 
 # Called by pickles
@@ -500,16 +479,6 @@ def _fields(kind: type) -> tuple[str, ...] | None:
         names = tuple(field.name for field in dataclasses.fields(kind)) if plain else None
         _FIELDS[kind] = names
         return names
-
-
-def _is_flat(value: Any) -> bool:
-    """Whether no array lies within a value, which may be one itself."""
-    kind = type(value)
-    if kind is np.ndarray:
-        return not value.dtype.hasobject
-    if kind in _FLAT:
-        return True
-    return kind in _LISTS and all(type(part) in _FLAT and type(part) is not np.ndarray for part in value)
 
 
 def _reduced(error: GpuActorsError) -> Any:
