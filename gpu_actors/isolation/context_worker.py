@@ -25,8 +25,8 @@ class ContextWorker:
 
     def __init__(self, channel: Channel) -> None:
         self.ended: bool = False
-        self._link = Link(channel, self._handle, self._broken)
-        self._worker = Worker(self._link.send, self._stopped)
+        self._link = Link(channel, self._handle, self._end)
+        self._worker = Worker(self._link.send, self._end)
 
     def open(self, order: WorkerSpec) -> None:
         """Open the context, and send that it is open, or why not; then `ended` is true. Blocks."""
@@ -55,8 +55,5 @@ class ContextWorker:
         else:
             self._worker.received(record)
 
-    def _broken(self, _: str) -> None:
-        self.ended = True
-
-    def _stopped(self) -> None:
+    def _end(self, _: str = "") -> None:
         self.ended = True

@@ -277,11 +277,11 @@ class RpcClient:
             self._number_of, self._abandoned = {}, {}
         return [sent.call for sent in pending.values()]
 
-    def fail_all(self, calls: Iterable[Call[Any]], make_error: MakeError) -> None:
-        """Fail the requests that a lost worker had."""
+    def fail_all(self, calls: Iterable[Call[Any]], make_error: MakeError, sent: bool = True) -> None:
+        """Fail requests together. sent: whether a worker had them."""
         outbox = Outbox()
         for call in calls:
-            call.fail(make_error(True), outbox)
+            call.fail(make_error(sent), outbox)
         outbox.flush()
 
     def give_up(self, make_error: MakeError) -> None:
@@ -292,10 +292,7 @@ class RpcClient:
         self.fail_all(self.detach(), make_error)
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
-        outbox = Outbox()
-        for _, call in waiting:
-            call.fail(make_error(False), outbox)
-        outbox.flush()
+        self.fail_all([call for _, call in waiting], make_error, sent=False)
 
     def on_response(self, response: Response, outbox: Outbox | None = None) -> None:
         """Settle a request by the worker's response, if nothing else has."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.devices.select import choose_device, open_device
@@ -35,22 +36,10 @@ __all__ = ["KernelRef", "Worker"]
 Send = Callable[[Any, int], None]
 
 
-class Cancellable(Protocol):
-    """What answers a request."""
-
-    def cancel(self) -> bool: ...
-
-
-class KernelRef:
+class KernelRef(NamedTuple):
     """Stands for a `CompiledKernel` of the worker's in a request to launch it."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        return KernelRef, (self.number,)
+    number: int
 
 
 class Worker:
@@ -69,7 +58,7 @@ class Worker:
         self._context: GpuContext | None = None
         self._side_tasks: SideTasks | None = None
         self._cells: Mapping[str, Any] = {}
-        self._calls: dict[int, Cancellable] = {}
+        self._calls: dict[int, Call[Any] | Future[Any]] = {}
         self._kernels: dict[int, CompiledKernel] = {}
         self._ready = True  # what the program knows
 

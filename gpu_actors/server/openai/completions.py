@@ -172,7 +172,7 @@ async def completions(request: Request) -> Response:
         text = await _whole_text(output)
         answer = event(text, output, output.echo(prepared.prompt_text) if params.echo else None)
         answer.usage = output.usage
-    return _json(answer.model_dump_json())
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def chat_completions(request: Request) -> Response:
@@ -212,7 +212,7 @@ async def chat_completions(request: Request) -> Response:
         assert output.finish is not None
         choice = ChatChoice(message=ChatMessage(content=text), logprobs=logprobs(output), finish_reason=output.finish)
         answer = ChatCompletion(**prepared.heading, choices=[choice], usage=output.usage)
-    return _json(answer.model_dump_json())
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def _read_request(
@@ -344,10 +344,6 @@ async def _whole_text(output: Detokenizer) -> str:
     while output.finish is None:
         pieces.append(await output.next_text())
     return "".join(pieces)
-
-
-def _json(body: str) -> Response:
-    return Response(body, media_type="application/json")
 
 
 def _plain_logprobs(scored: Sequence[ScoredToken], prepared: _PreparedRequest) -> CompletionLogprobs:

@@ -84,7 +84,7 @@ class EventStream(Response):
             if failure.status == 500:
                 logger.error("%s failed", exchange.request_id, exc_info=error)
             exchange.notes["error"] = failure.name or "InternalError"
-            last = _line(error_object(failure, exchange.request_id))
+            last = json.dumps(error_object(failure, exchange.request_id), separators=(",", ":"))
         now = time.monotonic()
         left = math.inf if exchange.deadline is None else max(exchange.deadline, now) + _GRACE - now
         with anyio.move_on_after(left) as ending:
@@ -93,7 +93,3 @@ class EventStream(Response):
             await writer.close()
         if ending.cancelled_caught:
             raise DeadlineExceeded("the client did not read the end of its stream")
-
-
-def _line(content: object) -> str:
-    return json.dumps(content, separators=(",", ":"))
