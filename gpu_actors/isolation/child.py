@@ -23,7 +23,7 @@ _IDLE = 3600.0
 
 
 def main(descriptors: list[int], spec: bytes) -> None:
-    """Serve one context until the program stops it, or is gone.
+    """Serve one context until the program stops it or ends.
 
     descriptors: the socket, the arena of requests and that of answers. spec: a `WorkerSpec` as a tuple, pickled.
     """
@@ -41,19 +41,19 @@ def main(descriptors: list[int], spec: bytes) -> None:
     worker = ContextWorker(channel)
     try:
         worker_spec = WorkerSpec(*Unpickler(spec).load())
-    except BaseException as error:  # of the actor's module, say, as it is imported
+    except BaseException as error:  # such as an error while the actor's module is imported
         worker.refuse(error)
     else:
         worker.open(worker_spec)
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
-    # Nothing that still hangs here may keep the process: the driver takes back what it had.
+    # Nothing that hangs may keep the process alive: the driver frees what it had.
     os._exit(0)
 
 
 class ReadingPipe(WakePipe):
-    """By which an actor sleeps that was the last to have a request: it reads the channel itself, meanwhile.
+    """The pipe of an actor that had the last request: while it sleeps, it reads the channel itself.
 
-    So the next request wakes the thread that answers it, and no other. What comes for others, it hands on.
+    So the next request wakes only the thread that answers it. The actor delivers records for others.
     """
 
     __slots__ = ("_due", "_substitute")
@@ -70,7 +70,7 @@ class ReadingPipe(WakePipe):
 
     def wake(self) -> None:
         self._due = True
-        # What it receives for itself need not wake it: it looks for work next.
+        # A record that it receives itself need not wake it: it looks for work next.
         if self._substitute.receives != threading.get_ident():
             super().wake()
 

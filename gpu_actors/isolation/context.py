@@ -61,7 +61,7 @@ class IsolatedContext(GpuContext):
         drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
 
         def over(call: Call[None]) -> None:
-            # A process that is gone has no launch that could still write.
+            # A process that has ended has no launch that could still write.
             drained.settle(None, call.error if isinstance(call.error, DeadlineExceeded) else None, None)
 
         def then(call: Call[None]) -> None:
@@ -100,7 +100,7 @@ def start_isolated(
 ) -> Started:
     """Have a worker open a context. Blocks.
 
-    Raises what opening raises, `InvalidRequest` for options that cannot cross, and `Unsupported` where a module opens
+    Raises what opening raises, `InvalidRequest` for options that cannot be sent, and `Unsupported` if a module opens
     it that the process of another context imports.
     """
     refuse_opening()

@@ -97,12 +97,12 @@ class Generations:
         self._thread.start()
 
     def stop(self, done: threading.Event) -> None:
-        """End the process, its context closed before; ``done`` is set when it is gone."""
+        """Close the context and end its worker; ``done`` is set when it has ended."""
         self._closing.append(done)
         if self._ended():
             done.set()
         elif self.connection is None:
-            # Between two workers. A start that is under way may take its time, and its thread ends what it starts.
+            # Between two workers. A start under way may take long; its thread ends the worker that it starts.
             self.client.give_up(_closed)
             done.set()
         self._pause.set()

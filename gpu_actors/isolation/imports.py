@@ -28,7 +28,7 @@ _in_child = False
 
 
 class Unpickler(pickle.Unpickler):
-    """Takes what is defined already without waiting for its module."""
+    """Finds what is already defined without waiting for its module."""
 
     def __init__(self, data: bytes, buffers: Iterable[Any] = ()) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
@@ -57,7 +57,7 @@ def enter_child() -> None:
 
 
 def refuse_opening() -> None:
-    """Raises `Unsupported` where a context's process imports a module to read a record."""
+    """Raises `Unsupported` while a context's process imports a module to read a record."""
     if _in_child and _here.depth:
         reason = (
             "a module opens this context as it is imported, and a context's process imports it too: open it in a "

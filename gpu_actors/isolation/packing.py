@@ -73,7 +73,7 @@ _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 _ALIGNED = 64  # bytes: a cache line
 
 _IN_RECORD, _IN_BLOCK, _ARGUMENT, _SAME = range(4)
-# Writeable, or the pickle would ask for a read-only view of what takes its place.
+# Writeable, or the pickle would make its replacement a read-only view.
 _MARK = pickle.PickleBuffer(bytearray())
 
 
@@ -286,7 +286,7 @@ class _Packer:
             data = array.tobytes() if array.flags.c_contiguous and array.size else _spanned(array, first, begin, end)
             place = (_IN_RECORD, code, array.shape, array.strides, data, first - begin, array.flags.writeable)
         else:
-            # Arrays over the very same elements stay that, so that what is written to one is read from the other.
+            # Arrays over the same elements still share them on the other side.
             key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
             if key in self._same:
                 place, copy = self._same[key]
@@ -301,7 +301,7 @@ class _Packer:
         self.arguments.append(Argument(original, array, copy))
 
     def _room(self, nbytes: int) -> tuple[int, int]:
-        """A block with so much room, and where in it: behind the array before, where that was foreseen."""
+        """A block with room for so many bytes, and the offset in it: behind the last array if there is room."""
         aligned = -(-nbytes // _ALIGNED) * _ALIGNED
         if aligned > self._left:
             self._current = self._arena.take(max(nbytes, self._foreseen))

@@ -143,7 +143,7 @@ class PipeChannel:
     # Receiving
 
     def serve(self, tick: Callable[[], float], *others: int) -> int | None:
-        """Read, and send the backlog, until the other side is gone (None) or another descriptor is readable.
+        """Read, and send the backlog, until the other side has ended (None) or another descriptor is readable.
 
         tick: called now and then; gives the seconds until the next call, negative to leave with -1.
         others: descriptors to watch. Gives the one that was readable, after the rest of the socket was read.

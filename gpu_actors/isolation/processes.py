@@ -27,7 +27,7 @@ class ChildProcess:
     patience: float = 5.0
 
     def __init__(self) -> None:
-        """Raises `GpuActorsError` where there is no room for shared memory."""
+        """Raises `GpuActorsError` if there is no room for shared memory."""
         try:
             self.arena: Arena = Arena()
         except OSError as error:

@@ -58,7 +58,7 @@ def check_options(options: ContextOptions) -> ContextOptions:
             _Pickler(io.BytesIO()).dump(kind)
         except Exception as error:
             raise InvalidRequest("actors", kind, f"{_ELSEWHERE}: {error}") from error
-    # The program's own timers see to time limits, and tell the process how long each request has.
+    # The program's own timers enforce time limits. Each request has the seconds that are left.
     worker_options = dataclasses.replace(options, default_timeout=None)
     try:
         _Pickler(io.BytesIO()).dump(worker_options)

@@ -44,7 +44,7 @@ class SideTasks:
         self._threads: ThreadPoolExecutor | None = None
 
     def run(self, function: Any, arguments: tuple[Any, ...], on_done: OnDone) -> Future[Any]:
-        """Start a function. The future it gives cancels it: a coroutine at any time, another before it begins.
+        """Start a function. Its future cancels it: a coroutine at any time, another before it begins.
 
         on_done: called once, with the result or the error, on any thread.
         """
@@ -59,7 +59,7 @@ class SideTasks:
         return future
 
     def close(self) -> None:
-        """Cancel what runs, where that is possible."""
+        """Cancel the running functions, as far as possible."""
         with self._lock:
             loop, self._loop = self._loop, None
             threads, self._threads = self._threads, None

@@ -114,7 +114,7 @@ class _Zygote:
             number = errno.EMFILE  # here: the kernel had no room for the descriptor
         if number:
             raise OSError(number, os.strerror(number))
-        with contextlib.suppress(OSError):  # the child has ended already, as its descriptor tells
+        with contextlib.suppress(OSError):  # the child has ended already, which its descriptor shows
             answers.send(GO, socket.MSG_NOSIGNAL)
         return Process(pid, pidfds[0])
 
@@ -195,7 +195,7 @@ _zygotes = _Zygotes()
 def spawn(descriptors: Sequence[int], spec: Any) -> Process:
     """Start the process of a context. Blocks.
 
-    Raises `GpuActorsError` where none can be started (`Unsupported` where there is no interpreter to start), and
+    Raises `GpuActorsError` if none can be started (`Unsupported` if there is no interpreter to start), and
     OSError for what the system refuses, which it may grant later.
 
     descriptors: for `gpu_actors.isolation.child.main`, which get copies. spec: its argument, pickled.
@@ -220,7 +220,7 @@ def _check_interpreter() -> None:
 
 
 def _search_path() -> list[str]:
-    """``sys.path`` without what is no string there: imports pass over that too."""
+    """The strings of ``sys.path``: imports skip other entries too."""
     return [path for path in sys.path if isinstance(path, str)]
 
 
@@ -231,7 +231,7 @@ def _readable(descriptor: int, seconds: float) -> bool:
 
 
 def _folder() -> str:
-    """The working directory, or the root where that is deleted: an interpreter may not start there."""
+    """The working directory, or the root if that is deleted: an interpreter may not start there."""
     return "/" if _is_deleted() else os.getcwd()
 
 

@@ -4,8 +4,8 @@ A fork takes milliseconds, an interpreter with the package about a second. The z
 device, so its children may. It ends with the program, whose process it watches, or with the last of its children once
 the program has closed its socket. A child ends with the zygote.
 
-A supervisor may signal every process of a service. What that means is for the program to say, so the zygote and its
-children take no notice.
+A supervisor may signal every process of a service. Only the program handles these signals, so the zygote and its
+children ignore them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PRELOADED = (
 
 
 def main(descriptor: int, program: int) -> None:
-    """Serve until the program is gone. descriptor: of the socket to it. program: its process id."""
+    """Serve until the program has ended. descriptor: of the socket to it. program: its process id."""
     for number in SERVICE_SIGNALS:
         signal.signal(number, _ignore_signal)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may have it ignored, and then no child can be waited for
@@ -143,7 +143,7 @@ class _Zygote:
         _answer(answers, 0, child, pidfd)
 
     def _leave(self, answers: socket.socket) -> bool:
-        """In a child: close what is the zygote's. Whether the program wants the child."""
+        """In a child: close the descriptors of the zygote. Gives whether the program wants the child."""
         if self._socket is not None:
             self._socket.close()
         for descriptor in (self._watched, *self._children):

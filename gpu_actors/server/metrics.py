@@ -88,7 +88,7 @@ class ContextCollector(Collector):
         events = CounterMetricFamily("gpu_actors_cubin_cache_events", "What the cubin cache did", labels=["event"])
         try:
             cache = self._context.nvrtc.cache_stats()
-        except GpuActorsError:  # its process is gone, and has never said
+        except GpuActorsError:  # its process has ended, and never answered
             return
         for event in ("hits", "misses", "compiles", "corrupt", "evicted"):
             events.add_metric([event], getattr(cache, event))

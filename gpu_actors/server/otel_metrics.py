@@ -1,4 +1,4 @@
-"""OpenTelemetry metrics: what a collector of Prometheus metrics says, as instruments that are read at each export.
+"""OpenTelemetry metrics: the samples of a Prometheus collector, as instruments that are read at each export.
 
     metrics = OtelMetrics(ContextCollector(ctx))
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["OtelMetrics"]
 
 _FRESH = 0.05
-"""Seconds for which what was read is used for the other instruments of the same export."""
+"""Seconds for which one read serves all instruments of an export."""
 
 _UNITS = {"seconds": "s", "bytes": "By"}
 _SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}

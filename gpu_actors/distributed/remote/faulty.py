@@ -49,7 +49,7 @@ class Faulty(InProcess):
         return ThreadConnection(order, received, lambda inbox: _FaultyChannel(self, inbox))
 
     def throw(self) -> list[float]:
-        """The delays with which a record arrives: none where it is dropped, two where it is doubled."""
+        """The delays with which a record arrives: none if it is dropped, two if it is doubled."""
         faults, generator = self.faults, self._random
         with self._lock:
             if generator.random() < faults.drop:

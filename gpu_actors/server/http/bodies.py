@@ -52,5 +52,5 @@ class Bodies:
         self.held_bytes += more
 
     def let_go(self, held: int) -> None:
-        """A request that held so many bytes is over."""
+        """Release the bytes that a request held."""
         self.held_bytes -= held

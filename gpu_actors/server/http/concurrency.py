@@ -56,7 +56,7 @@ class ConcurrencyLimit:
         self._hold = self._pieces = 0.0
 
     def record(self, pieces: float, seconds: float, share: float, hold: float, now: float) -> None:
-        """Record that a unit took so many seconds while so many pieces ran.
+        """Record the seconds that a unit took, and how many pieces ran meanwhile.
 
         share: of a whole piece that this was measured over. hold: seconds that a whole one takes.
         """

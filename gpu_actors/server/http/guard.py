@@ -61,7 +61,7 @@ class Guard:
       not cancelled. While a handler leaves over 64 KiB of its body unread, the guard cannot see that.
     - A body is bounded by ``bodies``: 413, 408 or 429.
     - Each error of this package that reaches the guard, alone or in an exception group, is answered as `problem` says,
-      in application/problem+json (RFC 9457). Any other exception is answered with a 500 that says nothing of it, and
+      in application/problem+json (RFC 9457). Any other exception is answered with a 500 without details, and
       raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
       the first byte of the answer is raised, so that the server closes the connection.
     - Answers are counted by route, but for those of probes and of the page.
@@ -73,11 +73,11 @@ class Guard:
       that was answered, and ``gone`` says that the client hung up before the end.
 
     default_timeout: seconds for a request without the header. None: no limit.
-    longest_timeout: seconds that a client may ask for at most.
+    longest_timeout: the most seconds that a client may ask for.
     bodies: the bounds on bodies. Default: ``Bodies()``.
     spell: makes the body of an error in another form, from its `Problem` and the exchange: the bytes and their media
         type, or None for problem+json.
-    traffic: where answers are counted. None: where `gpu_actors.asgi.lifespan` says, which shows them.
+    traffic: where answers are counted. None: that of `gpu_actors.asgi.lifespan`, which shows it.
 
     Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
     that is not over 0.
@@ -215,7 +215,7 @@ class Exchange:
         except Exception:
             logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
         self._gone = True
-        if not self._answered:  # a server says "disconnect" after the answer, too
+        if not self._answered:  # a server sends "disconnect" after the answer, too
             self._run.cancel()  # before it wakes, or its framework would raise an error of its own
         self._arrived.set()
 

@@ -33,7 +33,7 @@ _JSON = re.compile(r"application/(json|[\w.-]+\+json)", re.ASCII | re.IGNORECASE
 
 
 class WrongContentType(GpuActorsError):
-    """The body is not said to be JSON."""
+    """The header Content-Type is not that of JSON."""
 
 
 def expect_json(content_type: str | None) -> None:

@@ -77,7 +77,7 @@ class Probes:
     exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, in which the last answers go out.
         It ends without cleaning up, because a wait for a lost device may never end.
 
-    Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, where no port can be listened on.
+    Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, if it can listen on no port.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Probes:
         admission: Admission | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        """Answer about this context from now on, and show in /metrics what the admission does and the traffic counts.
+        """Answer about this context from now on, and show the admission and the traffic in /metrics.
 
         context: or several workers by name. They are alive while one of them has not failed, and ready while one of
         them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
@@ -178,7 +178,7 @@ class Probes:
     def dead_if(self, reason: Callable[[], str]) -> None:
         """Say 503 to /livez and /readyz while ``reason()``, which any thread may call, gives more than an empty string.
 
-        For what a process cannot go on without, beside its context and its loop. Until the probes are left.
+        For what a process cannot do without, in addition to its context and its loop. Until the probes are left.
         """
         self._reasons.append(reason)
 
@@ -336,7 +336,7 @@ class _Listener(ThreadingHTTPServer):
         logger.debug("a probe of %s failed", client_address, exc_info=True)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the name service what this machine is called, which may take long and is not used.
+        # HTTPServer's own looks up the name of this machine, which may take long and is not used.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.socket.getsockname()[1]
 

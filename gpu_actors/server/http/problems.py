@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Content-Type, Retry-After where a retry may help, and WWW-Authenticate where a key is missing."""
+        """Content-Type, Retry-After if a retry may help, and WWW-Authenticate if a key is missing."""
         headers = {"Content-Type": CONTENT_TYPE}
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Bearer, Basic realm="gpu-actors", charset="UTF-8"'
@@ -160,7 +160,7 @@ def _members(error: RequestError) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """A value as JSON has it where it is short and plain, else as messages show it."""
+    """A short plain value as JSON has it, another as messages show it."""
     if value is None or isinstance(value, bool):
         return value
     if (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and math.isfinite(value)):

@@ -33,24 +33,23 @@ class Protocol(HttpToolsProtocol):
     """HTTP/1 of one connection. For uvicorn's ``http``.
 
     head_bytes, head_seconds: bounds on a head, from its first byte (of the first one: from the connection) to its end.
-        A head over either is answered with 400 or 408, and the connection closes; without an answer, where no byte of a
-        head has come or where an answer before it goes out still. Of a head in several pieces the first is not counted.
+        A head over either is answered with 400 or 408, and the connection closes. It closes without an answer before
+        the first byte of a head, or while an earlier answer goes out. The first of several pieces is not counted.
 
-    A client of HTTP/1.0 gets an answer without chunks. One that shuts down only its own half of the connection gets its
-    answer: it is told apart from one that has gone by an interim "100 Continue", which only the latter refuses. On TLS,
-    where half of a connection cannot be shut down, the end of what a client sends is its end.
+    A client of HTTP/1.0 gets an answer without chunks. A client that shuts down only its own half of the connection
+    gets its answer. An interim "100 Continue" probes whether it still reads: a client that hung up refuses it. On TLS
+    half of a connection cannot be shut down, so the end of the client's data is the end of the connection.
 
-    A request that asks for another protocol by "Upgrade" is answered in HTTP/1.1, but for WebSocket where uvicorn has
-    it. CONNECT is answered with 400.
+    A request with "Upgrade" is answered in HTTP/1.1, but for WebSocket if uvicorn has it. CONNECT is answered with 400.
     """
 
     head_bytes: int = 64 << 10
     head_seconds: float = 10.0
 
-    _head = -1  # bytes of the head that arrives; -1 between heads
+    _head = -1  # bytes of the current head; -1 between heads
     _requests = 0  # requests so far
     _whole = True  # whether the latest of them has arrived whole
-    _ended = False  # whether what arrives is of no use: the answers before it go out, and are the last ones
+    _ended = False  # whether further data is dropped: the answers that go out are the last ones
     _late: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
 
@@ -77,7 +76,7 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._ended or self.transport.is_closing():
             return
-        if self._head >= 0 and self._requests == before:  # the piece in which it began may hold a body before it
+        if self._head >= 0 and self._requests == before:  # the first piece may hold an earlier body
             self._head += len(data)
             if self._head > self.head_bytes:
                 self.send_400_response("The headers are too long.")
@@ -93,7 +92,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            raise ValueError("a tunnel")  # which uvicorn answers with 400; a path would pass as that of a request
+            raise ValueError("a tunnel")  # uvicorn answers it with 400; otherwise the target would pass for a path
         if self.ignores_upgrade():
             return  # the parser reads the head again
         super().on_headers_complete()
@@ -111,7 +110,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def ignores_upgrade(self) -> bool:
-        """Whether the parser has seen an Upgrade that is not followed."""
+        """Whether the head has an Upgrade that is ignored."""
         return bool(self.parser.should_upgrade()) and not self._should_upgrade()
 
     def head_without_upgrade(self) -> bytes:
@@ -134,7 +133,7 @@ class Protocol(HttpToolsProtocol):
         if self._answers():
             self._end()
         elif self._head < 0:
-            self.transport.close()  # a client that has it in store would take an answer for that of its next request
+            self.transport.close()  # a client with an idle connection would take an answer for that of its next request
         elif not self.transport.is_closing():
             body = b"The headers did not arrive in time."
             head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
@@ -160,7 +159,7 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._whole and not self._answers() and not self.transport.is_closing():
-            # What drips in of a body after its answer would hold the connection.
+            # A body that drips in after its answer would hold the connection.
             self._limit(_LINGER, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -181,14 +180,14 @@ class Protocol(HttpToolsProtocol):
 
     def _probe_client(self, number: int) -> None:
         if self.transport.is_closing() or self.cycle.response_started:
-            return  # the answer's own bytes are refused, too
+            return  # the answer itself fails for a client that hung up
         if not self.pipeline:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._schedule_probe(number + 1)
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Reads the body of a request with an Upgrade that is not followed (RFC 9110, section 7.8).
+    """Reads the body of a request whose Upgrade is ignored (RFC 9110, section 7.8).
 
     httptools ends such a request with its head, and would read its body as the next one.
     """

@@ -28,7 +28,7 @@ def readiness_of(health: Health, overdue: str = "") -> Readiness:
 def readiness_of_workers(workers: Mapping[str, Readiness]) -> Readiness:
     """The readiness of a pool: ready while one worker is, and "degraded" with the reasons unless all of them are well.
 
-    If no worker takes requests, the state is theirs where all agree, else "stalled" if one of them is, else "degraded".
+    If no worker takes requests, the state is theirs if all agree, else "stalled" if one of them is, else "degraded".
     """
     unwell = {name: one for name, one in workers.items() if not (one.ready and one.state == "ready")}
     if not unwell:

@@ -1,4 +1,4 @@
-"""Scopes: what this package's middlewares read in the scope of an ASGI application, and what they leave there."""
+"""Scopes: what this package's middlewares read in an ASGI scope, and what they store there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
 
 
 def address_of(scope: MutableMapping[str, Any]) -> str:
-    """The address that a request comes from, as the server knows it. Empty: it knows none."""
+    """The address of a request's client, empty if the server does not know it."""
     peer = scope.get("client")
     return str(peer[0]) if peer else ""
 

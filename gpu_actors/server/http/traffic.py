@@ -42,7 +42,7 @@ class RouteCounts:
 class Traffic:
     """Counts answers, on any thread. A route is the path of a route of the application, such as "/v1/models/{name}".
 
-    At most 64 routes are told apart; the rest counts as "other". `Guard` counts here; `Probes.watch` and `StatusBoard`
+    At most 64 routes are counted; the rest is "other". `Guard` counts here; `Probes.watch` and `StatusBoard`
     show it.
     """
 
@@ -75,7 +75,7 @@ def traffic_of(scope: Mapping[str, Any]) -> Traffic | None:
 def route_of(scope: Mapping[str, Any]) -> str:
     """The path of the route that answered a request, as the application wrote it. For Starlette and FastAPI."""
     path = getattr(scope.get("route"), "path", None)
-    if path is None and "endpoint" in scope:  # a Starlette that does not say which route it took
+    if path is None and "endpoint" in scope:  # this Starlette does not name the route
         path = _path_of(scope["endpoint"], getattr(scope.get("router"), "routes", ()))
     if not isinstance(path, str):
         return OTHER

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server's engine and of what waits for it, read at each scrape."""
+"""Prometheus metrics of a server's engine and of the requests that wait, read at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ServerCollector"]
 
 
 class ServerCollector(Collector):
-    """A collector of what a server does beyond its context.
+    """A collector of a server's counts, in addition to those of its context.
 
     Texts: gpu_actors_texts {state}: "running" or "waiting"; gpu_actors_texts_ended_total {reason};
     gpu_actors_text_steps_total; gpu_actors_text_tokens_total {kind}: "computed" rows, "generated" tokens,

@@ -126,7 +126,7 @@ class Engines:
         try:
             digests = prompt_digests(prompt, self._settings.page_size)
         except InvalidRequest:
-            digests = []  # the engine says what is wrong
+            digests = []  # the engine refuses it
         loads = {name: float(engine.running + engine.waiting) for name, engine in ready.items()}
         return ready[self._homes.choose(digests, loads)].submit(
             prompt, max_new_tokens=max_new_tokens, sampling=sampling, asked=asked, deadline=deadline
@@ -155,7 +155,7 @@ class Engines:
                         task_status.started()
                         started = True
                     try:
-                        while context.generation == generation:  # noqa: ASYNC110  no event tells of it
+                        while context.generation == generation:  # noqa: ASYNC110  there is no event for it
                             await anyio.sleep(_POLL_SECONDS)
                     finally:
                         del self._engines[name]

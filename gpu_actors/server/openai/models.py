@@ -227,7 +227,7 @@ def _kind(folder: str) -> str:
 
 
 async def _embedder(context: GpuContext, source: str) -> Embedder | None:
-    """source: a folder, or "minilm" for the installed weights; "" where it does not matter if they are."""
+    """source: a folder, or "minilm" for the installed weights; "" if they are optional."""
     if source == "":
         try:
             await anyio.to_thread.run_sync(find_weights, None)

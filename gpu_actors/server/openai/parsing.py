@@ -1,4 +1,4 @@
-"""Parses bodies to requests. What pydantic refuses is told in this package's words."""
+"""Parses bodies to requests. The errors of pydantic become errors of this package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRACE = 1.0
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body of a request that is said to be JSON.
+    """The whole body of a request whose Content-Type is JSON.
 
     Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not arrive while the
     server shuts down.

@@ -32,7 +32,7 @@ _LONGEST_STOP = 256
 _MOST_METADATA = 16
 
 Nothing = None | Annotated[list[Any], Field(max_length=0)]
-"""A list of what is not done here: only an empty one."""
+"""A list of something that is not supported: only an empty one."""
 
 
 UNKNOWN = "unknown_field"
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 
 def _only(nothing: Any) -> BeforeValidator:
-    """Takes the one value that asks for nothing, and null. (JSON's true is no 1, though Python's is.)"""
+    """Accepts the one value that changes nothing, and null. (In Python, but not in JSON, true is 1.)"""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and (type(value) is not type(nothing) or value != nothing):

@@ -68,7 +68,7 @@ def serve(
     `JsonLines`) or as text. port: 0 takes a free one, which the log names. On an address of this machine alone, without
     keys and ``allowed_hosts``, only "localhost" is allowed.
 
-    Raises `InvalidRequest` where it cannot listen, and what opening the models raises.
+    Raises `InvalidRequest` if it cannot listen, and what opening the models raises.
     """
     _start_log(log_json)
     _raise_open_files()
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
         logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, seconds)
 
     def _listen(self) -> None:
-        """Open the ports, for another process may have opened one meanwhile. (uvloop's own listening does not tell.)"""
+        """Listen on the ports. Another process may have opened one meanwhile, which uvloop does not report."""
         for one in self._sockets:
             try:
                 one.listen(_BACKLOG)

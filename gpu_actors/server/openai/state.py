@@ -37,5 +37,5 @@ class State:
     farewell: Farewell = field(default_factory=Farewell)
 
     def readers_of(self, size: int) -> anyio.CapacityLimiter | None:
-        """Who reads a body or a prompt of so many bytes or characters."""
+        """The limiter for a body or a prompt of this size, in bytes or characters."""
         return self.readers if size <= _LARGE else self.slow_readers

@@ -1,4 +1,4 @@
-"""EventStream: a response of server-sent events, which says with its status whether it began well."""
+"""EventStream: a response of server-sent events. An error before the first event has a status of its own."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Writer:
 
 
 class EventStream(Response):
-    """events: writes all events but the last. What it raises before the first is answered as any error is; what it
-    raises later is told in an event, with which the stream ends.
+    """events: writes all events but the last. An error before the first is answered as any other; a later one is
+    sent in an event, which ends the stream.
     """
 
     def __init__(self, events: Callable[[Writer], Awaitable[None]]) -> None:

@@ -45,6 +45,6 @@ HINTS: dict[str, str] = {field: f"{kind}, have it" for kind, fields in _KINDS.it
 
 
 def hint_of(place: Sequence[int | str]) -> str:
-    """The sentence for a place in a body, or for what it lies in; empty where there is none."""
+    """The sentence for a place in a body, or for an outer one; empty if there is none."""
     names = [part for part in reversed(place) if isinstance(part, str)]
     return next((HINTS[name] for name in names if name in HINTS), "")

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /health and /version in the shapes of vLLM: evaluation harnesses ask for them."""
+"""/tokenize, /detokenize, /health and /version as vLLM has them, for evaluation harnesses."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Times = Mapping[str, Callable[[], Histogram | None]]
 
 
 class _Record(NamedTuple):
-    """outcomes, late: of all routes together. timed: counts by bucket, none where there is no histogram yet."""
+    """outcomes, late: of all routes together. timed: counts by bucket, none before there is a histogram."""
 
     time: float
     routes: dict[str, RouteCounts]
@@ -40,7 +40,7 @@ class _Record(NamedTuple):
 class Clients:
     """Records of the last five minutes. For one thread at a time.
 
-    timed: functions that give histograms of seconds by name, or None while there is nothing to tell.
+    timed: functions that give histograms of seconds by name, or None while there is none.
     """
 
     def __init__(self, traffic: Traffic, timed: Times) -> None:
@@ -165,7 +165,7 @@ def _route(name: str, now: _Record, before: _Record) -> dict[str, Any]:
 
 def _within(now: Sequence[int], before: Sequence[int], bounds: Sequence[float]) -> dict[str, Any]:
     """count: values between two moments. half, most: the bound within which 50% and 99% of them lie; beyond the last
-    bound that bound's negative; None where there are none."""
+    bound that bound's negative; None if there are none."""
     ranks = list(accumulate(later - earlier for later, earlier in zip(now, before, strict=True)))
     count = ranks[-1] if ranks else 0
     if not count:

@@ -34,7 +34,7 @@ STREAM_SECONDS = 15.0
 """How long a stream lasts. Its reader connects again at once, and a server that stops waits for it no longer."""
 
 PATIENCE = 5.0
-"""Seconds for a reader to take what was sent, before its stream ends."""
+"""Seconds for a reader to read what was sent, before its stream ends."""
 
 
 def page_routes(path: str, find: Find) -> list[BaseRoute]:
@@ -102,7 +102,7 @@ class _Stream(Response):
     def __init__(self, board: StatusBoard, last: int, deadline: float | None) -> None:
         self._board = board
         self._last = last
-        # The end of a stream by itself is no error, so it comes before the deadline.
+        # A stream that ends by itself is no error, so it ends before the deadline.
         limit = time.monotonic() + STREAM_SECONDS
         self._end = limit if deadline is None else min(limit, deadline - 1.0)
 
