@@ -33,7 +33,7 @@ _FILES = {"page.css": "text/css", "page.mjs": "text/javascript"}
 STREAM_SECONDS = 15.0
 """How long a stream lasts. Its reader connects again at once, and a server that stops waits for it no longer."""
 
-PATIENCE = 5.0
+READER_TIMEOUT = 5.0
 """Seconds for a reader to read what was sent, before its stream ends."""
 
 
@@ -96,7 +96,7 @@ def _last(request: Request, boot: str) -> int:
 class _Stream(Response):
     """Server-sent events: "state", the latest one, and "happened", the events since the reader's last ones.
 
-    A reader that does not read gets no further state until it does, and is dropped after `PATIENCE`.
+    A reader that does not read gets no further state until it does, and is dropped after `READER_TIMEOUT`.
     """
 
     def __init__(self, board: StatusBoard, last: int, deadline: float | None) -> None:
@@ -127,11 +127,11 @@ class _Stream(Response):
         headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for text in self._texts(viewer):
-            with anyio.move_on_after(PATIENCE) as waited:
+            with anyio.move_on_after(READER_TIMEOUT) as waited:
                 await send({"type": "http.response.body", "body": text, "more_body": True})
             if waited.cancelled_caught:
                 break
-        with anyio.move_on_after(PATIENCE):
+        with anyio.move_on_after(READER_TIMEOUT):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _texts(self, viewer: Viewer) -> AsyncIterator[bytes]:

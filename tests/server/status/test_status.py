@@ -265,7 +265,7 @@ def test_all_viewers_share_the_snapshots_and_too_many_are_refused(guard: bool) -
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "PATIENCE", 0.5)
+    monkeypatch.setattr(endpoints, "READER_TIMEOUT", 0.5)
     app = page_application()
     with Served(app) as served:
         context, board = service_of(app).context, service_of(app).board
