@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("interop", "embedding", "generation", "testing"),
     ("server",),
-    ("asgi", "metrics", "openai_api", "otel_metrics", "remote", "serving", "status"),
+    ("asgi", "key_mask", "metrics", "openai_api", "otel_metrics", "remote", "serving", "status"),
     ("bench",),
     ("cli",),
     ("",),
