@@ -170,8 +170,11 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing a context waits a minute for what does not end, so that a test can tell whether it waited at all."""
-    for module in ("gpu_actors.handles.gpu_context", "gpu_actors.actors.context"):
-        monkeypatch.setattr(f"{module}._PATIENCE", 60.0)
+    from inside.actors import context
+    from inside.handles import gpu_context
+
+    monkeypatch.setattr(gpu_context, "_CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr(context, "_DRAIN_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ __all__ = ["ContextActor", "Run"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 # Seconds that closing waits, in all, for the completion threads of launches that do not end.
-_PATIENCE = 2.0
+_DRAIN_SECONDS = 2.0
 
 # Seconds that closing waits for launches whose requests have been answered, before it closes the device.
 _LAST_MOMENT = 0.25
@@ -257,7 +257,7 @@ class ContextActor(ThreadActor):
         # No caller waits for launches under way, but a device that is closed before they end cannot free its memory.
         self._end_completions(_LAST_MOMENT)
         _close("the device", children.device.close)
-        ended = self._end_completions(_PATIENCE)
+        ended = self._end_completions(_DRAIN_SECONDS)
         for cell in self._cells:
             if cell not in ended:
                 logger.error("a launch of %s never ended; its completion thread is left behind", cell.name)

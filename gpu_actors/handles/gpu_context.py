@@ -47,7 +47,7 @@ __all__ = ["BUILT_IN", "NOT_DRAINED", "GpuContext", "open_contexts", "registered
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 # Seconds of real time that closing waits for children to stop, and again for what they leave behind.
-_PATIENCE = 5.0
+_CLOSE_SECONDS = 5.0
 
 NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
 
@@ -222,11 +222,11 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
             self._closed = threading.Event()
             self._stopped = True
             self._root.stop(self._closed)
-        if self._closed.wait(_PATIENCE):
+        if self._closed.wait(_CLOSE_SECONDS):
             return
         self._root.kill()
-        if not self._closed.wait(_PATIENCE):
-            logger.error("the context did not close within %s s", 2 * _PATIENCE)
+        if not self._closed.wait(_CLOSE_SECONDS):
+            logger.error("the context did not close within %s s", 2 * _CLOSE_SECONDS)
             self._closed.set()  # for later calls
 
 

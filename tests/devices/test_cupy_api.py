@@ -195,7 +195,7 @@ def test_every_call_of_the_seam_is_there() -> None:
 
 def test_importing_the_device_imports_no_gpu_library() -> None:
     code = (
-        "import sys, gpu_actors.devices.cuda, gpu_actors.arrays.adopt;"
+        "import sys, gpu_actors, gpu_actors.devices.cuda;"
         "print([name for name in ('cupy', 'torch', 'jax') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,11 +12,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from inside.actors import context
 from inside.devices import mock
 from inside.runtime import Completion
 from support.service import AT_ONCE, Gate, Scripted, answer, ask, eventually, launches, no_threads_left, rows, scripted
 
 import gpu_actors as ga
+from gpu_actors.handles import gpu_context
 from gpu_actors.testing import FaultPlan, MockClock
 
 pytestmark = pytest.mark.usefixtures("all_threads_end")
@@ -317,7 +319,7 @@ def test_close_may_be_called_again_and_from_several_threads() -> None:
 def test_an_actor_that_never_comes_back_is_left_behind_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpu_actors.handles.gpu_context._PATIENCE", 0.1)
+    monkeypatch.setattr(gpu_context, "_CLOSE_SECONDS", 0.1)
     stuck = Gate()
     with scripted(drain_timeout=0.0) as (ctx, actor):
         reply = actor.submit(lambda actor, call: stuck())
@@ -333,8 +335,8 @@ def test_an_actor_that_never_comes_back_is_left_behind_in_bounded_time(
 
 def test_several_launches_that_never_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that hangs hangs on all of its streams."""
-    monkeypatch.setattr("gpu_actors.actors.context._PATIENCE", 0.3)
-    monkeypatch.setattr("gpu_actors.actors.context._LAST_MOMENT", 0.0)
+    monkeypatch.setattr(context, "_DRAIN_SECONDS", 0.3)
+    monkeypatch.setattr(context, "_LAST_MOMENT", 0.0)
     hung = Gate()
     waited: list[float] = []
     close = Completion.close

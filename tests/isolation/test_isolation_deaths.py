@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes.saboteur import Saboteur
+from inside.handles import gpu_context
 from support.service import eventually
 
 import gpu_actors as ga
@@ -217,7 +218,7 @@ def test_a_process_that_ends_or_stops_as_it_opens(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
 def test_a_process_that_does_not_let_itself_be_closed(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr("gpu_actors.handles.gpu_context._PATIENCE", 1.0)
+    monkeypatch.setattr(gpu_context, "_CLOSE_SECONDS", 1.0)
     with ga.open_context("mock", OPTIONS, isolation="process") as ctx:
         assert submit(ctx, "trap", "closing", way).result(30.0) == "closing"
         process = psutil.Process(ctx.pid)  # type: ignore[attr-defined]

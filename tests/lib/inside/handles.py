@@ -1,0 +1,3 @@
+"""What tests of other rooms take from inside `handles`."""
+
+from gpu_actors.handles import gpu_context
