@@ -294,6 +294,9 @@ class Exchange:
         if self._gone and known is not None and not self._answered:
             return
         if self._gone or self._status or (known is None and _handles_errors(self._scope.get("app"))):
+            if known is not None:
+                # By its name and not by the clock: a loop's timer may fire a little before the deadline.
+                self.notes.setdefault("error", problem(error).name)
             raise error
         answer = problem(error)
         if known is not None and answer.status == 500:

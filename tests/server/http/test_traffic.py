@@ -38,8 +38,8 @@ async def sleeps(request: Request) -> Response:
 async def stream(request: Request) -> Response:
     async def pieces() -> Any:
         yield b"first"
-        if request.query_params.get("broken"):
-            raise ga.ContextLost("gone")
+        if error := request.query_params.get("raises"):
+            raise {"lost": ga.ContextLost, "late": ga.DeadlineExceeded}[error]("in the middle")
         await asyncio.sleep(60)
 
     return StreamingResponse(pieces())
@@ -116,10 +116,11 @@ def test_a_client_that_hangs_up_is_gone(served: Served) -> None:
     assert counted(served, "/sleeps")[0] == {499: 1}
 
 
-def test_an_answer_that_breaks_off_has_failed(served: Served) -> None:
-    with served.raw("GET /stream?broken=1 HTTP/1.1", "Host: x", "Connection: close") as client:
+@pytest.mark.parametrize(("error", "outcome"), [("lost", "failed"), ("late", "deadline")])
+def test_an_answer_that_breaks_off_counts_by_its_error(served: Served, error: str, outcome: str) -> None:
+    with served.raw(f"GET /stream?raises={error} HTTP/1.1", "Host: x", "Connection: close") as client:
         until_closed(client)
-    eventually(lambda: counted(served, "/stream")[1] == {"failed": 1})
+    eventually(lambda: counted(served, "/stream")[1] == {outcome: 1})
 
 
 def test_requests_without_a_lifespan_count_where_the_guard_is_told() -> None:
