@@ -72,10 +72,10 @@ def leave_one(outputs: Any) -> None:
     outputs["out"][-1, 5, -1, 0] = np.nan
 
 
-@pytest.mark.parametrize(("spoil", "reason"), [(shift_one, "out is wrong in 1 of"), (leave_one, "holds NaN")])
-def test_a_wrong_kernel_is_not_timed_and_the_json_says_so(spoil: Any, reason: str) -> None:
+@pytest.mark.parametrize(("corrupt", "reason"), [(shift_one, "out is wrong in 1 of"), (leave_one, "holds NaN")])
+def test_a_wrong_kernel_is_not_timed_and_the_json_says_so(corrupt: Any, reason: str) -> None:
     clock = FakeClock()
-    with stage(clock, spoil) as where:
+    with stage(clock, corrupt) as where:
         rows = run_case(SMALL, where, SETTINGS, [peer(unreachable)])
     assert [(row.subject, row.status, row.times) for row in rows] == [(KERNEL, "wrong", None)]
     assert "hold" not in clock.calls
@@ -94,7 +94,7 @@ def test_what_a_later_set_leaves_unwritten_is_found_too() -> None:
         if len(launches) == 4:  # two sets are recorded, then checked
             outputs["out"][0, 3, 0, 0] = np.nan
 
-    with stage(spoil=leave) as where:
+    with stage(corrupt=leave) as where:
         (row,) = run_case(SMALL, where, replace(SETTINGS, most_sets=2), [])
     assert row.status == "wrong"
     assert "out of set 1 holds NaN" in str(row.reason)
@@ -163,7 +163,7 @@ def test_gradients_that_change_are_not_deterministic() -> None:
             # By so little that every answer is right. Two sets are recorded, then checked; the fifth is the repetition.
             outputs["dq"].view(np.uint16)[0, 0, 0, 0] ^= len(launches) == 5
 
-    with stage(spoil=change) as where:
+    with stage(corrupt=change) as where:
         (row,) = run_case(case, where, replace(SETTINGS, most_sets=2), [])
     assert row.status == "wrong"
     assert "dq is another one the second time" in str(row.reason)

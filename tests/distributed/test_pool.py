@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes import beside
+from fakes import runnables
 from support.service import comes_true, suspend
 
 import gpu_actors as ga
@@ -113,7 +113,7 @@ async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray
 async def test_what_may_not_be_repeated_is_told(out: np.ndarray[Any, Any]) -> None:
     async with open_pool("mock", workers=3, options=slow(0.0), retries=1, seed=1) as pool:
         with pytest.raises(ga.WorkerLost) as caught:
-            await pool.ask(lambda ctx: remote(ctx).run(beside.dies))
+            await pool.ask(lambda ctx: remote(ctx).run(runnables.kill_process))
         assert caught.value.happened == "unknown"
         assert pool.stats().repeated == 0
         await comes_true(
@@ -123,12 +123,14 @@ async def test_what_may_not_be_repeated_is_told(out: np.ndarray[Any, Any]) -> No
 
         def once(ctx: ga.GpuContext) -> ga.Reply[Any]:
             asked.append(remote(ctx).name)
-            return remote(ctx).run(beside.dies) if len(asked) == 1 else remote(ctx).run(beside.describe, 5)
+            return (
+                remote(ctx).run(runnables.kill_process) if len(asked) == 1 else remote(ctx).run(runnables.describe, 5)
+            )
 
         assert (await pool.ask(once, repeatable=True))[2] == (5,)
         assert len(set(asked)) == 2
         with pytest.raises(ga.WorkerLost):  # one that kills workers ends after its retries
-            await pool.ask(lambda ctx: remote(ctx).run(beside.dies), repeatable=True)
+            await pool.ask(lambda ctx: remote(ctx).run(runnables.kill_process), repeatable=True)
         assert pool.stats().repeated == 2
         await comes_true(lambda: sum(worker.generation - 1 for worker in pool.stats().workers.values()) == 4)
         np.testing.assert_array_equal((await pool.ask(forward)).out, out)
@@ -196,7 +198,7 @@ async def test_a_deadline_counts_for_all_attempts() -> None:
 async def test_cancelling_cancels_the_request() -> None:
     async with in_process(1) as pool:
         (name,) = pool.workers
-        waiting = asyncio.create_task(pool.ask(lambda ctx: remote(ctx).run(beside.dozes, 60.0)))
+        waiting = asyncio.create_task(pool.ask(lambda ctx: remote(ctx).run(runnables.sleep_async, 60.0)))
         await comes_true(lambda: pool.stats().workers[name].outstanding == 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

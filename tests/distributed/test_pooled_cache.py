@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import beside
+from fakes import runnables
 from support.service import comes_true, suspend
 
 import gpu_actors as ga
@@ -176,7 +176,7 @@ async def test_a_home_that_is_lost_takes_its_sequences_along() -> None:
         victim = seqs[0].worker
         context = pool.workers[victim]
         assert isinstance(context, RemoteContext)
-        dying = context.run(beside.dies)
+        dying = context.run(runnables.kill_process)
         with pytest.raises(ga.WorkerLost):
             await dying
         for seq in seqs:

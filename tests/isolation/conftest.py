@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fakes.saboteur import Failing, Saboteur
+from fakes.fault_injector import FailingActor, FaultInjector
 
 import gpu_actors as ga
 
-ACTORS = (Saboteur, Failing)
+ACTORS = (FaultInjector, FailingActor)
 
 
 @pytest.fixture(scope="module")

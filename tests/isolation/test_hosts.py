@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes.saboteur import Saboteur
+from fakes.fault_injector import FaultInjector
 from support.service import eventually, suspend
 
 import gpu_actors as ga
@@ -82,7 +82,7 @@ _OF_A_SERVICE = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 def test_signals_to_every_process_of_a_service_are_for_the_program(isolated: ga.GpuContext) -> None:
     child = psutil.Process(isolated.pid)  # type: ignore[attr-defined]
     for name in _OF_A_SERVICE:
-        reply = isolated.actor(Saboteur).submit(("sleep", 0.02))
+        reply = isolated.actor(FaultInjector).submit(("sleep", 0.02))
         for process in (child, child.parent()):
             assert process is not None
             process.send_signal(signal.Signals[name])
@@ -92,7 +92,7 @@ def test_signals_to_every_process_of_a_service_are_for_the_program(isolated: ga.
 
 
 def test_programs_that_an_actor_starts_can_be_ended(isolated: ga.GpuContext) -> None:
-    status = isolated.actor(Saboteur).submit(("start and end",)).result(30.0)
+    status = isolated.actor(FaultInjector).submit(("start and end",)).result(30.0)
     assert status == -signal.SIGTERM
 
 
@@ -434,12 +434,12 @@ def test_a_zygote_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_process_that_stops_is_lost_and_a_busy_one_is_not() -> None:
-    options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=0.8)
+    options = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=0.8)
     with ga.open_context("mock", options, isolation="process") as ctx:
-        busy = ctx.actor(Saboteur).submit(("sleep", 1.6))
+        busy = ctx.actor(FaultInjector).submit(("sleep", 1.6))
         assert busy.result(30.0) == 1.6  # it answers pings meanwhile
         assert ctx.generation == 1
         suspend(ctx.pid)  # type: ignore[attr-defined]
         with pytest.raises(ga.ContextLost, match=r"has not answered for 0\.8 s"):
-            ctx.actor(Saboteur).submit(("echo", 1)).result(30.0)
-        assert ctx.actor(Saboteur).submit(("echo", 2)).result(30.0) == 2
+            ctx.actor(FaultInjector).submit(("echo", 1)).result(30.0)
+        assert ctx.actor(FaultInjector).submit(("echo", 2)).result(30.0) == 2

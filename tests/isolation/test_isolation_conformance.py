@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fakes.saboteur import Failing, Saboteur
+from fakes.fault_injector import FailingActor, FaultInjector
 from support.service import eventually
 
 import gpu_actors as ga
@@ -129,16 +129,16 @@ def given_out(ctx: ga.GpuContext) -> Any:
 
 
 def own_actor(ctx: ga.GpuContext) -> Any:
-    reply = ctx.actor(Saboteur).submit(("echo", {"a": arrays((3, 4)), "b": [np.arange(5), "text", (1, None)]}))
+    reply = ctx.actor(FaultInjector).submit(("echo", {"a": arrays((3, 4)), "b": [np.arange(5), "text", (1, None)]}))
     return reply.result(30.0)
 
 
 def priorities(ctx: ga.GpuContext) -> Any:
     done: list[int] = []
-    actor = ctx.actor(Saboteur)
+    actor = ctx.actor(FaultInjector)
 
     def queued() -> int:
-        return ctx.stats()[Saboteur.label].queued
+        return ctx.stats()[FaultInjector.label].queued
 
     with tempfile.TemporaryDirectory() as folder:
         gate = Path(folder, "open")
@@ -202,8 +202,8 @@ REFUSALS: dict[str, Ask] = {
     ).result(30.0),
     "foreign kernel": lambda ctx: ctx.actor(ga.KernelActor).submit(object).result(30.0),
     "message": lambda ctx: ctx.flash_attn.submit(3).result(30.0),
-    "failing actor": lambda ctx: ctx.actor(Failing).submit(1).result(30.0),
-    "crashing actor": lambda ctx: ctx.actor(Saboteur).submit(("raise", ValueError("as asked"))).result(30.0),
+    "failing actor": lambda ctx: ctx.actor(FailingActor).submit(1).result(30.0),
+    "crashing actor": lambda ctx: ctx.actor(FaultInjector).submit(("raise", ValueError("as asked"))).result(30.0),
 }
 
 
@@ -278,7 +278,7 @@ def test_both_are_driven_from_tasks_and_threads(direct: ga.GpuContext, isolated:
 
 
 async def test_a_cancelled_request_is_not_worked_on(isolated: ga.GpuContext) -> None:
-    actor = isolated.actor(Saboteur)
+    actor = isolated.actor(FaultInjector)
     before = actor.stats()
     first = actor.submit(("sleep", 0.4))
     tasks = [asyncio.ensure_future(actor.submit(("sleep", 5.0)).wait()) for _ in range(4)]
@@ -317,9 +317,9 @@ def test_a_cancelled_forward_is_answered_at_once_and_an_append_has_a_true_answer
 
 
 def test_a_full_mailbox_and_a_full_channel_refuse() -> None:
-    options = ga.ContextOptions(actors=(Saboteur,), mailbox_capacity=4, hang_timeout=60.0)
+    options = ga.ContextOptions(actors=(FaultInjector,), mailbox_capacity=4, hang_timeout=60.0)
     with ga.open_context("mock", options, isolation="process") as ctx:
-        actor = ctx.actor(Saboteur)
+        actor = ctx.actor(FaultInjector)
         replies = [actor.submit(("sleep", 0.3))] + [actor.submit(("sleep", 0.0)) for _ in range(12)]
         found = [type(_outcome(reply)).__name__ for reply in replies]
         assert "Overloaded" in found[5:]

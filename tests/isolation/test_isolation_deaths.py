@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes.saboteur import Saboteur
+from fakes.fault_injector import FaultInjector
 from inside.handles import gpu_context
 from support.service import eventually
 
@@ -28,7 +28,7 @@ from gpu_actors.isolation import generations
 HANG = 1.5
 
 QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
-OPTIONS = ga.ContextOptions(actors=(Saboteur,), hang_timeout=HANG, restart=QUICK)
+OPTIONS = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=HANG, restart=QUICK)
 WAYS = ("SIGKILL", "os._exit", "SIGSTOP")
 STEPS = ("read", "asked", "answered", "packed", "half sent", "sent")
 # Each step and each way once by default.
@@ -49,7 +49,7 @@ def context() -> Iterator[ga.GpuContext]:
 
 
 def submit(ctx: ga.GpuContext, *message: object, **options: Any) -> ga.Reply[Any]:
-    return ctx.actor(Saboteur).submit(message, **options)
+    return ctx.actor(FaultInjector).submit(message, **options)
 
 
 def answers(ctx: ga.GpuContext) -> None:
@@ -171,7 +171,7 @@ def test_caches_and_sequences_of_a_lost_generation_are_stale(context: ga.GpuCont
 
 
 def test_an_allowance_that_is_used_up_fails_the_context() -> None:
-    options = ga.ContextOptions(actors=(Saboteur,), restart=ga.RestartPolicy(max_restarts=1, backoff=0.0))
+    options = ga.ContextOptions(actors=(FaultInjector,), restart=ga.RestartPolicy(max_restarts=1, backoff=0.0))
     with ga.open_context("mock", options, isolation="process") as ctx:
         ended: list[ga.Terminated] = []
         ctx.flash_attn.watch(lambda terminated: 1 / 0)
@@ -269,13 +269,13 @@ def test_fifty_generations_leave_nothing_behind() -> None:
 _PROGRAM = """
 import time
 import gpu_actors as ga
-from fakes.saboteur import Saboteur
-options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=100.0)
+from fakes.fault_injector import FaultInjector
+options = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=100.0)
 with (
     ga.open_context("mock", options, isolation="process") as running,
     ga.open_context("mock", options, isolation="process") as stopped,
 ):
-    stopped.actor(Saboteur).submit(("now", "SIGSTOP"))
+    stopped.actor(FaultInjector).submit(("now", "SIGSTOP"))
     print(running.pid, stopped.pid, flush=True)
     time.sleep(100)
 """

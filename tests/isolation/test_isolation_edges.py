@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.saboteur import Failing, Saboteur
+from fakes.fault_injector import FailingActor, FaultInjector
 from prometheus_client import CollectorRegistry, generate_latest
 from support.service import comes_true, run_python
 
@@ -19,7 +19,7 @@ from gpu_actors.isolation.context import IsolatedContext
 from gpu_actors.metrics import ContextCollector
 from gpu_actors.testing import MockClock
 
-ACTORS = (Saboteur, Failing)
+ACTORS = (FaultInjector, FailingActor)
 
 
 def rows() -> np.ndarray[Any, Any]:
@@ -66,13 +66,13 @@ def test_what_opening_raises_is_raised_here() -> None:
 
 
 def test_messages_and_answers_that_cannot_cross_are_refused(isolated: ga.GpuContext) -> None:
-    actor = isolated.actor(Saboteur)
+    actor = isolated.actor(FaultInjector)
     with pytest.raises(ga.InvalidRequest, match="cannot cross"):
         actor.submit(("echo", lambda: 1)).result(30.0)
     with pytest.raises(ga.InvalidRequest, match="belongs to the process"):
         actor.submit(("echo", isolated)).result(30.0)
     with pytest.raises(ga.InvalidRequest, match="cannot cross"):
-        isolated.actor(Failing).submit(0).result(30.0)
+        isolated.actor(FailingActor).submit(0).result(30.0)
     with pytest.raises(ga.InvalidRequest, match="progress"):
         isolated.nvrtc.warm((), lambda *_: None).result(30.0)
     with pytest.raises(ga.Unsupported, match="context's process"):
@@ -135,12 +135,12 @@ def test_metrics_tell_of_generations_and_go_on_between_two_of_them() -> None:
         assert 'gpu_actors_request_seconds_count{actor="flash_attn",outcome="completed"} 1.0' in text
         assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text
         with pytest.raises(ga.ContextLost):
-            ctx.actor(Saboteur).submit(("now", "SIGKILL")).result(30.0)
+            ctx.actor(FaultInjector).submit(("now", "SIGKILL")).result(30.0)
         text = generate_latest(registry).decode()
         assert 'gpu_actors_ready{device="mock"} 0.0' in text
         assert 'gpu_actors_state{device="mock",state="degraded"} 1.0' in text
         assert 'gpu_actors_generation{device="mock"} 2.0' in text
-        assert 'gpu_actors_request_errors_total{actor="saboteur",error="ContextLost"} 1.0' in text
+        assert 'gpu_actors_request_errors_total{actor="fault_injector",error="ContextLost"} 1.0' in text
         assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text  # the counts go on
         assert "gpu_actors_cubin_cache_events_total" in text
 
@@ -203,7 +203,7 @@ def test_an_auto_context_warns_here_and_nothing_of_isolation_is_imported_without
 
 
 def test_two_contexts_share_a_zygote_and_nothing_else() -> None:
-    options = ga.ContextOptions(actors=(Saboteur,), restart=ga.RestartPolicy(backoff=0.0))
+    options = ga.ContextOptions(actors=(FaultInjector,), restart=ga.RestartPolicy(backoff=0.0))
     with (
         ga.open_context("mock", options, isolation="process") as one,
         ga.open_context("mock", options, isolation="process") as other,
@@ -212,8 +212,8 @@ def test_two_contexts_share_a_zygote_and_nothing_else() -> None:
         assert isinstance(other, IsolatedContext)
         assert one.pid != other.pid
         with pytest.raises(ga.ContextLost):
-            one.actor(Saboteur).submit(("now", "SIGKILL")).result(30.0)
-        assert other.actor(Saboteur).submit(("echo", 1)).result(30.0) == 1
+            one.actor(FaultInjector).submit(("now", "SIGKILL")).result(30.0)
+        assert other.actor(FaultInjector).submit(("echo", 1)).result(30.0) == 1
         assert other.generation == 1
         q = one.empty(rows().shape)
         q[...] = 1.0
@@ -221,10 +221,10 @@ def test_two_contexts_share_a_zygote_and_nothing_else() -> None:
 
 
 async def test_the_loop_goes_on_while_the_process_stands_still() -> None:
-    options = ga.ContextOptions(actors=(Saboteur,), hang_timeout=60.0, mailbox_capacity=64)
+    options = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=60.0, mailbox_capacity=64)
     ctx = await ga.open_context("mock", options, isolation="process")
     assert isinstance(ctx, IsolatedContext)
-    stopped = ctx.actor(Saboteur).submit(("now", "SIGSTOP"))
+    stopped = ctx.actor(FaultInjector).submit(("now", "SIGSTOP"))
     await asyncio.sleep(0.3)
     big, longest = np.zeros((1, 2048, 2, 16), np.float32), 0.0
     replies = []

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.saboteur import Saboteur
+from fakes.fault_injector import FaultInjector
 from support.service import eventually
 
 import gpu_actors as ga
@@ -333,7 +333,7 @@ def test_an_actor_need_not_wake_itself_for_what_it_receives(monkeypatch: pytest.
 
 
 def test_an_isolated_actor_receives_its_next_request_on_its_own_thread(isolated: ga.GpuContext) -> None:
-    actor = isolated.actor(Saboteur)
+    actor = isolated.actor(FaultInjector)
     assert actor.submit(("note receivers",)).result(60.0) is None
     eventually(lambda: actor.submit(("received here",)).result(60.0))
     assert isolated.health().ready, "which another thread answers"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes.saboteur import Failing, Saboteur
+from fakes.fault_injector import FailingActor, FaultInjector
 from support.adopting import adopt
 
 import gpu_actors as ga
@@ -37,13 +37,13 @@ def remote(cluster: Any) -> Iterator[RemoteContext]:
 
 @pytest.fixture(scope="module")
 def isolated(cluster: Any) -> Iterator[ga.GpuContext]:
-    with start_worker("mock", ga.ContextOptions(actors=(Saboteur, Failing)), num_cpus=0) as ctx:
+    with start_worker("mock", ga.ContextOptions(actors=(FaultInjector, FailingActor)), num_cpus=0) as ctx:
         yield ctx
 
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock", ga.ContextOptions(actors=(Saboteur, Failing))) as ctx:
+    with ga.open_context("mock", ga.ContextOptions(actors=(FaultInjector, FailingActor))) as ctx:
         yield ctx
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes import beside
+from fakes import runnables
 from support.service import comes_true, eventually, suspend
 
 import gpu_actors as ga
@@ -104,8 +104,8 @@ def test_a_worker_that_stops_is_told_and_ended() -> None:
         stopped = pid(ctx)
         suspend(stopped)
         with pytest.raises(ga.WorkerLost, match="has not answered for 2 s"):
-            ctx.run(beside.describe).result(60.0)
-        assert ctx.run(beside.describe).result(60.0)[1] == 2
+            ctx.run(runnables.describe).result(60.0)
+        assert ctx.run(runnables.describe).result(60.0)[1] == 2
         assert not psutil.pid_exists(stopped)
 
 
@@ -181,7 +181,7 @@ def test_the_last_records_are_taken_though_the_word_of_the_end_overtakes_them() 
 
 
 def test_an_actor_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from fakes.saboteur import Saboteur\nclass Own(Saboteur):\n    name = 'own'\n"
+    source = "from fakes.fault_injector import FaultInjector\nclass Own(FaultInjector):\n    name = 'own'\n"
     (tmp_path / "only_here.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     options = ga.ContextOptions(actors=(importlib.import_module("only_here").Own,))
@@ -199,7 +199,7 @@ def test_functions_that_a_worker_cannot_import_travel_by_value() -> None:
         found = ctx.run(lambda _, array: array + added, big).result(60.0)
         np.testing.assert_array_equal(found, big + 2)
         found[:] = 0.0  # it lies in no object store
-        assert ctx.run(beside.twice, big[::-3]).result(60.0).sum() == 2 * len(big[::-3])
+        assert ctx.run(runnables.double, big[::-3]).result(60.0).sum() == 2 * len(big[::-3])
         out = np.zeros((1, 4096, 2, 64), np.float32)
         q = np.ones_like(out)
         assert ctx.flash_attn.forward(q[:, :4], q, q, out=out[:, ::1024]).result(60.0).out.base is out

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import beside
+from fakes import runnables
 from support.service import comes_true
 
 import gpu_actors as ga
@@ -102,22 +102,22 @@ async def test_values_errors_and_functions(served: Any) -> None:
     with pytest.raises(ValueError, match="mine"):
         await ask(served.fails.remote(ValueError("mine")))
     assert await ask(served.pid.remote()) != os.getpid()
-    assert await ask(served.run.remote(beside.describe, 1)) == ("mock", 1, (1,))
+    assert await ask(served.run.remote(runnables.describe, 1)) == ("mock", 1, (1,))
     assert await ask(served.run.remote(lambda _, array: array + 1, ROW)) is not None
     with pytest.raises(KeyError) as raised:
-        await ask(served.run.remote(beside.raises, KeyError("k")))
+        await ask(served.run.remote(runnables.raise_error, KeyError("k")))
     assert "in the worker" in raised.value.__notes__[0]
 
 
 async def test_a_late_request_and_a_cancelled_one_are_cancelled_in_the_replica(served: Any, tmp_path: Path) -> None:
     late, cancelled = tmp_path / "late", tmp_path / "cancelled"
-    asked = asyncio.create_task(ask(served.run.remote(beside.waits, str(cancelled))))
+    asked = asyncio.create_task(ask(served.run.remote(runnables.wait_until_cancelled, str(cancelled))))
     await comes_true(cancelled.exists)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
     await comes_true(lambda: cancelled.read_text() == "cancelled")
-    response = served.run.remote(beside.waits, str(late))
+    response = served.run.remote(runnables.wait_until_cancelled, str(late))
     with pytest.raises(ga.DeadlineExceeded, match=r"within 0\.5 s"):
         await ask(response, timeout=0.5)
     await comes_true(lambda: not late.exists() or late.read_text() == "cancelled")
@@ -138,7 +138,7 @@ async def test_a_replica_whose_context_has_ended_is_replaced(served: Any) -> Non
 async def test_a_replica_that_dies_is_a_worker_lost(served: Any, tmp_path: Path) -> None:
     before = await ask(served.pid.remote())
     flag = tmp_path / "waits"
-    dying = asyncio.create_task(ask(served.run.remote(beside.waits, str(flag))))
+    dying = asyncio.create_task(ask(served.run.remote(runnables.wait_until_cancelled, str(flag))))
     await comes_true(flag.exists)
     os.kill(before, signal.SIGKILL)
     with pytest.raises(ga.WorkerLost) as caught:

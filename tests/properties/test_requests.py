@@ -164,7 +164,7 @@ def huge(array: np.ndarray, axis: int) -> np.ndarray:
     return np.broadcast_to(np.zeros((), array.dtype), shape)
 
 
-SPOILS: dict[str, Callable[[np.ndarray, int], Any]] = {
+CORRUPTIONS: dict[str, Callable[[np.ndarray, int], Any]] = {
     "no array": lambda array, axis: object(),
     "list": lambda array, axis: [1.0],
     "complex": lambda array, axis: np.zeros(array.shape, np.complex64),
@@ -226,16 +226,18 @@ _ABSENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Spoilt:
-    """A request, and what is wrong with one of its arguments: of an array a spoil of an axis, of another an odd value.
+class WrongArgument:
+    """A request with one wrong argument: an array with a corrupted axis, or an odd value of another option.
 
-    odd: an index, for the repr of some says nothing. both: of keys and values the others are spoilt alike.
+    corruption: of an array. axis: the corrupted one.
+    odd: the index of the odd value, because the repr of some says nothing.
+    both: whether keys and values are corrupted together.
     """
 
     arch: str
     spec: Spec
     name: str
-    spoil: str = ""
+    corruption: str = ""
     axis: int = 0
     odd: int = 0
     both: bool = False
@@ -264,54 +266,57 @@ def arrays_of(asked: Asked) -> list[str]:
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> Spoilt:
+def wrong_arguments(draw: st.DrawFn) -> WrongArgument:
     arch, spec = draw(anywhere(Family(doors=_PLAIN)))
     backward = spec.door in BACKWARD
     others = list(options_of(spec.door))
     if not backward:
         spec.how.setdefault("out", "plain")
-    arrays = arrays_of(Spoilt(arch, spec, "").asked())
+    arrays = arrays_of(WrongArgument(arch, spec, "").asked())
     beside = [name for name in arrays if name not in _OPERANDS]
     name = draw(
         st.one_of(*map(st.sampled_from, (arrays, beside or arrays, ["lse", "dout"] if backward else ["out"], others)))
     )
     if name in others:
-        return Spoilt(arch, spec, name, odd=draw(st.integers(0, len(_ODD) - 1)))
-    spoil = draw(st.sampled_from([*SPOILS, "empty", "empty", "empty"]))
-    return Spoilt(arch, spec, name, spoil, draw(st.integers(0, 3)), both=spoil == "empty" or draw(st.booleans()))
+        return WrongArgument(arch, spec, name, odd=draw(st.integers(0, len(_ODD) - 1)))
+    corruption = draw(st.sampled_from([*CORRUPTIONS, "empty", "empty", "empty"]))
+    return WrongArgument(
+        arch, spec, name, corruption, draw(st.integers(0, 3)), both=corruption == "empty" or draw(st.booleans())
+    )
 
 
-def spoil(asked: Asked, wrong: Spoilt) -> tuple[bool, bool]:
+def corrupt(asked: Asked, wrong: WrongArgument) -> tuple[bool, bool]:
     """Change the argument: whether that must be refused, and whether by its name."""
     name = wrong.name
-    if not wrong.spoil:
+    if not wrong.corruption:
         value = asked.arguments[name] = _ODD[wrong.odd]
         fitting = not isinstance(value, str) and fits(options_of(asked.spec.door)[name], value)
         return not fitting or too_little(name, value), False
     array = asked.arguments[name]
     other = name.translate(str.maketrans("kv", "vk"))
     if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray | list):
-        asked.arguments[other] = spoilt_array(asked.arguments[other], wrong)
-    found = asked.arguments[name] = spoilt_array(array, wrong)
-    if wrong.spoil == "an end less":  # a sequence may be shorter, and packed rows belong to one
+        asked.arguments[other] = corrupted(asked.arguments[other], wrong)
+    found = asked.arguments[name] = corrupted(array, wrong)
+    if wrong.corruption == "an end less":  # a sequence may be shorter, and packed rows belong to one
         return name.startswith("cu_seqlens"), False
     if isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype):
         return False, False
-    exact = wrong.spoil in _ALWAYS and (name, wrong.spoil) != ("alibi_slopes", "one axis more")  # one of sequences
+    # Slopes may have an axis of sequences.
+    exact = wrong.corruption in _ALWAYS and (name, wrong.corruption) != ("alibi_slopes", "one axis more")
     return exact or name not in {*_OF_ANY_LENGTH, "alibi_slopes"}, exact
 
 
-def spoilt_array(array: Any, wrong: Spoilt) -> Any:
+def corrupted(array: Any, wrong: WrongArgument) -> Any:
     """Of a list, each of its arrays."""
     if isinstance(array, list):
-        return [spoilt_array(one, wrong) for one in array]
-    return SPOILS[wrong.spoil](array, wrong.axis % max(1, array.ndim))
+        return [corrupted(one, wrong) for one in array]
+    return CORRUPTIONS[wrong.corruption](array, wrong.axis % max(1, array.ndim))
 
 
-def check_refused(method: Callable[..., Any], asked: Asked, wrong: Spoilt) -> None:
-    """Spoil the request and ask it: what cannot be answered is refused by a name that the caller knows."""
+def check_refused(method: Callable[..., Any], asked: Asked, wrong: WrongArgument) -> None:
+    """Corrupt the request and send it: what cannot be answered is refused by a name that the caller knows."""
     known = {*asked.arguments, *_NAMED}
-    must, exact = spoil(asked, wrong)
+    must, exact = corrupt(asked, wrong)
     error = refusal(lambda: method(**asked.arguments).result(60))
     assert error or not must, f"{wrong} is taken"
     said = getattr(error, "field", wrong.name).partition("[")[0]
@@ -322,10 +327,10 @@ def check_refused(method: Callable[..., Any], asked: Asked, wrong: Spoilt) -> No
 @TIMES
 def test_a_wrong_argument_is_refused_by_name(opened: Opened, times: int) -> None:
     @budget(times * 600)
-    @given(wrong=spoilt())
+    @given(wrong=wrong_arguments())
     # An array in the place of an option that another one is looked at with was refused as a message that is not read.
-    @example(wrong=Spoilt("sm_90a", Spec(options={"q_positions": 1}), "alignment", odd=2))
-    def holds(wrong: Spoilt) -> None:
+    @example(wrong=WrongArgument("sm_90a", Spec(options={"q_positions": 1}), "alignment", odd=2))
+    def holds(wrong: WrongArgument) -> None:
         asked = wrong.asked()
         with sender(opened("mock", wrong.arch), asked) as method:
             check_refused(method, asked, wrong)
@@ -346,27 +351,27 @@ def many_arrays(door: str) -> Spec:
     return Spec(door=door, rows=rows, seed=1, options=options, how=how)
 
 
-def every_spoil(asked: Asked) -> Iterator[Spoilt]:
-    """Each spoil of each axis of each array, and each odd value of each other option."""
+def every_corruption(asked: Asked) -> Iterator[WrongArgument]:
+    """Each corruption of each axis of each array, and each odd value of each other option."""
     for name in arrays_of(asked):
         array = asked.arguments[name]
         axes = (array[0] if isinstance(array, list) else array).ndim
-        for spoil in SPOILS:
-            for axis in range(axes if spoil in _OF_AN_AXIS else 1):
-                for both in (False, True) if name in _OPERANDS and spoil in _OF_AN_AXIS else (False,):
-                    yield Spoilt("sm_90a", asked.spec, name, spoil, axis, both=both)
+        for corruption in CORRUPTIONS:
+            for axis in range(axes if corruption in _OF_AN_AXIS else 1):
+                for both in (False, True) if name in _OPERANDS and corruption in _OF_AN_AXIS else (False,):
+                    yield WrongArgument("sm_90a", asked.spec, name, corruption, axis, both=both)
     for name in options_of(asked.spec.door):
         for odd in range(len(_ODD)):
-            yield Spoilt("sm_90a", asked.spec, name, odd=odd)
+            yield WrongArgument("sm_90a", asked.spec, name, odd=odd)
 
 
 @pytest.mark.parametrize("door", _PLAIN)
 def test_every_argument_of_a_door_is_looked_at(opened: Opened, door: str) -> None:
-    """What `spoilt` draws from, all of it over one request: each fault of it is rare."""
+    """What `wrong_arguments` draws from, all of it over one request: each fault of it is rare."""
     asked = ask_of(many_arrays(door), problem_of(many_arrays(door), finite=True))
     with sender(opened("mock", "sm_90a"), asked) as method:
         method(**asked.arguments).result(60)
-        for wrong in every_spoil(asked):
+        for wrong in every_corruption(asked):
             check_refused(method, dataclasses.replace(asked, arguments=dict(asked.arguments)), wrong)
 
 

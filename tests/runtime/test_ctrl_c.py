@@ -123,7 +123,7 @@ def test_an_interrupted_answer_reaches_every_waiter(how: str) -> None:
                 call.resolve("value", outbox)
 
         def check() -> None:
-            if not call.done:  # struck before anything had happened
+            if not call.done:  # interrupted before anything had happened
                 settle()
             outbox.flush()
             awaited.told(call)
@@ -232,7 +232,7 @@ def test_a_loop_that_runs_again_after_an_interruption_wakes_every_task() -> None
 
         def check() -> None:
             if not stepped and not loop.asked:
-                _wake(deque(waiters))  # struck before it had begun, which a loop would not have survived either
+                _wake(deque(waiters))  # interrupted before it had begun, which a loop would not have survived either
             loop.run()
             assert stepped == waiters
 

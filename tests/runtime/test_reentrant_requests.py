@@ -103,7 +103,7 @@ ACTS: dict[str, Callable[[Waiting], Any]] = {
     "look": Waiting.look,
 }
 SWEEPING = ("cancel", "fail all")
-STRIKES: dict[str, Callable[[Waiting], Any]] = {
+INTERRUPTIONS: dict[str, Callable[[Waiting], Any]] = {
     "cancel the same": lambda waiting: waiting.one.cancel(),
     "cancel all": Waiting.cancel_all,
     "answer another": lambda waiting: waiting.other.resolve(2),
@@ -115,11 +115,11 @@ STRIKES: dict[str, Callable[[Waiting], Any]] = {
 
 @pytest.mark.parametrize("act", ACTS)
 def test_a_mailbox_survives_use_from_within_its_own_methods(act: str) -> None:
-    for strike in STRIKES.values():
+    for interrupt in INTERRUPTIONS.values():
 
-        def make(strike: Callable[[Waiting], Any] = strike) -> Case:
+        def make(interrupt: Callable[[Waiting], Any] = interrupt) -> Case:
             waiting = Waiting(65 if act in SWEEPING else 4)
-            return Case(lambda: ACTS[act](waiting), lambda: strike(waiting), waiting.check)
+            return Case(lambda: ACTS[act](waiting), lambda: interrupt(waiting), waiting.check)
 
         assert each_point(("runtime/mailbox.py", "runtime/call.py"), make) > 0
 
@@ -134,7 +134,7 @@ def test_a_blocking_call_may_end_while_another_is_put_behind_it(blocked_by: str)
         assert not order.admits(held)
         admitted = []
 
-        def strike() -> None:
+        def interrupt() -> None:
             first.cancel()
             order.look_again()
 
@@ -147,7 +147,7 @@ def test_a_blocking_call_may_end_while_another_is_put_behind_it(blocked_by: str)
             assert all(order.admits(call) for call in came_back)
             assert cell.mailbox._parked == 0
 
-        return Case(lambda: admitted.append(order.admits(later)), strike, check)
+        return Case(lambda: admitted.append(order.admits(later)), interrupt, check)
 
     assert each_point(("actors/kv_order.py",), make) > 5
 
@@ -162,7 +162,7 @@ def test_what_waits_may_be_cancelled_and_a_launch_end_while_calls_are_released()
         assert not order.admits(later)
         order.look_again()
 
-        def strike() -> None:
+        def interrupt() -> None:
             held.cancel()
             order.look_again()
 
@@ -171,13 +171,13 @@ def test_what_waits_may_be_cancelled_and_a_launch_end_while_calls_are_released()
             assert cell.taken() == [first, later]
             assert cell.mailbox._parked == 0
 
-        return Case(order.release, strike, check)
+        return Case(order.release, interrupt, check)
 
     assert each_point(("actors/kv_order.py", "runtime/mailbox.py"), make) > 5
 
 
-@pytest.mark.parametrize("strike", ["set", "cancel"])
-def test_a_timer_may_be_set_and_cancelled_while_one_is_set(strike: str) -> None:
+@pytest.mark.parametrize("interrupt", ["set", "cancel"])
+def test_a_timer_may_be_set_and_cancelled_while_one_is_set(interrupt: str) -> None:
     def make() -> Case:
         clock = MockClock()
         timers = Timers(clock)
@@ -188,19 +188,19 @@ def test_a_timer_may_be_set_and_cancelled_while_one_is_set(strike: str) -> None:
         for timer in gone[1:]:
             timer.cancel()
 
-        def struck() -> None:
+        def interrupted() -> None:
             gone[0].cancel()
-            if strike == "set":
-                timers.at(1.0, lambda: ran.append("struck"))
+            if interrupt == "set":
+                timers.at(1.0, lambda: ran.append("interrupted"))
 
         def check() -> None:
             gone[0].cancel()
             assert kept.active
             due = sorted(entry[:2] for entry in timers._heap if entry[2].active)
-            assert [when for when, _ in due] == ([1.0, 1.5, 3.0] if strike == "set" else [1.5, 3.0])
+            assert [when for when, _ in due] == ([1.0, 1.5, 3.0] if interrupt == "set" else [1.5, 3.0])
             assert timers._heap[0][0] == min(entry[0] for entry in timers._heap)
             timers.close()
 
-        return Case(lambda: timers.at(1.5, lambda: None), struck, check)
+        return Case(lambda: timers.at(1.5, lambda: None), interrupted, check)
 
     assert each_point(("gpu_actors/runtime/timers.py",), make) > 5

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import beside
+from fakes import runnables
 from support.service import eventually
 
 import gpu_actors as ga
@@ -131,28 +131,28 @@ def test_an_append_that_is_repeated_takes_effect_once(remote: RemoteContext) -> 
 
 
 def test_a_function_runs_beside_the_context(remote: RemoteContext) -> None:
-    assert remote.run(beside.describe, 1, "two").result(30.0) == ("mock", remote.generation, (1, "two"))
+    assert remote.run(runnables.describe, 1, "two").result(30.0) == ("mock", remote.generation, (1, "two"))
     big = arrays((700, 16))
-    np.testing.assert_array_equal(remote.run(beside.twice, big).result(30.0), big * 2)
+    np.testing.assert_array_equal(remote.run(runnables.double, big).result(30.0), big * 2)
     q = arrays((1, 4, 2, 16))
-    out = remote.run(beside.attends, q).result(30.0)
+    out = remote.run(runnables.attend, q).result(30.0)
     np.testing.assert_array_equal(out, remote.flash_attn.forward(q, q, q).result(30.0).out)
-    assert remote.run(beside.Adds(2), 3).result(30.0) == 5
-    assert remote.run(functools.partial(beside.describe), 1).result(30.0)[2] == (1,)
+    assert remote.run(runnables.Adder(2), 3).result(30.0) == 5
+    assert remote.run(functools.partial(runnables.describe), 1).result(30.0)[2] == (1,)
 
 
 def test_a_function_gets_the_workers_own_cache(remote: RemoteContext) -> None:
     rows = arrays((2, 2, 16))
     with remote.kv_cache(**SPEC) as cache:
         seq = cache.create().result(30.0)
-        assert remote.run(beside.steps, cache, seq, rows, 5).result(30.0) == [2, 4, 6, 8, 10]
+        assert remote.run(runnables.append_turns, cache, seq, rows, 5).result(30.0) == [2, 4, 6, 8, 10]
         assert cache.length(seq) == 10
-    reply = remote.run(beside.steps, cache, seq, rows, 1)
+    reply = remote.run(runnables.append_turns, cache, seq, rows, 1)
     with pytest.raises(ga.StaleBuffer, match="closed"):
         reply.result(30.0)
 
 
-@pytest.mark.parametrize("function", [beside.raises, beside.araises])
+@pytest.mark.parametrize("function", [runnables.raise_error, runnables.raise_error_async])
 @pytest.mark.parametrize("error", [ValueError("mine", 3), ga.CacheFull("none left"), ga.Overloaded("later", 2.5)])
 def test_what_a_function_raises_arrives_as_itself(
     remote: RemoteContext, function: Callable[..., Any], error: Exception
@@ -163,23 +163,23 @@ def test_what_a_function_raises_arrives_as_itself(
     assert isinstance(error, ga.GpuActorsError) or "in the worker" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("function", [beside.raises, beside.araises])
+@pytest.mark.parametrize("function", [runnables.raise_error, runnables.raise_error_async])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_a_function_cannot_end_the_worker(remote: RemoteContext, function: Callable[..., Any], error: Any) -> None:
     with pytest.raises(ga.GpuActorsError, match=type(error).__name__):
         remote.run(function, error).result(30.0)
-    assert remote.run(beside.describe).result(30.0)[1] == 1
+    assert remote.run(runnables.describe).result(30.0)[1] == 1
 
 
 def test_functions_that_cannot_run_are_refused(remote: RemoteContext) -> None:
     with pytest.raises(ga.InvalidRequest, match="must be callable"):
         remote.run(3).result(30.0)  # type: ignore[arg-type]
     with pytest.raises(ga.InvalidRequest, match="cache of this context, and entered"):
-        remote.run(beside.describe, remote.kv_cache(**SPEC)).result(30.0)
+        remote.run(runnables.describe, remote.kv_cache(**SPEC)).result(30.0)
     with pytest.raises(ga.InvalidRequest, match="finite number"):
-        remote.run(beside.describe, timeout=float("nan")).result(30.0)
+        remote.run(runnables.describe, timeout=float("nan")).result(30.0)
     with ga.open_context("mock") as other, other.kv_cache(**SPEC) as cache, pytest.raises(ga.InvalidRequest):
-        remote.run(beside.describe, cache).result(30.0)
+        remote.run(runnables.describe, cache).result(30.0)
 
 
 def test_a_cancelled_coroutine_is_cancelled_in_the_worker(remote: RemoteContext, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_cancelled_coroutine_is_cancelled_in_the_worker(remote: RemoteContext,
         flag = tmp_path / way
 
         async def ask(flag: Path = flag, way: str = way) -> None:
-            reply = remote.run(beside.waits, str(flag), timeout=0.5 if way == "timeout" else None)
+            reply = remote.run(runnables.wait_until_cancelled, str(flag), timeout=0.5 if way == "timeout" else None)
             await asyncio.to_thread(eventually, flag.exists)
             if way == "cancel":
                 reply.cancel()
@@ -209,16 +209,16 @@ def test_a_cancelled_coroutine_is_cancelled_in_the_worker(remote: RemoteContext,
 
 def test_draining_waits_for_functions(workplace: Workplace) -> None:
     with open_remote("mock", workplace=workplace) as ctx:
-        sleeping = ctx.run(beside.sleeps, 0.3)
+        sleeping = ctx.run(runnables.sleep, 0.3)
         with pytest.raises(ga.DeadlineExceeded):
             ctx.drain(0.02).result(30.0)
         with pytest.raises(ga.ActorStopped, match="draining"):
-            ctx.run(beside.describe).result(30.0)
+            ctx.run(runnables.describe).result(30.0)
         assert ctx.drain(30.0).result() is None
         assert sleeping.result(0) == 0.3
         assert ctx.health().state == "draining"
     with pytest.raises(ga.ActorStopped):
-        ctx.run(beside.describe).result(30.0)
+        ctx.run(runnables.describe).result(30.0)
 
 
 # Workers that end
@@ -244,8 +244,8 @@ def test_a_lost_device_costs_one_generation_and_says_so(workplace: Workplace) ->
         with pytest.raises(ga.StaleBuffer):
             cache.append(seq, rows, rows).result(30.0)
         with pytest.raises(ga.InvalidRequest, match="generation 1"):
-            ctx.run(beside.describe, cache).result(30.0)
-        assert ctx.run(beside.describe).result(30.0)[1] == ctx.generation == 2
+            ctx.run(runnables.describe, cache).result(30.0)
+        assert ctx.run(runnables.describe).result(30.0)[1] == ctx.generation == 2
 
 
 def test_what_never_reached_a_worker_did_not_happen(workplace: Workplace) -> None:
@@ -257,7 +257,7 @@ def test_what_never_reached_a_worker_did_not_happen(workplace: Workplace) -> Non
             ctx.flash_attn.forward(q, q, q).result(30.0)
         assert first.value.happened == "unknown"
         eventually(lambda: ctx.health().state == "failed")
-        for ask in (lambda: ctx.flash_attn.forward(q, q, q), lambda: ctx.run(beside.describe), ctx.probe):
+        for ask in (lambda: ctx.flash_attn.forward(q, q, q), lambda: ctx.run(runnables.describe), ctx.probe):
             reply: ga.Reply[Any] = ask()
             with pytest.raises(ga.WorkerLost) as caught:
                 reply.result(30.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import beside
+from fakes import runnables
 
 import gpu_actors as ga
 from gpu_actors.remote import open_remote
@@ -19,20 +19,20 @@ OPTIONS = ga.ContextOptions(hang_timeout=1.5, restart=QUICK)
 
 def test_a_function_that_ends_the_process_is_one_worker_lost() -> None:
     with open_remote("mock", OPTIONS, name="w") as ctx:
-        dying = ctx.run(beside.dies)
-        beside_it = ctx.run(beside.sleeps, 30.0)
+        dying = ctx.run(runnables.kill_process)
+        beside_it = ctx.run(runnables.sleep, 30.0)
         for reply in (dying, beside_it):
             with pytest.raises(ga.WorkerLost) as caught:
                 reply.result(30.0)
             assert (caught.value.worker, caught.value.generation, caught.value.happened) == ("w", 1, "unknown")
-        assert ctx.run(beside.describe).result(30.0)[1] == 2
+        assert ctx.run(runnables.describe).result(30.0)[1] == 2
 
 
 def test_a_function_that_lets_no_thread_run_counts_as_hung() -> None:
     with open_remote("mock", OPTIONS) as ctx:
         with pytest.raises(ga.WorkerLost, match="has not answered"):
-            ctx.run(beside.holds_on, 30.0).result(20.0)
-        assert ctx.run(beside.describe).result(30.0)[1] == 2
+            ctx.run(runnables.hold_gil, 30.0).result(20.0)
+        assert ctx.run(runnables.describe).result(30.0)[1] == 2
 
 
 def test_a_function_or_a_result_that_cannot_be_pickled_is_refused() -> None:
@@ -40,8 +40,8 @@ def test_a_function_or_a_result_that_cannot_be_pickled_is_refused() -> None:
         with pytest.raises(ga.InvalidRequest, match="cannot cross"):
             ctx.run(lambda _: 1).result(30.0)
         with pytest.raises(ga.InvalidRequest, match="cannot cross"):
-            ctx.run(beside.unsendable).result(30.0)
-        assert ctx.run(beside.describe).result(30.0)[1] == 1
+            ctx.run(runnables.return_lock).result(30.0)
+        assert ctx.run(runnables.describe).result(30.0)[1] == 1
 
 
 def test_a_sequence_of_a_dead_process_is_never_anothers() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from fakes.saboteur import WAYS
+from fakes.fault_injector import FAULTS
 from inside.actors import kv_moving
 from inside.isolation import PipeChannel, Worker
 from inside.kv import CacheTables, transfer
@@ -29,7 +29,7 @@ _LOOKS = ("stats", "look", "find", "enter", "leave")
 
 
 class MoveSteps(ServiceActor):
-    """Takes ("note",), ("noted",), and ("trap", step, way), where way is one of `WAYS`."""
+    """Takes ("note",), ("noted",), and ("trap", step, way), where way is one of `FAULTS`."""
 
     label = "move_steps"
 
@@ -39,7 +39,7 @@ class MoveSteps(ServiceActor):
             _STEPS.begin(None, None)
         elif kind == "trap":
             step, way = given
-            _STEPS.begin(step, WAYS[way])
+            _STEPS.begin(step, FAULTS[way])
         call.resolve(list(_STEPS.noted), self.outbox)
 
 

@@ -45,49 +45,49 @@ class FakeClock:
         self.calls.append("synchronize")
 
 
-class Spoiling(RecordingDevice):
-    """Spoils what launches answer. spoil: changes an event's outputs."""
+class CorruptingDevice(RecordingDevice):
+    """Corrupts the outputs of launches. corrupt: changes an event's outputs."""
 
-    def __init__(self, inner: Device, spoil: Callable[[Any], None]) -> None:
+    def __init__(self, inner: Device, corrupt: Callable[[Any], None]) -> None:
         super().__init__(inner)
-        self._spoil = spoil
+        self._corrupt = corrupt
 
     def open_stream(self, name: str) -> Stream:
-        return _SpoilingStream(super().open_stream(name), self._spoil)
+        return _CorruptingStream(super().open_stream(name), self._corrupt)
 
 
-class _SpoilingStream(Stream):
-    def __init__(self, inner: Stream, spoil: Callable[[Any], None]) -> None:
-        self._inner, self._spoil = inner, spoil
+class _CorruptingStream(Stream):
+    def __init__(self, inner: Stream, corrupt: Callable[[Any], None]) -> None:
+        self._inner, self._corrupt = inner, corrupt
 
     def launch(self, launch: Launch) -> Event:
         event = self._inner.launch(launch)
         event.wait()
-        self._spoil(event.outputs)
+        self._corrupt(event.outputs)
         return event
 
     def close(self) -> None:
         self._inner.close()
 
 
-class Spoilt(RecordingContext):
-    """A recording context on a device that spoils its answers."""
+class CorruptingContext(RecordingContext):
+    """A recording context on a device that corrupts its outputs."""
 
-    spoil: Callable[[Any], None] = staticmethod(lambda outputs: None)
+    corrupt: Callable[[Any], None] = staticmethod(lambda outputs: None)
 
     def make_device(self) -> Device:
-        self.recorder = RecordingDevice(Spoiling(super().make_device(), self.spoil))
+        self.recorder = RecordingDevice(CorruptingDevice(super().make_device(), self.corrupt))
         return self.recorder
 
 
 @contextmanager
 def stage(
-    clock: FakeClock | None = None, spoil: Callable[[Any], None] | None = None, **options: Any
+    clock: FakeClock | None = None, corrupt: Callable[[Any], None] | None = None, **options: Any
 ) -> Iterator[Stage]:
     """On the mock device, whose launches take no time on the clock."""
-    opening = RecordingContext("mock", ContextOptions(**options)) if spoil is None else Spoilt("mock")
-    if spoil is not None:
-        opening.spoil = spoil  # type: ignore[attr-defined]
+    opening = RecordingContext("mock", ContextOptions(**options)) if corrupt is None else CorruptingContext("mock")
+    if corrupt is not None:
+        opening.corrupt = corrupt  # type: ignore[attr-defined]
     with opening as context:
         stream = opening.recorder.inner.open_stream("bench")
         yield Stage(context, opening.recorder, stream, clock or FakeClock(), HostArrays())

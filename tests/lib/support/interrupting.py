@@ -22,35 +22,35 @@ _BEFORE = ("CALL", "RESUME", "JUMP_BACKWARD", "BUILD_")
 
 
 class Case(NamedTuple):
-    """``strike`` is called once in the middle of ``act``; then ``check`` asserts what must hold."""
+    """``interrupt`` is called once in the middle of ``act``; then ``check`` asserts what must hold."""
 
     act: Callable[[], Any]
-    strike: Callable[[], Any]
+    interrupt: Callable[[], Any]
     check: Callable[[], Any]
 
 
 def each_point(files: tuple[str, ...], make: Callable[[], Case]) -> int:
-    """Make a case and go through it, once for each point at which it can be struck in files of these names.
+    """Make a case and go through it, once for each point at which it can be interrupted in files of these names.
 
     Returns the number of points.
     """
     point = 0
     while True:
         case = make()
-        striker = _Striker(files, point, case.strike)
-        # A collection would run finalizers of other tests' garbage in these files, and the strike would meet one.
+        interrupter = _Interrupter(files, point, case.interrupt)
+        # A collection would run finalizers of other tests' garbage in these files, and the interrupt would meet one.
         gc.disable()
         try:
-            with striker.watching():
+            with interrupter.watching():
                 case.act()
         finally:
             gc.enable()
-        if not striker.struck:
+        if not interrupter.interrupted:
             return point
         try:
             case.check()
         except BaseException as error:
-            error.add_note(f"struck at {striker.struck}")
+            error.add_note(f"interrupted at {interrupter.interrupted}")
             raise
         point += 1
 
@@ -67,13 +67,13 @@ def _points(code: CodeType) -> frozenset[int]:
     return frozenset(points)
 
 
-class _Striker:
-    def __init__(self, files: tuple[str, ...], point: int, strike: Callable[[], Any]) -> None:
+class _Interrupter:
+    def __init__(self, files: tuple[str, ...], point: int, interrupt: Callable[[], Any]) -> None:
         self._files = files
-        self._left = point
-        self._strike = strike
+        self._points_left = point
+        self._interrupt = interrupt
         self._thread = threading.get_ident()
-        self.struck = ""
+        self.interrupted = ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class _Striker:
                 sys.settrace(None)
             return
         events = sys.monitoring
-        events.use_tool_id(events.DEBUGGER_ID, "striking")
+        events.use_tool_id(events.DEBUGGER_ID, "interrupting")
         events.register_callback(events.DEBUGGER_ID, events.events.INSTRUCTION, self._reach)
         events.set_events(events.DEBUGGER_ID, events.events.INSTRUCTION)
         try:
@@ -96,7 +96,7 @@ class _Striker:
             events.free_tool_id(events.DEBUGGER_ID)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self.struck or not frame.f_code.co_filename.endswith(self._files):
+        if self.interrupted or not frame.f_code.co_filename.endswith(self._files):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -108,13 +108,13 @@ class _Striker:
         return self._step
 
     def _reach(self, code: CodeType, offset: int) -> None:
-        if self.struck or not code.co_filename.endswith(self._files) or offset not in _points(code):
+        if self.interrupted or not code.co_filename.endswith(self._files) or offset not in _points(code):
             return
         if threading.get_ident() != self._thread:
             return
-        if self._left:
-            self._left -= 1
+        if self._points_left:
+            self._points_left -= 1
             return
         lines = [line for start, stop, line in code.co_lines() if start <= offset < stop]
-        self.struck = f"{code.co_qualname}, line {lines[0]}"
-        self._strike()
+        self.interrupted = f"{code.co_qualname}, line {lines[0]}"
+        self._interrupt()
