@@ -211,8 +211,8 @@ def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
         buffers["q_rotated"] = buffer_of(operands.arrays["q"], memory["q_rotated"].address)
     launch_append(problem, buffers, [*memory.values(), *parts[0], *parts[1]], **launch)
     caches = []
-    for cache, held in zip(operands.caches, parts, strict=True):
-        written = np.concatenate([part.array for part in held])
+    for cache, memory_of_cache in zip(operands.caches, parts, strict=True):
+        written = np.concatenate([part.array for part in memory_of_cache])
         caches.append(written.view(cache.dtype).reshape(cache.shape))
     q = memory["q_rotated"].view(operands.arrays["q"].dtype, operands.arrays["q"].shape) if case.heads_q else None
     return caches, q
@@ -269,11 +269,11 @@ def check(case: AppendCase, **launch: Any) -> None:
         np.abs(operands.arrays["k"].astype(float)).max(initial=0),
     )
     if q is not None:
-        given, tables = operands.arrays["q"], operands.rope_tables()
+        q_rows, tables = operands.arrays["q"], operands.rope_tables()
         assert tables is not None
-        wanted = apply_rope(given, *tables, interleaved=case.rope.interleaved)
+        rotated = apply_rope(q_rows, *tables, interleaved=case.rope.interleaved)
         q_case = dataclasses.replace(case, cache_dtype=case.dtype, descales=False)
-        close("q_rotated", q, wanted, q_case, np.abs(given.astype(float)).max(initial=0))
+        close("q_rotated", q, rotated, q_case, np.abs(q_rows.astype(float)).max(initial=0))
 
 
 def touched_elements(operands: Operands) -> Any:
@@ -291,31 +291,31 @@ def touched_elements(operands: Operands) -> Any:
     return marks[0] != 0
 
 
-def same_bits(name: str, got: Any, wanted: Any, case: AppendCase) -> None:
-    bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (got, wanted)]
+def same_bits(name: str, actual: Any, expected: Any, case: AppendCase) -> None:
+    bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (actual, expected)]
     wrong = np.argwhere(bits[0] != bits[1])
     if len(wrong):
         where = tuple(int(n) for n in wrong[0])
         raise AssertionError(
-            f"{name} differs in {len(wrong)} of {got.size} elements, first at {where}: "
-            f"{got[where]!r} instead of {wanted[where]!r}\n{case.repro}"
+            f"{name} differs in {len(wrong)} of {actual.size} elements, first at {where}: "
+            f"{actual[where]!r} instead of {expected[where]!r}\n{case.repro}"
         )
 
 
-def close(name: str, got: Any, wanted: Any, case: AppendCase, largest: float) -> None:
+def close(name: str, actual: Any, expected: Any, case: AppendCase, largest: float) -> None:
     """One rounding of the cache's dtype, of a value that float arithmetic may miss by a few units of its operands."""
     dtype = case.cache_dtype
     limit = {FP8[0]: 448.0, FP8[1]: 57344.0, "float16": np.inf}.get(dtype, np.inf)
     descale = 0.01 if case.descales else 1.0
     slack = 2.0**-20 * largest * 1.5 / descale
-    clipped = np.clip(wanted, -limit, limit)
+    clipped = np.clip(expected, -limit, limit)
     bound = _ROUNDOFF[dtype] * (np.abs(clipped) + slack) + _SMALLEST[dtype] + slack
     with np.errstate(invalid="ignore"):
-        error = np.abs(got.astype(np.float64) - clipped)
+        error = np.abs(actual.astype(np.float64) - clipped)
     if not (error <= bound).all():
         worst = np.unravel_index(int(np.where(np.isnan(error), np.inf, error - bound).argmax()), error.shape)
         raise AssertionError(
-            f"{name} differs: {got[worst]!r} instead of {wanted[worst]:.9g} at {worst}, "
+            f"{name} differs: {actual[worst]!r} instead of {expected[worst]:.9g} at {worst}, "
             f"{int((~(error <= bound)).sum())} elements in all\n{case.repro}"
         )
 

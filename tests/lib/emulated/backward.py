@@ -87,5 +87,5 @@ def check_case(case: BackwardCase, *, compute: str | None = None, **launch: Any)
     Keys that no row sees, and rows that see nothing, hold NaN for the kernels.
     """
     gradients = run_case(poison_unseen_backward(case), compute=compute, **launch)
-    given = {"out": case.out, "lse": case.lse}
-    return check_gradients(gradients, *case.arguments, repro=case.repro, compute=compute, **given, **case.options)
+    saved = {"out": case.out, "lse": case.lse}
+    return check_gradients(gradients, *case.arguments, repro=case.repro, compute=compute, **saved, **case.options)

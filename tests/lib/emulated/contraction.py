@@ -25,25 +25,25 @@ _arithmetic: Arithmetic = "nearest"
 
 
 @contextmanager
-def fused_products(wanted: bool | Literal["random"] = True) -> Iterator[None]:
+def fused_products(fused: bool | Literal["random"] = True) -> Iterator[None]:
     """Build kernels with products fused into sums in the meantime, in some blocks of code alone, or without."""
     global _fused
-    before, _fused = _fused, wanted
+    previous, _fused = _fused, fused
     try:
         yield
     finally:
-        _fused = before
+        _fused = previous
 
 
 @contextmanager
 def like_hardware() -> Iterator[None]:
     """Let kernels compute with the hardware's errors in the meantime, where a launch does not say otherwise."""
     global _arithmetic
-    before, _arithmetic = _arithmetic, "hardware"
+    previous, _arithmetic = _arithmetic, "hardware"
     try:
         yield
     finally:
-        _arithmetic = before
+        _arithmetic = previous
 
 
 def arithmetic() -> Arithmetic:
@@ -55,9 +55,9 @@ def toolchain() -> Toolchain:
     """The compiler of emulated kernels, told whether to fuse."""
     if _fused == "random":
         return Toolchain.fusing_at_random(0)
-    return dataclasses.replace(_found(), contraction=_fused)
+    return dataclasses.replace(_installed(), contraction=_fused)
 
 
 @functools.cache
-def _found() -> Toolchain:
+def _installed() -> Toolchain:
     return Toolchain.find()

@@ -292,8 +292,8 @@ def check_results(case: DecodeCase, out: Any, lse: Any) -> float:
         out, lse = out.reshape(len(q), *out.shape[2:]), lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
     options = {name: value for name, value in case.options.items() if name != "num_splits"}
     if "k_positions" in options and "q_positions" not in options:
-        own = own_positions(options["k_positions"], case.batch.lengths.astype(np.int64), np.diff(case.ends))
-        options["q_positions"] = np.stack(own, axis=1)
+        positions = own_positions(options["k_positions"], case.batch.lengths.astype(np.int64), np.diff(case.ends))
+        options["q_positions"] = np.stack(positions, axis=1)
     if case.tree is not None:
         options["tree_mask"] = case.tree_mask.reshape(-1)
     return check_output(out, lse, q, k, v, cu_seqlens_q=case.ends, cu_seqlens_k=ends_k, repro=repr_of(case), **options)

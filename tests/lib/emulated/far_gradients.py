@@ -55,9 +55,11 @@ def check_far_gradients(axis: int) -> None:
         params = part.pack(buffers, NO_VALUES)
         module_of(kernel_source(part.key)).launch(part.key.kernel, grid, block, shared_bytes, params, memory)
     shape = tuple(1 if n == axis else extent for n, extent in enumerate(SHAPE))
-    found = {name: np.concatenate([half[name].view(np.float16, shape) for half in halves], axis) for name in outputs}
-    given = {"out": arrays["out"], "lse": arrays["lse"]}
-    check_gradients(AttentionGradients(**found), arrays["dout"], *inputs, causal=True, **given)
+    gradients = {
+        name: np.concatenate([half[name].view(np.float16, shape) for half in halves], axis) for name in outputs
+    }
+    saved = {"out": arrays["out"], "lse": arrays["lse"]}
+    check_gradients(AttentionGradients(**gradients), arrays["dout"], *inputs, causal=True, **saved)
 
 
 def check_far_scratch(kernel: str, arch: str) -> None:
@@ -86,16 +88,16 @@ def check_far_scratch(kernel: str, arch: str) -> None:
     buffers = {}
     for name, array in {**arrays, **there}.items():
         shape, axis = list(array.shape), 1 if name == "lse" else 0
-        before = program.scratch[name].shape[0] - len(array) if name in there else 0
+        absent = program.scratch[name].shape[0] - len(array) if name in there else 0
         if name in ("dout", "q", "out", "lse", "dq"):
-            before = FAR
-        shape[axis] += before
+            absent = FAR
+        shape[axis] += absent
         place = describe(array, array, memory[name].address)
-        address = place.address - before * place.strides[axis] * array.itemsize
+        address = place.address - absent * place.strides[axis] * array.itemsize
         buffers[name] = place._replace(address=address, shape=tuple(shape))
     for part in program.parts:
         params = part.pack(buffers, NO_VALUES)
         module_of(kernel_source(part.key)).launch(part.key.kernel, *part.geometry, params, list(memory.values()))
-    found = {name: memory[name].view(np.float16, arrays[name].shape) for name in ("dq", "dk", "dv")}
-    given = {"out": arrays["out"], "lse": arrays["lse"], **near}
-    check_gradients(AttentionGradients(**found), arrays["dout"], *inputs, **given)
+    gradients = {name: memory[name].view(np.float16, arrays[name].shape) for name in ("dq", "dk", "dv")}
+    saved = {"out": arrays["out"], "lse": arrays["lse"], **near}
+    check_gradients(AttentionGradients(**gradients), arrays["dout"], *inputs, **saved)

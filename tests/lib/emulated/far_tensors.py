@@ -70,11 +70,11 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
 def far_halves(make: Callable[[int], dict[str, EmulatedBuffer]], apart: int = APART) -> list[dict[str, EmulatedBuffer]]:
     """The buffers of half 0 and of half 1, wherever the system puts memory: all of one more than ``apart`` bytes from
     all of the other."""
-    first, kept = make(0), []
+    first, rejected = make(0), []
     for _ in range(50):
         # Takes the place that the second half would be given, as do halves that came to lie near.
         second = make(1)
-        kept.append((second, Mapping(0, guard=apart)))
+        rejected.append((second, Mapping(0, guard=apart)))
         if all(abs(a.address - b.address) > apart for a in first.values() for b in second.values()):
             return [first, second]
     raise AssertionError("the system puts all memory in one place")

@@ -52,9 +52,9 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
     if "bias" not in case.options or seed % 2 == 0:
         return case
     case = answered(case, {**case.options, "bias": hide_keys(case.options["bias"], seed, finite=True)}, sweep.compute)
-    lost = (-np.inf < case.lse) & (case.lse < -5e3)
+    cancelled = (-np.inf < case.lse) & (case.lse < -5e3)
     return dataclasses.replace(
-        case, dout=np.where(lost.swapaxes(-1, -2)[..., None], case.dout.dtype.type(0), case.dout)
+        case, dout=np.where(cancelled.swapaxes(-1, -2)[..., None], case.dout.dtype.type(0), case.dout)
     )
 
 
@@ -123,8 +123,8 @@ def check_lse_gradient(launch: dict[str, Any]) -> None:
     # An output that has the same products with dout and dlse less.
     wide = dout.astype(np.float64)
     share = np.moveaxis(dlse, 1, 2)[..., None] * wide / np.square(wide).sum(-1, keepdims=True)
-    given = {"out": operands["out"] - share, "lse": operands["lse"]}
-    check_gradients(gradients, dout, q, k, v, **given, causal=True)
+    saved = {"out": operands["out"] - share, "lse": operands["lse"]}
+    check_gradients(gradients, dout, q, k, v, **saved, causal=True)
 
 
 def padded_view(seed: int, length: int, heads: int, padding: int) -> Strided:
@@ -145,7 +145,7 @@ def check_padded_views(launch: dict[str, Any], read: int, written: int) -> None:
         target.array[...] = np.nan
     problem, operands = problem_and_operands(dout, q, k, v, causal=True)
     gradients = run(problem, {**operands, **targets}, **launch)
-    given = {"out": operands["out"], "lse": operands["lse"]}
-    check_gradients(gradients, dout.array, q.array, k.array, v.array, causal=True, **given)
+    saved = {"out": operands["out"], "lse": operands["lse"]}
+    check_gradients(gradients, dout.array, q.array, k.array, v.array, causal=True, **saved)
     for target in targets.values():
         assert np.isfinite(target.base).sum() == target.array.size, "only the view was written"

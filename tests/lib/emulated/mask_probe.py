@@ -109,11 +109,11 @@ def _random_case(rng: np.random.Generator, mask: str, positioned: bool) -> list[
 def examine(mask: str, positioned: bool, cases: int = 400) -> None:
     """Raise AssertionError where an answer of the mask contradicts what the rows see, pair by pair."""
     rng = np.random.default_rng(len(mask))
-    given = np.array([_random_case(rng, mask, positioned) for _ in range(cases)], np.int32)
-    source, result = EmulatedBuffer.of(given, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 2 + 24) * 4 * cases, "out")
+    inputs = np.array([_random_case(rng, mask, positioned) for _ in range(cases)], np.int32)
+    source, result = EmulatedBuffer.of(inputs, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 2 + 24) * 4 * cases, "out")
     params = struct.pack("<QQi4x", source.address, result.address, cases)
     module_of(_probe_source(mask, positioned)).launch("examine", 1, 32, 0, params, [source, result])
-    for case, answer in zip(given.tolist(), result.view(np.int32, (cases, -1)).tolist(), strict=True):
+    for case, answer in zip(inputs.tolist(), result.view(np.int32, (cases, -1)).tolist(), strict=True):
         _check_case(mask, case, answer)
 
 
@@ -132,11 +132,11 @@ def _check_case(mask: str, case: list[int], answer: list[int]) -> None:
     seen = inside | (sinks if windowed else False)
     sinks_from_2, begin_from_2, end_from_2, *answer = answer
     columns = np.arange(seqlen_k) - 2
-    found = columns < end_from_2
+    in_range = columns < end_from_2
     if windowed:
-        found &= columns >= begin_from_2
-        found |= (columns < sinks_from_2) & ("sink_tokens" in options)
-    np.testing.assert_array_equal(found, seen[row_begin], f"columns {case}")
+        in_range &= columns >= begin_from_2
+        in_range |= (columns < sinks_from_2) & ("sink_tokens" in options)
+    np.testing.assert_array_equal(in_range, seen[row_begin], f"columns {case}")
     sink_tiles, begin, end, first_row, last_row, sink_keys, first_key, last_key, all_seen, in_place = answer[:10]
     visible = np.array([[word >> key & 1 for key in range(32)] for word in answer[10 : 10 + seqlen_q]], bool)
     np.testing.assert_array_equal(visible[:, :seqlen_k], seen, f"visible {case}")
@@ -147,19 +147,19 @@ def _check_case(mask: str, case: list[int], answer: list[int]) -> None:
         listed[8 * tile : 8 * tile + 8] = True
     assert not (of_rows & ~listed[:seqlen_k]).any(), f"tiles leave a seen key out {case}"
     assert in_place, f"a tile is not where it comes before no other {case}"
-    held = np.array(
+    in_key_range = np.array(
         [first_key <= key < last_key or ("sink_tokens" in options and key < sink_keys) for key in range(40)]
     )
-    assert not (of_rows & ~held[:seqlen_k]).any(), f"keys leave a seen one out {case}"
-    assert not held[seqlen_k:].any(), f"keys past the end {case}"
+    assert not (of_rows & ~in_key_range[:seqlen_k]).any(), f"keys leave a seen one out {case}"
+    assert not in_key_range[seqlen_k:].any(), f"keys past the end {case}"
     if q_step == k_step == 1:
         needed = np.append(of_rows, np.zeros(40 - seqlen_k, bool)).reshape(5, 8).any(axis=1)
         np.testing.assert_array_equal(needed, listed[::8], f"tiles hold no seen key {case}")
-        np.testing.assert_array_equal(of_rows, held[:seqlen_k], f"keys hold an unseen one {case}")
+        np.testing.assert_array_equal(of_rows, in_key_range[:seqlen_k], f"keys hold an unseen one {case}")
     whole = key_end <= seqlen_k and bool(inside[row_begin:row_end, key_begin:key_end].all())
     assert all_seen == whole, f"all_visible {case}"
     of_keys = seen[:, key_begin:key_end].any(axis=1)
-    found = np.array([first_row <= row < last_row for row in range(seqlen_q)])
-    assert not (of_keys & ~found).any(), f"rows leave one out {case}"
+    in_range = np.array([first_row <= row < last_row for row in range(seqlen_q)])
+    assert not (of_keys & ~in_range).any(), f"rows leave one out {case}"
     if key_end == key_begin + 1:
-        np.testing.assert_array_equal(of_keys, found, f"rows hold one that sees nothing {case}")
+        np.testing.assert_array_equal(of_keys, in_range, f"rows hold one that sees nothing {case}")

@@ -38,7 +38,7 @@ def module_of(source: KernelSource) -> EmulatedModule:
 
 def merge_problem(partials: Sequence[Partial], sinks: Any = None, out_dtype: str | None = None) -> MergeProblem:
     out, lse = partials[0]
-    own = out_dtype or out.dtype.name
+    dtype = out_dtype or out.dtype.name
     *batch, rows, heads, columns = out.shape
     return MergeProblem(
         count=len(partials),
@@ -48,8 +48,8 @@ def merge_problem(partials: Sequence[Partial], sinks: Any = None, out_dtype: str
         columns=columns,
         dtype=out.dtype.name,
         lse_dtype=lse.dtype.name,
-        out_dtype=own,
-        out_lse_dtype="float64" if "float64" in (own, lse.dtype.name) else "float32",
+        out_dtype=dtype,
+        out_lse_dtype="float64" if "float64" in (dtype, lse.dtype.name) else "float32",
         sinks=None if sinks is None else sinks.dtype.name,
     )
 
@@ -120,5 +120,5 @@ def run_merge_gradients(
     def result(name: str) -> Any:
         return memory[name].view(arrays[name].dtype, arrays[name].shape)
 
-    found = [Partial(result(f"dout.{n}"), result(f"dlse.{n}")) for n in range(problem.count)]
-    return MergeGradients(tuple(found), None if sinks is None else result("dsinks"))
+    gradients = [Partial(result(f"dout.{n}"), result(f"dlse.{n}")) for n in range(problem.count)]
+    return MergeGradients(tuple(gradients), None if sinks is None else result("dsinks"))

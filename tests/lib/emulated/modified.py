@@ -34,19 +34,19 @@ def _hidden_after(formula: Any) -> Any:
 
     def causal(scores: Array, extras: list[Array]) -> Array:
         rows, keys = scores.shape[2:]
-        seen = np.arange(keys)[None, :] <= np.arange(rows)[:, None] + keys - rows
-        return np.where(seen, formula(scores, extras), -np.inf)
+        visible = np.arange(keys)[None, :] <= np.arange(rows)[:, None] + keys - rows
+        return np.where(visible, formula(scores, extras), -np.inf)
 
     return causal
 
 
 def modified_case(name: str, dtype: str, seed: int, dim: int, rows: int, keys: int, causal: bool) -> Case:
     """A case of so many rows and keys, whose formula knows the causal mask."""
-    known = score_mods.MODIFICATIONS[name]
-    with _sized(rows, keys), mock.patch.dict(score_mods.MODIFICATIONS, {name: known._replace(keys=keys)}):
+    modification = score_mods.MODIFICATIONS[name]
+    with _sized(rows, keys), mock.patch.dict(score_mods.MODIFICATIONS, {name: modification._replace(keys=keys)}):
         case = case_of(name, dtype, seed, dim=dim)
-    formula = _hidden_after(known.formula) if causal else known.formula
-    return case._replace(modification=Modification(known.build, formula, known.extras, keys))
+    formula = _hidden_after(modification.formula) if causal else modification.formula
+    return case._replace(modification=Modification(modification.build, formula, modification.extras, keys))
 
 
 def check_modified(case: Case, *, causal: bool, kernel: str, **launch: Any) -> None:
@@ -62,13 +62,13 @@ def check_modified_nonfinite(kernel: str, **launch: Any) -> None:
     finite, lse = _answer(case, CAUSAL, kernel=kernel, **launch)
     check_forward(case, {OUT: finite, STATS: lse}, CAUSAL)
     case.arrays[V][:, :, 100, 3::59] = np.inf
-    wanted = finite.astype(np.float32)
+    expected = finite.astype(np.float32)
     same = case.arrays[FIRST][:, :, 100:] == case.arrays[FIRST + 1][:, :, :, 100:101]
-    wanted[:, :, 100:, 3::59] = np.where(same, np.inf, np.nan)
+    expected[:, :, 100:, 3::59] = np.where(same, np.inf, np.nan)
     out, _ = _answer(case, CAUSAL, kernel=kernel, **launch)
-    seen = np.isfinite(lse).repeat(out.shape[-1], axis=-1)
-    assert seen.mean() > 0.5
-    np.testing.assert_allclose(out.astype(np.float32)[seen], wanted[seen], atol=2e-3)
+    visible = np.isfinite(lse).repeat(out.shape[-1], axis=-1)
+    assert visible.mean() > 0.5
+    np.testing.assert_allclose(out.astype(np.float32)[visible], expected[visible], atol=2e-3)
 
 
 def _answer(case: Case, mask: ga.Mask, *, kernel: str, **launch: Any) -> tuple[Array, Array]:

@@ -38,7 +38,7 @@ extern "C" __global__ void probe(const __grid_constant__ WithScoreMod<Probe> par
 """
 
 
-def run_probe(modification: Modification, given: dict[int, Any], scores: Any, dscores: Any) -> tuple[Any, Any]:
+def run_probe(modification: Modification, inputs: dict[int, Any], scores: Any, dscores: Any) -> tuple[Any, Any]:
     """(value, gradient) of every element of scores (batch, heads, rows, keys). given: what the graph reads, by uid."""
     mod = modification.mod
     batch, heads, rows, keys = scores.shape
@@ -46,7 +46,7 @@ def run_probe(modification: Modification, given: dict[int, Any], scores: Any, ds
     dtype = np.dtype(np.float64 if mod.real == "double" else np.float32)
     operands = {"scores": scores.astype(dtype), "dscores": dscores.astype(dtype)}
     operands |= {name: np.full(scores.shape, np.nan, dtype) for name in ("values", "gradients")}
-    operands |= {mod.tensor_name(n): given[uid] for n, uid in enumerate(modification.tensors)}
+    operands |= {mod.tensor_name(n): inputs[uid] for n, uid in enumerate(modification.tensors)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in operands.items()}
     buffers = {}
     for name, array in operands.items():
@@ -55,7 +55,7 @@ def run_probe(modification: Modification, given: dict[int, Any], scores: Any, ds
         buffers[name] = Buffer(memory[name].address, packed.shape, strides, packed.dtype.name)
     addresses = [memory[name].address for name in ("scores", "dscores", "values", "gradients")]
     parameters = struct.pack("<4Q3i4x", *addresses, heads, rows, keys)
-    numbers = [value if uid is None else given[uid] for uid, value in modification.scalars]
+    numbers = [value if uid is None else inputs[uid] for uid, value in modification.scalars]
     problem = example_problem(
         "float64",
         8,

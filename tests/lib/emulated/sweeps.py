@@ -53,7 +53,7 @@ class Sweep:
         return "-".join([self.compute or self.dtype, dims, self.arch, layout, self.alignment, *self.options])
 
 
-def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **given: Any) -> ForwardCase:
+def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **arguments: Any) -> ForwardCase:
     """The problem ``index`` of the sweep with that number; batch and heads take turns. Every second bias hides keys."""
     case = random_forward(
         1000 * number + index,
@@ -67,7 +67,7 @@ def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **g
         features=(),
         always=sweep.options,
         alignment=sweep.alignment,
-        **given,
+        **arguments,
     )
     if "bias" in case.options and index % 2:
         case.options["bias"] = hide_keys(case.options["bias"], index)

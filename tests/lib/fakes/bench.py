@@ -29,13 +29,13 @@ def pack(buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def views(memory: FakeMemory, params: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    found = {}
+    arrays = {}
     for name, (address, shape, strides, dtype) in json.loads(params).items():
         kind = np.dtype(dtype)
         reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
         flat = memory.at(address, reach * kind.itemsize if 0 not in shape else 0)
-        found[name] = np.ndarray(shape, kind, flat, 0, [step * kind.itemsize for step in strides])
-    return found
+        arrays[name] = np.ndarray(shape, kind, flat, 0, [step * kind.itemsize for step in strides])
+    return arrays
 
 
 def scale(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
@@ -102,22 +102,22 @@ def losses(stray: Callable[[], Event], sound: Callable[[], Event], probe: Callab
     A kernel runs at any time after it was enqueued, so that any later call may be the first to meet the error: the wait
     for its own launch, the rest of that launch, or the launch behind it.
     """
-    lost: dict[str, str] = {}
+    messages: dict[str, str] = {}
 
     def attempt(name: str, call: Callable[[], Event | None]) -> Event | None:
         try:
             return call()
         except ContextLost as error:
-            lost[name] = str(error)
+            messages[name] = str(error)
             return None
 
-    begun = {name: attempt(name, launch) for name, launch in (("stray", stray), ("behind", sound))}
-    for name, event in begun.items():
+    events = {name: attempt(name, launch) for name, launch in (("stray", stray), ("behind", sound))}
+    for name, event in events.items():
         if event is not None:
             attempt(name, event.wait)
     attempt("launch", sound)
     attempt("probe", probe)
-    return lost
+    return messages
 
 
 def floats(*shape: int) -> np.ndarray[Any, Any]:
@@ -142,15 +142,15 @@ def on_device(bench: Bench, x: np.ndarray[Any, Any], stream: int | None = None, 
 
 
 def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException | None]]:
-    ended: list[BaseException | None] = []
+    outcomes: list[BaseException | None] = []
 
     def run() -> None:
         try:
             work()
-            ended.append(None)
+            outcomes.append(None)
         except BaseException as error:
-            ended.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    return thread, ended
+    return thread, outcomes

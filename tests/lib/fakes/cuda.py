@@ -90,7 +90,7 @@ class FakeCuda(FakeQueues):
 
     def leaks(self) -> dict[str, int]:
         """What is still held, without the program's own blocks and streams made by `put` and `new_stream`."""
-        found = {
+        counts = {
             "blocks": sum(block.live for block in self.memory.blocks),
             "pinned": len(self._pinned),
             "streams": len(self._streams) - 1,
@@ -98,7 +98,7 @@ class FakeCuda(FakeQueues):
             "modules": len(self._modules),
             "graphs": len(self._graphs),
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def open_streams(self) -> list[int]:
@@ -195,9 +195,9 @@ class FakeCuda(FakeQueues):
         params: Params,
     ) -> None:
         with self._call("launch_kernel"):
-            found = self._find(self._functions, function)
-            self._find(self._modules, found.module)  # a function goes with its module
-            if 0 in grid or shared_bytes > found.shared_bytes:
+            loaded = self._find(self._functions, function)
+            self._find(self._modules, loaded.module)  # a function goes with its module
+            if 0 in grid or shared_bytes > loaded.shared_bytes:
                 raise CudaFailure(INVALID_VALUE, "launch_kernel", "invalid argument")
             geometry, copied = Geometry(grid, block, shared_bytes), params
 
@@ -205,7 +205,7 @@ class FakeCuda(FakeQueues):
                 status = self._execution_failures.popleft() if self._execution_failures else 0
                 if status:
                     raise CudaFailure(status, "kernel", "injected")
-                found.kernel(self.memory, copied, geometry)
+                loaded.kernel(self.memory, copied, geometry)
 
             self.enqueue(stream, run)
 
@@ -215,14 +215,14 @@ class FakeCuda(FakeQueues):
 
     def begin_capture(self, stream: int) -> None:
         with self._call("begin_capture"):
-            found = self._find(self._streams, stream)
-            assert found.captured is None, "the stream is being captured"
-            found.captured = []
+            target = self._find(self._streams, stream)
+            assert target.captured is None, "the stream is being captured"
+            target.captured = []
 
     def end_capture(self, stream: int) -> int:
         # Over it is in any case, also where no graph comes of it.
-        found = self._find(self._streams, stream)
-        captured, found.captured = found.captured, None
+        target = self._find(self._streams, stream)
+        captured, target.captured = target.captured, None
         with self._call("end_capture"):
             assert captured is not None, "nothing is being captured"
             return self._add(self._graphs, captured)
@@ -230,9 +230,9 @@ class FakeCuda(FakeQueues):
     def launch_graph(self, graph: int, stream: int) -> None:
         with self._call("launch_graph"):
             operations = self._find(self._graphs, graph)
-            found = self._find(self._streams, stream)
-            assert found.captured is None
-            found.queue.extend(operations)
+            target = self._find(self._streams, stream)
+            assert target.captured is None
+            target.queue.extend(operations)
 
     def destroy_graph(self, graph: int) -> None:
         with self._call("destroy_graph"):
@@ -250,20 +250,20 @@ class FakeCuda(FakeQueues):
 
     def record_event(self, event: int, stream: int) -> None:
         with self._call("record_event"):
-            found = self._find(self._events, event)
-            found.records += 1
-            number = found.records
+            recorded = self._find(self._events, event)
+            recorded.records += 1
+            number = recorded.records
 
             def record() -> None:
-                found.done = max(found.done, number)
+                recorded.done = max(recorded.done, number)
 
             self._find(self._streams, stream)
             self.enqueue(stream, record)
 
     def event_done(self, event: int) -> bool:
         with self._call("event_done", bound=False):
-            found = self._find(self._events, event)
-            if found.done == found.records:
+            queried = self._find(self._events, event)
+            if queried.done == queried.records:
                 return True
             # Late, but a device does get on with its work while somebody polls.
             self._polls += 1
@@ -273,10 +273,10 @@ class FakeCuda(FakeQueues):
 
     def synchronize_event(self, event: int) -> None:
         with self._call("synchronize_event"):
-            found = self._find(self._events, event)
-            found.waiters += 1
+            awaited = self._find(self._events, event)
+            awaited.waiters += 1
             try:
-                while found.done < found.records:
+                while awaited.done < awaited.records:
                     if self._order == "manual" or not self.step():
                         self._changed.wait()
                     if self._lost is not None:
@@ -285,15 +285,15 @@ class FakeCuda(FakeQueues):
                     # The thread wakes a little after the event: others get to act first.
                     self._changed.wait(0.01)
             finally:
-                found.waiters -= 1
+                awaited.waiters -= 1
 
     def wait_event(self, stream: int, event: int) -> None:
         with self._call("wait_event"):
-            found = self._find(self._events, event)
-            number = found.records
+            awaited = self._find(self._events, event)
+            number = awaited.records
 
             def wait() -> bool:
-                return found.done >= number
+                return awaited.done >= number
 
             self._find(self._streams, stream).queue.append(wait)
 

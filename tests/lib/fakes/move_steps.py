@@ -34,11 +34,11 @@ class MoveSteps(ServiceActor):
     label = "move_steps"
 
     def handle(self, call: Call[Any]) -> None:
-        kind, *given = call.message
+        kind, *arguments = call.message
         if kind == "note":
             _STEPS.begin(None, None)
         elif kind == "trap":
-            step, way = given
+            step, way = arguments
             _STEPS.begin(step, FAULTS[way])
         call.resolve(list(_STEPS.noted), self.outbox)
 
@@ -106,9 +106,9 @@ class _Steps:
                 send = channel._send
 
                 def half(frame: Any) -> int:
-                    sent = send(frame[: len(frame) // 2])
+                    count = send(frame[: len(frame) // 2])
                     self.do_harm()
-                    return sent
+                    return count
 
                 channel._send = half  # type: ignore[method-assign]
             post(channel, sequence, parcel)

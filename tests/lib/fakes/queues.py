@@ -76,9 +76,9 @@ class FakeQueues:
     def step(self, stream: int | None = None) -> bool:
         """Do one operation, of that stream or of any. False if none can be done."""
         with self._changed:
-            chosen = [self._streams[stream]] if stream is not None else list(self._streams.values())
-            self._random.shuffle(chosen)
-            return any(self._advance(one) for one in chosen)
+            streams = [self._streams[stream]] if stream is not None else list(self._streams.values())
+            self._random.shuffle(streams)
+            return any(self._advance(one) for one in streams)
 
     def run_all(self) -> None:
         while self.step():
@@ -91,8 +91,8 @@ class FakeQueues:
             work()
             return True
 
-        found = self._streams[stream]
-        (found.queue if found.captured is None else found.captured).append(operation)
+        target = self._streams[stream]
+        (target.queue if target.captured is None else target.captured).append(operation)
 
     # Inside
 

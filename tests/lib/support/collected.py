@@ -42,13 +42,13 @@ class Forgotten:
 
     def check(self) -> int:
         """Each that was forgotten has taken its request back. How many those were."""
-        ended = self._replies[len(self._tasks) :]
-        for reply in ended:
+        forgotten = self._replies[len(self._tasks) :]
+        for reply in forgotten:
             eventually(reply.done)  # another thread may just be at it
             assert isinstance(reply._call.error, ga.RequestCancelled), reply
         for task in self._tasks:
             task.close()
-        return len(ended)
+        return len(forgotten)
 
 
 async def _wait(reply: ga.Reply[Any]) -> Any:
@@ -57,7 +57,7 @@ async def _wait(reply: ga.Reply[Any]) -> Any:
 
 async def while_collecting(forgotten: Forgotten, act: Callable[[], Any]) -> None:
     """Do something again and again while almost every object that is made begins a collection."""
-    ended = 0
+    count = 0
     for _ in range(5):
         gc.disable()
         forgotten.prepare(100)
@@ -70,8 +70,8 @@ async def while_collecting(forgotten: Forgotten, act: Callable[[], Any]) -> None
         gc.disable()
         gc.callbacks.clear()
         gc.collect()
-        ended += forgotten.check()
-    assert ended > 5, "the collector found too few of them"
+        count += forgotten.check()
+    assert count > 5, "the collector found too few of them"
 
 
 async def main(traced: bool) -> None:
@@ -82,7 +82,7 @@ async def main(traced: bool) -> None:
     async with ga.open_context("mock", options) as ctx:
         actor = ctx.actor(Scripted)
         gate = threading.Event()
-        held = actor.submit(launches(gate.wait, "held"))
+        launched = actor.submit(launches(gate.wait, "held"))
         await asyncio.to_thread(eventually, lambda: ctx.stats()[actor.label].in_flight == 1)
         forgotten = Forgotten(lambda: actor.submit(answer(0), timeout=100.0))
         q = np.zeros((1, 1, 1, 8), np.float32)
@@ -110,7 +110,7 @@ async def main(traced: bool) -> None:
         for act in (ask, ask_from_a_thread, queue_and_cancel, look):
             await while_collecting(forgotten, act)
         gate.set()
-        assert await held == "held"
+        assert await launched == "held"
         assert await actor.submit(answer("after")) == "after"
 
 

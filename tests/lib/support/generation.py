@@ -100,17 +100,17 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
 def drift(model: Llama, generation: Generation, tokens: Sequence[int], dtype: Any) -> float:
     """The largest difference of any token's logits to those of the plain model, in units of their spread."""
     whole = np.array([*generation.prompt, *tokens[:-1]])
-    wanted = plain_logits(model, whole, dtype)[len(generation.prompt) - 1 :]
-    got = np.stack(generation.logits)
-    assert got.shape == wanted.shape
-    return float(np.abs(got - wanted).max() / wanted.std())
+    expected = plain_logits(model, whole, dtype)[len(generation.prompt) - 1 :]
+    logits = np.stack(generation.logits)
+    assert logits.shape == expected.shape
+    return float(np.abs(logits - expected).max() / expected.std())
 
 
 async def generate_all(
-    ctx: ga.GpuContext, model: Llama, given: list[list[int]], settings: Settings, new_tokens: int = 6
+    ctx: ga.GpuContext, model: Llama, prompts: list[list[int]], settings: Settings, new_tokens: int = 6
 ) -> tuple[list[Generation], list[list[int]], Any]:
     """Generations of all prompts at once, their tokens, and the engine's stats."""
     async with Engine.open(ctx, model, settings, keep_logits=True) as engine:
-        begun = [engine.submit(prompt, max_new_tokens=new_tokens + n % 3) for n, prompt in enumerate(given)]
-        tokens = [await generation.tokens() for generation in begun]
-    return begun, tokens, engine.stats
+        generations = [engine.submit(prompt, max_new_tokens=new_tokens + n % 3) for n, prompt in enumerate(prompts)]
+        tokens = [await generation.tokens() for generation in generations]
+    return generations, tokens, engine.stats

@@ -53,11 +53,11 @@ def instructions_of(text: str) -> list[tuple[int, str]]:
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\w+):", line):
             waiting.append(label[1])
-        elif found := _INSTRUCTION.search(line):
-            address = int(found[1], 16)
+        elif match := _INSTRUCTION.search(line):
+            address = int(match[1], 16)
             labels.update(dict.fromkeys(waiting, address))
             waiting = []
-            code.append((address, found[2].strip()))
+            code.append((address, match[2].strip()))
     named = re.compile(r"`\((\.L_x_\w+)\)")
     return [(address, named.sub(lambda m: hex(labels.get(m[1], 0)), text)) for address, text in code]
 
@@ -125,12 +125,12 @@ def step_of(code: list[tuple[int, str]]) -> tuple[list[str], int]:
             if all(any(name in text for _, text in body) for name in ("GMMA", "MUFU.EX2")):
                 loops.append(body)
     body = min(loops, key=len)
-    kept, until = [], 0
+    step, until = [], 0
     for address, text in body:
         if address < until:
             continue
-        kept.append(text)
+        step.append(text)
         branch = _BRANCH.search(text)
         if branch and address < int(branch[1], 16) <= body[-1][0]:
             until = int(branch[1], 16)
-    return kept, len(body) - len(kept)
+    return step, len(body) - len(step)

@@ -1,7 +1,7 @@
-"""Runs a function at each point of another one at which the interpreter may run one of its own.
+"""Runs a function at each point of another one at which the interpreter may run a finalizer or a signal handler.
 
-The garbage collector, and on the main thread a signal handler, run between two instructions: after a call, at the
-start of a function or of a turn of a loop, and where an object is made. They may change what they find half done.
+The garbage collector, and on the main thread a signal handler, run between two instructions: after a call, at the start
+of a function or of an iteration, and when an object is made. They may change state in the middle of an operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def each_point(files: tuple[str, ...], make: Callable[[], Case]) -> int:
-    """Make a case and go through it, once for each point at which it can be interrupted in files of these names.
+    """Make a case and run it, once for each point at which it can be interrupted in files with these names.
 
     Returns the number of points.
     """
@@ -38,7 +38,7 @@ def each_point(files: tuple[str, ...], make: Callable[[], Case]) -> int:
     while True:
         case = make()
         interrupter = _Interrupter(files, point, case.interrupt)
-        # A collection would run finalizers of other tests' garbage in these files, and the interrupt would meet one.
+        # A collection would run finalizers of other tests' garbage in these files.
         gc.disable()
         try:
             with interrupter.watching():
@@ -57,7 +57,7 @@ def each_point(files: tuple[str, ...], make: Callable[[], Case]) -> int:
 
 @functools.cache
 def _points(code: CodeType) -> frozenset[int]:
-    """The offsets of the instructions before which something else may run."""
+    """The offsets of the instructions before which other code may run."""
     points = set()
     previous = ""
     for instruction in dis.get_instructions(code):
@@ -77,7 +77,7 @@ class _Interrupter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """On this thread."""
+        """Interrupt this thread."""
         if sys.version_info < (3, 12):
             sys.settrace(self._call)
             try:

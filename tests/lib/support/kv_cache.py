@@ -61,16 +61,16 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np
 
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a sequence, straight from the pool."""
-    found = cache._find()
-    table = found.table(seq)
-    pools = (found.k_pool, found.v_pool)
+    state = cache._find()
+    table = state.table(seq)
+    pools = (state.k_pool, state.v_pool)
     k, v = (pool[table.pages].reshape(-1, *pool.shape[2:])[: table.length] for pool in pools)
     return k, v
 
 
 def holds(cache: ga.KvCache, seq: ga.KvSequence, k: np.ndarray, v: np.ndarray) -> bool:
-    found = contents(cache, seq)
-    return np.array_equal(found[0], k) and np.array_equal(found[1], v)
+    rows = contents(cache, seq)
+    return np.array_equal(rows[0], k) and np.array_equal(rows[1], v)
 
 
 def in_flight(ctx: ga.GpuContext, launches: int) -> None:

@@ -65,10 +65,10 @@ def build_few() -> None:
     build = device.build_module
     first: list[Any] = []
 
-    def build_first(source: str, macros: Any, *rest: Any, **given: Any) -> Any:
+    def build_first(source: str, macros: Any, *rest: Any, **options: Any) -> Any:
         first.append((source, macros))
-        wanted = (source, macros) == first[0] or source == OWN
-        return build(source, macros, *rest, **given) if wanted else Idle()
+        needed = (source, macros) == first[0] or source == OWN
+        return build(source, macros, *rest, **options) if needed else Idle()
 
     device.build_module = build_first  # type: ignore[assignment]
 
@@ -90,10 +90,14 @@ def requests(ctx: ga.GpuContext) -> dict[str, Callable[[], Any]]:
     out, stats = heads_first[0], np.zeros((1, 2, 3, 1), np.float32)
 
     def graph() -> Any:
-        made = ga.OperationGraph()
-        a, b, c = (made.tensor(uid=uid, dims=(1, 2, 5, 64), dtype="bfloat16") for uid in (1, 2, 3))
-        made.output(made.matmul(made.softmax(made.matmul(a, made.transpose(b)) * 0.25), c), uid=4, dtype="bfloat16")
-        return cudnn.execute(made, dict.fromkeys((1, 2, 3), normal(1, 2, 5, 64)))
+        graph = ga.OperationGraph()
+        a, b, c = (graph.tensor(uid=uid, dims=(1, 2, 5, 64), dtype="bfloat16") for uid in (1, 2, 3))
+        graph.output(
+            graph.matmul(graph.softmax(graph.matmul(a, graph.transpose(b)) * 0.25), c),
+            uid=4,
+            dtype="bfloat16",
+        )
+        return cudnn.execute(graph, dict.fromkeys((1, 2, 3), normal(1, 2, 5, 64)))
 
     return {
         "forward": lambda: flash.forward(q, k, v, return_lse=True),
@@ -135,14 +139,14 @@ def main() -> int:
         build_few()
     os.environ["GPU_ACTORS_CACHE_DIR"] = cubins
     imported: dict[str, list[str]] = {}
-    before: set[str] = set()
+    known: set[str] = set()
 
     def after(name: str) -> None:
-        imported[name] = sorted(set(sys.modules) - before)
-        before.update(sys.modules)
+        imported[name] = sorted(set(sys.modules) - known)
+        known.update(sys.modules)
 
     with ga.open_context(spec, ga.ContextOptions(record_launches=False)) as ctx:
-        before.update(sys.modules)
+        known.update(sys.modules)
         for name, ask in requests(ctx).items():
             ask().result(120)
             after(name)
@@ -165,7 +169,7 @@ def main() -> int:
             own_kernel(ctx)
             after("own kernel")
     with ga.open_context(spec, ga.ContextOptions(record_launches=True)) as ctx:
-        before.update(sys.modules)
+        known.update(sys.modules)
         for _ in range(2):
             for name, ask in requests(ctx).items():
                 ask().result(120)

@@ -38,10 +38,10 @@ async def answer(request: Request) -> Response:
 
 def page_application(device: str = "mock", guard: bool = True, **options: Any) -> Starlette:
     """options: of the context, which has a `Scripted` too."""
-    made = ga.ContextOptions(actors=(Scripted,), **options)
+    context_options = ga.ContextOptions(actors=(Scripted,), **options)
     timed = {name: functools.partial(TIMES.get, name) for name in TIMES}
     routes = [*asgi.routes(), Route("/answer/{kind}", answer)]
-    app = Starlette(lifespan=asgi.lifespan(device, made, timed=timed), routes=routes)
+    app = Starlette(lifespan=asgi.lifespan(device, context_options, timed=timed), routes=routes)
     if guard:
         app.add_middleware(asgi.Guard)
     return app
@@ -92,8 +92,8 @@ def kill(context: RemoteContext) -> None:
 
 
 def service_of(app: Any) -> asgi.Service:
-    found: asgi.Service = app.state.gpu_actors
-    return found
+    service: asgi.Service = app.state.gpu_actors
+    return service
 
 
 class Reader:

@@ -72,9 +72,9 @@ def interrupt(pid: int) -> None:
         return lines["State"].split()[0], lines["voluntary_ctxt_switches"]
 
     def asleep() -> bool:
-        before = waits()
+        state = waits()
         time.sleep(0.1)
-        return before[0] == "S" and waits() == before
+        return state[0] == "S" and waits() == state
 
     eventually(asleep, 60.0)
     os.kill(pid, signal.SIGINT)
@@ -118,12 +118,12 @@ def service_threads() -> set[threading.Thread]:
 @contextmanager
 def no_threads_left() -> Iterator[None]:
     """Fail if a thread that was started inside outlives it."""
-    before = service_threads()
+    threads = service_threads()
     yield
     end = time.monotonic() + 30.0
-    while (left := service_threads() - before) and time.monotonic() < end:
+    while (started := service_threads() - threads) and time.monotonic() < end:
         time.sleep(0.001)
-    assert not left, f"left running: {[thread.name for thread in left]}"
+    assert not started, f"left running: {[thread.name for thread in started]}"
 
 
 def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:

@@ -47,5 +47,5 @@ def prompts() -> list[list[int]]:
     """Twenty, as tokens."""
     _, _, tokenizer, template = loaded()
     assert template is not None
-    asked = [template.render([{"role": "user", "content": question}]) for question in QUESTIONS]
-    return [tokenizer.encode(text) for text in (*asked, *PLAIN)]
+    texts = [template.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return [tokenizer.encode(text) for text in (*texts, *PLAIN)]

@@ -13,12 +13,12 @@ TRIES = 3
 
 def below(limit: float, ratio: Callable[[], float], tries: int = TRIES) -> None:
     """Fail unless one of a few measurements of a ratio is below the limit: other work on the machine may spoil one."""
-    seen: list[float] = []
-    while len(seen) < tries:
-        seen.append(ratio())
-        if seen[-1] < limit:
+    ratios: list[float] = []
+    while len(ratios) < tries:
+        ratios.append(ratio())
+        if ratios[-1] < limit:
             return
-    raise AssertionError(f"{tries} of {tries} measurements are not below {limit}: {seen}")
+    raise AssertionError(f"{tries} of {tries} measurements are not below {limit}: {ratios}")
 
 
 def median_seconds(
@@ -27,9 +27,9 @@ def median_seconds(
     """The median of what a call takes, in seconds of the clock."""
     times = []
     for _ in range(repeats):
-        began = clock()
+        start = clock()
         work()
-        times.append(clock() - began)
+        times.append(clock() - start)
     return statistics.median(times)
 
 

@@ -35,8 +35,8 @@ def explicit(q: Any, k: Any, v: Any, score_mod: Mod | None, mask_mod: Mod | None
     if mask_mod is not None:
         scores = torch.where(mask_mod(*places), scores, -math.inf)
     lse = torch.logsumexp(scores, -1)
-    seen = lse.isfinite()[..., None]
-    weights = torch.where(seen, (scores - torch.where(seen, lse[..., None], 0)).exp(), 0)
+    visible = lse.isfinite()[..., None]
+    weights = torch.where(visible, (scores - torch.where(visible, lse[..., None], 0)).exp(), 0)
     return weights @ v, lse
 
 
