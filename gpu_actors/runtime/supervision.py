@@ -22,7 +22,7 @@ __all__ = ["Supervisor"]
 class Supervisor:
     """Restarts children by a policy, and escalates when they fail too often.
 
-    after: runs a function on the supervisor's thread once so many seconds have passed.
+    call_later: runs a function on the supervisor's thread once so many seconds have passed.
     escalate: called with the cell and its error when the policy grants no further restart.
     """
 
@@ -30,7 +30,7 @@ class Supervisor:
     policy: RestartPolicy
     clock: Clock
     trace: Trace
-    after: Callable[[float, Callable[[], None]], object]
+    call_later: Callable[[float, Callable[[], None]], object]
     escalate: Callable[[ActorCell, BaseException], None]
     stopping: bool = False
     _failures: dict[ActorCell | None, deque[float]] = field(init=False, default_factory=dict)
@@ -79,7 +79,7 @@ class Supervisor:
             if member.ref is not None:
                 self._stop_requested.add(member)
                 member.stop()
-        self.after(delay, lambda: self._restart(group))
+        self.call_later(delay, lambda: self._restart(group))
 
     def stopped(self, cell: ActorCell, urn: str) -> None:
         """A child's incarnation has stopped: on request, or for good if there was no request."""
