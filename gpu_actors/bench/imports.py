@@ -18,9 +18,9 @@ __all__ = ["main", "run"]
 
 _IMPORT = """\
 import sys, time
-began = time.perf_counter()
+start = time.perf_counter()
 import {module}
-print(time.perf_counter() - began, len(sys.modules))
+print(time.perf_counter() - start, len(sys.modules))
 """
 _ROOT = Path(__file__).parents[2]
 

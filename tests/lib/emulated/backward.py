@@ -42,15 +42,15 @@ def run(
     key = key_of(problem, arch, kernel)
     program = program_on(problem, key)
     belongs = {f"d{name}": operands.get(name) for name in ("q", "k", "v", "bias", "sinks")}
-    given = {name: getattr(of, "array", of) for name, of in belongs.items() if of is not None}
-    outputs = {name: filled(array.shape, array.dtype, name in program.zeroed) for name, array in given.items()}
+    inputs = {name: getattr(of, "array", of) for name, of in belongs.items() if of is not None}
+    outputs = {name: filled(array.shape, array.dtype, name in program.zeroed) for name, array in inputs.items()}
     scratch = {name: filled(spec.shape, spec.dtype, spec.zero) for name, spec in program.scratch.items()}
     strided = {
         name: operand if isinstance(operand, Strided) else Strided(operand, operand)
         for name, operand in {**outputs, **scratch, **operands}.items()
     }
-    memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
-    buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
+    memory = {name: EmulatedBuffer.of(view.base, name) for name, view in strided.items()}
+    buffers = {name: describe(*view, memory[name].address) for name, view in strided.items()}
     for part in program.parts:
         module_of(kernel_source(part.key)).launch(
             part.key.kernel,

@@ -139,8 +139,8 @@ def run(
         name: operand if isinstance(operand, Strided) else Strided(operand, operand)
         for name, operand in {**outputs, **operands}.items()
     }
-    memory = {name: EmulatedBuffer.of(given.base, name) for name, given in strided.items()}
-    buffers = {name: describe(*given, memory[name].address) for name, given in strided.items()}
+    memory = {name: EmulatedBuffer.of(view.base, name) for name, view in strided.items()}
+    buffers = {name: describe(*view, memory[name].address) for name, view in strided.items()}
     program = program_on(problem, key, multiprocessors)
     for name, spec in program.scratch.items():
         kind = ml_dtype(spec.dtype)
@@ -161,8 +161,8 @@ def run(
     if COUNTER in memory:
         assert not memory[COUNTER].array.any(), "the counter is ready for the next launch"
     for name in {*outputs, "score_max", "score_sum_exp"} & strided.keys():
-        given = strided[name]
-        given.base.reshape(-1).view(np.uint8)[:] = memory[name].array
+        view = strided[name]
+        view.base.reshape(-1).view(np.uint8)[:] = memory[name].array
     return strided["out"].array, strided["lse"].array
 
 
