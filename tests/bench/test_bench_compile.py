@@ -30,12 +30,12 @@ def test_a_compile_is_timed_beside_cupys_and_what_cupy_cannot_compile_is_said(mo
     }
     monkeypatch.setattr(variants, "standard_variants", lambda arch: keys)
     monkeypatch.setattr(variants, "kernel_source", lambda key: sources[key.kernel])
-    found = suite.beside_cupy("sm_90a", times=1)
-    both = found["forward_simple"]
+    result = suite.beside_cupy("sm_90a", times=1)
+    both = result["forward_simple"]
     assert isinstance(both, dict)
     assert both["ours_s"]["median"] > 0
     assert both["cupy_s"]["median"] > 0
-    refused = found["forward_sm90"]
+    refused = result["forward_sm90"]
     assert isinstance(refused, dict)
     assert "setmaxnreg" in refused["cupy_s"]
     assert refused["cupy_exact_arch_s"]["median"] > 0

@@ -28,9 +28,9 @@ def test_an_event_is_done_as_long_after_its_record_as_a_kernel_takes() -> None:
     api = NullApi(seconds=0.05)
     event = api.create_event()
     assert api.event_done(event)  # never recorded
-    began = time.perf_counter()
+    start = time.perf_counter()
     api.record_event(event, 0)
     assert not api.event_done(event)
     api.synchronize_event(event)
-    assert time.perf_counter() - began >= 0.05
+    assert time.perf_counter() - start >= 0.05
     assert api.event_done(event)

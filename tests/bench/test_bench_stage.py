@@ -73,19 +73,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
 
 
 def test_a_suite_runs_from_its_device_to_its_json(cuda: FakeCuda) -> None:
-    found = forward.run(quick=True)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    kernel, service = found["rows"]
+    result = forward.run(quick=True)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    kernel, service = result["rows"]
     assert (kernel["subject"], service["subject"]) == (KERNEL, SERVICE)
     assert (kernel["status"], service["status"]) == ("timed", "timed"), (kernel["reason"], service["reason"])
     assert kernel["kernels"] == ["forward_mma"]
     assert kernel["times_ms"]["median"] == kernel["times_ms"]["p90"] == MILLISECONDS
     assert kernel["back_to_back"]
-    assert found["ceilings"]["copy"] == pytest.approx(2 * (1 << 12) / 0.5 / 1e6)
-    assert "cupy, float16" in found["ceilings"]["how"]
-    assert found["gpu"]["name"] == "Fake"
-    assert found["settings"]["rotate"] == 4 << 12
-    assert list(report.table(found))
+    assert result["ceilings"]["copy"] == pytest.approx(2 * (1 << 12) / 0.5 / 1e6)
+    assert "cupy, float16" in result["ceilings"]["how"]
+    assert result["gpu"]["name"] == "Fake"
+    assert result["settings"]["rotate"] == 4 << 12
+    assert list(report.table(result))
     assert {name: count for name, count in cuda.leaks().items() if name != "blocks"} == {}
 
 
@@ -97,13 +97,13 @@ def test_a_wrong_kernel_on_a_device_is_not_timed(cuda: FakeCuda, wrong: list[boo
 
 
 def test_random_arrays_repeat_no_row_and_poison_is_everywhere(cuda: FakeCuda, tmp_path: Path) -> None:
-    made = arrays.CupyArrays()
-    x = made.host(made.random((40, 64), "float32"))
+    pool = arrays.CupyArrays()
+    x = pool.host(pool.random((40, 64), "float32"))
     assert len({row.tobytes() for row in x}) == 40
     assert abs(float(x.mean())) < 0.2
     assert 0.8 < float(x.std()) < 1.2
     for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
-        poison = made.host(made.poisoned((3, 5), dtype))
+        poison = pool.host(pool.poisoned((3, 5), dtype))
         assert poison.dtype.name == dtype
         assert np.isnan(poison.astype(np.float32)).all()
-        assert made.host(made.random((3, 5), dtype)).dtype.name == dtype
+        assert pool.host(pool.random((3, 5), dtype)).dtype.name == dtype

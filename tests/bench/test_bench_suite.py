@@ -79,11 +79,11 @@ def test_a_wrong_kernel_is_not_timed_and_the_json_says_so(corrupt: Any, reason: 
         rows = run_case(SMALL, where, SETTINGS, [peer(unreachable)])
     assert [(row.subject, row.status, row.times) for row in rows] == [(KERNEL, "wrong", None)]
     assert "hold" not in clock.calls
-    found = figures("forward", rows, SETTINGS, Ceilings(), {"name": "mock"})
-    (record,) = found["rows"]
+    result = figures("forward", rows, SETTINGS, Ceilings(), {"name": "mock"})
+    (record,) = result["rows"]
     assert record["times_ms"] is None
     assert reason in record["reason"]
-    assert found["counts"] == {"wrong": 1}
+    assert result["counts"] == {"wrong": 1}
 
 
 def test_what_a_later_set_leaves_unwritten_is_found_too() -> None:
@@ -266,21 +266,21 @@ def test_the_report_is_json_a_table_with_shares_of_the_runs_ceilings_and_a_plot(
         launch = where.stream.launch
         where.stream.launch = lambda one: (clock.work(2.0), launch(one))[1]  # type: ignore[method-assign]
         rows = run_case(SMALL, where, SETTINGS, [peer(raising, "raising")])
-    found = figures("forward", rows, SETTINGS, Ceilings(800.0, 4000.0, "by hand"), {"name": "mock"})
-    assert json.loads(json.dumps(found, allow_nan=False))["kind"] == "measurement"
-    assert found["git"] is None or len(found["git"].rstrip("+")) == 40
-    kernel = found["rows"][0]
+    result = figures("forward", rows, SETTINGS, Ceilings(800.0, 4000.0, "by hand"), {"name": "mock"})
+    assert json.loads(json.dumps(result, allow_nan=False))["kind"] == "measurement"
+    assert result["git"] is None or len(result["git"].rstrip("+")) == 40
+    kernel = result["rows"][0]
     assert kernel["times_ms"]["median"] == pytest.approx(2.0)
     assert kernel["tflops"] == pytest.approx(SMALL.flops / 2e-3 / 1e12)
     assert kernel["of_ceiling"] == pytest.approx(kernel["tflops"] / 800.0)
-    shown = list(table(found))
+    shown = list(table(result))
     assert {len(row) for row in shown} == {len(COLUMNS)}
     assert shown[0][:3] == (SMALL.name, KERNEL, "2.0000")
     assert "failed: ImportError" in next(row for row in shown if row[1] == "raising")[-1]
     draw(figures("forward", rows, SETTINGS, Ceilings(1e-3, None), {"name": "mock"}), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(GpuActorsError, match="nothing to draw"):
-        draw({**found, "rows": []}, tmp_path / "none.png")
+        draw({**result, "rows": []}, tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("wrapper", [ForwardingDevice, RecordingDevice, FaultyDevice])

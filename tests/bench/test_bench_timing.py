@@ -13,11 +13,11 @@ from gpu_actors.errors import InvalidRequest
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 31])
 def test_quantiles_are_those_of_numpy(count: int) -> None:
     samples = list(np.random.default_rng(count).exponential(size=count))
-    found = quantiles(samples)
+    result = quantiles(samples)
     shares = {"least": 0, "p10": 10, "p25": 25, "median": 50, "p75": 75, "p90": 90, "most": 100}
     for name, share in shares.items():
-        assert getattr(found, name) == pytest.approx(np.percentile(samples, share)), name
-    assert found.n == count
+        assert getattr(result, name) == pytest.approx(np.percentile(samples, share)), name
+    assert result.n == count
 
 
 def test_there_are_no_quantiles_of_nothing() -> None:
@@ -39,12 +39,12 @@ def test_each_call_is_timed_alone_and_inputs_are_rotated_through() -> None:
         clock.work(10.0 * (number + 1))
 
     calls = [lambda number=number: call(number) for number in range(3)]
-    found = measure_in_turns({"one": calls}, clock, Plan(warmup=2, repeats=7, turns=3))["one"]
+    result = measure_in_turns({"one": calls}, clock, Plan(warmup=2, repeats=7, turns=3))["one"]
     assert made[:6] == [0, 1, 2] * 2  # the warm-up
     assert made[6:] == [0, 1, 2, 0, 1, 2, 0]
-    assert found.times is not None
-    assert (found.times.n, found.times.least, found.times.median, found.times.most) == (7, 10, 20, 30)
-    assert found.held
+    assert result.times is not None
+    assert (result.times.n, result.times.least, result.times.median, result.times.most) == (7, 10, 20, 30)
+    assert result.held
 
 
 def test_subjects_take_turns_and_nothing_is_timed_before_it_is_warm() -> None:
@@ -61,8 +61,8 @@ def test_subjects_take_turns_and_nothing_is_timed_before_it_is_warm() -> None:
 
 def test_a_stream_that_went_on_too_soon_is_reported() -> None:
     subjects = {"late": [lambda: None], "in time": [lambda: None]}
-    found = measure_in_turns(subjects, FakeClock(late=1), Plan(repeats=4, turns=2))
-    assert (found["late"].held, found["in time"].held) == (False, True)
+    result = measure_in_turns(subjects, FakeClock(late=1), Plan(repeats=4, turns=2))
+    assert (result["late"].held, result["in time"].held) == (False, True)
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -74,13 +74,13 @@ def test_a_subject_that_raises_is_reported_and_the_others_go_on(after: int) -> N
             raise RuntimeError("no kernel image")
         left[0] -= 1
 
-    found = measure_in_turns(
+    result = measure_in_turns(
         {"bad": [raises], "good": [lambda: clock.work(5)]}, clock, Plan(warmup=1, repeats=4, turns=2)
     )
-    assert found["bad"].error == "RuntimeError: no kernel image"
-    assert found["bad"].times is None
-    assert found["good"].times is not None
-    assert found["good"].times.median == 5
+    assert result["bad"].error == "RuntimeError: no kernel image"
+    assert result["bad"].times is None
+    assert result["good"].times is not None
+    assert result["good"].times.median == 5
     assert clock.calls.count("hold") == clock.calls.count("release")
 
 
@@ -92,6 +92,6 @@ def test_what_the_device_reports_afterwards_is_the_subjects_error() -> None:
         if failure is not None:
             raise failure
 
-    found = measure_in_turns({"a": [lambda: None], "b": [lambda: None]}, FakeClock(), Plan(), between)
-    assert found["a"].times is not None
-    assert found["b"].error == "ValueError: illegal address"
+    result = measure_in_turns({"a": [lambda: None], "b": [lambda: None]}, FakeClock(), Plan(), between)
+    assert result["a"].times is not None
+    assert result["b"].error == "ValueError: illegal address"

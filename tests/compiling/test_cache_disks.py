@@ -28,8 +28,8 @@ class TestDisksThatFail:
 
     def assert_memory_serves(self, shared, caplog, words):
         compile = CountingCompiler()
-        made = shared.get_or_compile(kernel(), ARCH, compile)
-        assert shared.get_or_compile(kernel(), ARCH, compile) is made
+        cubin = shared.get_or_compile(kernel(), ARCH, compile)
+        assert shared.get_or_compile(kernel(), ARCH, compile) is cubin
         assert len(compile.calls) == 1
         assert shared.get_or_compile(kernel(2), ARCH, compile) is not None
         records = [record for record in caplog.records if "cannot be written" in record.getMessage()]
@@ -54,15 +54,15 @@ class TestDisksThatFail:
     def test_a_write_that_takes_a_part_at_a_time_is_finished(self, tmp_path, monkeypatch):
         write = os.write
         monkeypatch.setattr(cache_folder.os, "write", lambda handle, data: write(handle, data[:100]))
-        made = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
-        assert cache(tmp_path).get(kernel(), ARCH) == made
+        cubin = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        assert cache(tmp_path).get(kernel(), ARCH) == cubin
 
     def test_a_real_limit_on_the_files_size(self, tmp_path, caplog):
         def store(pipe):
             shared = cache(tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-            made = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
-            pipe.send((caplog.text, shared.peek(kernel(), ARCH) is made))
+            cubin = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+            pipe.send((caplog.text, shared.peek(kernel(), ARCH) is cubin))
 
         with Fork(store) as pipe:
             warning, kept = pipe.recv()
@@ -87,17 +87,17 @@ class TestDisksThatFail:
                 os.chown(folder, 65534, -1)
                 os.setuid(65534)
             shared = cache(folder)
-            made = shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
-            pipe.send((caplog.text, shared.peek(kernel(2), ARCH) is made, shared.stats().entries))
+            cubin = shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
+            pipe.send((caplog.text, shared.peek(kernel(2), ARCH) is cubin, shared.stats().entries))
 
         with tempfile.TemporaryDirectory() as parent:  # not tmp_path: other users cannot enter it
             os.chmod(parent, 0o755)
             folder = Path(parent) / "c"
             with Fork(store) as pipe:
-                warning, *found = pipe.recv()
+                warning, *result = pipe.recv()
             folder.chmod(0o700)
         assert "Permission denied" in warning
-        assert found == [True, 1]
+        assert result == [True, 1]
 
     def test_a_folder_that_goes_away_is_made_again(self, tmp_path):
         shared = cache(tmp_path / "c")
@@ -257,8 +257,8 @@ class TestContexts:
         (tmp_path / "open").mkdir()
         (tmp_path / "open").chmod(0o777)
         for place in ("file", "file/below", "open"):
-            for field, given in (("cache_dir", tmp_path / place), ("prewarmed", (tmp_path / place,))):
-                options = ga.ContextOptions(**{field: given})
+            for field, folders in (("cache_dir", tmp_path / place), ("prewarmed", (tmp_path / place,))):
+                options = ga.ContextOptions(**{field: folders})
                 with pytest.raises(InvalidRequest) as caught, ga.open_context(device, options):
                     pass
                 assert caught.value.field == field

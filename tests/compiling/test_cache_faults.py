@@ -26,8 +26,8 @@ def cache(folder, **options):
 @pytest.fixture
 def stored(tmp_path):
     """(folder, the path of its one entry, the cubin in it)."""
-    made = cache(tmp_path / "c").get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
-    return tmp_path / "c", entries(tmp_path / "c")[0], made
+    cubin = cache(tmp_path / "c").get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
+    return tmp_path / "c", entries(tmp_path / "c")[0], cubin
 
 
 def assert_refused_once(folder, entry):
@@ -133,7 +133,7 @@ class TestDamagedEntries:
         assert_refused_once(folder, entry)
 
     def test_a_link_in_an_entrys_place_is_not_followed(self, stored, tmp_path, caplog):
-        folder, entry, made = stored
+        folder, entry, cubin = stored
         outside = tmp_path / "outside"
         os.replace(entry, outside)
         entry.symlink_to(outside)
@@ -142,7 +142,7 @@ class TestDamagedEntries:
         assert "cannot be read" in caplog.text
         shared.get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
         assert not entry.is_symlink()
-        assert cache(folder).get(kernel(), ARCH) == made
+        assert cache(folder).get(kernel(), ARCH) == cubin
 
     def test_few_set_aside_entries_are_kept(self, stored):
         folder, _, _ = stored
@@ -249,9 +249,9 @@ def test_a_file_swept_between_its_creation_and_its_lock_is_made_again(tmp_path, 
         flock(handle, how)
 
     monkeypatch.setattr(cache_folder.fcntl, "flock", late)
-    made = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+    cubin = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
     assert len(swept) == 1
-    assert cache(tmp_path).get(kernel(), ARCH) == made
+    assert cache(tmp_path).get(kernel(), ARCH) == cubin
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
@@ -270,8 +270,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
             time.sleep(moments.uniform(0.0, 0.1))  # no event: the moment is to be any at all
     shared = cache(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
-    found = [shared.get(kernel(value), ARCH) for value in range(len(entries(tmp_path)))]
-    assert all(cubin is not None and len(cubin.data) == 200_000 for cubin in found)
+    result = [shared.get(kernel(value), ARCH) for value in range(len(entries(tmp_path)))]
+    assert all(cubin is not None and len(cubin.data) == 200_000 for cubin in result)
     assert shared.stats().corrupt == 0
 
 

@@ -62,8 +62,8 @@ def test_a_file_system_without_locks_costs_the_cache_alone(
 
     monkeypatch.setattr(cubin_folder.fcntl, "flock", flock)
     shared = CubinCache(tmp_path, toolchain=fake_toolchain)
-    made = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
-    assert shared.peek(kernel(), ARCH) is made
+    cubin = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+    assert shared.peek(kernel(), ARCH) is cubin
     assert "fill.cu stays in memory" in caplog.text
     built = ModuleCache(tmp_path / "emulated").build(C, lambda kept: (b"object", 0.0))
     assert built.content() == b"object"

@@ -244,7 +244,7 @@ class TestRefusals:
 class TestToolchain:
     def test_a_new_process_knows_the_version_before_it_loads_the_compiler_and_imports_no_more(self):
         """Nor a library that only a lookup needs. Keys and hashes of sources are those of its own."""
-        made = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
+        kernel_source = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
         code = (
             "import pickle, sys; from support.cubins import ARCH, fake_toolchain, kernel\n"
             "import gpu_actors.compiling.cubin_cache, gpu_actors.compiling.assets\n"
@@ -263,7 +263,7 @@ class TestToolchain:
             "del sys.modules['cupy_backends']\n"
             "print(early, found.release == tuple(load_nvrtc().getVersion()))\n"
         )
-        imported, key, pickled, refusal, version = run_child(code, pickle.dumps(made).hex()).splitlines()
+        imported, key, pickled, refusal, version = run_child(code, pickle.dumps(kernel_source).hex()).splitlines()
         assert imported == "[]"
         assert key.split() == list(variant_key(kernel(), ARCH, fake_toolchain()))
         assert [len(part) for part in key.split()] == [64, 64]

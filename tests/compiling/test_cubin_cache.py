@@ -32,22 +32,22 @@ class TestLayers:
         compile = CountingCompiler()
         first = cache(tmp_path / "c")
         assert first.get(kernel(), ARCH) is None
-        made = first.get_or_compile(kernel(), ARCH, compile)
-        assert first.get(kernel(), ARCH) is made
-        assert first.get_or_compile(kernel(), ARCH, compile) is made
+        cubin = first.get_or_compile(kernel(), ARCH, compile)
+        assert first.get(kernel(), ARCH) is cubin
+        assert first.get_or_compile(kernel(), ARCH, compile) is cubin
         second = cache(tmp_path / "c")
-        assert second.get(kernel(), ARCH) == made
+        assert second.get(kernel(), ARCH) == cubin
         assert len(compile.calls) == 1
         size = entries(tmp_path / "c")[0].stat().st_size
         assert first.stats() == CacheStats(hits=2, misses=2, compiles=1, entries=1, bytes=size)
         assert second.stats() == CacheStats(hits=1, entries=1, bytes=size)
 
     def test_what_is_stored_comes_back_whole(self, tmp_path):
-        made = cache(tmp_path).get_or_compile(kernel(), ARCH, Compiler().compile)
-        found = cache(tmp_path).get(kernel(), ARCH)
-        assert found == made
-        assert found.resources["fill"].registers > 0
-        assert found.log == made.log
+        cubin = cache(tmp_path).get_or_compile(kernel(), ARCH, Compiler().compile)
+        result = cache(tmp_path).get(kernel(), ARCH)
+        assert result == cubin
+        assert result.resources["fill"].registers > 0
+        assert result.log == cubin.log
 
     def test_equal_sources_under_other_names_share_an_entry(self, tmp_path):
         compile = CountingCompiler()
@@ -58,8 +58,8 @@ class TestLayers:
 
     def test_the_sources_own_architecture_counts(self, tmp_path):
         compile = CountingCompiler()
-        made = cache(tmp_path).get_or_compile(kernel(arch=ARCH), None, compile)
-        assert made.arch == ARCH
+        cubin = cache(tmp_path).get_or_compile(kernel(arch=ARCH), None, compile)
+        assert cubin.arch == ARCH
         with pytest.raises(InvalidRequest, match="is written for"):
             cache(tmp_path).get_or_compile(kernel(arch=ARCH), "sm_80", compile)
 
@@ -83,8 +83,8 @@ class TestLayers:
         cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
         shared = cache(tmp_path)
         assert shared.peek(kernel(), ARCH) is None
-        found = shared.get(kernel(), ARCH)
-        assert shared.peek(kernel(), ARCH) is found
+        result = shared.get(kernel(), ARCH)
+        assert shared.peek(kernel(), ARCH) is result
         assert shared.stats().misses == 0
 
     def test_readonly_folders_come_first_and_are_never_written(self, tmp_path):
@@ -128,9 +128,9 @@ class TestSingleFlight:
             return shared.get_or_compile(kernel(), ARCH, compile)
 
         with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(ask, range(16)))
+            result = list(pool.map(ask, range(16)))
         assert len(compile.calls) == 1
-        assert all(cubin is found[0] for cubin in found)
+        assert all(cubin is result[0] for cubin in result)
         stats = shared.stats()
         assert (stats.hits + stats.misses, stats.compiles) == (16, 1)
 
@@ -245,8 +245,8 @@ class TestSizeBound:
 
     def test_an_entry_larger_than_the_bound_stays_in_memory(self, tmp_path, caplog):
         bounded = cache(tmp_path, max_bytes=500)
-        made = bounded.get_or_compile(kernel(), ARCH, CountingCompiler(size=1000))
-        assert bounded.get(kernel(), ARCH) is made
+        cubin = bounded.get_or_compile(kernel(), ARCH, CountingCompiler(size=1000))
+        assert bounded.get(kernel(), ARCH) is cubin
         assert bounded.stats().entries == 0
         assert "more than the whole cubin cache may hold" in caplog.text
 
@@ -258,8 +258,8 @@ class TestSizeBound:
             rounds = 0
             while rounds < 20 or time.monotonic() < stop:
                 value = (worker + rounds) % 6
-                found = cache(tmp_path, max_bytes=8000).get_or_compile(kernel(value), ARCH, compile)
-                assert found.data.startswith(repr(({"VALUE": str(value)}, ARCH)).encode())
+                result = cache(tmp_path, max_bytes=8000).get_or_compile(kernel(value), ARCH, compile)
+                assert result.data.startswith(repr(({"VALUE": str(value)}, ARCH)).encode())
                 rounds += 1
 
         with ThreadPoolExecutor(4) as pool:
@@ -369,7 +369,7 @@ def test_a_warm_lookup_takes_less_than_its_budget(tmp_path):
     """0.22 yardsticks (50 us) from memory and, its key known, 0.9 (0.2 ms) from disk."""
     source = kernel(source="#include <cuda_bf16.h>\n" + kernel().source)
     shared = CubinCache(tmp_path)
-    made = shared.get_or_compile(source, ARCH, Compiler().compile)
+    cubin = shared.get_or_compile(source, ARCH, Compiler().compile)
 
     def from_disk():
         shared._memory.clear()
@@ -379,5 +379,5 @@ def test_a_warm_lookup_takes_less_than_its_budget(tmp_path):
         return shared.get(source, ARCH)
 
     for limit, look in ((0.22, from_memory), (0.9, from_disk)):
-        assert look() == made
+        assert look() == cubin
         below(limit, lambda look=look: yardsticks(median_seconds(look)))

@@ -46,12 +46,12 @@ class Store:
 
     def take(self, *keys: str) -> tuple[Kernel, ...]:
         """As an actor does: ask, have compiled what is missing, ask again."""
-        wanted: Any = keys
-        while (found := self.store.get(wanted)) is None:
-            self.store.wait_for(wanted, Call("request", self._mailbox))
+        expected: Any = keys
+        while (result := self.store.get(expected)) is None:
+            self.store.wait_for(expected, Call("request", self._mailbox))
             for key in list(self._pending):
                 self.compiled(key)
-        return found
+        return result
 
     def _load(self, cubin: Cubin, entry: str) -> Kernel:
         self.loads.append(entry)

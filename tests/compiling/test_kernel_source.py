@@ -69,18 +69,18 @@ class TestKernelSource:
 
     def test_nothing_in_it_can_be_changed(self):
         macros = {"A": 1}
-        made = source(macros=macros)
+        kernel_source = source(macros=macros)
         macros["A"] = 2
-        assert made.macros["A"] == "1"
+        assert kernel_source.macros["A"] == "1"
         with pytest.raises(TypeError):
-            made.macros["A"] = "3"
+            kernel_source.macros["A"] = "3"
         with pytest.raises(dataclasses.FrozenInstanceError):
-            made.source = ""
+            kernel_source.source = ""
 
     def test_it_survives_pickle_and_deepcopy(self):
-        made = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
-        assert pickle.loads(pickle.dumps(made)) == made
-        assert copy.deepcopy(made) == made
+        kernel_source = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
+        assert pickle.loads(pickle.dumps(kernel_source)) == kernel_source
+        assert copy.deepcopy(kernel_source) == kernel_source
 
     def test_macros_become_the_text_that_the_compiler_sees(self):
         macros = {"T": True, "F": False, "I": 3, "X": 0.1, "N": np.float64(0.25), "S": "float"}
@@ -148,9 +148,9 @@ class TestResources:
         }
 
     def test_spills_of_a_called_function_are_charged_to_every_kernel(self):
-        found = parse_resources(SEVERAL + CALLED)
-        assert found["shares"] == KernelResources(12, 10, 256, 512)
-        assert found["spills"].spill_bytes == 1628 + 1824 + 10
+        result = parse_resources(SEVERAL + CALLED)
+        assert result["shares"] == KernelResources(12, 10, 256, 512)
+        assert result["spills"].spill_bytes == 1628 + 1824 + 10
 
     def test_logs_without_a_report_name_no_kernel(self):
         assert parse_resources("") == {}
@@ -209,17 +209,21 @@ class TestIncludes:
         (tmp_path / "sub" / "in.h").write_text('#include "beside.h"\n#include "../other.h"\n')
         (tmp_path / "sub" / "beside.h").write_text("1")
         (tmp_path / "other.h").write_text("2")
-        found = toolkit_closure(("top.h", "not.there"), (tmp_path,))
-        assert set(found) == {"top.h", "sub/in.h", "beside.h", "../other.h"}
-        assert found["beside.h"] == "1"
+        result = toolkit_closure(("top.h", "not.there"), (tmp_path,))
+        assert set(result) == {"top.h", "sub/in.h", "beside.h", "../other.h"}
+        assert result["beside.h"] == "1"
 
 
 class TestAssets:
     def test_a_shipped_kernel_comes_with_the_headers_it_reaches(self):
-        made = assets.asset_source("append/copy_pages.cu", ["copy_pages"], macros={"A": 1}, arch="sm_80")
-        assert {"ptx/memory.cuh", "ptx/types.cuh"} <= set(made.headers)
-        assert "ptx/wgmma.cuh" not in made.headers
-        assert (made.entry_points, made.arch, dict(made.macros)) == (("copy_pages",), "sm_80", {"A": "1"})
+        kernel_source = assets.asset_source("append/copy_pages.cu", ["copy_pages"], macros={"A": 1}, arch="sm_80")
+        assert {"ptx/memory.cuh", "ptx/types.cuh"} <= set(kernel_source.headers)
+        assert "ptx/wgmma.cuh" not in kernel_source.headers
+        assert (kernel_source.entry_points, kernel_source.arch, dict(kernel_source.macros)) == (
+            ("copy_pages",),
+            "sm_80",
+            {"A": "1"},
+        )
 
     def test_the_sources_of_this_checkout_are_found(self):
         assert assets.asset_root().name == "kernels_cu"

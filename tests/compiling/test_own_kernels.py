@@ -384,11 +384,11 @@ def test_equal_sources_asked_for_at_once_are_compiled_once() -> None:
 
 
 def test_a_request_that_expires_while_its_kernel_is_compiled_is_answered() -> None:
-    began, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
     def hold(event: ga.TraceEvent) -> None:
         if event.name == "compile.started":
-            began.set()
+            started.set()
             assert go_on.wait(60)
 
     with ga.open_context("emulated", ga.ContextOptions(on_event=hold)) as ctx:

@@ -51,22 +51,22 @@ def test_rows_on_the_device_share_a_launch_without_a_copy_through_the_host(monke
     with service(cuda, monkeypatch, clock=clock, coalesce_delay_us=1e5) as ctx:
         k, v = (DeviceTensor(cuda, pool) for pool in pools)
         down = cuda.calls.count("copy_to_host")
-        given = [DeviceTensor(cuda, batch.q[index : index + 1]) for index in range(3)]
+        queries = [DeviceTensor(cuda, batch.q[index : index + 1]) for index in range(3)]
         replies = [
             ctx.flash_attn.paged_forward(
                 q, k, v, block_table=pages.block_table[index : index + 1],
                 cache_seqlens=pages.cache_seqlens[index : index + 1], num_splits=1,
             )
-            for index, q in enumerate(given)
+            for index, q in enumerate(queries)
         ]  # fmt: skip
         eventually(lambda: ctx.stats()["flash_attn"].queued == 0, 60.0)
         eventually(lambda: clock.advance(0.2) or all(reply.done() for reply in replies), 60.0)
         results = [reply.result(20.0).out for reply in replies]
         gathered = gather_pages(*pools, pages.block_table, pages.cache_seqlens)
-        wanted = paged_attention_forward(batch.q, gathered, causal=True).out.astype(HALF)
+        expected = paged_attention_forward(batch.q, gathered, causal=True).out.astype(HALF)
         for index, out in enumerate(results):
-            found = cuda.memory.array(out.data.ptr, out.shape, HALF)
-            assert np.array_equal(found, wanted[index : index + 1])
+            result = cuda.memory.array(out.data.ptr, out.shape, HALF)
+            assert np.array_equal(result, expected[index : index + 1])
         stats = ctx.stats()["flash_attn"]
         assert (stats.launched, stats.requests_per_launch) == (1, 3.0)
         assert cuda.calls.count("copy_on_device") == 3

@@ -214,6 +214,6 @@ def test_a_launch_that_nobody_waits_for_is_released_by_the_next_one(bench: Bench
     bench.launch(floats(4))
     bench.cuda.run_all()
     gc.collect()
-    kept = bench.launch(floats(4))
+    event = bench.launch(floats(4))
     assert bench.cuda.leaks()["blocks"] == 1
-    kept.wait()
+    event.wait()

@@ -106,8 +106,8 @@ def statuses_of_the_toolkit() -> dict[int, tuple[str, str]]:
     toolchain = find_toolchain()
     assert toolchain is not None
     text = (toolchain.include_dirs[0] / "driver_types.h").read_text(encoding="utf-8", errors="replace")
-    found = re.findall(r"/\*\*((?:(?!\*/).)*)\*/\s*(cudaError\w+)\s*=\s*(\d+)", text, re.S)
-    return {int(status): (name, " ".join(said.replace("*", " ").split())) for said, name, status in found}
+    result = re.findall(r"/\*\*((?:(?!\*/).)*)\*/\s*(cudaError\w+)\s*=\s*(\d+)", text, re.S)
+    return {int(status): (name, " ".join(said.replace("*", " ").split())) for said, name, status in result}
 
 
 def test_the_sticky_statuses_are_those_after_which_a_process_must_end() -> None:

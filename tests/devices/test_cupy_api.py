@@ -164,10 +164,10 @@ def test_a_pool_gives_blocks_until_it_is_full_and_takes_them_back(monkeypatch: p
         def malloc(self, nbytes: int) -> Pointer:
             if nbytes > 100:
                 raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0, 0)
-            given.append(weakref.ref(made := Pointer()))
-            return made
+            pointers.append(weakref.ref(pointer := Pointer()))
+            return pointer
 
-    given: list[Any] = []
+    pointers: list[Any] = []
     api = CupyApi(0)
     monkeypatch.setattr(api, "_pool", Pool())
     with pytest.raises(CudaFailure) as caught:
@@ -175,9 +175,9 @@ def test_a_pool_gives_blocks_until_it_is_full_and_takes_them_back(monkeypatch: p
     assert caught.value.status == 2
     block = api.allocate(100)
     assert block.address == 4096
-    assert given[0]() is not None
+    assert pointers[0]() is not None
     api.free(block)
-    assert given[0]() is None
+    assert pointers[0]() is None
 
 
 def test_properties_are_read_from_what_cupy_gives(answers: dict[str, Any], calls: Callable[[], list[Any]]) -> None:
@@ -187,8 +187,8 @@ def test_properties_are_read_from_what_cupy_gives(answers: dict[str, Any], calls
 
 
 def test_every_call_of_the_seam_is_there() -> None:
-    wanted = {name for name in vars(CudaApi) if not name.startswith("_")}
-    assert wanted <= set(dir(CupyApi))
+    expected = {name for name in vars(CudaApi) if not name.startswith("_")}
+    assert expected <= set(dir(CupyApi))
     api: CudaApi = CupyApi(0)
     assert api is not None
 

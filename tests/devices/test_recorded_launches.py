@@ -25,8 +25,8 @@ def generate(device: str, steps: int, **options: Any) -> tuple[list[np.ndarray],
     """Prefill three sequences, then decode them for some steps, forks and all."""
     rows, outs = Rows(1), []
     dim = 64
-    given = {"num_blocks": 32, "page_size": 8, "kv_heads": 2, "head_dim": dim, "dtype": "float16"}
-    with ga.open_context(device, ga.ContextOptions(**options)) as ctx, ctx.kv_cache(**given) as cache:
+    spec = {"num_blocks": 32, "page_size": 8, "kv_heads": 2, "head_dim": dim, "dtype": "float16"}
+    with ga.open_context(device, ga.ContextOptions(**options)) as ctx, ctx.kv_cache(**spec) as cache:
 
         def draw(*shape: int) -> np.ndarray:
             return rows.rng.standard_normal((*shape, dim)).astype(np.float16)

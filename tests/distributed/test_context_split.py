@@ -28,18 +28,20 @@ async def test_it_equals_one_context(pool: ContextPool, whole: ga.GpuContext, pa
 
 async def test_fp8_operands_equal_one_context(pool: ContextPool, whole: ga.GpuContext) -> None:
     factors = np.abs(shards.arrays((2, 2), 5)) + np.float32(0.2)
-    given = shards.operands(dtype=ml_dtypes.float8_e4m3fn)
-    request = ga.FlashForward(**given, causal=True, k_descale=factors, v_descale=factors[::-1].copy(), return_lse=True)
-    found, wanted = await context_split(pool, request, parts=3), await whole.flash_attn.submit(request)
-    shards.close(found.out, wanted.out, "out")
-    shards.close(found.lse, wanted.lse, "lse")
+    operands = shards.operands(dtype=ml_dtypes.float8_e4m3fn)
+    request = ga.FlashForward(
+        **operands, causal=True, k_descale=factors, v_descale=factors[::-1].copy(), return_lse=True
+    )
+    result, expected = await context_split(pool, request, parts=3), await whole.flash_attn.submit(request)
+    shards.close(result.out, expected.out, "out")
+    shards.close(result.lse, expected.lse, "lse")
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(0, 1), (1, 3), (7, 2), (64, 4), (1000, 7)])
 def test_a_zigzag_deals_out_every_row_once_and_work_evenly(rows: int, parts: int) -> None:
     dealt = zigzag(rows, parts)
-    found = [row for pair in dealt for block in pair for row in range(rows)[block]]
-    assert sorted(found) == list(range(rows))
+    result = [row for pair in dealt for block in pair for row in range(rows)[block]]
+    assert sorted(result) == list(range(rows))
     work = [sum(row + 1 for block in pair for row in range(rows)[block]) for pair in dealt]
     assert max(work) - min(work) <= 2 * rows  # pairs of row and key, of rows * rows / 2 in all
     with pytest.raises(ga.InvalidRequest):
@@ -112,11 +114,11 @@ async def test_each_packed_sequence_is_cut_by_itself(pool: ContextPool) -> None:
 async def test_no_rows_and_no_keys(pool: ContextPool, whole: ga.GpuContext) -> None:
     nothing = [shards.operands(*lengths) for lengths in ((0, 5), (5, 0), (0, 0))]
     nothing += [shards.packed(*lengths) for lengths in (((0, 5),), ((5, 0), (0, 0)), ((0, 0),))]
-    for given in nothing:
-        request = ga.FlashForward(**given, causal=True, return_lse=True)
-        found, wanted = await context_split(pool, request, parts=2), await whole.flash_attn.submit(request)
-        np.testing.assert_array_equal(found.out, wanted.out)
-        np.testing.assert_array_equal(found.lse, wanted.lse)
+    for arguments in nothing:
+        request = ga.FlashForward(**arguments, causal=True, return_lse=True)
+        result, expected = await context_split(pool, request, parts=2), await whole.flash_attn.submit(request)
+        np.testing.assert_array_equal(result.out, expected.out)
+        np.testing.assert_array_equal(result.lse, expected.lse)
 
 
 async def test_a_lost_worker_costs_no_answer(whole: ga.GpuContext) -> None:
@@ -135,7 +137,7 @@ async def test_what_is_refused(pool: ContextPool) -> None:
     def varlen(**changed: Any) -> Any:
         return request(**{**shards.packed((9, 9), (5, 12)), **changed})
 
-    for given, field in (
+    for arguments, field in (
         (request(**shards.packed((9, 9), (5, 12)), causal=True, dropout_p=0.5), "dropout_p"),
         (request(out=shards.arrays((2, 22, 4, 6))), "out"),
         (request(**shards.operands(9, 30), causal=True, dropout_p=0.5), "dropout_p"),
@@ -143,9 +145,9 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         (request(seqused_k=np.array([1, 2], np.int32), causal=True), "seqused_k"),
     ):
         with pytest.raises(ga.Unsupported) as refused:
-            await context_split(pool, given, parts=2)
+            await context_split(pool, arguments, parts=2)
         assert refused.value.field == field
-    for given, parts, field in (
+    for arguments, parts, field in (
         (request(), 0, "parts"),
         (request(q=shards.arrays((22, 4, 8))), 2, "q"),
         (request(v=shards.arrays((2, 21, 2, 6))), 2, "v"),
@@ -170,7 +172,7 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         (varlen(q_positions=np.zeros(3, np.int32)), 2, "q_positions"),
     ):
         with pytest.raises(ga.InvalidRequest) as wrong:
-            await context_split(pool, given, parts=parts)
+            await context_split(pool, arguments, parts=parts)
         assert wrong.value.field == field, field
     whole_rows = {"out": shards.arrays((2, 22, 4, 6)), "dout": shards.arrays((2, 22, 4, 6))}
     with pytest.raises(ga.InvalidRequest) as wrong:

@@ -57,45 +57,45 @@ async def test_a_forward_has_the_bits_of_one_context(
     pool_of: Callable[[int], ContextPool], whole: ga.GpuContext, name: str
 ) -> None:
     request = ga.FlashForward(**REQUESTS[name])
-    wanted = await whole.flash_attn.submit(request)
+    expected = await whole.flash_attn.submit(request)
     for parts in (1, request.k.shape[-2]):
         pool = pool_of(4)
-        found = await head_split(pool, request, parts=parts)
-        assert found.out.dtype == wanted.out.dtype
-        np.testing.assert_array_equal(found.out, wanted.out)
-        assert (found.lse is None) == (wanted.lse is None)
-        if wanted.lse is not None:
-            np.testing.assert_array_equal(found.lse, wanted.lse)
+        result = await head_split(pool, request, parts=parts)
+        assert result.out.dtype == expected.out.dtype
+        np.testing.assert_array_equal(result.out, expected.out)
+        assert (result.lse is None) == (expected.lse is None)
+        if expected.lse is not None:
+            np.testing.assert_array_equal(result.lse, expected.lse)
         assert sorted(worker.requests for worker in pool.stats().workers.values()) == [0] * (4 - parts) + [1] * parts
 
 
 async def test_the_gradient_of_a_bias_of_all_heads_is_their_sum(
     pool_of: Callable[[int], ContextPool], whole: ga.GpuContext
 ) -> None:
-    given = {**dense(), "causal": True, "bias": arrays((1, 1, 24, 30), seed=5)}
-    forward = await whole.flash_attn.forward(**given, return_lse=True)
-    request = ga.FlashBackward(**given, out=forward.out, lse=forward.lse, dout=arrays((2, 24, 8, 8), seed=9))
-    wanted = await whole.flash_attn.submit(request)
-    found = await head_split_backward(pool_of(4), request, parts=4)
+    arguments = {**dense(), "causal": True, "bias": arrays((1, 1, 24, 30), seed=5)}
+    forward = await whole.flash_attn.forward(**arguments, return_lse=True)
+    request = ga.FlashBackward(**arguments, out=forward.out, lse=forward.lse, dout=arrays((2, 24, 8, 8), seed=9))
+    expected = await whole.flash_attn.submit(request)
+    result = await head_split_backward(pool_of(4), request, parts=4)
     for name in ("dq", "dk", "dv"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
-    np.testing.assert_allclose(found.dbias, wanted.dbias, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(result.dbias, expected.dbias, rtol=1e-5, atol=1e-6)
 
 
 async def test_what_is_refused(pool: ContextPool) -> None:
     def request(**changed: Any) -> ga.FlashForward:
         return ga.FlashForward(**{**dense(), **changed})
 
-    for given, parts, field in (
+    for arguments, parts, field in (
         (request(), 3, "parts"),
         (request(), 8, "parts"),
         (request(out=arrays((2, 24, 8, 8))), 2, "out"),
     ):
         with pytest.raises(ga.Unsupported) as refused:
-            await head_split(pool, given, parts=parts)
+            await head_split(pool, arguments, parts=parts)
         assert refused.value.field == field
         assert field == "out" or refused.value.nearest in (2, 4)
-    for given, parts, field in (
+    for arguments, parts, field in (
         (request(), 0, "parts"),
         (request(q=arrays((2, 24, 6, 16))), 2, "q"),
         (request(sinks=arrays((4,))), 2, "sinks"),
@@ -103,7 +103,7 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         ("q", 2, "request"),  # type: ignore[list-item]
     ):
         with pytest.raises(ga.InvalidRequest) as wrong:
-            await head_split(pool, given, parts=parts)
+            await head_split(pool, arguments, parts=parts)
         assert wrong.value.field == field
     with pytest.raises(ga.InvalidRequest, match="FlashBackward"):
         await head_split_backward(pool, request(), parts=2)  # type: ignore[arg-type]
@@ -124,6 +124,6 @@ async def test_a_part_of_a_lost_worker_is_repeated(whole: ga.GpuContext) -> None
         victim = pool.workers[busy()[0]]
         assert isinstance(victim, RemoteContext)
         victim._generations.connection.kill()  # type: ignore[union-attr]
-        found = await asking
+        result = await asking
         assert pool.stats().repeated == 1
-    np.testing.assert_array_equal(found.out, (await whole.flash_attn.forward(**dense())).out)
+    np.testing.assert_array_equal(result.out, (await whole.flash_attn.forward(**dense())).out)

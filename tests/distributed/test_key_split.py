@@ -42,25 +42,25 @@ def test_rows_are_asked_for_the_keys_that_they_see() -> None:
         seen = mask.visible_positions(positions[:, None], np.arange(length))
         seen = np.ones((count, length), bool) if seen is None else seen
         for worker in range(split.workers):
-            wanted = seen[:, split.owners(0, length) == worker]
-            found = np.zeros_like(wanted)
+            expected = seen[:, split.owners(0, length) == worker]
+            result = np.zeros_like(expected)
             for asked in split.asked(worker, positions, length, mask):
                 rows = np.arange(count)[asked.rows]
-                assert not found[rows].any()
+                assert not result[rows].any()
                 # What a cache of so many keys shows such a request (`KeyMask`, at the bottom right).
                 there = KeyMask(window_size=(asked.reach, -1), sink_tokens=asked.sinks)
                 own = (
                     np.full(len(rows), asked.keys - 1) if asked.apart else asked.keys - len(rows) + np.arange(len(rows))
                 )
                 keys = there.visible_positions(own[:, None], np.arange(asked.keys))
-                found[rows, : asked.keys] = True if keys is None else keys
-            np.testing.assert_array_equal(found, wanted)
+                result[rows, : asked.keys] = True if keys is None else keys
+            np.testing.assert_array_equal(result, expected)
 
 
 def test_rows_of_a_window_that_moves_within_a_run_share_a_request() -> None:
     mask = KeyMask(causal=True, window_size=(100, 0))
-    asked = KeySplit(2, 16).asked(0, np.arange(640, 640 + 128), 640, mask)
-    assert len(asked) <= 10
+    requests = KeySplit(2, 16).asked(0, np.arange(640, 640 + 128), 640, mask)
+    assert len(requests) <= 10
     assert KeySplit(2, 16).asked(0, np.arange(640, 768), 640, KeyMask(causal=True)) == [
         (slice(0, 128), 320, -1, 0, False)
     ]

@@ -99,8 +99,8 @@ class Move:
     async def has_rows(self, seq: PooledSequence) -> None:
         """The 20 rows, as they were written, to which another can be appended."""
         q = np.zeros((1, 1, 2, 16), np.float32)
-        found = await self.cache.attend(q, seq, causal=False, expect_length=20)
-        np.testing.assert_allclose(found.out[0, 0], ROWS.mean(0), atol=1e-6)
+        result = await self.cache.attend(q, seq, causal=False, expect_length=20)
+        np.testing.assert_allclose(result.out[0, 0], ROWS.mean(0), atol=1e-6)
         assert await self.cache.append(seq, ROWS[:1], ROWS[:1], expect_length=20) == 21
 
     async def dies(self, side: str, step: str, way: str) -> None:

@@ -31,8 +31,8 @@ def forward(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
 @pytest.fixture(scope="module")
 def out() -> np.ndarray[Any, Any]:
     with ga.open_context("mock") as ctx:
-        found: np.ndarray[Any, Any] = forward(ctx).result(30.0).out
-        return found
+        result: np.ndarray[Any, Any] = forward(ctx).result(30.0).out
+        return result
 
 
 def slow(seconds: float, **options: Any) -> ga.ContextOptions:
@@ -52,8 +52,8 @@ def pid_of(pool: ContextPool, name: str) -> int:
 
 async def test_answers_are_those_of_one_context(out: np.ndarray[Any, Any]) -> None:
     async with in_process(3) as pool:
-        found = await asyncio.gather(*(pool.ask(forward) for _ in range(30)))
-        for one in found:
+        result = await asyncio.gather(*(pool.ask(forward) for _ in range(30)))
+        for one in result:
             np.testing.assert_array_equal(one.out, out)
         requests = [worker.requests for worker in pool.stats().workers.values()]
         assert sum(requests) == 30
@@ -94,10 +94,10 @@ async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray
             os.kill(pid_of(pool, victim), signal.SIGKILL)
             for one in await asyncio.gather(*asking):
                 np.testing.assert_array_equal(one.out, out)
-            told = await asyncio.gather(*(reply.wait() for reply in appends), return_exceptions=True)
+            outcomes = await asyncio.gather(*(reply.wait() for reply in appends), return_exceptions=True)
             homes = {seq.worker for seq in seqs}
             assert homes == {"worker-1", "worker-2"}
-            for seq, answer in zip(seqs, told, strict=True):
+            for seq, answer in zip(seqs, outcomes, strict=True):
                 if seq.worker == victim:
                     assert isinstance(answer, ga.WorkerLost)
                     assert (answer.worker, answer.generation, answer.happened) == (victim, 1, "unknown")
@@ -185,12 +185,12 @@ async def test_a_full_worker_is_left_for_another(out: np.ndarray[Any, Any]) -> N
 
 async def test_a_deadline_counts_for_all_attempts() -> None:
     async with in_process(2, slow(30.0)) as pool:
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(ga.DeadlineExceeded):
             await pool.ask(forward, timeout=0.1)
         with pytest.raises(ga.DeadlineExceeded):
             await pool.ask(lambda ctx: forward(ctx, timeout=0.1))
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - start < 5.0
         with pytest.raises(ga.InvalidRequest):
             await pool.ask(forward, timeout=float("nan"))
 
@@ -243,10 +243,10 @@ async def test_a_worker_added_and_one_removed_in_flight(out: np.ndarray[Any, Any
             before = pool.stats().workers["worker-1"]
             assert before.leaving
             more = await asyncio.gather(*(pool.ask(forward) for _ in range(40)))
-            found = await asyncio.gather(*asking)
+            result = await asyncio.gather(*asking)
             await removing
-            assert len(more) == len(found) == 40
-            for one in (*more, *found):
+            assert len(more) == len(result) == 40
+            for one in (*more, *result):
                 np.testing.assert_array_equal(one.out, out)
             assert gone.health().state == "stopped"  # the pool opened it
             assert set(pool.workers) == {"worker-2", "mine"}

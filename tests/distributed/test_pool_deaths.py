@@ -34,8 +34,8 @@ class Load:
 
     async def stateless(self, number: int) -> None:
         q = np.full((1, 2, 1, 8), number % 1000, np.float32)
-        found = await self.pool.ask(lambda ctx: ctx.flash_attn.forward(q, q, q))
-        np.testing.assert_array_equal(found.out, q)
+        result = await self.pool.ask(lambda ctx: ctx.flash_attn.forward(q, q, q))
+        np.testing.assert_array_equal(result.out, q)
         self.answered += 1
 
     async def appending(self, seq: PooledSequence, length: int) -> bool:
@@ -69,8 +69,8 @@ class Load:
         """Every row is there once: with equal scores the mean of the values is that of 0 .. length - 1."""
         q = np.zeros((1, 1, 1, 8), np.float32)
         with contextlib.suppress(*TOLD):
-            found = await self.cache.attend(q, seq, causal=False, expect_length=length)
-            np.testing.assert_allclose(found.out, (length - 1) / 2, rtol=1e-4)
+            result = await self.cache.attend(q, seq, causal=False, expect_length=length)
+            np.testing.assert_allclose(result.out, (length - 1) / 2, rtol=1e-4)
 
 
 async def _run(requests: int, every: int, workers: int = 4) -> str:

@@ -51,9 +51,9 @@ async def test_it_answers_as_one_cache(cache: PooledKvCache) -> None:
         await own.truncate(fork_of_mine, 10)
         q = np.random.default_rng(3).standard_normal((2, 1, 4, 16)).astype(np.float32)
         new = rows(2, 5)[:, None]
-        found = await cache.attend(q, [seq, fork], k=new, v=new, expect_length=[24, 10])
-        wanted = await own.attend(q, [mine, fork_of_mine], k=new, v=new)
-        np.testing.assert_array_equal(found.out, wanted.out)
+        result = await cache.attend(q, [seq, fork], k=new, v=new, expect_length=[24, 10])
+        expected = await own.attend(q, [mine, fork_of_mine], k=new, v=new)
+        np.testing.assert_array_equal(result.out, expected.out)
         assert (cache.length(seq), cache.length(fork)) == (25, 11)
         assert (await cache.create(range(30))).cached == 24
         assert sum(stats.sequences for stats in cache.stats().values()) == 3

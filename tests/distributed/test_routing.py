@@ -19,9 +19,9 @@ def digests(prompt: int, pages: int = 4) -> list[bytes]:
 def test_the_busiest_of_several_workers_gets_nothing() -> None:
     dice = random.Random(1)
     loads = {"a": 0.0, "b": 1.0, "c": 9.0}
-    found = Counter(less_loaded_of_two(loads, dice) for _ in range(300))
-    assert found["c"] == 0
-    assert found["a"] > found["b"] > 0
+    result = Counter(less_loaded_of_two(loads, dice) for _ in range(300))
+    assert result["c"] == 0
+    assert result["a"] > result["b"] > 0
     assert less_loaded_of_two({"only": 5.0}, dice) == "only"
 
 

@@ -68,16 +68,16 @@ async def test_fp8_queries_have_factors_of_their_own(
     factors = np.array([0.25, 3.0], np.float32)
     async with whole.kv_cache(**spec) as own, ShardedKvCache(pool, **spec, interleave=interleave) as cache:
         seq, mine = await cache.create(), await own.create()
-        for count, given, new_dtype in (
+        for count, q_descale, new_dtype in (
             (9, factors, dtype), (1, factors, np.float16), (6, None, np.float16), (4, factors, np.float16),
         ):  # fmt: skip
             q, k, v = (rows(count, heads, count + heads, kind) for heads, kind in ((4, dtype), *[(2, new_dtype)] * 2))
             options = {"window_size": (7, 0), "sink_tokens": 3, "return_lse": True}
-            found = await cache.attend(q, seq, k=k, v=v, q_descale=given, **options)
-            theirs = None if given is None else given[None]
-            near(found, await own.attend(q[None], mine, k=k[None], v=v[None], q_descale=theirs, **options), 2.0)
-            found = await cache.attend(q[:1], seq, q_descale=given, return_lse=True)
-            near(found, await own.attend(q[None, :1], mine, q_descale=theirs, return_lse=True), 2.0)
+            result = await cache.attend(q, seq, k=k, v=v, q_descale=q_descale, **options)
+            theirs = None if q_descale is None else q_descale[None]
+            near(result, await own.attend(q[None], mine, k=k[None], v=v[None], q_descale=theirs, **options), 2.0)
+            result = await cache.attend(q[:1], seq, q_descale=q_descale, return_lse=True)
+            near(result, await own.attend(q[None, :1], mine, q_descale=theirs, return_lse=True), 2.0)
 
 
 async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool, whole: ga.GpuContext) -> None:
@@ -90,12 +90,12 @@ async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool, wh
         await cache.append(seq, k, v, rope=Rope(dim=12))
         await own.append(mine, k, v, rope=Rope(dim=12))
         assert await cache.append(seq, *fp8) == await own.append(mine, *fp8) == 18
-        wanted = await own.export_pages(mine)
+        expected = await own.export_pages(mine)
         for rank, (one, handle) in enumerate(zip(cache._caches, seq._handles, strict=True)):
-            found = await one.export_pages(handle)
+            result = await one.export_pages(handle)
             mine_here = np.flatnonzero(cache.split.owners(0, 18) == rank)
             for side in ("k", "v"):
-                flat = [getattr(pages, side).reshape(-1, 2, 16).view(np.uint8) for pages in (found, wanted)]
+                flat = [getattr(pages, side).reshape(-1, 2, 16).view(np.uint8) for pages in (result, expected)]
                 np.testing.assert_array_equal(flat[0][: len(mine_here)], flat[1][mine_here])
 
 

@@ -64,13 +64,13 @@ async def equal(
         async def attend(count: int, step: int) -> None:
             q, k, v = (rows(count, heads, step + heads, dtype) for heads in (4, 2, 2))
             places = rotation and {"positions": np.arange(count, dtype=np.int32) * 2 + step}
-            asked = {**options, **rotation, **(places if step % 2 else {})}
+            arguments = {**options, **rotation, **(places if step % 2 else {})}
             seen = tree(count, step)
             mask, theirs = {}, {}
             if treed:
                 mask, theirs = {"tree_mask": seen if step % 2 else bits(seen)}, {"tree_mask": seen[None]}
-            found = await cache.attend(q, seq, k=k, v=v, **asked, **mask)
-            near(found, await own.attend(q[None], mine, k=k[None], v=v[None], **asked, **theirs), scale)
+            result = await cache.attend(q, seq, k=k, v=v, **arguments, **mask)
+            near(result, await own.attend(q[None], mine, k=k[None], v=v[None], **arguments, **theirs), scale)
 
         await attend(4, 0)
         new = [rows(9, 2, seed, dtype) for seed in (1, 2)]
@@ -85,8 +85,8 @@ async def equal(
         if treed and not given.keys() & {"window_size", "alibi_slopes"}:
             for count in (1, 3, 7, 44, 64):
                 q, seen = rows(count, 4, 97, dtype), tree(count, 9)
-                found = await cache.attend(q, seq, tree_mask=bits(seen).view(np.int64), **options)
-                near(found, await own.attend(q[None], mine, tree_mask=bits(seen)[None], **options), scale)
+                result = await cache.attend(q, seq, tree_mask=bits(seen).view(np.int64), **options)
+                near(result, await own.attend(q[None], mine, tree_mask=bits(seen)[None], **options), scale)
         await cache.free(seq)
         stats = [one.stats() for one in cache._caches]
         assert [(one.sequences, one.free_blocks) for one in stats] == [(0, spec["num_blocks"])] * len(stats)
@@ -117,8 +117,8 @@ async def test_decode_and_chunks_equal_one_cache(
     """Slopes go by the distance in the whole: for workers of single rows, and where one has all the keys."""
     slopes = name.startswith("slopes")
     for workers, interleave in ((1, 8), (2, 1), (3, 64 if slopes else 5)):
-        given = {**OPTIONS[name], "interleave": interleave}
-        await equal(pool_of(workers), whole, given, scale=2.0 if slopes else 1.0)
+        arguments = {**OPTIONS[name], "interleave": interleave}
+        await equal(pool_of(workers), whole, arguments, scale=2.0 if slopes else 1.0)
 
 
 async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool, whole: ga.GpuContext) -> None:
@@ -129,8 +129,8 @@ async def test_workers_of_single_rows_answer_a_window_at_once(pool: ContextPool,
         k, v, q = rows(40, 2, 1), rows(40, 2, 2), rows(13, 4, 3)
         await cache.append(seq, k, v)
         await own.append(mine, k, v)
-        found, wanted = await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options)
-        np.testing.assert_allclose(found.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+        result, expected = await cache.attend(q, seq, **options), await own.attend(q[None], mine, **options)
+        np.testing.assert_allclose(result.out, expected.out[0], rtol=4e-6, atol=4e-6)
         assert not seq._prefixes
 
 
@@ -151,15 +151,15 @@ async def test_rows_lie_where_they_belong(pool_of: Callable[[int], ContextPool],
 async def test_an_empty_sequence_and_no_rows(pool: ContextPool) -> None:
     async with ShardedKvCache(pool, **SPEC) as cache:
         seq = await cache.create()
-        found = await cache.attend(rows(1, 4), seq, return_lse=True)
-        np.testing.assert_array_equal(found.out, np.zeros((1, 4, 16), np.float32))
-        assert np.isneginf(found.lse).all()
+        result = await cache.attend(rows(1, 4), seq, return_lse=True)
+        np.testing.assert_array_equal(result.out, np.zeros((1, 4, 16), np.float32))
+        assert np.isneginf(result.lse).all()
         await cache.append(seq, rows(2), rows(2))
-        found = await cache.attend(rows(3, 4), seq, return_lse=True)  # the first one has no key of its own
-        assert np.isneginf(found.lse[:, 0]).all()
-        assert np.isfinite(found.lse[:, 1:]).all()
-        found = await cache.attend(rows(0, 4), seq, k=rows(0), v=rows(0))
-        assert found.out.shape == (0, 4, 16)
+        result = await cache.attend(rows(3, 4), seq, return_lse=True)  # the first one has no key of its own
+        assert np.isneginf(result.lse[:, 0]).all()
+        assert np.isfinite(result.lse[:, 1:]).all()
+        result = await cache.attend(rows(0, 4), seq, k=rows(0), v=rows(0))
+        assert result.out.shape == (0, 4, 16)
         assert seq.length == 2
 
 
@@ -265,10 +265,10 @@ async def test_what_is_refused(pool_of: Callable[[int], ContextPool]) -> None:
             kept = rows(9)
             await striped.append(other, kept, kept)
             mine = await striped.attend(q, other, causal=False, alibi_slopes=SLOPES)
-            wanted = await cache._pool.ask(
+            expected = await cache._pool.ask(
                 lambda ctx: ctx.flash_attn.forward(q[None], kept[None], kept[None], alibi_slopes=SLOPES), timeout=60
             )
-            np.testing.assert_allclose(mine.out, wanted.out[0], rtol=4e-6, atol=4e-6)
+            np.testing.assert_allclose(mine.out, expected.out[0], rtol=4e-6, atol=4e-6)
             with pytest.raises(ga.Unsupported, match="2 rows come before") as refused:
                 await striped.attend(rows(11, 4), other, causal=False, alibi_slopes=SLOPES)
             assert refused.value.field == "alibi_slopes"

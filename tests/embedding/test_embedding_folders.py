@@ -162,9 +162,9 @@ def dense(y: np.ndarray, bias: float = 1.0) -> np.ndarray:
 async def vectors(folder: Path, texts: list[str] = TEXTS) -> np.ndarray:
     async with open_context("mock", ContextOptions(mock=MockOptions(dtype="float32"))) as context:
         embedder = await Embedder.open(context, folder, dtype="float32")
-        found = (await embedder.embed(texts)).vectors
-        assert (await embedder.embed([])).vectors.shape == (0, found.shape[1])
-    return found
+        result = (await embedder.embed(texts)).vectors
+        assert (await embedder.embed([])).vectors.shape == (0, result.shape[1])
+    return result
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:

@@ -35,8 +35,8 @@ def tokenizer() -> Tokenizer:
 
 
 def test_texts_are_not_padded_and_cut_and_flagged_over_256_tokens(tokenizer: Tokenizer) -> None:
-    found = tokenizer.encode(["word", "word " * 200, "word " * 254, "word " * 255])
-    assert [(len(row.ids), row.truncated) for row in found] == [(3, False), (202, False), (256, False), (256, True)]
+    result = tokenizer.encode(["word", "word " * 200, "word " * 254, "word " * 255])
+    assert [(len(row.ids), row.truncated) for row in result] == [(3, False), (202, False), (256, False), (256, True)]
 
 
 def test_a_text_is_cut_to_its_character_bound_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +94,11 @@ def small_tokenizer() -> Tokenizer:
 
 def check_passages(text: str) -> None:
     tokenizer = small_tokenizer()
-    found = list(split_passages(text, tokenizer))
-    pieces = [text[piece.start : piece.stop] for piece in found]
+    result = list(split_passages(text, tokenizer))
+    pieces = [text[piece.start : piece.stop] for piece in result]
     assert "".join(ink(piece) for piece in pieces) == ink(text)
     assert all(piece == piece.strip() and piece for piece in pieces)
-    embedded = [Passage("", 1, text, piece.heading).embedded for text, piece in zip(pieces, found, strict=True)]
+    embedded = [Passage("", 1, text, piece.heading).embedded for text, piece in zip(pieces, result, strict=True)]
     assert not any(row.truncated for row in tokenizer.encode(embedded))
 
 

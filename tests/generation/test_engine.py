@@ -34,11 +34,11 @@ async def compare(
         launches = ctx.stats()["kv_cache"]
         assert (launches.failed, launches.launched) == (0, model.config.layers * stats.steps), "one a layer and step"
     dtype, _ = settings.dtypes(model.weights.dtype)
-    for generation, found in zip(begun, tokens, strict=True):
+    for generation, result in zip(begun, tokens, strict=True):
         assert generation.reason in ("length", "stop")
-        assert found == [int(row.argmax()) for row in generation.logits]
-        assert drift(model, generation, found, np.dtype(dtype)) < CLOSE[dtype]
-        assert drift(model, generation, found, np.float32) < NEAR[dtype]
+        assert result == [int(row.argmax()) for row in generation.logits]
+        assert drift(model, generation, result, np.dtype(dtype)) < CLOSE[dtype]
+        assert drift(model, generation, result, np.float32) < NEAR[dtype]
     return stats
 
 
@@ -56,11 +56,11 @@ class TestLogits:
 
     @pytest.mark.parametrize("rows", [5, 256])
     async def test_many_texts_share_steps_and_prompts_are_cut_to_fit(self, rows):
-        given = prompts(5)
-        stats = await compare(given, Settings(blocks=64, page_size=8, rows=rows))
+        texts = prompts(5)
+        stats = await compare(texts, Settings(blocks=64, page_size=8, rows=rows))
         assert stats.most_texts == 5
         assert stats.tokens == sum(6 + n % 3 for n in range(5))
-        assert stats.rows == sum(map(len, given)) + stats.tokens - 5
+        assert stats.rows == sum(map(len, texts)) + stats.tokens - 5
         assert stats.steps < stats.tokens
 
     async def test_the_logits_of_other_sizes_are_numpys(self):
@@ -74,8 +74,8 @@ class TestLogits:
         async with ga.open_context("mock") as ctx:
             settings = Settings(blocks=32, cache_dtype="float8_e4m3fn")
             begun, tokens, _ = await generate_all(ctx, model, prompts(2), settings)
-        for generation, found in zip(begun, tokens, strict=True):
-            assert drift(model, generation, found, np.float16) < 0.5
+        for generation, result in zip(begun, tokens, strict=True):
+            assert drift(model, generation, result, np.float16) < 0.5
 
 
 class TestBatching:
@@ -87,11 +87,11 @@ class TestBatching:
             for _ in range(5):
                 await anext(tokens)
             short = engine.submit([4, 5], max_new_tokens=3)
-            found = await short.tokens()
+            result = await short.tokens()
             assert long.reason == "", "the short one came later and ended first"
             rest = [token async for token in tokens]
         alone = await self.alone([4, 5], 3)
-        assert found == alone
+        assert result == alone
         assert len(rest) == 25 or long.reason == "stop"
 
     async def alone(self, prompt: list[int], new_tokens: int) -> list[int]:
@@ -99,8 +99,8 @@ class TestBatching:
             return await engine.submit(prompt, max_new_tokens=new_tokens).tokens()
 
     async def test_a_cache_that_is_too_small_for_all_lets_them_wait(self):
-        given = prompts(6, 30)
-        stats = await compare(given, Settings(blocks=12, page_size=8))
+        texts = prompts(6, 30)
+        stats = await compare(texts, Settings(blocks=12, page_size=8))
         assert stats.most_texts < 6
 
     async def test_a_cancelled_text_ends_and_the_others_go_on(self):
@@ -138,17 +138,17 @@ class TestPrefixes:
 
     async def test_a_beginning_that_was_computed_is_not_computed_again(self):
         model = tiny()
-        kept = {"keep_logits": True}
-        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=64), **kept) as engine:
-            found = []
+        options = {"keep_logits": True}
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=64), **options) as engine:
+            result = []
             for prompt in self.GIVEN:
                 generation = engine.submit(prompt, max_new_tokens=5)
-                found.append((generation, await generation.tokens()))
+                result.append((generation, await generation.tokens()))
             stats = engine.stats
-        assert [generation.cached for generation, _ in found] == [0, 32, 32]
-        made = sum(len(tokens) for _, tokens in found)
-        assert (stats.cached, stats.rows) == (64, 120 - 64 + made - 3)
-        for generation, tokens in found:
+        assert [generation.cached for generation, _ in result] == [0, 32, 32]
+        count = sum(len(tokens) for _, tokens in result)
+        assert (stats.cached, stats.rows) == (64, 120 - 64 + count - 3)
+        for generation, tokens in result:
             assert drift(model, generation, tokens, np.float32) < CLOSE["float32"]
 
     async def test_pages_are_shared_while_both_run_and_all_come_back(self):
@@ -167,8 +167,8 @@ class TestPrefixes:
 
     async def test_a_layer_that_lost_its_pages_makes_the_others_begin_there(self):
         model = tiny()
-        kept = {"keep_logits": True}
-        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=9), **kept) as engine:
+        options = {"keep_logits": True}
+        async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=9), **options) as engine:
             await engine.submit(self.GIVEN[0], max_new_tokens=2).tokens()
             # Four pages of nine are kept. This takes six, so one is given up: the second page of one layer.
             await engine.submit([9] * 40, max_new_tokens=2).tokens()
@@ -216,9 +216,9 @@ class TestFailures:
             logits = engine._model.logits
 
             def broken(x):
-                found = logits(x)
-                found[0] = np.nan
-                return found
+                result = logits(x)
+                result[0] = np.nan
+                return result
 
             monkeypatch.setattr(engine._model, "logits", broken)
             bad, good = (engine.submit([n], max_new_tokens=1) for n in (1, 2))

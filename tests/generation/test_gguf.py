@@ -42,11 +42,11 @@ def interleaved(matrix: Any, heads: int) -> Any:
 
 def tensors(config: LlamaConfig = CONFIG) -> dict[str, Any]:
     """By GGUF's names, in GGUF's order of rows."""
-    given = {here(name): value for name, value in draw_tensors(config, np.float32).items()}
+    by_name = {here(name): value for name, value in draw_tensors(config, np.float32).items()}
     for name, heads in (("attn_q", config.heads), ("attn_k", config.kv_heads)):
         for layer in range(config.layers):
-            given[f"blk.{layer}.{name}.weight"] = interleaved(given[f"blk.{layer}.{name}.weight"], heads)
-    return given
+            by_name[f"blk.{layer}.{name}.weight"] = interleaved(by_name[f"blk.{layer}.{name}.weight"], heads)
+    return by_name
 
 
 def write(
@@ -171,14 +171,14 @@ class TestWeights:
 
 class TestConfig:
     def test_the_metadata_are_the_configuration(self, written):
-        given = dataclasses.replace(CONFIG, norm_eps=float(np.float32(1e-5)), begin_token=None, stop_tokens=(31,))
-        assert GgufFile(written()).config == given
+        config = dataclasses.replace(CONFIG, norm_eps=float(np.float32(1e-5)), begin_token=None, stop_tokens=(31,))
+        assert GgufFile(written()).config == config
         assert GgufFile(written(more={"tokenizer.ggml.add_bos_token": True})).config.begin_token == 30
         assert GgufFile(written(more={"tokenizer.ggml.pre": "llama-bpe"})).config.begin_token == 30
         turns = {"tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 31}
         assert GgufFile(written(more=turns)).config.stop_tokens == (31, 3)
         no_experts = {"llama.expert_count": 0, "llama.expert_used_count": 0}
-        assert GgufFile(written(more=no_experts)).config == given
+        assert GgufFile(written(more=no_experts)).config == config
 
     def test_what_older_files_leave_out_has_llamas_values(self, written):
         left_out = ("llama.attention.head_count_kv", "llama.attention.key_length", "llama.attention.value_length")
@@ -203,8 +203,8 @@ class TestConfig:
 
     def test_the_factors_of_llama_3_are_a_tensor(self, written):
         factors = np.linspace(1, 8, 16, dtype=np.float32)
-        found = GgufFile(written(changed={"rope_freqs.weight": factors})).config.inv_freq
-        np.testing.assert_allclose(found, np.array(CONFIG.inv_freq) / factors, rtol=1e-12)
+        result = GgufFile(written(changed={"rope_freqs.weight": factors})).config.inv_freq
+        np.testing.assert_allclose(result, np.array(CONFIG.inv_freq) / factors, rtol=1e-12)
         for factor in (0, np.nan, np.inf, -1):
             with pytest.raises(InvalidRequest, match=r"model\.gguf"):
                 GgufFile(written(changed={"rope_freqs.weight": np.full(16, factor, np.float32)}))
@@ -297,8 +297,8 @@ class TestTokenizer:
 
     def test_text_is_split_as_the_file_names_it(self, written):
         for pre in ("default", "gpt-2", "llama-bpe", "smollm", "qwen2", "tekken"):
-            found = self.encode(written, "121", **{"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
-            assert found == (["12", "1"] if pre in ("default", "gpt-2", "llama-bpe") else ["1", "2", "1"]), pre
+            result = self.encode(written, "121", **{"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
+            assert result == (["12", "1"] if pre in ("default", "gpt-2", "llama-bpe") else ["1", "2", "1"]), pre
 
     def test_a_whole_token_needs_no_merge_where_the_vocabulary_says_so(self, written):
         more = {"tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.add_bos_token": False}

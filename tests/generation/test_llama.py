@@ -181,8 +181,8 @@ class TestModel:
     def test_parts_follow_their_formulas(self):
         x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
         weight = np.arange(8, dtype=np.float32)
-        wanted = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-        np.testing.assert_allclose(rms_norm(x, weight, 1e-5), wanted, rtol=1e-6)
+        expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+        np.testing.assert_allclose(rms_norm(x, weight, 1e-5), expected, rtol=1e-6)
         steep = np.array([-1e4, -1.0, 0.0, 2.0, 1e4], np.float32)
         with np.errstate(all="raise"):
             np.testing.assert_allclose(silu(steep), [0, -1 / (1 + np.e), 0, 2 / (1 + np.exp(-2)), 1e4], atol=1e-6)

@@ -50,9 +50,9 @@ class TestStopStrings:
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert fed(stops, pieces) == fed(stops, list(text)) == fed(stops, [text])
-        shown, found = fed(stops, pieces)
+        shown, result = fed(stops, pieces)
         assert text.startswith(shown)
-        assert found == any(stop in text for stop in stops)
+        assert result == any(stop in text for stop in stops)
         assert not any(stop in shown for stop in stops)
 
     @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ class TestStopStrings:
     )
     def test_what_is_not_shown_may_be_a_part_of_one(self, stops, pieces, text, found):
         stop = StopStrings(stops)
-        given = "".join(stop.feed(piece, shown=piece != "<end>") for piece in pieces)
-        assert (given + ("" if stop.found else stop.end()), stop.found) == (text, found)
+        output = "".join(stop.feed(piece, shown=piece != "<end>") for piece in pieces)
+        assert (output + ("" if stop.found else stop.end()), stop.found) == (text, found)
 
     @given(
         st.lists(st.sampled_from(["a", "b", "<a>", "<b>"]), max_size=12),
@@ -78,8 +78,8 @@ class TestStopStrings:
     )
     def test_of_what_is_not_shown_nothing_is_given(self, pieces, stops):
         stop = StopStrings(stops)
-        given = "".join(stop.feed(piece, shown=len(piece) == 1) for piece in pieces)
-        given += "" if stop.found else stop.end()
+        output = "".join(stop.feed(piece, shown=len(piece) == 1) for piece in pieces)
+        output += "" if stop.found else stop.end()
         whole = "".join(pieces)
         ends = [(whole.find(each) + len(each), whole.find(each)) for each in stops if each in whole]
         start = min(ends)[1] if ends else len(whole)
@@ -87,7 +87,7 @@ class TestStopStrings:
         for piece in pieces:
             shown += piece[: max(0, start - at)] if len(piece) == 1 else ""
             at += len(piece)
-        assert (given, stop.found) == (shown, bool(ends))
+        assert (output, stop.found) == (shown, bool(ends))
 
 
 def logits(*values: float) -> np.ndarray:
@@ -105,11 +105,11 @@ class TestSampling:
         assert {sampler.draw(shares)[0] for _ in range(400)} == kept
 
     def test_draws_have_the_shares_of_the_softmax(self):
-        wanted = np.array([0.1, 0.6, 0.3])
+        expected = np.array([0.1, 0.6, 0.3])
         sampler = Sampler(Sampling(temperature=2.0, seed=3))
-        counts = np.bincount([sampler.draw(logits(*2 * np.log(wanted)))[0] for _ in range(4000)])
+        counts = np.bincount([sampler.draw(logits(*2 * np.log(expected)))[0] for _ in range(4000)])
         # Five standard deviations of a share of 4,000 draws.
-        assert np.abs(counts / 4000 - wanted).max() < 5 * 0.5 / math.sqrt(4000)
+        assert np.abs(counts / 4000 - expected).max() < 5 * 0.5 / math.sqrt(4000)
 
     def test_the_smallest_temperature_is_no_division_by_0(self):
         assert Sampler(Sampling(temperature=5e-324, seed=0)).draw(logits(1, 2, 1))[0] == 1
@@ -129,10 +129,10 @@ class TestSampling:
 
     @pytest.mark.parametrize("top", [0, 1, 3, 20])
     def test_the_likeliest_of_equal_ones_are_the_first(self, top: int):
-        given = np.random.default_rng(top).integers(0, 4, 300).astype(np.float32)
-        scores = Sampler(Sampling(top_logprobs=top, score_prompt=True)).score(given, 7)
-        assert [token for token, _ in scores.top] == np.argsort(-given, kind="stable")[:top].tolist()
-        assert scores.chosen == pytest.approx(float(given[7] - np.log(np.exp(given).sum())), abs=1e-4)
+        logits = np.random.default_rng(top).integers(0, 4, 300).astype(np.float32)
+        scores = Sampler(Sampling(top_logprobs=top, score_prompt=True)).score(logits, 7)
+        assert [token for token, _ in scores.top] == np.argsort(-logits, kind="stable")[:top].tolist()
+        assert scores.chosen == pytest.approx(float(logits[7] - np.log(np.exp(logits).sum())), abs=1e-4)
 
     def test_logits_that_are_not_finite_are_an_error(self):
         for value, temperature in itertools.product((math.nan, math.inf, -math.inf), (0.0, 1.0)):

@@ -206,10 +206,10 @@ class TestStreams:
 
 class TestFolders:
     def test_what_training_left_does_not_change_a_prompt(self, tmp_path: Path):
-        made = write_tokenizer(tmp_path)
-        made.enable_truncation(8)
-        made.enable_padding(length=40)
-        made.save(str(tmp_path / "tokenizer.json"))
+        folder = write_tokenizer(tmp_path)
+        folder.enable_truncation(8)
+        folder.enable_padding(length=40)
+        folder.save(str(tmp_path / "tokenizer.json"))
         ours = load_tokenizer(tmp_path)
         text = "abcdefghijklmnop"
         with ThreadPoolExecutor(4) as pool:
@@ -218,10 +218,10 @@ class TestFolders:
 
     @pytest.mark.parametrize("begins", [False, True])
     def test_the_tokenizer_says_what_begins_a_prompt(self, tmp_path: Path, begins: bool):
-        made = write_tokenizer(tmp_path, {"bos_token": "<s>", "eos_token": "</s>"}, special=["<s>", "</s>"])
+        folder = write_tokenizer(tmp_path, {"bos_token": "<s>", "eos_token": "</s>"}, special=["<s>", "</s>"])
         if begins:
-            made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-            made.save(str(tmp_path / "tokenizer.json"))
+            folder.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+            folder.save(str(tmp_path / "tokenizer.json"))
         ours = load_tokenizer(tmp_path)
         assert ours.prompt("é") == [256] * begins + ours.encode("é")
         assert len(ours.encode("é")) == 2

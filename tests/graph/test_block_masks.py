@@ -29,11 +29,11 @@ KINDS = kinds_of(BATCH, HEADS, R, C)
 
 def lists_of(kinds: Any, full: bool = True, seed: int = 4) -> list[Any]:
     rng = np.random.default_rng(seed)
-    found: list[Any] = []
+    result: list[Any] = []
     for turned in (kinds, kinds.swapaxes(2, 3)):
         for listed in (turned == 1, turned == 2) if full else (turned > 0,):
-            found += ordered(listed, rng)
-    return found
+            result += ordered(listed, rng)
+    return result
 
 
 def declared(graph: ga.OperationGraph, lists: list[Any]) -> dict[str, ga.GraphTensor]:
@@ -90,10 +90,10 @@ def backward_graph(
     graph = ga.OperationGraph()
     operands, scores = scores_of(graph, lists, causal, modified, dtype)
     out = graph.matmul(graph.softmax(scores), operands[2])
-    given, dout = (graph.tensor(uid=uid, dims=out.dims, dtype=dtype) for uid in (OUT, DOUT))
+    forward_out, dout = (graph.tensor(uid=uid, dims=out.dims, dtype=dtype) for uid in (OUT, DOUT))
     stats = graph.tensor(uid=STATS, dims=(*out.dims[:3], 1), dtype="float32")
-    found = graph.gradient(out, dout, operands, (given, stats), deterministic=deterministic)
-    for uid, gradient in zip((DQ, DK, DV), found, strict=True):
+    result = graph.gradient(out, dout, operands, (forward_out, stats), deterministic=deterministic)
+    for uid, gradient in zip((DQ, DK, DV), result, strict=True):
         graph.output(gradient, uid=uid, dtype=dtype)
     return graph
 
@@ -155,10 +155,10 @@ def few_blocks() -> Any:
 def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     lists = lists_of(KINDS, full)
     arrays = arrays_of(lists)
-    found = evaluate_graph(forward_graph(lists, causal), arrays)
+    result = evaluate_graph(forward_graph(lists, causal), arrays)
     out, lse = explicit(arrays, KINDS, causal, modified=True)
-    np.testing.assert_allclose(found[OUT], out, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(found[STATS], lse, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result[OUT], out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result[STATS], lse, rtol=1e-12, atol=1e-12)
     assert np.isneginf(lse).any()
     assert not out[np.isneginf(lse[..., 0])].any()
 
@@ -193,17 +193,17 @@ def test_blocks_take_turns_at_listed_rows(causal: bool, dim: int, arch: str, mon
     lists = lists_of(KINDS[:1])
     graph = backward_graph(lists, causal, deterministic=True)
     arrays = backward_arrays(lists, causal, True, KINDS[:1])
-    wanted = evaluate_graph(graph, arrays)
+    expected = evaluate_graph(graph, arrays)
     answers = []
     for number, launch in enumerate(DETERMINISTIC_LAUNCHES):
-        given = dict(arrays)
+        inputs = dict(arrays)
         if number == 2:
-            given |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS[:1], seed=11))}
+            inputs |= {LISTS + n: array for n, array in enumerate(lists_of(KINDS[:1], seed=11))}
         with ga.open_context("emulated", ga.ContextOptions(arch=arch, emulation=launch)) as ctx:
             assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
-            answers.append(ctx.cudnn.execute(graph, given).result(100.0))
+            answers.append(ctx.cudnn.execute(graph, inputs).result(100.0))
     for uid in (DQ, DK, DV):
-        np.testing.assert_allclose(answers[0][uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
+        np.testing.assert_allclose(answers[0][uid].astype(np.float64), expected[uid], atol=8e-3, rtol=8e-3)
         np.testing.assert_array_equal(answers[1][uid], answers[0][uid])
     np.testing.assert_array_equal(answers[2][DQ], answers[0][DQ])
 
@@ -234,10 +234,10 @@ def check_forward(
         arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
     graph = forward_graph(lists, causal, modified, dtype)
     assert ctx.cudnn.inspect_plan(graph).key.kernel == kernel
-    found = ctx.cudnn.execute(graph, poisoned(arrays)).result(100.0)
+    result = ctx.cudnn.execute(graph, poisoned(arrays)).result(100.0)
     out, lse = explicit(arrays, KINDS, causal, modified)
-    np.testing.assert_allclose(found[OUT].astype(np.float64), out, atol=WITHIN[dtype])
-    np.testing.assert_allclose(found[STATS], lse, atol=1e-3)
+    np.testing.assert_allclose(result[OUT].astype(np.float64), out, atol=WITHIN[dtype])
+    np.testing.assert_allclose(result[STATS], lse, atol=1e-3)
 
 
 def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool) -> None:
@@ -245,14 +245,14 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
     arrays = backward_arrays(lists, causal, modified)
     graph = backward_graph(lists, causal, modified)
     assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
-    given = dict(arrays)
+    inputs = dict(arrays)
     for uid in (Q, DOUT):  # what no key sees: the first rows of a head, and keys of one KV head
-        given[uid] = arrays[uid].copy()
-        given[uid][:, 1, :BLOCK] = np.nan
-    found = ctx.cudnn.execute(graph, poisoned(given)).result(100.0)
-    wanted = evaluate_graph(graph, arrays)
+        inputs[uid] = arrays[uid].copy()
+        inputs[uid][:, 1, :BLOCK] = np.nan
+    result = ctx.cudnn.execute(graph, poisoned(inputs)).result(100.0)
+    expected = evaluate_graph(graph, arrays)
     for uid in (DQ, DK, DV):
-        np.testing.assert_allclose(found[uid].astype(np.float64), wanted[uid], atol=8e-3, rtol=8e-3)
+        np.testing.assert_allclose(result[uid].astype(np.float64), expected[uid], atol=8e-3, rtol=8e-3)
 
 
 @pytest.mark.parametrize(("causal", "modified", "full"), usually((True, True, True)))
@@ -278,14 +278,14 @@ def test_nonfinite_values_reach_the_rows_that_see_them(hopper: ga.GpuContext) ->
     lists = lists_of(KINDS)
     arrays = arrays_of(lists)
     graph = forward_graph(lists, modified=False)
-    wanted, _ = explicit(arrays, KINDS, False, False)
-    given = poisoned(arrays)
-    given[V][:, :, NOT_HIDDEN, 3] = np.nan
-    found = hopper.cudnn.execute(graph, given).result(100.0)[OUT].astype(np.float64)
+    expected, _ = explicit(arrays, KINDS, False, False)
+    inputs = poisoned(arrays)
+    inputs[V][:, :, NOT_HIDDEN, 3] = np.nan
+    result = hopper.cudnn.execute(graph, inputs).result(100.0)[OUT].astype(np.float64)
     seen = (KINDS[:, :, :, NOT_HIDDEN // BLOCK] > 0).repeat(BLOCK, 2)[:, :, :ROWS]
-    wanted[..., 3][seen] = np.nan
+    expected[..., 3][seen] = np.nan
     assert 0.2 < seen.mean() < 0.8
-    np.testing.assert_allclose(found, wanted, atol=4e-3)
+    np.testing.assert_allclose(result, expected, atol=4e-3)
 
 
 TILES = [("float16", 64), ("bfloat16", 96), ("bfloat16", 128), ("float16", 192), ("bfloat16", 256)]
@@ -315,7 +315,7 @@ def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext) -> None:
     lists = lists_of(KINDS)
     arrays = arrays_of(lists)
     arrays[SHIFTS] = np.random.default_rng(2).standard_normal((1, 1, 1, KEYS)).astype(np.float32)
-    found = hopper.cudnn.execute(forward_graph(lists, modified=sparse), arrays).result(100.0)[OUT]
+    result = hopper.cudnn.execute(forward_graph(lists, modified=sparse), arrays).result(100.0)[OUT]
     rows, keys = np.arange(ROWS)[:, None], np.arange(KEYS)[None, :]
     kinds = KINDS.repeat(BLOCK, 2).repeat(BLOCK, 3)[:, :, :ROWS, :KEYS]
     seen = (kinds == 2) | ((kinds == 1) & ((rows + keys) % 3 == 0) & (keys != rows + 3))
@@ -323,7 +323,7 @@ def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext) -> None:
     k, v = (np.repeat(array, HEADS // HEADS_KV, axis=1) for array in (k, v))
     weights = np.where(seen, np.exp(0.2 * q @ k.swapaxes(-1, -2) + (keys - rows) * 0.01 + arrays[SHIFTS]), 0)
     total = weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found.astype(np.float64), weights / np.where(total == 0, 1, total) @ v, atol=4e-3)
+    np.testing.assert_allclose(result.astype(np.float64), weights / np.where(total == 0, 1, total) @ v, atol=4e-3)
 
 
 @pytest.mark.parametrize("dependent", [False, True])
@@ -348,8 +348,8 @@ def test_what_a_score_mod_hides_is_hidden_in_full_blocks_too(hopper: ga.GpuConte
     graph = forward_graph(lists, modified=hidden)
     assert hopper.cudnn.inspect_plan(graph).key.kernel == "forward_sm90"
     arrays = arrays_of(lists)
-    found = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
-    np.testing.assert_allclose(found.astype(np.float64), evaluate_graph(graph, arrays)[OUT], atol=4e-3)
+    result = hopper.cudnn.execute(graph, arrays).result(100.0)[OUT]
+    np.testing.assert_allclose(result.astype(np.float64), evaluate_graph(graph, arrays)[OUT], atol=4e-3)
 
 
 def test_only_a_select_of_minus_infinity_is_a_mask_mod() -> None:
@@ -414,9 +414,9 @@ def test_cuda_cores_attend_to_listed_blocks(emulated: ga.GpuContext) -> None:
     arrays = arrays_of(lists, "float64")
     graph = forward_graph(lists, causal=True, dtype="float64")
     assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_simple"
-    found = emulated.cudnn.execute(graph, poisoned(arrays)).result(100.0)
+    result = emulated.cudnn.execute(graph, poisoned(arrays)).result(100.0)
     out, _ = explicit(arrays, KINDS, causal=True, modified=True)
-    np.testing.assert_allclose(found[OUT], out, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(result[OUT], out, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.sweep
@@ -490,9 +490,11 @@ def test_a_mask_mod_need_not_read_every_index() -> None:
     seen = graph.mask_mod(scores, lambda b, h, q, kv: kv < 3)
     graph.output(graph.mask_mod(seen, lambda b, h, q, kv: h < q), uid=2)
     assert len({node.name for node in graph.nodes}) == len(graph.nodes)
-    given = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
-    wanted = np.where((np.arange(8) < 3) & (np.arange(8)[:, None] > np.arange(2)[:, None, None]), given, -np.inf)
-    np.testing.assert_array_equal(evaluate_graph(graph, {1: given})[2], wanted)
+    score_values = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+    expected = np.where(
+        (np.arange(8) < 3) & (np.arange(8)[:, None] > np.arange(2)[:, None, None]), score_values, -np.inf
+    )
+    np.testing.assert_array_equal(evaluate_graph(graph, {1: score_values})[2], expected)
 
 
 def test_a_mask_mod_is_a_function_that_gives_a_bool() -> None:

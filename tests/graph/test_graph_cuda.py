@@ -38,22 +38,22 @@ def graph_of(arrays: list[np.ndarray[Any, Any]], out_strides: tuple[int, ...] | 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=["BHSD", "BSHD", "SBHD"])
 def test_outputs_lie_as_the_graph_says(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands()
-    given = [array.transpose(0, 2, 1, 3) for array in (q, k, v)]
-    shape = given[0].shape
+    inputs = [array.transpose(0, 2, 1, 3) for array in (q, k, v)]
+    shape = inputs[0].shape
     wanted_strides = strides_of(np.empty([shape[axis] for axis in order], np.int8).transpose(np.argsort(order)))
     cuda = FakeCuda({"forward_simple": forward_on_host, "forward_mma": forward_on_host})
     with service(cuda, monkeypatch) as ctx:
-        found = ctx.cudnn.execute(graph_of(given, wanted_strides), dict(enumerate(given, 1))).result(20)[4]
-    assert strides_of(found) == wanted_strides
+        result = ctx.cudnn.execute(graph_of(inputs, wanted_strides), dict(enumerate(inputs, 1))).result(20)[4]
+    assert strides_of(result) == wanted_strides
     expected = attention_forward(q, k, v, softmax_scale=0.25).out.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(found, expected.transpose(0, 2, 1, 3))
+    np.testing.assert_array_equal(result, expected.transpose(0, 2, 1, 3))
     assert cuda.leaks() == {}
 
 
 def test_a_modifications_operands_follow_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands()
-    given = [array.transpose(0, 2, 1, 3) for array in (q, k, v)]
-    graph = graph_of(given, None, cap=3.5)
+    inputs = [array.transpose(0, 2, 1, 3) for array in (q, k, v)]
+    graph = graph_of(inputs, None, cap=3.5)
     table = np.arange(SHAPE[2], dtype=np.float32).reshape(1, -1, 1, 1)
     seen: dict[str, Any] = {}
 
@@ -69,7 +69,7 @@ def test_a_modifications_operands_follow_the_kernels_own(monkeypatch: pytest.Mon
     cuda = FakeCuda({"forward_simple": kernel})
     with service(cuda, monkeypatch) as ctx:
         plan = ctx.cudnn.inspect_plan(graph)
-        ctx.cudnn.execute(graph, dict(enumerate(given, 1)) | {9: table}).result(20)
+        ctx.cudnn.execute(graph, dict(enumerate(inputs, 1)) | {9: table}).result(20)
     np.testing.assert_array_equal(seen["table"], table.ravel())
     assert (seen["t0_h"], seen["v0"], seen["v1"]) == (1, 3.5, 3.5)
     assert KV_SHAPE[2] != SHAPE[2], "heads are those of q"

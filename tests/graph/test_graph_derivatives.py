@@ -110,8 +110,8 @@ def check_compiled(graph: ga.OperationGraph, score: int, result: int, values: di
     assert modification.mod.real == "double"
     dscore = np.random.default_rng(5).standard_normal(given.shape)
     value, gradient = run_probe(modification, values, given, dscore)
-    wanted = evaluate_graph(graph, {**values, score: given})[result]
-    np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
+    expected = evaluate_graph(graph, {**values, score: given})[result]
+    np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12)
     gradients = evaluate_graph(differentiated(graph, result, score), {**values, score: given, 90: dscore})[91]
     np.testing.assert_allclose(gradient, gradients, rtol=1e-11, atol=1e-11)
 
@@ -138,5 +138,5 @@ def test_a_gradient_may_be_used_further() -> None:
     x, doutput = (graph.tensor(uid=uid, dims=(3,), dtype="float64") for uid in (1, 2))
     (first,) = graph.gradient(x * x * x, doutput, (x,))
     graph.output(graph.reduction(first * first, "sum"), uid=3)
-    found = evaluate_graph(graph, {1: np.arange(3.0), 2: np.ones(3)})
-    np.testing.assert_allclose(found[3], [(3.0**2 + 12.0**2)])
+    result = evaluate_graph(graph, {1: np.arange(3.0), 2: np.ones(3)})
+    np.testing.assert_allclose(result[3], [(3.0**2 + 12.0**2)])

@@ -44,8 +44,8 @@ def forward(build: Build, arrays: dict[int, Any]) -> dict[int, Any]:
     weights, stats = graph.softmax_with_stats(scores)
     graph.output(graph.matmul(weights, values), uid=OUT, dtype="float16")
     graph.output(stats, uid=STATS)
-    found = evaluate_graph(graph, {n: array for n, array in arrays.items() if n != DOUT})
-    return arrays | {OUT: found[OUT].astype(np.float16), STATS: found[STATS].astype(np.float32)}
+    result = evaluate_graph(graph, {n: array for n, array in arrays.items() if n != DOUT})
+    return arrays | {OUT: result[OUT].astype(np.float16), STATS: result[STATS].astype(np.float32)}
 
 
 def backward_graph(build: Build, uids: tuple[int, ...], wrt: tuple[int, ...], keys: int = DIMS[2]) -> ga.OperationGraph:
@@ -82,9 +82,9 @@ def test_rows_past_the_end_give_no_gradient_whatever_the_modification_makes_of_0
     graph = backward_graph(build, (Q, K, V), (Q, K, V), keys)
     with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as emulated:
         assert emulated.cudnn.inspect_plan(graph).key.kernel == kernel
-        found = emulated.cudnn.execute(graph, arrays).result(120.0)
-    for uid, wanted in evaluate_graph(graph, arrays).items():
-        np.testing.assert_allclose(found[uid].astype(float), wanted, atol=8e-3, rtol=8e-3, err_msg=str(uid))
+        result = emulated.cudnn.execute(graph, arrays).result(120.0)
+    for uid, expected in evaluate_graph(graph, arrays).items():
+        np.testing.assert_allclose(result[uid].astype(float), expected, atol=8e-3, rtol=8e-3, err_msg=str(uid))
 
 
 def test_of_equal_scores_the_first_has_the_gradient(emulated: ga.GpuContext) -> None:
@@ -97,10 +97,10 @@ def test_of_equal_scores_the_first_has_the_gradient(emulated: ga.GpuContext) -> 
     arrays[Q][:, :, 3] = 0
     arrays = forward(build, arrays)
     graph = backward_graph(build, (Q, K, V), (Q, K, V))
-    found = emulated.cudnn.execute(graph, arrays).result(120.0)[10 + Q].astype(float)
-    wanted = evaluate_graph(graph, arrays)[10 + Q]
-    assert np.abs(wanted[:, :, 3]).max() > 0.01
-    np.testing.assert_allclose(found, wanted, atol=8e-3, rtol=8e-3)
+    result = emulated.cudnn.execute(graph, arrays).result(120.0)[10 + Q].astype(float)
+    expected = evaluate_graph(graph, arrays)[10 + Q]
+    assert np.abs(expected[:, :, 3]).max() > 0.01
+    np.testing.assert_allclose(result, expected, atol=8e-3, rtol=8e-3)
 
 
 # Tensors in several places: their gradient is the sum of all
@@ -137,9 +137,9 @@ def test_the_mock_device_adds_the_gradients_of_all_places() -> None:
         return dot(g, t[Q], t[K]), t[V]
 
     twice = arrays | {V: arrays[K]}
-    found = evaluate_graph(backward_graph(shared, uids, (K,)), arrays)
+    result = evaluate_graph(backward_graph(shared, uids, (K,)), arrays)
     parts = evaluate_graph(backward_graph(apart, (Q, K, V), (K, V)), twice)
-    np.testing.assert_allclose(found[10 + K], parts[10 + K] + parts[10 + V], atol=1e-12)
+    np.testing.assert_allclose(result[10 + K], parts[10 + K] + parts[10 + V], atol=1e-12)
 
 
 # What a mask hides
@@ -168,11 +168,11 @@ def test_the_mock_device_keeps_what_is_hidden_out_of_gradients_as_kernels_do(
     arrays[operand][:, :, place] = value
     arrays = forward(build, arrays)
     graph = backward_graph(build, (Q, K, V), (Q, K, V))
-    found = emulated.cudnn.execute(graph, arrays).result(120.0)
-    for uid, wanted in evaluate_graph(graph, arrays).items():
-        finite = np.isfinite(wanted)
-        np.testing.assert_array_equal(np.isfinite(found[uid].astype(float)), finite, err_msg=str(uid))
-        np.testing.assert_allclose(found[uid].astype(float)[finite], wanted[finite], atol=8e-3, rtol=8e-3)
+    result = emulated.cudnn.execute(graph, arrays).result(120.0)
+    for uid, expected in evaluate_graph(graph, arrays).items():
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.isfinite(result[uid].astype(float)), finite, err_msg=str(uid))
+        np.testing.assert_allclose(result[uid].astype(float)[finite], expected[finite], atol=8e-3, rtol=8e-3)
         if uid == 10 + Q:
             assert finite[:, :, :place].all(), "rows before it"
         elif operand in (Q, DOUT):
@@ -208,7 +208,7 @@ def test_a_window_wider_than_all_pairs_hides_none(emulated: ga.GpuContext, width
 
     wide = graph(ga.Mask.sliding_window(width))
     arrays = {uid: array for uid, array in arrays_of((Q, K, V)).items() if uid != DOUT}
-    found = evaluate_graph(wide, arrays)[OUT]
-    np.testing.assert_array_equal(found, evaluate_graph(graph(ga.Mask.none()), arrays)[OUT])
+    result = evaluate_graph(wide, arrays)[OUT]
+    np.testing.assert_array_equal(result, evaluate_graph(graph(ga.Mask.none()), arrays)[OUT])
     by_kernel = emulated.cudnn.execute(wide, arrays).result(120.0)[OUT]
-    np.testing.assert_allclose(by_kernel.astype(float), found, atol=2e-3)
+    np.testing.assert_allclose(by_kernel.astype(float), result, atol=2e-3)

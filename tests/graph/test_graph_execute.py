@@ -25,16 +25,16 @@ def test_strides_are_the_graphs_choice(request: pytest.FixtureRequest, device: s
     arrays = arrays_of()
     expected = formula(arrays)
     for name, order in LAYOUTS.items():
-        given = {uid: unpacked(array, order) for uid, array in arrays.items()}
-        strides = tuple(step // 4 for step in given[Q].strides)
+        inputs = {uid: unpacked(array, order) for uid, array in arrays.items()}
+        strides = tuple(step // 4 for step in inputs[Q].strides)
         graph = attention(dict.fromkeys((Q, K, V), strides), strides)
         if device == "emulated" and name == "dim first":
             with pytest.raises(ga.Unsupported, match="whole rows"):
-                ctx.cudnn.execute(graph, given).result(60.0)
+                ctx.cudnn.execute(graph, inputs).result(60.0)
             continue
-        found = ctx.cudnn.execute(graph, given).result(60.0)
-        np.testing.assert_allclose(found[OUT], expected, atol=1e-5, err_msg=name)
-        assert found[OUT].strides == given[Q].strides, name
+        result = ctx.cudnn.execute(graph, inputs).result(60.0)
+        np.testing.assert_allclose(result[OUT], expected, atol=1e-5, err_msg=name)
+        assert result[OUT].strides == inputs[Q].strides, name
 
 
 def test_k_may_come_as_it_is_multiplied(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
@@ -46,16 +46,16 @@ def test_k_may_come_as_it_is_multiplied(mock: ga.GpuContext, emulated: ga.GpuCon
     k = graph.tensor(uid=K, dims=(batch, heads, dim, seq), strides=strides, dtype="float32")
     graph.output(graph.matmul(graph.softmax(graph.matmul(q, k) * 0.25), v), uid=OUT)
     for ctx in (mock, emulated):
-        found = ctx.cudnn.execute(graph, arrays | {K: arrays[K].swapaxes(-1, -2)}).result(60.0)
-        np.testing.assert_allclose(found[OUT], formula(arrays), atol=1e-5)
+        result = ctx.cudnn.execute(graph, arrays | {K: arrays[K].swapaxes(-1, -2)}).result(60.0)
+        np.testing.assert_allclose(result[OUT], formula(arrays), atol=1e-5)
 
 
 def test_torch_tensors_come_back_as_torch_tensors(mock: ga.GpuContext) -> None:
     torch = pytest.importorskip("torch")
     arrays = arrays_of()
-    found = mock.cudnn.execute(attention(), {uid: torch.from_numpy(a) for uid, a in arrays.items()}).result(30.0)
-    assert isinstance(found[OUT], torch.Tensor)
-    np.testing.assert_allclose(found[OUT].numpy(), formula(arrays), atol=1e-5)
+    result = mock.cudnn.execute(attention(), {uid: torch.from_numpy(a) for uid, a in arrays.items()}).result(30.0)
+    assert isinstance(result[OUT], torch.Tensor)
+    np.testing.assert_allclose(result[OUT].numpy(), formula(arrays), atol=1e-5)
 
 
 # What does not agree with the graph
@@ -109,9 +109,9 @@ def test_scalars_are_passed_with_every_request(device: str) -> None:
         before = ctx.cudnn.plan_cache_stats().misses
         rows, keys = np.ogrid[: DIMS[2], : DIMS[2]]
         for scale, reach in ((0.25, 2), (1.5, 40), (np.float32(0.1), np.int64(1))):
-            found = ctx.cudnn.execute(graph, arrays | {7: scale, 8: reach}).result(60.0)
-            wanted = formula(arrays, float(scale), abs(rows - keys) <= reach)
-            np.testing.assert_allclose(found[OUT], wanted, atol=1e-5)
+            result = ctx.cudnn.execute(graph, arrays | {7: scale, 8: reach}).result(60.0)
+            expected = formula(arrays, float(scale), abs(rows - keys) <= reach)
+            np.testing.assert_allclose(result[OUT], expected, atol=1e-5)
         assert ctx.cudnn.plan_cache_stats().misses == before + 1
         for value, field in (({7: 0.25}, "tensor 8"), ({7: "x", 8: 1}, "tensor 7"), ({7: 1.0, 8: 1.5}, "tensor 8")):
             with pytest.raises(ga.InvalidRequest) as caught:
@@ -151,22 +151,22 @@ def test_the_mock_device_computes_any_graph(mock: ga.GpuContext) -> None:
     dw, db = graph.gradient(norm, dy, (w, b))
     graph.output(dw, uid=11)
     graph.output(db, uid=12)
-    found = mock.cudnn.execute(graph, arrays).result(30.0)
+    result = mock.cudnn.execute(graph, arrays).result(30.0)
     hidden = np.maximum(arrays[1].astype(np.float64) @ arrays[2] + arrays[3], 0)
     total = 1 + hidden.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(found[10], hidden / total, rtol=1e-5)
+    np.testing.assert_allclose(result[10], hidden / total, rtol=1e-5)
     dhidden = arrays[4] / total - (arrays[4] * hidden).sum(axis=-1, keepdims=True) / total**2
     dhidden = np.where(hidden > 0, dhidden, 0)
-    np.testing.assert_allclose(found[11], arrays[1].T @ dhidden, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found[12], dhidden.sum(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result[11], arrays[1].T @ dhidden, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result[12], dhidden.sum(axis=0), rtol=1e-4, atol=1e-6)
 
 
 Build = Callable[[ga.OperationGraph], ga.GraphTensor]
 
 
 def scores(g: ga.OperationGraph, dims: tuple[int, ...] = DIMS, *dtypes: str) -> tuple[ga.GraphTensor, ga.GraphTensor]:
-    given = zip((Q, K, V), dtypes or ("float32",) * 3, strict=True)
-    q, k, v = (g.tensor(uid=uid, dims=dims, dtype=dtype) for uid, dtype in given)
+    inputs = zip((Q, K, V), dtypes or ("float32",) * 3, strict=True)
+    q, k, v = (g.tensor(uid=uid, dims=dims, dtype=dtype) for uid, dtype in inputs)
     return g.matmul(q, g.transpose(k)), v
 
 
@@ -251,14 +251,14 @@ def test_what_no_kernel_computes_is_refused_with_the_node_and_the_nearest_and_nu
     assert (caught.value.field, caught.value.nearest) == (field, nearest)
     assert reason in caught.value.reason
     rng, order = np.random.default_rng(0), graph.order()
-    given: dict[int, Any] = dict.fromkeys(order.scalars, 2)
+    inputs: dict[int, Any] = dict.fromkeys(order.scalars, 2)
     for uid in order.inputs:
-        given[uid] = rng.standard_normal(graph.tensors[uid].dims).astype(graph.tensors[uid].dtype)
+        inputs[uid] = rng.standard_normal(graph.tensors[uid].dims).astype(graph.tensors[uid].dtype)
     with pytest.raises(ga.Unsupported):
-        emulated.cudnn.execute(graph, given).result(10.0)
-    found = mock.cudnn.execute(graph, given).result(10.0)
-    assert set(found) == set(order.outputs)
-    assert all(np.isfinite(array.astype(np.float64)).all() for array in found.values())
+        emulated.cudnn.execute(graph, inputs).result(10.0)
+    result = mock.cudnn.execute(graph, inputs).result(10.0)
+    assert set(result) == set(order.outputs)
+    assert all(np.isfinite(array.astype(np.float64)).all() for array in result.values())
 
 
 # Masks
@@ -274,10 +274,10 @@ def test_a_masked_nan_stays_where_it_is(mock: ga.GpuContext, emulated: ga.GpuCon
     graph.output(graph.matmul(weights, v), uid=OUT)
     graph.output(stats, uid=STATS)
     for ctx in (mock, emulated):
-        found = ctx.cudnn.execute(graph, arrays).result(60.0)
-        assert np.isfinite(found[OUT][:, :, :-1]).all()
-        assert np.isnan(found[OUT][:, :, -1]).all()
-        assert np.isfinite(found[STATS]).all()
+        result = ctx.cudnn.execute(graph, arrays).result(60.0)
+        assert np.isfinite(result[OUT][:, :, :-1]).all()
+        assert np.isnan(result[OUT][:, :, -1]).all()
+        assert np.isfinite(result[STATS]).all()
 
 
 def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
@@ -295,5 +295,5 @@ def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: g
         finish(graph, graph.mask(s * 0.5, mask, "bottom_right") * 0.5, v)
         assert match_attention(graph).problem.mask == "full"
         for ctx in (mock, emulated) if mask.kind == "sliding_window" else (mock,):
-            found = ctx.cudnn.execute(graph, arrays).result(60.0)[OUT]
-            np.testing.assert_allclose(found, formula(arrays, 0.25, seen), atol=1e-5)
+            result = ctx.cudnn.execute(graph, arrays).result(60.0)[OUT]
+            np.testing.assert_allclose(result, formula(arrays, 0.25, seen), atol=1e-5)

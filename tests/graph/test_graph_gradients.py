@@ -37,8 +37,8 @@ def forward(arrays: dict[int, Any]) -> dict[int, Any]:
     weights, stats = graph.softmax_with_stats(scores_of(graph, q, k, bias))
     graph.output(graph.matmul(graph.dropout(weights, 0.25, 5), v), uid=OUT, dtype=dtype)
     graph.output(stats, uid=STATS)
-    found = evaluate_graph(graph, arrays)
-    return arrays | {OUT: found[OUT].astype(dtype), STATS: found[STATS].astype(np.float32)}
+    result = evaluate_graph(graph, arrays)
+    return arrays | {OUT: result[OUT].astype(dtype), STATS: result[STATS].astype(np.float32)}
 
 
 def backward_graph(
@@ -61,9 +61,9 @@ def backward_graph(
 
 
 def check(graph: ga.OperationGraph, arrays: dict[int, Any], found: dict[int, Any]) -> None:
-    wanted = evaluate_graph(graph, arrays)
-    assert set(found) == set(wanted)
-    for uid, gradient in wanted.items():
+    expected = evaluate_graph(graph, arrays)
+    assert set(found) == set(expected)
+    for uid, gradient in expected.items():
         assert found[uid].dtype == np.float16
         # Sums of up to 40 terms, each of a few roundings to 11 bits.
         np.testing.assert_allclose(found[uid].astype(np.float64), gradient, atol=8e-3, rtol=8e-3, err_msg=str(uid))
@@ -90,10 +90,10 @@ def test_gradients_in_full_precision_come_from_cuda_cores(emulated: ga.GpuContex
     arrays = forward(arrays_of(dtype))
     graph = backward_graph(arrays, (Q, K, V, BIAS))
     assert emulated.cudnn.inspect_plan(graph).key.kernel == "backward_simple"
-    found, wanted = emulated.cudnn.execute(graph, arrays).result(60.0), evaluate_graph(graph, arrays)
-    for uid, gradient in wanted.items():
-        assert found[uid].dtype.name == dtype
-        np.testing.assert_allclose(found[uid], gradient, atol=error, rtol=error, err_msg=str(uid))
+    result, expected = emulated.cudnn.execute(graph, arrays).result(60.0), evaluate_graph(graph, arrays)
+    for uid, gradient in expected.items():
+        assert result[uid].dtype.name == dtype
+        np.testing.assert_allclose(result[uid], gradient, atol=error, rtol=error, err_msg=str(uid))
 
 
 def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
@@ -105,25 +105,25 @@ def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
     dims = {uid: array.shape for uid, array in arrays.items()} | {10 + uid: arrays[uid].shape for uid in (Q, K, V)}
     strides = {uid: laid(dims[uid], (0, 2, 1, 3)) for uid in (Q, V, DOUT, 10 + K)}
     strides |= {uid: laid(dims[uid], (2, 0, 1, 3)) for uid in (K, OUT, 10 + Q)}
-    given = dict(arrays)
+    inputs = dict(arrays)
     for uid in (Q, K, V, DOUT, OUT):
         order = sorted(range(4), key=lambda axis: -strides[uid][axis])
-        given[uid] = np.ascontiguousarray(arrays[uid].transpose(order)).transpose(np.argsort(order))
+        inputs[uid] = np.ascontiguousarray(arrays[uid].transpose(order)).transpose(np.argsort(order))
     graph = backward_graph(arrays, (BIAS, Q, K, V), strides)
-    found = emulated.cudnn.execute(graph, given).result(60.0)
-    check(graph, arrays, found)
+    result = emulated.cudnn.execute(graph, inputs).result(60.0)
+    check(graph, arrays, result)
     for uid in (10 + Q, 10 + K):
-        assert tuple(step // 2 for step in found[uid].strides) == strides[uid]
+        assert tuple(step // 2 for step in result[uid].strides) == strides[uid]
 
 
 def test_operands_that_lie_transposed_may_do_without_their_gradients(emulated: ga.GpuContext) -> None:
     """The kernels write those all the same, in rows that are masked out."""
     arrays = forward(arrays_of())
-    given = arrays | {uid: arrays[uid].swapaxes(2, 3) for uid in (Q, K, V)}
+    inputs = arrays | {uid: arrays[uid].swapaxes(2, 3) for uid in (Q, K, V)}
     graph = ga.OperationGraph()
 
     def tensor(uid: int) -> ga.GraphTensor:
-        array = given[uid]
+        array = inputs[uid]
         strides = [step // array.itemsize for step in array.strides]
         return graph.tensor(uid=uid, dims=array.shape, dtype=array.dtype.name, strides=strides)
 
@@ -133,7 +133,7 @@ def test_operands_that_lie_transposed_may_do_without_their_gradients(emulated: g
     weights = graph.dropout(graph.softmax(scores), 0.25, 5)
     (gradient,) = graph.gradient(graph.matmul(weights, graph.transpose(v)), dout, [bias], (out, stats))
     graph.output(gradient, uid=10 + BIAS, dtype="float16")
-    check(graph, given, emulated.cudnn.execute(graph, given).result(60.0))
+    check(graph, inputs, emulated.cudnn.execute(graph, inputs).result(60.0))
 
 
 def test_deterministic_gradients_are_another_plan(emulated: ga.GpuContext) -> None:
@@ -164,27 +164,27 @@ def without_forward(g: ga.OperationGraph) -> None:
 
 def by_a_table(g: ga.OperationGraph) -> None:
     tensors = [g.tensor(uid=n, dims=ROWS, dtype="float16") for n in (Q, K, V, OUT, DOUT)]
-    q, k, v, given, dout = tensors
+    q, k, v, forward_out, dout = tensors
     table = g.tensor(uid=BIAS, dims=(1, 4, 1, 1), dtype="float32")
     out = g.matmul(g.softmax(g.matmul(q, g.transpose(k)) * table), v)
-    g.output(g.gradient(out, dout, (table,), (given, stats_of(g)))[0], uid=11)
+    g.output(g.gradient(out, dout, (table,), (forward_out, stats_of(g)))[0], uid=11)
 
 
 def forward_too(g: ga.OperationGraph) -> None:
-    (q, _, _, given, dout), out = attention(g)
-    g.output(g.gradient(out, dout, (q,), (given, stats_of(g)))[0], uid=11, dtype="float16")
+    (q, _, _, forward_out, dout), out = attention(g)
+    g.output(g.gradient(out, dout, (q,), (forward_out, stats_of(g)))[0], uid=11, dtype="float16")
     g.output(out, uid=12, dtype="float16")
 
 
 def recomputed(g: ga.OperationGraph) -> None:
-    (q, _, _, given, dout), out = attention(g)
-    gradient = g.gradient(out, g.exp(dout), (q,), (given, stats_of(g)))[0]
+    (q, _, _, forward_out, dout), out = attention(g)
+    gradient = g.gradient(out, g.exp(dout), (q,), (forward_out, stats_of(g)))[0]
     g.output(gradient, uid=11, dtype="float16")
 
 
 def wide_gradient(g: ga.OperationGraph) -> None:
-    (q, _, _, given, dout), out = attention(g)
-    g.output(g.gradient(out, dout, (q,), (given, stats_of(g)))[0], uid=11, dtype="float32")
+    (q, _, _, forward_out, dout), out = attention(g)
+    g.output(g.gradient(out, dout, (q,), (forward_out, stats_of(g)))[0], uid=11, dtype="float32")
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[ga.OperationGraph], None], str, str]] = {

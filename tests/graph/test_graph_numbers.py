@@ -40,9 +40,9 @@ def test_sums_of_integers_are_floats(mock: ga.GpuContext) -> None:
     counts, divisors = (graph.tensor(uid=n, dims=(2, 3), dtype="int32") for n in (A, B))
     total = graph.reduction(counts, "sum")
     graph.output(total // divisors, uid=OUT)
-    given = {A: np.full((2, 3), 7, np.int32), B: np.array([[0, 2, -4], [1, 0, 5]], np.int32)}
-    found = mock.cudnn.execute(graph, given).result(10.0)[OUT]
-    np.testing.assert_array_equal(found, [[math.inf, 10, -6], [21, math.inf, 4]])
+    inputs = {A: np.full((2, 3), 7, np.int32), B: np.array([[0, 2, -4], [1, 0, 5]], np.int32)}
+    result = mock.cudnn.execute(graph, inputs).result(10.0)[OUT]
+    np.testing.assert_array_equal(result, [[math.inf, 10, -6], [21, math.inf, 4]])
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_integers_that_leave_their_bits_are_refused(
 
 def test_integers_inside_a_graph_have_64_bits(mock: ga.GpuContext) -> None:
     graph = ga.OperationGraph()
-    given = graph.tensor(uid=A, dims=(2,), dtype="int32")
-    square = given * given
-    graph.output(square // given, uid=OUT)
+    a = graph.tensor(uid=A, dims=(2,), dtype="int32")
+    square = a * a
+    graph.output(square // a, uid=OUT)
     array = np.array([3, 1 - (1 << 31)], np.int32)
     np.testing.assert_array_equal(mock.cudnn.execute(graph, {A: array}).result(10.0)[OUT], array)
-    graph.output(graph.gt(square * given, 0), uid=OUT + 10)
+    graph.output(graph.gt(square * a, 0), uid=OUT + 10)
     with pytest.raises(ga.InvalidRequest, match="leaves 64 bits") as refused:
         mock.cudnn.execute(graph, {A: array}).result(10.0)
     assert (refused.value.field, refused.value.value) == ("mul_2", ((1 << 31) - 1) ** 3)
@@ -87,11 +87,11 @@ def test_a_softmax_of_weights_knows_no_mask(mock: ga.GpuContext) -> None:
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 4))
     graph = ga.OperationGraph()
-    given = graph.tensor(uid=A, dims=scores.shape, dtype="float64")
-    graph.output(graph.softmax(graph.softmax(graph.mask(given, ga.Mask.causal()))), uid=OUT)
-    found = mock.cudnn.execute(graph, {A: scores}).result(10.0)[OUT]
+    a = graph.tensor(uid=A, dims=scores.shape, dtype="float64")
+    graph.output(graph.softmax(graph.softmax(graph.mask(a, ga.Mask.causal()))), uid=OUT)
+    result = mock.cudnn.execute(graph, {A: scores}).result(10.0)[OUT]
     once = softmax(np.where(np.tri(3, 4, dtype=bool), scores, -np.inf))
-    np.testing.assert_allclose(found, softmax(once), rtol=1e-14)
+    np.testing.assert_allclose(result, softmax(once), rtol=1e-14)
 
 
 def softmax(x: Any) -> Any:
@@ -116,9 +116,9 @@ def check_attention(ctx: ga.GpuContext, condition: Condition, a: Any, b: Any, sh
     q, k, v = (array.astype(np.float64) for array in arrays.values())
     shown = shown | (np.arange(16) == 0)
     assert 0.2 < shown.mean() < 0.9
-    wanted = softmax(np.where(shown, q @ k.swapaxes(-1, -2) * 0.25, -np.inf)) @ v
-    found = ctx.cudnn.execute(attention(condition, a.dtype.name), arrays | {A: a, B: b}).result(60.0)[OUT]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    expected = softmax(np.where(shown, q @ k.swapaxes(-1, -2) * 0.25, -np.inf)) @ v
+    result = ctx.cudnn.execute(attention(condition, a.dtype.name), arrays | {A: a, B: b}).result(60.0)[OUT]
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_conditions_on_float64_are_float64_in_kernels(emulated: ga.GpuContext) -> None:

@@ -130,8 +130,8 @@ NO_NODES: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", NO_NODES)
 def test_what_is_no_node_is_refused_at_once(name: str) -> None:
-    given, named, reason = NO_NODES[name]
-    assert reason in refused(lambda: ga.OperationGraph().node(*given, **named)).reason
+    arguments, named, reason = NO_NODES[name]
+    assert reason in refused(lambda: ga.OperationGraph().node(*arguments, **named)).reason
 
 
 def test_a_node_has_the_seed_that_it_is_given_and_its_signature_has_not() -> None:

@@ -99,7 +99,7 @@ def test_plans_are_found_by_signature() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 4, 8, 16)).astype(np.float16) for _ in range(3))
     with ga.open_context("mock") as ctx:
-        found = {}
+        result = {}
         for name, (one, other) in PAIRS.items():
             for which, changes in enumerate((one, other)):
                 o = BASE | changes
@@ -114,12 +114,12 @@ def test_plans_are_found_by_signature() -> None:
                     arrays[7] = v
                 before = ctx.cudnn.plan_cache_stats()
                 graph = build(**changes)
-                known = graph.signature() in found.values()
+                known = graph.signature() in result.values()
                 ctx.cudnn.execute(graph, arrays).result(10.0)
                 after = ctx.cudnn.plan_cache_stats()
                 assert (after.hits - before.hits, after.misses - before.misses) == ((1, 0) if known else (0, 1)), name
-                found[name, which] = graph.signature()
-        assert ctx.cudnn.plan_cache_stats().entries == len(set(found.values()))
+                result[name, which] = graph.signature()
+        assert ctx.cudnn.plan_cache_stats().entries == len(set(result.values()))
 
 
 def test_seeds_and_names_are_in_no_signature() -> None:

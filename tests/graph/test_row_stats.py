@@ -113,20 +113,20 @@ def answered(arch: str, graph: ga.OperationGraph, arrays: dict[int, Any], kernel
 def test_the_mock_device_gives_them() -> None:
     arrays = arrays_of()
     with ga.open_context("mock") as ctx:
-        found = ctx.cudnn.execute(graph_of(), arrays).result(10.0)
-    wanted = explicit(arrays)
-    check(found, wanted)
+        result = ctx.cudnn.execute(graph_of(), arrays).result(10.0)
+    expected = explicit(arrays)
+    check(result, expected)
     hidden = np.s_[:, :, : ROWS - KEYS]
-    assert np.isneginf(found[MAX][hidden]).all()
-    assert not found[SUM][hidden].any()
-    assert found[MAX].strides[:3] == tuple(4 * step for step in HEADS_LAST[:3])
+    assert np.isneginf(result[MAX][hidden]).all()
+    assert not result[SUM][hidden].any()
+    assert result[MAX].strides[:3] == tuple(4 * step for step in HEADS_LAST[:3])
 
 
 def test_dropout_comes_behind_them() -> None:
     arrays = arrays_of()
-    found = evaluate_graph(graph_of(dropout=0.4), arrays)
-    for uid, wanted in explicit(arrays).items():
-        np.testing.assert_allclose(found[uid], wanted, rtol=1e-12)
+    result = evaluate_graph(graph_of(dropout=0.4), arrays)
+    for uid, expected in explicit(arrays).items():
+        np.testing.assert_allclose(result[uid], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -135,13 +135,13 @@ def test_a_score_that_is_no_number_makes_them_nan(value: float) -> None:
     scores = graph.tensor(uid=1, dims=(1, 1, 3, 4), dtype="float32")
     for uid, tensor in enumerate(graph.softmax_with_rows(scores, *ROW), 2):
         graph.output(tensor, uid=uid)
-    given = np.zeros((1, 1, 3, 4), np.float32)
-    given[0, 0, 1, 2] = value
-    given[0, 0, 2] = -np.inf
-    found = evaluate_graph(graph, {1: given})
-    assert all(np.isnan(found[uid][0, 0, 1]).all() for uid in (2, 3, 4, 5))
-    assert [found[uid][0, 0, 0, 0] for uid in (3, 4, 5)] == [np.log(4), 0, 4]
-    assert [found[uid][0, 0, 2, 0] for uid in (3, 4, 5)] == [-np.inf, -np.inf, 0]
+    score_values = np.zeros((1, 1, 3, 4), np.float32)
+    score_values[0, 0, 1, 2] = value
+    score_values[0, 0, 2] = -np.inf
+    result = evaluate_graph(graph, {1: score_values})
+    assert all(np.isnan(result[uid][0, 0, 1]).all() for uid in (2, 3, 4, 5))
+    assert [result[uid][0, 0, 0, 0] for uid in (3, 4, 5)] == [np.log(4), 0, 4]
+    assert [result[uid][0, 0, 2, 0] for uid in (3, 4, 5)] == [-np.inf, -np.inf, 0]
 
 
 def test_they_have_gradients() -> None:
@@ -157,13 +157,13 @@ def test_they_have_gradients() -> None:
     graph.output(loss, uid=3)
     graph.output(graph.gradient(loss, dloss, (scores,))[0], uid=4)
     rng = np.random.default_rng(3)
-    given, direction = rng.standard_normal((1, 2, 3, 5)), rng.standard_normal((1, 2, 3, 5))
+    score_values, direction = rng.standard_normal((1, 2, 3, 5)), rng.standard_normal((1, 2, 3, 5))
 
     def of(values: Any) -> float:
         return float((evaluate_graph(graph, {1: values["scores"], 2: direction})[3] * direction).sum())
 
-    found = evaluate_graph(graph, {1: given, 2: direction})[4]
-    np.testing.assert_allclose(found, differences(of, {"scores": given})["scores"], rtol=1e-6, atol=1e-7)
+    result = evaluate_graph(graph, {1: score_values, 2: direction})[4]
+    np.testing.assert_allclose(result, differences(of, {"scores": score_values})["scores"], rtol=1e-6, atol=1e-7)
 
 
 # What is asked for
@@ -229,11 +229,11 @@ def test_a_problem_without_keys_has_them_all_the_same() -> None:
 def check_kernels(arch: str, dtype: str, kernel: str, modified: bool = True, causal: bool = True) -> None:
     arrays = arrays_of(dtype, modified)
     graph = graph_of(dtype, modified=modified, causal=causal)
-    found = answered(arch, graph, arrays, kernel)
+    result = answered(arch, graph, arrays, kernel)
     # Tensor cores keep some 14 bits of sums of 8-bit products.
-    check(found, explicit(arrays, causal), 2e-3 if dtype.startswith("float8") else 3e-5)
+    check(result, explicit(arrays, causal), 2e-3 if dtype.startswith("float8") else 3e-5)
     out, limit = evaluate_graph(graph, arrays)[OUT], 0.1 if dtype.startswith("float8") else 2e-2
-    np.testing.assert_allclose(found[OUT].astype(np.float64), out, atol=limit, rtol=limit)
+    np.testing.assert_allclose(result[OUT].astype(np.float64), out, atol=limit, rtol=limit)
 
 
 CASES = (
@@ -266,9 +266,9 @@ def test_kernels_of_wide_heads_store_them(arch: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["score_max", pytest.param("score_sum_exp", marks=pytest.mark.sweep)])
 def test_one_of_them_may_be_asked_for_alone(name: str) -> None:
     arrays = arrays_of(modified=True)
-    found = answered("sm_80", graph_of(rows=(name,)), arrays, "forward_mma")
-    assert found.keys() == {OUT, ROW[name]}
-    check(found, explicit(arrays))
+    result = answered("sm_80", graph_of(rows=(name,)), arrays, "forward_mma")
+    assert result.keys() == {OUT, ROW[name]}
+    check(result, explicit(arrays))
 
 
 NAN_KERNELS = ("forward_mma", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("forward_simple", "forward_sm90")))
@@ -280,9 +280,9 @@ def test_scores_that_are_no_numbers_are_nan_in_kernels(kernel: str) -> None:
     dtype = "float64" if kernel == "forward_simple" else "float16"
     arrays = arrays_of(dtype)
     arrays[Q][1, 2, 200, 5] = np.nan
-    found = answered("sm_90a" if kernel == "forward_sm90" else "sm_80", graph_of(dtype), arrays, kernel)
+    result = answered("sm_90a" if kernel == "forward_sm90" else "sm_80", graph_of(dtype), arrays, kernel)
     for uid in (STATS, MAX, SUM):
-        assert np.argwhere(np.isnan(found[uid])).tolist() == [[1, 2, 200, 0]]
+        assert np.argwhere(np.isnan(result[uid])).tolist() == [[1, 2, 200, 0]]
 
 
 LAUNCHES = (("late", "greedy", 0), ("random", "random", 2))
@@ -303,9 +303,9 @@ def check_sinks(kernel: str, dtype: str) -> None:
     total = np.exp(scores - np.where(np.isneginf(largest), 0, largest)[..., None]).sum(axis=-1)
     limit = 2e-3 if dtype.startswith("float8") else 3e-5
     for delivery, schedule, seed in LAUNCHES:
-        given = {"q": q, "k": k, "v": v, "sinks": sinks, **arrays}
+        inputs = {"q": q, "k": k, "v": v, "sinks": sinks, **arrays}
         launch = {"delivery": delivery, "schedule": schedule, "seed": seed}
-        _, lse = emulated_forward.run(problem, given, kernel=kernel, arch="sm_90a", **launch)
+        _, lse = emulated_forward.run(problem, inputs, kernel=kernel, arch="sm_90a", **launch)
         with np.errstate(divide="ignore"):
             np.testing.assert_allclose(lse, largest + np.log(total), rtol=limit, atol=limit)
         np.testing.assert_allclose(arrays["score_max"], largest, rtol=limit, atol=limit)

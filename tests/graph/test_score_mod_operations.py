@@ -41,9 +41,9 @@ def test_every_operation_and_its_slope_are_numpys() -> None:
     value, gradient = run_probe(modification, values, values[SCORE], dscore)
     (ds,) = graph.gradient(result, graph.tensor(uid=90, dims=DIMS, dtype="float64"), (s,))
     graph.output(ds, uid=91)
-    wanted = evaluate_graph(graph, {**values, 90: dscore})
-    np.testing.assert_allclose(value, wanted[RESULT], rtol=1e-11, atol=1e-11)
-    np.testing.assert_allclose(gradient, wanted[91], rtol=1e-11, atol=1e-11)
+    expected = evaluate_graph(graph, {**values, 90: dscore})
+    np.testing.assert_allclose(value, expected[RESULT], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(gradient, expected[91], rtol=1e-11, atol=1e-11)
 
 
 def test_a_nan_on_either_side_of_a_maximum_or_minimum_is_the_result() -> None:

@@ -50,22 +50,22 @@ def test_the_mock_device_computes_them(mock: ga.GpuContext, name: str) -> None:
     for dtype in ("float16", "float64"):
         case = case_of(name, dtype)
         graph = forward_graph(case)
-        found = mock.cudnn.execute(graph, case.arrays).result(10.0)
-        wanted = expected(case)
+        result = mock.cudnn.execute(graph, case.arrays).result(10.0)
+        reference = expected(case)
         tolerance = 1e-12 if dtype == "float64" else 2.0**-10
-        np.testing.assert_allclose(found[OUT].astype(np.float64), wanted.out, atol=tolerance, rtol=tolerance)
-        np.testing.assert_allclose(found[STATS], wanted.stats, atol=1e-5, rtol=1e-6)
+        np.testing.assert_allclose(result[OUT].astype(np.float64), reference.out, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(result[STATS], reference.stats, atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_mock_device_differentiates_them(mock: ga.GpuContext, name: str) -> None:
     case = case_of(name, "float64")
     arrays = backward_arrays(case)
-    found = mock.cudnn.execute(backward_graph(case), arrays).result(10.0)
-    wanted = expected_gradients(case, arrays)
-    assert set(found) == set(wanted.values)
-    for uid, gradient in wanted.values.items():
-        np.testing.assert_allclose(found[uid], gradient, rtol=1e-6, atol=1e-7, err_msg=str(uid))
+    result = mock.cudnn.execute(backward_graph(case), arrays).result(10.0)
+    reference = expected_gradients(case, arrays)
+    assert set(result) == set(reference.values)
+    for uid, gradient in reference.values.items():
+        np.testing.assert_allclose(result[uid], gradient, rtol=1e-6, atol=1e-7, err_msg=str(uid))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,8 +143,8 @@ def test_equal_modifications_share_a_cubin_and_others_do_not() -> None:
         for dtype, seed in (("float16", 0), ("float16", 9)):
             problem = match_attention(forward_graph(case_of(name, dtype, seed))).problem
             keys.setdefault(name, set()).add(dispatch_key(problem, "sm_80"))
-    assert [len(found) for found in keys.values()] == [1, 1]
-    sources = [kernel_source(key) for found in keys.values() for key in found]
+    assert [len(result) for result in keys.values()] == [1, 1]
+    sources = [kernel_source(key) for result in keys.values() for key in result]
     assert sources[0] != sources[1]
     assert sources[0].macros == sources[1].macros, "nothing but the header tells them apart"
 
@@ -161,5 +161,5 @@ def test_random_modifications_are_right_in_the_plain_kernel(emulated: ga.GpuCont
     rng = np.random.default_rng(seed)
     arrays = {uid: rng.standard_normal(shape) for uid, shape in shapes.items()} | random.values
     assert emulated.cudnn.inspect_plan(graph).match.modification is not None
-    found = emulated.cudnn.execute(graph, arrays).result(60.0)[OUT]
-    np.testing.assert_allclose(found, evaluate_graph(graph, arrays)[OUT], rtol=1e-11, atol=1e-11)
+    result = emulated.cudnn.execute(graph, arrays).result(60.0)[OUT]
+    np.testing.assert_allclose(result, evaluate_graph(graph, arrays)[OUT], rtol=1e-11, atol=1e-11)

@@ -105,8 +105,8 @@ def test_requests_that_share_a_launch_keep_their_positions() -> None:
             for steps in at
         ]
         for steps, reply in zip(at, replies, strict=True):
-            wanted = whole(q, k, v, 0, q_positions=steps, alibi_slopes=SLOPES)
-            np.testing.assert_allclose(reply.result(60).out[0], wanted.out[0], atol=1e-12)
+            expected = whole(q, k, v, 0, q_positions=steps, alibi_slopes=SLOPES)
+            np.testing.assert_allclose(reply.result(60).out[0], expected.out[0], atol=1e-12)
 
 
 def test_each_sequence_is_rotated_from_its_own_position() -> None:
@@ -134,8 +134,8 @@ def test_each_sequence_is_rotated_from_its_own_position() -> None:
         angles = rope_angles(first + step * np.arange(2 * ROWS), np.array(rope.frequencies))
         keys = apply_rope(k[index][: 2 * ROWS], np.cos(angles), np.sin(angles))
         rows = apply_rope(q[index], np.cos(angles[ROWS:]), np.sin(angles[ROWS:]))
-        wanted = whole(rows[None], [keys], [v[index][: 2 * ROWS]], 0)
-        np.testing.assert_allclose(answer.out[index], wanted.out[0], atol=1e-5)
+        expected = whole(rows[None], [keys], [v[index][: 2 * ROWS]], 0)
+        np.testing.assert_allclose(answer.out[index], expected.out[0], atol=1e-5)
 
 
 def narrow_operands() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:

@@ -20,8 +20,8 @@ POOL, PAGE = {"num_blocks": 8, "page_size": 16, "kv_heads": 2, "head_dim": 64, "
 def _paged(**changes: Any) -> ga.PagedForward:
     pool, q = np.zeros((4, 16, 2, 64), np.float16), np.zeros((2, 1, 4, 64), np.float16)
     table, lengths = np.arange(4, dtype=np.int32).reshape(2, 2), np.array([20, 30], np.int32)
-    given = {"q": q, "k_cache": pool, "v_cache": pool, "block_table": table, "cache_seqlens": lengths, **changes}
-    return ga.PagedForward(**given)
+    arguments = {"q": q, "k_cache": pool, "v_cache": pool, "block_table": table, "cache_seqlens": lengths, **changes}
+    return ga.PagedForward(**arguments)
 
 
 def _decode(bias: Any) -> ga.BatchedDecode:

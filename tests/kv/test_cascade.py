@@ -41,9 +41,9 @@ def test_the_oracle_answers_a_cascade_right(name: str) -> None:
         return
     without = run(CASES[name], "mock", cascade=False, steps=1)
     assert without.events == []
-    for (out, lse), (wanted, wanted_lse) in zip(seen.results, without.results, strict=True):
+    for (out, lse), (expected, wanted_lse) in zip(seen.results, without.results, strict=True):
         # One rounding each, of numbers that differ in their last bits of float64.
-        np.testing.assert_allclose(out.astype(np.float64), wanted.astype(np.float64), rtol=8e-3, atol=1e-6)
+        np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), rtol=8e-3, atol=1e-6)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6)
 
 
@@ -55,8 +55,8 @@ def test_kernels_answer_a_cascade_right_and_choose_as_mock_does(arch: str, name:
     if seen.wanted:
         near(seen.results, seen.wanted)
         return
-    for (out, lse), (wanted, wanted_lse) in zip(seen.results, mock.results, strict=True):
-        np.testing.assert_allclose(out.astype(np.float64), wanted.astype(np.float64), atol=4e-3)
+    for (out, lse), (expected, wanted_lse) in zip(seen.results, mock.results, strict=True):
+        np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), atol=4e-3)
         np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
 
 
@@ -229,9 +229,9 @@ def test_prompts_that_begin_with_the_same_tokens_are_a_cascade() -> None:
             wait(cache.append(seq, k, v, tokens=tokens[seq.cached :]))
             batch.seqs.append(seq)
         case = batch.case = Case(rows=1, groups=((50, (0,) * 3),))
-        asked = batch.request()
-        result = wait(cache.attend(seqs=batch.seqs, **asked))
-        near(batch.shares(result), batch.wanted(asked))
+        request = batch.request()
+        result = wait(cache.attend(seqs=batch.seqs, **request))
+        near(batch.shares(result), batch.wanted(request))
     (event,) = [event.fields for event in events if event.name == "launch.cascade"]
     assert (event["sequences"], event["prefix_keys"]) == (3, 48)
 
@@ -271,13 +271,13 @@ def test_a_member_that_is_cancelled_or_refused_leaves_the_others_their_cascade()
         batch = Batch(case, cache)
         replies = apart(batch, cache, list(range(5)), of_3=[84])
         assert replies[1].cancel()
-        found = [outcome(replies[index]) for index in range(5)]
-        assert [type(one).__name__ for one in found] == [
+        result = [outcome(replies[index]) for index in range(5)]
+        assert [type(one).__name__ for one in result] == [
             "AttentionOutput", "RequestCancelled", "AttentionOutput", "InvalidRequest", "AttentionOutput",
         ]  # fmt: skip
         assert [cache.length(seq) for seq in batch.seqs] == [84, 83, 84, 83, 84]
-        wanted = batch.wanted(replies["asked"])
-        near([(found[n].out[0], found[n].lse[0]) for n in (0, 2, 4)], [wanted[n] for n in (0, 2, 4)])
+        expected = batch.wanted(replies["asked"])
+        near([(result[n].out[0], result[n].lse[0]) for n in (0, 2, 4)], [expected[n] for n in (0, 2, 4)])
     (event,) = [dict(event.fields) for event in events if event.name == "launch.cascade"]
     assert event["sequences"] == 3
 
@@ -290,14 +290,14 @@ def test_a_cascade_that_fails_leaves_no_trace_and_the_next_one_is_right() -> Non
         batch = Batch(case, cache)
         assert ctx.stats()["kv_cache"].launched == appends
         before = cache.stats(), [contents(cache, seq) for seq in batch.seqs]
-        asked = batch.request()
-        assert isinstance(outcome(cache.attend(seqs=batch.seqs, **asked)), ga.LaunchError)
+        request = batch.request()
+        assert isinstance(outcome(cache.attend(seqs=batch.seqs, **request)), ga.LaunchError)
         eventually(lambda: cache.stats() == before[0])
         for (k, v), seq in zip(before[1], batch.seqs, strict=True):
             np.testing.assert_array_equal(contents(cache, seq)[0], k)
             np.testing.assert_array_equal(contents(cache, seq)[1], v)
-        result = wait(cache.attend(seqs=batch.seqs, **asked))
-        near(batch.shares(result), batch.wanted(asked))
+        result = wait(cache.attend(seqs=batch.seqs, **request))
+        near(batch.shares(result), batch.wanted(request))
 
 
 def test_recorded_cascades_are_replayed_over_new_operands() -> None:
@@ -312,9 +312,9 @@ def test_recorded_cascades_are_replayed_over_new_operands() -> None:
         halves = batch.seqs[:4], batch.seqs[4:]
         for half in (1, 0, 0, 1):
             batch.seqs = halves[half]
-            asked = batch.request()
-            result = wait(cache.attend(seqs=batch.seqs, **asked))
-            near(batch.shares(result), batch.wanted(asked))
+            request = batch.request()
+            result = wait(cache.attend(seqs=batch.seqs, **request))
+            near(batch.shares(result), batch.wanted(request))
         stats = ctx.actor(ga.KvCacheActor).recording_stats()
     assert (stats.recorded, stats.replayed) == (2, 2)
 
@@ -326,12 +326,12 @@ def test_results_go_into_the_callers_array_and_without_lse() -> None:
         ctx.kv_cache(**case.spec, cascade=True) as cache,
     ):
         batch = Batch(case, cache)
-        asked = batch.request() | {"return_lse": False}
-        out = np.full(asked["q"].shape, np.nan, np.float16)
-        result = wait(cache.attend(seqs=batch.seqs, out=out, **asked))
+        request = batch.request() | {"return_lse": False}
+        out = np.full(request["q"].shape, np.nan, np.float16)
+        result = wait(cache.attend(seqs=batch.seqs, out=out, **request))
         assert result.lse is None
-        for found, (wanted, _, bound) in zip(out, batch.wanted(asked), strict=True):
-            assert (np.abs(found.astype(np.float64) - wanted) <= bound).all()
+        for actual, (expected, _, bound) in zip(out, batch.wanted(request), strict=True):
+            assert (np.abs(actual.astype(np.float64) - expected) <= bound).all()
 
 
 # Random programs
@@ -387,10 +387,10 @@ def program(seed: int, device: str, cascade: bool) -> tuple[list[Any], int]:
 def test_random_programs_have_the_same_answers_with_and_without(device: str, seeds: range) -> None:
     taken = 0
     for seed in seeds:
-        (results, cascades), (wanted, none) = (program(seed, device, cascade) for cascade in (True, False))
+        (results, cascades), (expected, none) = (program(seed, device, cascade) for cascade in (True, False))
         taken += cascades
         assert none == 0
-        for one, other in zip(results, wanted, strict=True):
+        for one, other in zip(results, expected, strict=True):
             # Both were rounded to float16, and on the emulated device from sums in float32.
             np.testing.assert_allclose(one.out.astype(np.float64), other.out.astype(np.float64), rtol=2e-3, atol=2e-3)
             np.testing.assert_allclose(one.lse, other.lse, rtol=1e-5, atol=1e-3)

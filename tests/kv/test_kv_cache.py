@@ -46,8 +46,8 @@ def test_fp8_pools_quantise_what_comes_and_descale_what_is_read() -> None:
         wait(cache.append(seq, k, v))
         stored = contents(cache, seq)
         for array, name, held in ((k, "k_descale", stored[0]), (v, "v_descale", stored[1])):
-            wanted = (array.astype(np.float32) / scales[name][:, None]).astype(ml_dtypes.float8_e4m3fn)
-            assert np.array_equal(held.view(np.uint8), wanted.view(np.uint8))
+            expected = (array.astype(np.float32) / scales[name][:, None]).astype(ml_dtypes.float8_e4m3fn)
+            assert np.array_equal(held.view(np.uint8), expected.view(np.uint8))
         q = rows.q(1, 1).astype(ml_dtypes.bfloat16)
         read = [
             held.astype(np.float64) * scales[name][:, None]
@@ -68,8 +68,8 @@ def test_fp8_queries_attend_to_an_fp8_pool() -> None:
         for index in range(2):
             scaled = q[index].astype(np.float64) * np.repeat(scale[index], 2)[:, None]
             kept = (x[index : index + 1].astype(np.float64) for x in (k, v))
-            wanted = reference.attention_forward(scaled[None], *kept).out[0]
-            np.testing.assert_allclose(result.out[index].astype(float), wanted, rtol=2**-8, atol=2**-9)
+            expected = reference.attention_forward(scaled[None], *kept).out[0]
+            np.testing.assert_allclose(result.out[index].astype(float), expected, rtol=2**-8, atol=2**-9)
         turned = cache.attend(q, seqs, k=k, v=v, rope=ga.Rope(dim=8))
         with pytest.raises(ga.Unsupported, match="fp8 already cannot be rotated"):
             wait(turned)
@@ -81,13 +81,16 @@ def test_keys_and_queries_are_rotated_on_the_way(how: str, interleaved: bool) ->
     positions = {"places": np.arange(5, 8), "positions": np.array([4, 40, 0]), "tables": np.arange(5, 8)}[how]
     base = ga.Rope(dim=8, base=100.0, interleaved=interleaved)
     angles = positions[:, None] * np.array(base.frequencies)
-    given: dict[str, Any] = {"rope": base}
+    arguments: dict[str, Any] = {"rope": base}
     if how == "positions":
-        given["positions"] = positions.astype(np.int32)
+        arguments["positions"] = positions.astype(np.int32)
     if how == "tables":
         everywhere = np.arange(16)[:, None] * np.array(base.frequencies)
-        given = {"rope": ga.Rope(dim=8, interleaved=interleaved, table_rows=16)}
-        given |= {"rope_cos": np.cos(everywhere).astype(np.float32), "rope_sin": np.sin(everywhere).astype(np.float32)}
+        arguments = {"rope": ga.Rope(dim=8, interleaved=interleaved, table_rows=16)}
+        arguments |= {
+            "rope_cos": np.cos(everywhere).astype(np.float32),
+            "rope_sin": np.sin(everywhere).astype(np.float32),
+        }
 
     def rotated(x: np.ndarray) -> np.ndarray:
         """As complex numbers, which is not how the oracle does it."""
@@ -102,11 +105,11 @@ def test_keys_and_queries_are_rotated_on_the_way(how: str, interleaved: bool) ->
         k, v = rows.new(5)
         wait(cache.append(seq, k, v))
         q, (k_new, v_new) = rows.q(1, 3), rows.new(1, 3)
-        result = wait(cache.attend(q, seq, k=k_new, v=v_new, **given))
+        result = wait(cache.attend(q, seq, k=k_new, v=v_new, **arguments))
         keys = np.concatenate([k, rotated(k_new[0])])
         np.testing.assert_allclose(contents(cache, seq)[0], keys, rtol=1e-5, atol=1e-5)
-        wanted = attention(rotated(q[0]), keys, np.concatenate([v, v_new[0]]))
-        np.testing.assert_allclose(result.out[0], wanted, rtol=1e-4, atol=1e-5)
+        expected = attention(rotated(q[0]), keys, np.concatenate([v, v_new[0]]))
+        np.testing.assert_allclose(result.out[0], expected, rtol=1e-4, atol=1e-5)
 
 
 # Pages
@@ -287,8 +290,8 @@ async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
             ask()  # and does not even look
             await asyncio.to_thread(eventually, lambda made=made: ctx.stats()["kv_cache"].completed == made + 2)
             assert cache.stats().sequences == 1
-        kept = cache.create()
-        assert await kept == await kept
+        sequence = cache.create()
+        assert await sequence == await sequence
         assert cache.stats().shared_blocks == 0
         assert cache.stats().sequences == 2
 

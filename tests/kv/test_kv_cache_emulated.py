@@ -69,11 +69,11 @@ def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: 
     dtype, kv_dtype = CASES[name][:2]
     rope = CASES[name][3]
     for one, other in zip(steps("emulated", *CASES[name]), steps("mock", *CASES[name]), strict=True):
-        (q, result, kept), (_, wanted, expected) = one, other
-        for index, (held, right) in enumerate(zip(kept, expected, strict=True)):
-            for side, found in zip(right, held, strict=True):
+        (q, result, contents_of_pages), (_, reference, expected) = one, other
+        for index, (held, right) in enumerate(zip(contents_of_pages, expected, strict=True)):
+            for side, actual in zip(right, held, strict=True):
                 # Rotated keys may be rounded the other way in their last bit.
-                error = np.abs(side.astype(np.float64) - found.astype(np.float64))
+                error = np.abs(side.astype(np.float64) - actual.astype(np.float64))
                 unit = {"float16": 2.0**-10, "float8_e4m3fn": 2.0**-3, "float64": 0.0}[kv_dtype]
                 assert (error <= (unit if rope else 0) * np.abs(side.astype(np.float64))).all()
             k, v = (side.astype(np.float64) for side in right)
@@ -81,7 +81,7 @@ def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: 
                 k, v = k * DESCALES["k_descale"][:, None], v * DESCALES["v_descale"][:, None]
             k, v = (side.astype(q.dtype)[None] for side in (k, v))
             bounds = forward_bounds(q[index : index + 1], k, v, causal=True)
-            error = np.abs(result.out[index].astype(np.float64) - wanted.out[index].astype(np.float64))
+            error = np.abs(result.out[index].astype(np.float64) - reference.out[index].astype(np.float64))
             # Both were rounded to the output's dtype.
             assert (error <= 2 * bounds.out[0]).all(), (name, index, error.max())
-            np.testing.assert_allclose(result.lse[index], wanted.lse[index], atol=2e-3)
+            np.testing.assert_allclose(result.lse[index], reference.lse[index], atol=2e-3)

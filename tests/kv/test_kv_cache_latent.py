@@ -51,10 +51,10 @@ def whole(parts: dict[str, Any]) -> Any:
 
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> Any:
     """The rows of a sequence, straight from the pool."""
-    found = cache._find()
-    assert found.v_pool is None
-    table = found.table(seq)
-    return found.k_pool[table.pages].reshape(-1, *found.k_pool.shape[2:])[: table.length]
+    result = cache._find()
+    assert result.v_pool is None
+    table = result.table(seq)
+    return result.k_pool[table.pages].reshape(-1, *result.k_pool.shape[2:])[: table.length]
 
 
 def bits(array: Any) -> Any:
@@ -85,8 +85,8 @@ def test_rows_lie_side_by_side_and_values_are_the_first_columns(mock: ga.GpuCont
         query = rows.q(2, 3)
         result = wait(cache.attend(**query, seqs=seqs, **new, softmax_scale=SCALE, return_lse=True))
         keys = [np.concatenate((whole(first)[:9], whole(new)[0])), np.concatenate((whole(first)[9:], whole(new)[1]))]
-        for seq, wanted in zip(seqs, keys, strict=True):
-            np.testing.assert_array_equal(contents(cache, seq), wanted)
+        for seq, expected in zip(seqs, keys, strict=True):
+            np.testing.assert_array_equal(contents(cache, seq), expected)
         check(result, query, keys)
         # q may come in one array, and for one sequence.
         again = wait(cache.attend(whole(query)[:1], seqs[0], softmax_scale=SCALE, return_lse=True))
@@ -129,9 +129,9 @@ def test_a_rope_rotates_the_columns_behind_the_latent(mock: ga.GpuContext) -> No
         wait(cache.append(seq, **new, rope=ga.Rope(dim=ROTARY, interleaved=True)))
         radians = rope_angles(np.arange(7), inverse_frequencies(ROTARY))
         turned = apply_rope(new["k_pe"], np.cos(radians), np.sin(radians), interleaved=True)
-        found = contents(cache, seq)
-        np.testing.assert_array_equal(found[..., :LATENT], new["c_kv"])
-        np.testing.assert_allclose(found[..., LATENT:], turned, atol=1e-6)
+        result = contents(cache, seq)
+        np.testing.assert_array_equal(result[..., :LATENT], new["c_kv"])
+        np.testing.assert_allclose(result[..., LATENT:], turned, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
@@ -145,8 +145,8 @@ def test_one_factor_quantises_a_row_and_multiplies_it_back(mock: ga.GpuContext, 
         held = [contents(cache, seq) for seq in seqs]
         for index, keys in enumerate(held):
             parts = (whole(first)[index], whole(new)[index])
-            wanted = np.concatenate([cast_saturating(part, FP8, DESCALE) for part in parts])
-            np.testing.assert_array_equal(bits(keys), bits(wanted))
+            expected = np.concatenate([cast_saturating(part, FP8, DESCALE) for part in parts])
+            np.testing.assert_array_equal(bits(keys), bits(expected))
         scales = np.broadcast_to(DESCALE, (2, 1))
         check(result, query, held, k_descale=scales, v_descale=scales)
 
@@ -165,16 +165,16 @@ async def test_a_sequence_moves_with_its_bits_and_prefixes(length: int, kind: st
         seq = await source.create(prompt)
         if length:
             await source.append(seq, **rows.new(length), tokens=prompt)
-        kept = contents(source, seq)
+        rows_before = contents(source, seq)
         pages = await source.export_pages(seq)
         assert (pages.head_dim, pages.latent_dim, pages.v) == (LATENT + ROTARY, LATENT, None)
         assert not bits(pages.k[-1:, length % 4 or 4 :]).any()
         moved = await target.import_pages(pickle.loads(pickle.dumps(pages)))
-        np.testing.assert_array_equal(bits(contents(target, moved)), bits(kept))
+        np.testing.assert_array_equal(bits(contents(target, moved)), bits(rows_before))
         assert (await target.import_pages(pages)).cached == length // 4 * 4
         await source.release(pages)
         again = await move_sequence(source, seq, target)
-        np.testing.assert_array_equal(bits(contents(target, again)), bits(kept))
+        np.testing.assert_array_equal(bits(contents(target, again)), bits(rows_before))
         await comes_true(lambda: source.stats().sequences == 0)
 
 
@@ -186,7 +186,7 @@ def test_pages_that_do_not_fit_are_refused(mock: ga.GpuContext) -> None:
         pages = wait(cache.export_pages(seq))
         changed = pages.k.copy()
         bits(changed)[1, 0, 0, 3] ^= 1
-        for target, field, given in (
+        for target, field, wrong_pages in (
             (other, "head_dim_v", pages),
             (other, "latent_dim", dataclasses.replace(pages, head_dim_v=20)),
             (cache, "v", dataclasses.replace(pages, v=pages.k[..., :LATENT])),
@@ -194,7 +194,7 @@ def test_pages_that_do_not_fit_are_refused(mock: ga.GpuContext) -> None:
             (cache, "checks[1]", dataclasses.replace(pages, k=changed)),
         ):
             with pytest.raises(ga.InvalidRequest) as refused:
-                target.import_pages(given).result(30.0)
+                target.import_pages(wrong_pages).result(30.0)
             assert refused.value.field == field
         with mock.kv_cache(**apart) as third, pytest.raises(ga.InvalidRequest, match="that of the cache, 0"):
             third.import_pages(pages).result(30.0)
@@ -251,9 +251,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 def test_a_wrong_request_is_refused_by_name(mock: ga.GpuContext) -> None:
     with mock.kv_cache(**SPEC) as cache:
         seq = wait(cache.create())
-        for given, field, words in WRONG:
+        for arguments, field, words in WRONG:
             with pytest.raises(REFUSALS, match=words) as refused:
-                cache.attend(seqs=[seq], **given).result(30.0)
+                cache.attend(seqs=[seq], **arguments).result(30.0)
             assert refused.value.field == field
         assert cache.length(seq) == 0
 
@@ -311,13 +311,13 @@ def emulated_steps(arch: str, kv_dtype: Any, dims: tuple[int, int], page: int, *
         first = rows.new(14)
         wait(cache.append(seqs, **first, cu_seqlens=np.array([0, 13, 14], np.int32)))
         seqs.append(wait(cache.fork(seqs[0])))
-        wanted = [whole(first)[:13], whole(first)[13:], whole(first)[:13]]
+        expected = [whole(first)[:13], whole(first)[13:], whole(first)[:13]]
         for count in (3, 1, 1):
             new, query = rows.new(3, count), rows.q(3, count)
             result = wait(cache.attend(**query, seqs=seqs, **new, softmax_scale=SCALE, return_lse=True))
-            wanted = [np.concatenate((known, more)) for known, more in zip(wanted, whole(new), strict=True)]
+            expected = [np.concatenate((known, more)) for known, more in zip(expected, whole(new), strict=True)]
             held = [contents(cache, seq) for seq in seqs]
-            for keys, known in zip(held, wanted, strict=True):
+            for keys, known in zip(held, expected, strict=True):
                 np.testing.assert_array_equal(bits(keys), bits(cast_saturating(known, kv_dtype, DESCALE)))
             factors = np.broadcast_to(DESCALE, (3, 1))
             check(result, query, held, **({"k_descale": factors, "v_descale": factors} if scale else {}))

@@ -72,10 +72,10 @@ def test_a_sequence_has_the_same_bits_elsewhere(
         source.append(seq, *rows(3, 2, dtype)).result(30.0)
         moved = target.import_pages(pickle.loads(pickle.dumps(pages))).result(30.0)
         assert target.length(moved) == length
-        found = target.export_pages(moved).result(30.0)
-        assert found.checks == pages.checks
+        result = target.export_pages(moved).result(30.0)
+        assert result.checks == pages.checks
         for name in ("k", "v"):
-            np.testing.assert_array_equal(getattr(found, name).view(np.uint8), getattr(pages, name).view(np.uint8))
+            np.testing.assert_array_equal(getattr(result, name).view(np.uint8), getattr(pages, name).view(np.uint8))
         new = [one[None] for one in rows(1, 3, dtype)]
         source.truncate(seq, length).result(30.0)
         q = query(dtype)
@@ -83,7 +83,7 @@ def test_a_sequence_has_the_same_bits_elsewhere(
         there = target.attend(q, [moved], k=new[0], v=new[1], expect_length=[length]).result(30.0)
         np.testing.assert_array_equal(here.out, there.out)
         source.release(pages).result(30.0)
-        target.release(found).result(30.0)
+        target.release(result).result(30.0)
         source.free(seq).result(30.0)
         for one in (moved, other):
             target.free(one).result(30.0)
@@ -121,13 +121,13 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(contexts: tuple[ga.Gpu
         seq = source.create().result(30.0)
         source.append(seq, *rows(20, 1)).result(30.0)
         pages = source.export_pages(seq).result(30.0)
-        broken = pages.k.copy()
-        broken.view(np.uint8)[1, 3, 0, 5] ^= 1
-        value = pages.v.copy()
-        value.view(np.uint8)[2, 1, 1, 3] ^= 1
-        for field, given in (
-            ("checks[1]", _changed(pages, k=broken)),
-            ("checks[2]", _changed(pages, v=value)),
+        broken_k = pages.k.copy()
+        broken_k.view(np.uint8)[1, 3, 0, 5] ^= 1
+        broken_v = pages.v.copy()
+        broken_v.view(np.uint8)[2, 1, 1, 3] ^= 1
+        for field, wrong_pages in (
+            ("checks[1]", _changed(pages, k=broken_k)),
+            ("checks[2]", _changed(pages, v=broken_v)),
             ("checks[0]", _changed(pages, checks=(bytes(16), *pages.checks[1:]))),
             ("checks", _changed(pages, checks=pages.checks[1:])),
             ("page_size", _changed(pages, page_size=16)),
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(contexts: tuple[ga.Gpu
             ("pages", 3),
         ):
             with pytest.raises(ga.InvalidRequest) as refused:
-                target.import_pages(given).result(30.0)  # type: ignore[arg-type]
+                target.import_pages(wrong_pages).result(30.0)  # type: ignore[arg-type]
             assert refused.value.field == field
             assert unused(target) == (0, 16)
         with pytest.raises(ga.InvalidRequest, match="sequence of this cache"):

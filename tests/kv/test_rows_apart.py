@@ -71,28 +71,28 @@ def check_step(ctx: ga.GpuContext, step: Step, dtype: str = "float32", page_size
     def ends(counts: tuple[int, ...]) -> Any:
         return np.cumsum([0, *counts]).astype(np.int32)
 
-    given: dict[str, Any] = {"rope": step.rope}
+    arguments: dict[str, Any] = {"rope": step.rope}
     if step.tables:
         assert step.rope is not None
         radians = rope_angles(np.arange(64), np.array(step.rope.frequencies))
-        given |= {"rope_cos": np.cos(radians).astype(np.float32), "rope_sin": np.sin(radians).astype(np.float32)}
+        arguments |= {"rope_cos": np.cos(radians).astype(np.float32), "rope_sin": np.sin(radians).astype(np.float32)}
     k, v = ([rows(n, HEADS) for n in step.before] for _ in "kv")
     k_new, v_new = ([rows(n, HEADS) for n in step.new] for _ in "kv")
     q = [rows(n, 2 * HEADS) for n in step.q]
     with ctx.kv_cache(num_blocks=64, page_size=page_size, kv_heads=HEADS, head_dim=DIM, dtype=dtype) as cache:
         seqs = [wait(cache.create()) for _ in step.before]
-        wait(cache.append(seqs, np.concatenate(k), np.concatenate(v), cu_seqlens=ends(step.before), **given))
+        wait(cache.append(seqs, np.concatenate(k), np.concatenate(v), cu_seqlens=ends(step.before), **arguments))
         lengths = [old + new for old, new in zip(step.before, step.new, strict=True)]
         own = [np.arange(length - n, length) for length, n in zip(lengths, step.q, strict=True)]
         if step.place is not None:
             own = [np.full(n, step.place) for n in step.q]
-            given["positions_q"] = np.concatenate(own).astype(np.int32)
+            arguments["positions_q"] = np.concatenate(own).astype(np.int32)
         if step.packed:
-            given["cu_seqlens_q"] = ends(step.q)
+            arguments["cu_seqlens_q"] = ends(step.q)
         if step.packed_new:
-            given["cu_seqlens_k_new"] = ends(step.new)
-        given |= {"k": arranged(k_new, step.packed_new), "v": arranged(v_new, step.packed_new)}
-        result = wait(cache.attend(arranged(q, step.packed), seqs, return_lse=True, **given, **step.options))
+            arguments["cu_seqlens_k_new"] = ends(step.new)
+        arguments |= {"k": arranged(k_new, step.packed_new), "v": arranged(v_new, step.packed_new)}
+        result = wait(cache.attend(arranged(q, step.packed), seqs, return_lse=True, **arguments, **step.options))
         assert [cache.length(seq) for seq in seqs] == lengths
     starts = ends(step.q)
     for index, length in enumerate(lengths):
@@ -135,9 +135,9 @@ def test_requests_that_rotate_apart_share_a_launch() -> None:
                 for one, place in zip(x, places, strict=True)
             ]
             if answers:
-                answers.append([wait(cache.attend(q, seqs, **given)).out for q, seqs, given in asked])
+                answers.append([wait(cache.attend(q, seqs, **arguments)).out for q, seqs, arguments in asked])
             else:
-                replies = [cache.attend(q, seqs, **given) for q, seqs, given in asked]
+                replies = [cache.attend(q, seqs, **arguments) for q, seqs, arguments in asked]
                 answers.append([wait(reply).out for reply in replies])
                 assert ctx.stats()["kv_cache"].launched < 6
     np.testing.assert_array_equal(*answers)
@@ -183,8 +183,8 @@ def test_what_cannot_be_is_refused(mock: ga.GpuContext) -> None:
     with mock.kv_cache(num_blocks=4, page_size=5, kv_heads=HEADS, head_dim=DIM, dtype="float32") as cache:
         seq = wait(cache.create())
         for changes, field, reason in WRONG:
-            given = {"q": X[:, :2], "k": X, "v": X, "rope": HALVES, **changes}
+            arguments = {"q": X[:, :2], "k": X, "v": X, "rope": HALVES, **changes}
             with pytest.raises(ga.RequestError, match=reason) as refused:
-                wait(cache.attend(seqs=[seq], **given))
+                wait(cache.attend(seqs=[seq], **arguments))
             assert refused.value.field == field, changes
         assert cache.length(seq) == 0

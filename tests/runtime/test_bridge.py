@@ -48,9 +48,9 @@ def test_1024_awaits_on_each_of_two_loops_lose_nothing(loop: str) -> None:
     with scripted(mailbox_capacity=2 * count) as (ctx, actor):
 
         async def main(offset: int) -> None:
-            wanted = list(range(offset, offset + count))
-            replies = [actor.submit(answer(number)) for number in wanted]
-            assert await asyncio.gather(*replies) == wanted
+            expected = list(range(offset, offset + count))
+            replies = [actor.submit(answer(number)) for number in expected]
+            assert await asyncio.gather(*replies) == expected
 
         in_threads(lambda: run(loop, main(0)), lambda: run(loop, main(count)))
         stats = ctx.stats()["scripted"]

@@ -29,8 +29,8 @@ def asked(actor: ga.ActorHandle) -> list[Any]:
 
 async def group(actor: ga.ActorHandle) -> list[Any]:
     async with asyncio.TaskGroup() as tasks:
-        made = [tasks.create_task(reply.wait()) for reply in asked(actor)]
-    return [task.result() for task in made]
+        running = [tasks.create_task(reply.wait()) for reply in asked(actor)]
+    return [task.result() for task in running]
 
 
 async def anyio_group(actor: ga.ActorHandle) -> list[Any]:

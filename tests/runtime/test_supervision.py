@@ -234,8 +234,8 @@ def test_one_failure_too_many_fails_the_context_and_says_why() -> None:
                 actor.submit(answer(None)).result(30.0)
         with pytest.raises(ga.ActorStopped, match="the context has failed"):
             ctx.flash_attn.forward(rows(), rows(), rows()).result(30.0)
-        began = time.monotonic()
-    assert time.monotonic() - began < AT_ONCE, "there is nothing to drain"
+        start = time.monotonic()
+    assert time.monotonic() - start < AT_ONCE, "there is nothing to drain"
     assert [event.fields["actor"] for event in events if event.name == "actor.failed"] == ["worker"]
     assert [event.fields["restarts"] for event in events if event.name == "actor.restarted"] == [1, 2]
     assert set(ctx.health().actors.values()) == {"failed"}

@@ -241,14 +241,14 @@ def test_eight_bit_weights_pass_only_where_they_were_announced(weights_dtype: st
         4, dtype="float8_e4m3fn", kind=kind, varlen=False, seqlens=(113, 203), head_dim=64, features=("causal",)
     )
     out, lse = tiled_attention(case, weights_dtype=weights_dtype)
-    given: dict[str, Any] = {"repro": case.repro, **case.options}
-    assert check_output(out, lse, *case.inputs, weights_dtype=weights_dtype, **given) <= 1.0
+    arguments: dict[str, Any] = {"repro": case.repro, **case.options}
+    assert check_output(out, lse, *case.inputs, weights_dtype=weights_dtype, **arguments) <= 1.0
     if kind == "gaussian":
         with pytest.raises(AssertionError, match="out is wrong in"):
-            check_output(out, lse, *case.inputs, **given)
+            check_output(out, lse, *case.inputs, **arguments)
     wrong = tiled_attention(case, "P is read from the wrong row", weights_dtype=weights_dtype)
     with pytest.raises(AssertionError, match="out is wrong in"):
-        check_output(*wrong, *case.inputs, weights_dtype=weights_dtype, **given)
+        check_output(*wrong, *case.inputs, weights_dtype=weights_dtype, **arguments)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -34,8 +34,8 @@ def salvaged(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     assert text.startswith("[\n")
     if text.endswith("]\n"):
-        found: list[dict[str, Any]] = json.loads(text)
-        return found
+        result: list[dict[str, Any]] = json.loads(text)
+        return result
     return [json.loads(line.rstrip(",\n")) for line in text.splitlines(keepends=True)[1:] if line.endswith("\n")]
 
 

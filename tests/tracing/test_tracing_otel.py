@@ -79,7 +79,9 @@ def test_a_requests_span_lies_under_the_callers_with_its_launch_below() -> None:
     requests = [span for span in spans if span["name"] == "gpu_actors.request"]
     assert [span["parent"] for span in requests].count(None) == 1
     assert {span["parent"] for span in requests} == {"first", "second", "refused", "lost", None}
-    by_name, by_parent = ({span[key]: span for span in found} for key, found in (("name", spans), ("parent", requests)))
+    by_name, by_parent = (
+        {span[key]: span for span in result} for key, result in (("name", spans), ("parent", requests))
+    )
     for span in requests:
         assert span["attributes"] == {"gpu_actors.actor": "flash_attn", "gpu_actors.message": "FlashForward"}
         assert span["start"] <= span["end"]

@@ -15,8 +15,8 @@ from gpu_actors.tracing.work import Work, begin_work, caller, under, working
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return found
+    result: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return result
 
 
 def test_a_file_in_one_piece_has_work_its_parts_and_what_lies_under_it(tmp_path: Path) -> None:
