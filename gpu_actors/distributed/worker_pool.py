@@ -139,9 +139,11 @@ class WorkerPool(Local):
         try:
             async with asyncio.timeout(timeout):
                 while not member.idle:
+                    # Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that comes as the event is set,
+                    # that of ``timeout`` too. A lost generation loses its sequences without a notification here.
                     with contextlib.suppress(TimeoutError):
-                        # A lost generation loses its sequences without a notification here.
-                        await asyncio.wait_for(news.wait(), _IDLE_POLL_SECONDS)
+                        async with asyncio.timeout(_IDLE_POLL_SECONDS):
+                            await news.wait()
                     news.clear()
         except TimeoutError:
             pass

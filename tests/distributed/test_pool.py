@@ -284,6 +284,31 @@ async def test_a_removal_that_cannot_wait_and_one_that_is_cancelled(out: np.ndar
             cache.length(seq)
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_removal_is_cancelled_at_whatever_moment_it_hears_of_an_answer(turns: int) -> None:
+    async with (
+        in_process(2) as pool,
+        pool.kv_cache(num_blocks=8, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache,
+    ):
+        seq = await cache.create()
+        removing = asyncio.create_task(pool.remove(seq.worker))
+        await asyncio.sleep(0.01)
+        loop, member = asyncio.get_running_loop(), pool.member(seq.worker)
+        assert member is not None
+        member.housed(0, 0)  # the removal looks again, and the sequence is still there
+
+        def cancel(turns: int) -> None:
+            if turns:
+                loop.call_soon(cancel, turns - 1)
+            else:
+                removing.cancel()
+
+        loop.call_soon(cancel, turns)
+        done, _ = await asyncio.wait({removing}, timeout=5.0)
+        assert done
+        assert removing.cancelled()
+
+
 async def test_a_removal_that_is_cancelled_keeps_the_prefixes() -> None:
     async with (
         in_process(3) as pool,
