@@ -102,7 +102,7 @@ DEVICE void apply_mask(Scores& s, const Work& work, const Step& now) {
     const int begin = rows.begin - first_row, end = key < work.mask.seqlen_k ? rows.end - first_row : 0;
 #pragma unroll
     for (int j = 0; j < 2 * QUERY_BLOCKS; j++) {
-      const int query = j / 2 * 8 + j % 2;
+      const int query = column_at(j);
       if (query < begin || query >= end) s[i / 2][j / 2][i % 2 * 2 + j % 2] = 0.0f;
     }
   }

@@ -81,7 +81,7 @@ DEVICE void apply_mask(Scores& s, const Work& work, const Keys& keys, int row_be
     const SeenRows seen = seen_queries(work, keys.of(half), row_begin);
 #pragma unroll
     for (int i = 0; i < QUERIES / 4; i++) {
-      if (hides(seen, i / 2 * 8 + i % 2)) s[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
+      if (hides(seen, column_at(i))) s[register_at(half, i)] = 0.0f;
     }
   }
 }
@@ -261,8 +261,8 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const DsTerms& terms) {
 
 // Adds the gradient of a score to dbias: none of a hidden pair, which is zero here. i: of the thread's scores.
 DEVICE void add_to_dbias(float ds, int i, float* dbias, const Strides& strides, const Keys& keys, float factor) {
-  const int query = i / 4 * 8 + i % 2 + lane_id() % 4 * 2;
-  if (ds != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(i / 2 % 2), DS_BITS ? ds * factor : ds);
+  const int query = column_of_register(i) + lane_column();
+  if (ds != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(half_of_register(i)), DS_BITS ? ds * factor : ds);
 }
 DEVICE float* dbias_of(const BackwardParams& params, const Work& work, int head, int row_begin) {
   return element_of<float>(params.dbias_sums, params.dbias_strides, work.at.sequence, row_begin, head);

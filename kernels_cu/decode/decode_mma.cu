@@ -161,7 +161,7 @@ DEVICE void for_each_score(Scores& s, int key_begin, Visit visit) {
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) visit(s[0][block][i], i / 2, key_begin + 8 * block + lane_id() % 4 * 2 + i % 2);
+    for (int i = 0; i < 4; i++) visit(s[0][block][i], i / 2, key_begin + 8 * block + lane_column() + i % 2);
   }
 }
 

@@ -33,7 +33,7 @@ struct Consumer {
       const Q_ELEMENT* const row =
           element_of<const Q_ELEMENT>(attention.q, attention.q_strides, entry.sequence,
                                     entry.lengths.q_start + packed / ratio, kv_head * ratio + packed % ratio) +
-          lane_id() % 4 * 2;
+          lane_column();
       const bool wide = reinterpret_cast<uint64_t>(row) % 4 == 0;
 #pragma unroll
       for (int block = 0; block < DIM / 8; block++) {

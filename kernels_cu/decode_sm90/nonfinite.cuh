@@ -34,16 +34,16 @@ DEVICE void add_nonfinite(Output& o, const CacheSource& source, const SeenKeys& 
   for (int key = first_key; key < first_key + BLOCK_N; key++) {
     if (!keys.has(key)) continue;
     const bool seen[2] = {rows.visible(0, key), rows.visible(1, key)};
-    const KV_ELEMENT* const values = source.value(key) + lane_id() % 4 * 2;
+    const KV_ELEMENT* const values = source.value(key) + lane_column();
 #pragma unroll
     for (int i = 0; i < DIM_V / 4; i++) {
       if (i / 2 * 8 >= HEAD_DIM_V) break;
-      float value[1] = {to_real(values[i / 2 * 8 + i % 2])};
+      float value[1] = {to_real(values[column_at(i)])};
       ptx::pin_registers(value);  // one after the other: registers are short, and this is rare
       if (value[0] - value[0] == 0.0f) continue;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (seen[half]) o[i / 2 * 4 + 2 * half + i % 2] += value[0];
+        if (seen[half]) o[register_at(half, i)] += value[0];
       }
     }
   }

@@ -14,23 +14,23 @@ using Output = float[DIM_V / 2];
 DEVICE void score(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2 && !SCALE_ONLY; i++) {
-    const int half = i / 2 % 2, key = first_key + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+    const int half = half_of_register(i), key = first_key + lane_column() + column_of_register(i);
     s[i] = rows.score[half](s[i], rows.row[half], key);
   }
 }
 
 // Puts -inf in the place of scores whose key the row does not see.
 DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
-  const int origin = first_key + lane_id() % 4 * 2;
+  const int origin = first_key + lane_column();
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const SeenColumns seen = rows.mask.columns(rows.row[half], origin);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      const int column = i / 2 * 8 + i % 2, fresh = origin + column - rows.mask.diagonal;
+      const int column = column_at(i), fresh = origin + column - rows.mask.diagonal;
       bool visible = seen.has(column);
       if constexpr (TREE) visible = visible && (fresh < 0 || (rows.tree[half] >> fresh & 1) != 0);
-      if (!visible) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+      if (!visible) s[register_at(half, i)] = -INFINITY;
     }
   }
 }
@@ -42,12 +42,12 @@ DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction
   for (int half = 0; half < 2; half++) {
     float top[2] = {s[2 * half], s[2 * half + 1]}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 2; i < BLOCK_N / 4; i++) top[i % 2] = max_of(top[i % 2], s[i / 2 * 4 + 2 * half + i % 2]);
+    for (int i = 2; i < BLOCK_N / 4; i++) top[i % 2] = max_of(top[i % 2], s[register_at(half, i)]);
     float factor;
     const float base = softmax[half].raise(max_of(top[0], top[1]), exponents, factor, correction[half]);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      float& x = s[register_at(half, i)];
       x = ptx::ex2(x * factor - base);
       sum[i % 2] += x;
     }
@@ -64,5 +64,5 @@ DEVICE void pack(Weights& p, const Scores& s) {
 DEVICE void rescale(Output& o, const float (&correction)[2]) {
   if (!__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
-  for (int i = 0; i < DIM_V / 2; i++) o[i] *= correction[i / 2 % 2];
+  for (int i = 0; i < DIM_V / 2; i++) o[i] *= correction[half_of_register(i)];
 }

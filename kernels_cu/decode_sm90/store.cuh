@@ -25,7 +25,7 @@ DEVICE void store_row(Element* to, const Output& o, int half, bool weighted, flo
 #pragma unroll
   for (int j = 0; j < HEAD_DIM_V / 8; j++) {
     const float low = o[4 * j + 2 * half], high = o[4 * j + 2 * half + 1];
-    store_pair(to + 8 * j + lane_id() % 4 * 2, weighted ? low * factor : 0.0f, weighted ? high * factor : 0.0f);
+    store_pair(to + 8 * j + lane_column(), weighted ? low * factor : 0.0f, weighted ? high * factor : 0.0f);
   }
 }
 

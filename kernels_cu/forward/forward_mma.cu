@@ -149,10 +149,10 @@ DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, int key
         weight[b][half] = !rows.mask.visible(row, key) ? HIDDEN : kept ? 1.0f : 0.0f;
       }
     }
-    const KV_ELEMENT* const values = ring.v.rows + key * ring.v.stride + lane_id() % 4 * 2;
+    const KV_ELEMENT* const values = ring.v.rows + key * ring.v.stride + lane_column();
 #pragma unroll
     for (int c = 0; c < 2 * COLUMN_BLOCKS; c++) {
-      const float value = to_real(values[c / 2 * 8 + c % 2]);
+      const float value = to_real(values[column_at(c)]);
       if (value - value == 0.0f) continue;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
@@ -181,7 +181,7 @@ DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& r
       for (int c = 0; c < COLUMN_BLOCKS; c++) {
         const float low = factor == 0.0f ? 0.0f : o[c][b][2 * half] * factor;
         const float high = factor == 0.0f ? 0.0f : o[c][b][2 * half + 1] * factor;
-        store_pair(out + 8 * c + lane_id() % 4 * 2, low, high, whole);
+        store_pair(out + 8 * c + lane_column(), low, high, whole);
       }
       if (LSE && lane_id() % 4 == 0) {
         *element_of<float>(params.lse, params.lse_strides, at.sequence, at.q_start + row, at.head) = result.lse;

@@ -198,7 +198,7 @@ DEVICE void for_each_block(const ValueColumns& columns, Visit visit) {
 #pragma unroll
   for (int block = 0; block < COLUMN_BLOCKS; block++) {
     if (!ValueColumns::WHOLE && columns.blocks(block / 2) <= block % 2) continue;
-    visit(block, columns.column(block / 2) + block % 2 * 8 + lane_id() % 4 * 2);
+    visit(block, columns.column(block / 2) + block % 2 * 8 + lane_column());
   }
 }
 

@@ -11,11 +11,10 @@
 #pragma once
 
 #include "common/params.cuh"
+#include "mma/accumulator.cuh"
 #include "ptx.cuh"
 
 constexpr int WARPGROUP = 128;  // threads
-
-DEVICE int lane_id() { return threadIdx.x % 32; }
 
 // Products of 8-bit elements want both operands along the summed dimension, so that V is transposed
 // (forward_sm90/transposer.cuh).

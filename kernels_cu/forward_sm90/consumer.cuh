@@ -27,7 +27,7 @@ DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2],
 #pragma unroll
   for (int i = 0; i < PIECE / 2; i++) {
     float& x = o[piece * PIECE / 2 + i];
-    x = fmaf(x, correction[i / 2 % 2], sums[i]);
+    x = fmaf(x, correction[half_of_register(i)], sums[i]);
   }
 }
 

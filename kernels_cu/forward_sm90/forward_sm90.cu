@@ -11,13 +11,13 @@
 //    +----------------------+        +------------------------------------------------------+
 //      24 or 32 registers              240 registers (two consumers) or 160 (three)
 //
-// Of 8-bit elements the other warps of warpgroup 0 transpose V (forward_sm90/transposer.cuh), as section 3.3 has it; weights are
-// packed at 2^8 times their size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed apart,
-// then added to O.
+// Of 8-bit elements the other warps of warpgroup 0 transpose V (forward_sm90/transposer.cuh), as section 3.3 has it; weights
+// are packed at 2^8 times their size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed
+// apart, then added to O.
 //
 // One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (forward_sm90/schedule.cuh).
-// This file is the outline: run, load, attend and the steps of the main loop. What they call is in forward_sm90/producer.cuh and
-// forward_sm90/consumer.cuh. docs/hopper.md says what each barrier is for.
+// This file is the outline: run, load, attend and the steps of the main loop. What they call is in producer.cuh and
+// consumer.cuh. docs/hopper.md says what each barrier is for.
 #define PTX_WGMMA_STEP (BLOCK_N % 32 ? 16 : 32)  // head dims are padded to multiples of 32
 #include "forward_sm90/consumer.cuh"
 #include "forward_sm90/producer.cuh"

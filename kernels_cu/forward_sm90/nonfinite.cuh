@@ -17,7 +17,7 @@ template <int HALF>
 DEVICE bool has_nonfinite(const Output& o) {
   float probe = 0.0f;  // stays 0 while everything is finite
 #pragma unroll
-  for (int i = 0; i < DIM_V / 4; i++) probe += o[i / 2 * 4 + 2 * HALF + i % 2] * 0.0f;
+  for (int i = 0; i < DIM_V / 4; i++) probe += o[register_at(HALF, i)] * 0.0f;
   return is_nonfinite(probe);
 }
 

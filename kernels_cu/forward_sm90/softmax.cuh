@@ -110,20 +110,20 @@ DEVICE void modify(Scores& s, const Rows& rows, int first_key, bool full) {
   if (full) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; i++) {
-      int key = first_key + lane_id() % 4 * 2 + i / 4 * 8 + i % 2;
+      int key = first_key + lane_column() + column_of_register(i);
       if (LAST) key = at_most(rows.mask.seqlen_k - 1, key);
-      s[i] = rows.mod.shown(s[i] * rows.scale, int(row[i / 2 % 2]), key);
+      s[i] = rows.mod.shown(s[i] * rows.scale, int(row[half_of_register(i)]), key);
     }
     return;
   }
 #endif
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 4; i++) {
-    int key = first_key + lane_id() % 4 * 2 + i / 2 * 8 + i % 2;
+    int key = first_key + lane_column() + column_at(i);
     if (LAST) key = at_most(rows.mask.seqlen_k - 1, key);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      float& x = s[register_at(half, i)];
       x = rows.mod(x * rows.scale, int(row[half]), key);
     }
   }
@@ -138,7 +138,7 @@ using BiasTile = BiasPair[BIAS ? BLOCK_N / 8 : 1][2];
 
 template <bool LAST>
 DEVICE void load_bias(BiasTile& tile, const Rows& rows, int first_key) {
-  const int first = first_key + lane_id() % 4 * 2;
+  const int first = first_key + lane_column();
   if (!LAST && rows.bias_in_pairs) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
@@ -148,14 +148,14 @@ DEVICE void load_bias(BiasTile& tile, const Rows& rows, int first_key) {
   }
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2; i++) {
-    const int key = first + i / 4 * 8 + i % 2;
-    tile[i / 4][i / 2 % 2].of[i % 2] = rows.bias[i / 2 % 2][LAST ? at_most(rows.mask.seqlen_k - 1, key) : key];
+    const int half = half_of_register(i), key = first + column_of_register(i);
+    tile[i / 4][half].of[i % 2] = rows.bias[half][LAST ? at_most(rows.mask.seqlen_k - 1, key) : key];
   }
 }
 
 DEVICE void add_bias(Scores& s, const BiasTile& tile) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++) s[i] = biased(s[i], tile[i / 4][i / 2 % 2].of[i % 2]);
+  for (int i = 0; i < BLOCK_N / 2; i++) s[i] = biased(s[i], tile[i / 4][half_of_register(i)].of[i % 2]);
 }
 
 // The modification, softcap, ALiBi and bias. tanh x = 1 - 2 / (1 + e^2x): to about 1e-7 absolute, and without a branch.
@@ -169,20 +169,20 @@ DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_k
     // As a float: exact up to 2^24 keys away, and no conversion for each key.
 #if POSITIONS
     const Positions& positions = rows.mask.positions;
-    const int own = positions.row(rows.row(half)), other = positions.key(first_key + lane_id() % 4 * 2);
+    const int own = positions.row(rows.row(half)), other = positions.key(first_key + lane_column());
     const float diagonal = static_cast<float>(own - other), step = static_cast<float>(positions.keys.step);
 #else
-    const float diagonal = static_cast<float>(rows.row(half) + rows.mask.diagonal - first_key - lane_id() % 4 * 2);
+    const float diagonal = static_cast<float>(rows.row(half) + rows.mask.diagonal - first_key - lane_column());
     constexpr float step = 1.0f;
 #endif
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      float& x = s[register_at(half, i)];
       if constexpr (SOFTCAP) {
         x = rows.softcap - 2.0f * rows.softcap * ptx::rcp(1.0f + ptx::ex2(x * rows.to_exponent));
       }
       if constexpr (ALIBI) {
-        const float distance = diagonal - static_cast<float>(i / 2 * 8 + i % 2) * step;
+        const float distance = diagonal - static_cast<float>(column_at(i)) * step;
         x -= rows.slope * (ALIBI_SIGNED ? distance : fabsf(distance));
       }
     }
@@ -194,10 +194,10 @@ DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_k
 DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const SeenColumns seen = rows.mask.columns(rows.row(half), first_key + lane_id() % 4 * 2);
+    const SeenColumns seen = rows.mask.columns(rows.row(half), first_key + lane_column());
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      if (!seen.has(i / 2 * 8 + i % 2)) s[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+      if (!seen.has(column_at(i))) s[register_at(half, i)] = -INFINITY;
     }
   }
 }
@@ -212,14 +212,14 @@ DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction
     SoftmaxRow& row = softmax[half];
     float top[4] = {s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]};
 #pragma unroll
-    for (int i = 4; i < BLOCK_N / 4; i++) top[i % 4] = max_of(top[i % 4], s[i / 2 * 4 + 2 * half + i % 2]);
+    for (int i = 4; i < BLOCK_N / 4; i++) top[i % 4] = max_of(top[i % 4], s[register_at(half, i)]);
     const float largest = max_of(max_of(top[0], top[1]), max_of(top[2], top[3]));
     float factor;
     const float base = row.raise<FIRST>(largest, exponents, factor, correction[half]);
     float sum[2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
-      float& x = s[i / 2 * 4 + 2 * half + i % 2];
+      float& x = s[register_at(half, i)];
       x = ptx::ex2(x * factor - base);
       sum[i % 2] = i < 2 ? x : sum[i % 2] + x;
     }
@@ -239,7 +239,7 @@ DEVICE void draw_kept(Kept& kept, const Rows& rows, int first_key) {
     for (int block = 0; block < (BLOCK_N - 64 * i < 64 ? BLOCK_N / 8 - 8 * i : 8); block += 2) {
 #pragma unroll
       for (int next = 0; next < 2; next++) {
-        const int key = first_key + 64 * i + 8 * (block + next) + lane_id() % 4 * 2;
+        const int key = first_key + 64 * i + 8 * (block + next) + lane_column();
         bits |= kept_in_block(rows.dropout, rows.row(0), rows.row(1), key) << 4 * (block + next);
       }
     }
@@ -271,5 +271,5 @@ DEVICE void pack(Weights& p, const Scores& s) {
 
 DEVICE void rescale(Output& o, const float (&correction)[2]) {
 #pragma unroll
-  for (int i = 0; i < DIM_V / 2; i++) o[i] *= correction[i / 2 % 2];
+  for (int i = 0; i < DIM_V / 2; i++) o[i] *= correction[half_of_register(i)];
 }

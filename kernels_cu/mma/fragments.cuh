@@ -11,12 +11,11 @@
 // sum may be taken in any order, so there V's rows are renamed to fit, b0 being key 2t and b1 key 2t + 1.
 #pragma once
 
+#include "mma/accumulator.cuh"
 #include "mma/tile.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pack.cuh"
-
-DEVICE int lane_id() { return threadIdx.x % 32; }
 
 // Where a lane's row of ldmatrix lies for the A operand: 16 rows from first_row on, two chunks.
 template <class Tile>

@@ -15,7 +15,7 @@ DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float& x = s[block][2 * half + i];
-      x = score(x, 8 * block + lane_id() % 4 * 2 + i);
+      x = score(x, 8 * block + lane_column() + i);
       largest = max_of(largest, x);
     }
   }
