@@ -9,11 +9,14 @@ cannot read the arguments of a call from a dataclass; `gpu_actors.runtime.handle
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
 from gpu_actors.attention.block_mask import BlockMask
@@ -367,13 +370,25 @@ def array_fields(request_type: type) -> Mapping[str, bool]:
 
     Those that every message has come first, so that what is wrong with q is said before what is wrong with a bias.
     """
-    hints = typing.get_type_hints(request_type, include_extras=True)
     fields = sorted(dataclasses.fields(request_type), key=lambda field: field.default is not dataclasses.MISSING)
-    return {field.name: _holds_several(hints[field.name]) for field in fields if _holds_array(hints[field.name])}
+    hints = {field.name: _hint(request_type, field) for field in fields}
+    return {name: _holds_several(hint) for name, hint in hints.items() if _holds_array(hint)}
+
+
+def _hint(request_type: type, field: dataclasses.Field[Any]) -> Any:
+    """The type of a field. None where it cannot be found, as one that a program imports for type checkers alone."""
+    annotated = SimpleNamespace(__annotations__={field.name: field.type})
+    for base in request_type.__mro__:
+        with contextlib.suppress(Exception):  # evaluating an annotation may raise anything
+            return typing.get_type_hints(annotated, vars(sys.modules[base.__module__]), include_extras=True)[field.name]
+    return None
 
 
 def _holds_array(hint: Any) -> bool:
-    return _ARRAY in getattr(hint, "__metadata__", ()) or any(map(_holds_array, typing.get_args(hint)))
+    """Whether a type is `Array`, a type of another library that can be shared by DLPack, or a union or list of such."""
+    if _ARRAY in getattr(hint, "__metadata__", ()) or hasattr(typing.get_origin(hint) or hint, "__dlpack__"):
+        return True
+    return any(map(_holds_array, typing.get_args(hint)))
 
 
 def _holds_several(hint: Any) -> bool:
