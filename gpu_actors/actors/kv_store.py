@@ -18,11 +18,13 @@ from gpu_actors.actors.coalescing import Work
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.arrays.adopt import CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Kernel, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.kernels.append import AppendProblem, append_key
+from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
@@ -137,7 +139,7 @@ class OpenedCache:
     def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
         """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages."""
         batch, pages = len(lengths), -(-int(lengths.max(initial=0)) // self.pool.page_size)
-        table = np.zeros((batch, table_width(pages, options.get("block_mask") is not None)), np.int32)
+        table = np.zeros((batch, table_width(pages, self._most_columns(options.get("block_mask")))), np.int32)
         return PagedForward(
             q=q,
             k_cache=self.k_pool,
@@ -148,6 +150,10 @@ class OpenedCache:
             **self.descales_of(batch),
             **options,
         )
+
+    def _most_columns(self, block_mask: BlockMask | None) -> int:
+        """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""
+        return 0 if block_mask is not None else min(self.pool.num_blocks, MAX_SEQLEN // self.pool.page_size)
 
     # Launches
 
@@ -189,9 +195,8 @@ class OpenedCache:
             work.writes = self.tables.reserve(*zip(*growing, strict=True)) if growing else []
             lengths = [table.length for table in tables]
         self.tables.enter(tables)
-        # A block mask has columns for the pages that there are.
-        exact = work.request is not None and work.request.block_mask is not None
-        work.table, work.lengths = block_table(tables, exact), np.array(lengths, np.int32)
+        most = self._most_columns(None if work.request is None else work.request.block_mask)
+        work.table, work.lengths = block_table(tables, most), np.array(lengths, np.int32)
 
     def succeeded(self, group: list[KvWork]) -> None:
         """The launch of a group has succeeded."""

@@ -32,7 +32,7 @@ _ROW_TILES = (4, 8, 16, 32)
 _KEYS = (32, 16)  # of a tile, the first that fits
 _COMBINE_WARPS = 4
 _WARP = 32
-_LEAST_KEYS = 128  # of a piece of the longest sequence, where the planner decides
+_LEAST_KEYS = 128  # of a piece of the longest sequence that a table or cache can hold, where the planner decides
 _BLOCKS = 2  # a multiprocessor, likewise
 _MAX_BLOCKS = (1 << 31) - 1
 

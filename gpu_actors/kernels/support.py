@@ -21,6 +21,7 @@ __all__ = [
     "FIRST_FP8_CAPABILITY",
     "LATENT_DIM",
     "MAX_HEAD_DIM",
+    "MAX_SEQLEN",
     "Element",
     "bias_turns_refusal",
     "capability",
@@ -34,7 +35,7 @@ __all__ = [
 
 MAX_HEAD_DIM = 512
 LATENT_DIM = 576  # of keys that hold a latent of 512 columns and a rotated part of 64
-_MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
+MAX_SEQLEN = (1 << 30) - 1  # kernels add two row indices and a window bound in 32 bits
 SMALLEST_SCALE = 2.0**-100  # of kernels that take maxima before they scale
 FIRST_FP8_CAPABILITY = 90
 
@@ -167,9 +168,9 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
             reason = f"the kernels keep whole rows on chip, and take head dims from 1 to {greatest}"
             yield "head_dim.range", Unsupported(field, dim, reason, min(max(dim, 1), greatest))
     for field, length in (("seqlen_q", p.seqlen_q), ("seqlen_k", p.seqlen_k)):
-        if length > _MAX_SEQLEN:
+        if length > MAX_SEQLEN:
             reason = "one sequence holds fewer than 2^30 rows"
-            yield "seqlen.range", Unsupported(field, length, reason, _MAX_SEQLEN)
+            yield "seqlen.range", Unsupported(field, length, reason, MAX_SEQLEN)
     if p.dropout_p and (q.fp8 or kv.fp8):
         reason = "fp8 attention is for inference and has no dropout"
         yield "dropout.fp8", Unsupported("dropout_p", p.dropout_p, reason, 0.0)

@@ -310,17 +310,18 @@ class CacheTables:
         self._evicted += 1
 
 
-def table_width(pages: int, exact: bool = False) -> int:
-    """The columns of a block table for sequences of at most so many pages: a power of two, or ``exact``ly those.
+def table_width(pages: int, most: int) -> int:
+    """The columns of a block table for sequences of at most so many pages: a power of two, and at most ``most``.
 
-    A plan belongs to a width, so that most new pages of a growing sequence keep the plan.
+    A plan belongs to a width, so that most new pages of a growing sequence keep the plan. most: where it is less than
+    ``pages``, there are as many columns as pages.
     """
-    return max(1, pages) if exact else 1 << max(0, pages - 1).bit_length()
+    return max(1, pages, min(most, 1 << max(0, pages - 1).bit_length()))
 
 
-def block_table(tables: Sequence[PageTable], exact: bool = False) -> Any:
+def block_table(tables: Sequence[PageTable], most: int) -> Any:
     """int32 (batch, columns), as wide as `table_width` says. Behind a sequence's last page it is -1."""
-    width = table_width(max(len(table.pages) for table in tables), exact) if tables else 1
+    width = table_width(max((len(table.pages) for table in tables), default=0), most)
     block_ids = np.full((len(tables), width), -1, np.int32)
     for row, table in zip(block_ids, tables, strict=True):
         row[: len(table.pages)] = table.pages

@@ -24,6 +24,7 @@ from inside.planning import merge_key
 from support.counting import counting
 
 import gpu_actors as ga
+from gpu_actors.testing import reference
 
 MOST = 640  # keys that a sequence can have
 
@@ -171,6 +172,21 @@ def test_a_kv_cache_takes_lists_of_its_sequences(hopper: ga.GpuContext) -> None:
     np.testing.assert_allclose(found.out.astype(np.float64), out, atol=4e-3)
     np.testing.assert_allclose(found.lse, lse, atol=1e-3)
     assert abs(plain.out - found.out).max() > 0.1
+
+
+def test_a_mask_over_a_kv_cache_has_columns_for_the_pages_that_there_are(hopper: ga.GpuContext) -> None:
+    """5 pages of 64 keys: 3 blocks of 128, where a table of 8 pages would have 4."""
+    q = np.random.default_rng(5).standard_normal((1, 64, 4, 32)).astype(np.float16)
+    k, v = np.random.default_rng(6).standard_normal((2, 1, 320, HEADS_KV, 32)).astype(np.float16)
+    counts, indices = np.full((1, 4, 1), 2, np.int32), np.broadcast_to(np.int32([0, 2, 0]), (1, 4, 1, 3)).copy()
+    mask = ga.BlockMask(counts, indices, block_size=(128, 128))
+    with hopper.kv_cache(num_blocks=12, page_size=64, kv_heads=HEADS_KV, head_dim=32, dtype="float16") as cache:
+        seq = cache.create().result(100.0)
+        cache.append([seq], k, v).result(100.0)
+        found = cache.attend(q, [seq], causal=False, block_mask=mask).result(100.0)
+    seen = np.r_[0:128, 256:320]
+    wanted = reference.attention_forward(q, k[:, seen], v[:, seen]).out
+    np.testing.assert_allclose(found.out.astype(np.float64), wanted, atol=4e-3)
 
 
 @pytest.mark.parametrize(
