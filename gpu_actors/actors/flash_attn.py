@@ -149,10 +149,11 @@ class FlashAttnHandle(ActorHandle):
         `InvalidRequest` where q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
         """
         axes = "batch, rows, heads, latent" if options.get("cu_seqlens_q") is None else "total, heads, latent"
+        latent = shape_of("q_nope", q_nope, axes)[-1]
         request = PagedForward(
             q=concat(("q_nope", "q_pe"), q_nope, q_pe),
             k_cache=latent_cache,
-            latent_dim=shape_of("q_nope", q_nope, axes)[-1],
+            latent_dim=latent,
             cache_seqlens=cache_seqlens,
             softmax_scale=softmax_scale,
             **options,

@@ -47,8 +47,9 @@ def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]
         def checked(*arguments: Any, **given: Any) -> Any:
             if not known.issuperset(given):
                 name = next(name for name in given if name not in known)
-                nearest = difflib.get_close_matches(name, known, 1, 0.0)[0]
-                raise TypeError(f"{method.__name__}() takes no {name!r}; the nearest option is {nearest!r}")
+                nearest = difflib.get_close_matches(name, [each.name for each in (*options, *optional)], 1)
+                hint = f"; the nearest option is {nearest[0]!r}" if nearest else ""
+                raise TypeError(f"{method.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
             return method(*arguments, **given)
 
         checked.__signature__ = signature.replace(parameters=[*required, *options, *optional])  # type: ignore[attr-defined]

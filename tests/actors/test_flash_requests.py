@@ -83,6 +83,10 @@ def test_every_option_of_the_message_is_an_option_of_the_call() -> None:
     }
 
 
+MLA_OPTIONS = {
+    *("cache_seqlens", "softmax_scale", "block_table", "cu_seqlens_q", "max_seqlen_q", "causal", "tree_mask"),
+    *("k_descale", "num_splits", "return_lse", "out"),
+}
 CALLS = {
     ga.FlashAttnHandle.forward: (ga.FlashForward, set()),
     ga.FlashAttnHandle.backward: (
@@ -90,6 +94,10 @@ CALLS = {
         {"return_lse", "out_dtype", "lse_dtype", "q_descale", "k_descale", "v_descale"},
     ),
     ga.FlashAttnHandle.paged_forward: (ga.PagedForward, set()),
+    ga.FlashAttnHandle.mla_decode: (
+        ga.PagedForward,
+        {field.name for field in dataclasses.fields(ga.PagedForward)} - MLA_OPTIONS,
+    ),
     ga.FlashAttnHandle.decode: (ga.BatchedDecode, set()),
     ga.KvCache.append: (ga.AppendRows, {"cache"}),
     ga.KvCache.attend: (ga.AttendCache, {"cache"}),
@@ -112,9 +120,13 @@ def test_the_options_of_a_call_are_those_of_its_message(call: Any) -> None:
 
 def test_an_unknown_option_is_told_the_nearest(ctx: ga.GpuContext) -> None:
     q, k, v = operands()
-    with pytest.raises(TypeError, match=r"forward\(\) takes no 'windw_size'; the nearest option is 'window_size'"):
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'windw_size'; the nearest option is 'window_size'"
+    ):
         ctx.flash_attn.forward(q, k, v, windw_size=(1, 1))  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"backward\(\) takes no 'return_lse'"):
+    with pytest.raises(TypeError, match=r"FlashAttnHandle\.forward\(\) got an unexpected keyword argument 'zzz'$"):
+        ctx.flash_attn.forward(q, k, v, zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'return_lse'"):
         ctx.flash_attn.backward(v, q, k, v, v, q, return_lse=True)  # type: ignore[call-arg]
 
 
