@@ -78,12 +78,12 @@ class AdmissionStats:
 class Place:
     """A place that is held. Its holder may report the progress of its work before the work ends."""
 
-    __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "predicted")
+    __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "foretold")
 
-    def __init__(self, admission: Admission, waiter: Waiter, predicted: float | None) -> None:
+    def __init__(self, admission: Admission, waiter: Waiter, foretold: float | None) -> None:
         self.cost = waiter.cost
         self.client = waiter.client
-        self.predicted = predicted
+        self.foretold = foretold
         self.began, self._area = admission._advance()
         self._admission = admission
         self._since = self.began
@@ -255,8 +255,8 @@ class Admission:
         self._service = before + _WEIGHT * (seconds - before)
         if done:
             self._done_share += _SLOW * (min(1.0, done / place.cost) - self._done_share)
-        if place.predicted:
-            error = min(1.0, abs(seconds / place.predicted - 1.0))
+        if place.foretold:
+            error = min(1.0, abs(seconds / place.foretold - 1.0))
             self._prediction_error += _WEIGHT * (error - self._prediction_error)
 
     def _own_seconds(self, cost: float, pieces: int) -> float | None:
