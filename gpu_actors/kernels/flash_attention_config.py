@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class FlashAttentionConfig:
         """
         for name, size in (("head_dim", head_dim), ("seq_q", seq_q), ("seq_kv", seq_kv)):
             integer(name, size, 0)
-        sound = isinstance(sm, int) and not isinstance(sm, bool)
+        given: object = sm
+        sound = isinstance(given, numbers.Integral) and not isinstance(given, bool)
         expect(sound, "sm", sm, "must be an int, ten times the compute capability: 80 for 8.0")
         if dtype not in ELEMENTS:
             raise Unsupported("dtype", dtype, f"tiles are known for {', '.join(ELEMENTS)}", nearest="float32")
