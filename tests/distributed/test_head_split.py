@@ -10,10 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import shards
+from inside.attention import array_fields
 from support.service import comes_true
 
 import gpu_actors as ga
-from gpu_actors.distributed import ContextPool, head_split, head_split_backward, open_pool
+from gpu_actors.distributed import ContextPool, head_split, head_split_backward, open_pool, tensor_parallel
 from gpu_actors.remote import InProcess, RemoteContext
 
 
@@ -127,3 +128,9 @@ async def test_a_part_of_a_lost_worker_is_repeated(whole: ga.GpuContext) -> None
         result = await asking
         assert pool.stats().repeated == 1
     np.testing.assert_array_equal(result.out, (await whole.flash_attn.forward(**dense())).out)
+
+
+def test_every_array_of_a_request_is_cut_by_heads_or_has_none() -> None:
+    """An array that is in neither table goes whole to every worker."""
+    without = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "q_positions", "k_positions"}
+    assert set(array_fields(ga.FlashBackward)) == {*tensor_parallel._OF_Q, *tensor_parallel._OF_K} | without
