@@ -106,6 +106,18 @@ class TestSameBits:
 
 
 @every
+@pytest.mark.parametrize("padding", [1, 2, 4])
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_rows_of_an_output_may_lie_at_any_element(kernel: Kernel, padding: int, splits: int) -> None:
+    """A store of several elements needs a place at a multiple of its size. Of 300 keys pieces are merged, of 5 none."""
+    case = plain(kernel, 300, 5, num_splits=splits)
+    checked(kernel, case, padding=padding)
+    if kernel is MMA:
+        problem = dataclasses.replace(problem_of(case, case.operands()), out_dtype="float32")
+        checked(kernel, case, padding=padding, problem=problem)
+
+
+@every
 def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kernel) -> None:
     """Rows and keys of one tile: the weight 0 of a hidden key, times NaN, would be NaN."""
     for special, side in itertools.product((np.nan, np.inf), "kv"):

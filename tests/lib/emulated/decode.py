@@ -242,11 +242,13 @@ def run(
     problem: AttentionProblem | None = None,
     kernel: str = DECODE,
     zero: bool = False,
+    padding: int = 0,
     **emulation: Any,
 ) -> tuple[Any, Any]:
     """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends.
 
-    zero: whether the output begins as 0; else it begins as NaN.
+    zero: whether the output begins as 0; else it begins as NaN. padding: elements between the rows of the output, which
+    stay NaN.
     """
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
@@ -258,10 +260,19 @@ def run(
         inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
     outputs = outputs_of(problem, operands)
     outputs["out"] = outputs["out"]._replace(zero=zero)
+    memory, dim = None, problem.head_dim_v
+    if padding:  # as an input that the kernels write in place: the device gives outputs memory of their own
+        memory = device.allocate((*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
+        memory[...] = np.nan
+        inputs = inputs | {"out": memory[..., :dim]}
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
     stream: Any = device.open_stream("test")
-    results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch))
-    return results["out"], results["lse"]
+    updates = () if memory is None else ("out",)
+    results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch, updates))
+    if memory is None:
+        return results["out"], results["lse"]
+    assert np.isnan(memory[..., dim:].astype(np.float32)).all(), "only the rows were written"
+    return memory[..., :dim].copy(), results["lse"]
 
 
 def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
