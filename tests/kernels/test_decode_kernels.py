@@ -108,8 +108,8 @@ class TestSameBits:
 @every
 @pytest.mark.parametrize("padding", [1, 2, 4])
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_rows_of_an_output_may_lie_at_any_element(kernel: Kernel, padding: int, splits: int) -> None:
-    """A store of several elements needs a place at a multiple of its size. Of 300 keys pieces are merged, of 5 none."""
+def test_rows_of_q_and_of_the_output_may_lie_at_any_element(kernel: Kernel, padding: int, splits: int) -> None:
+    """Wide accesses need places at multiples of their size. Of 300 keys pieces are merged, of 5 none."""
     case = plain(kernel, 300, 5, num_splits=splits)
     checked(kernel, case, padding=padding)
     if kernel is MMA:

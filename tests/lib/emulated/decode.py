@@ -247,8 +247,8 @@ def run(
 ) -> tuple[Any, Any]:
     """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends.
 
-    zero: whether the output begins as 0; else it begins as NaN. padding: elements between the rows of the output, which
-    stay NaN.
+    zero: whether the output begins as 0; else it begins as NaN. padding: elements between the rows of q and of the
+    output, which are NaN and stay so.
     """
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
@@ -262,9 +262,10 @@ def run(
     outputs["out"] = outputs["out"]._replace(zero=zero)
     memory, dim = None, problem.head_dim_v
     if padding:  # as an input that the kernels write in place: the device gives outputs memory of their own
-        memory = device.allocate((*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
-        memory[...] = np.nan
-        inputs = inputs | {"out": memory[..., :dim]}
+        memory = _spaced(device, (*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
+        q = _spaced(device, (*operands["q"].shape[:-1], problem.head_dim + padding), problem.dtype)
+        q[..., : problem.head_dim] = operands["q"]
+        inputs = inputs | {"q": q[..., : problem.head_dim], "out": memory[..., :dim]}
     steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
     stream: Any = device.open_stream("test")
     updates = () if memory is None else ("out",)
@@ -273,6 +274,12 @@ def run(
         return results["out"], results["lse"]
     assert np.isnan(memory[..., dim:].astype(np.float32)).all(), "only the rows were written"
     return memory[..., :dim].copy(), results["lse"]
+
+
+def _spaced(device: EmulatedDevice, shape: tuple[int, ...], dtype: str) -> Any:
+    memory = device.allocate(shape, dtype)
+    memory[...] = np.nan
+    return memory
 
 
 def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
