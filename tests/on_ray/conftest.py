@@ -24,7 +24,7 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled", RAY_ACC
 
 HERE = Path(__file__).parent
 LIMIT = 120.0
-SUITES = ("remote", "isolation", "distributed")
+SUITES = ("distributed/remote", "isolation", "distributed")
 
 for name in SUITES:
     sys.path.append(str(HERE.parent / name))
