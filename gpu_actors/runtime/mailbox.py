@@ -385,4 +385,8 @@ class Mailbox:
         if self._unanswered:
             return None
         launches_over = self._in_flight == 0 or self._written_off
-        return next((entry for entry in list(self._idle_callbacks) if launches_over or not entry[1]), None)
+        # No generator: Ctrl-C while one is closed is lost.
+        for entry in list(self._idle_callbacks):
+            if launches_over or not entry[1]:
+                return entry
+        return None
