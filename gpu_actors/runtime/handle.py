@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
@@ -46,6 +45,8 @@ def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]
         @functools.wraps(method)
         def checked(*arguments: Any, **given: Any) -> Any:
             if not known.issuperset(given):
+                import difflib  # only a mistake pays for it
+
                 name = next(name for name in given if name not in known)
                 nearest = difflib.get_close_matches(name, [each.name for each in (*options, *optional)], 1)
                 hint = f"; the nearest option is {nearest[0]!r}" if nearest else ""
