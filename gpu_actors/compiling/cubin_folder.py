@@ -285,7 +285,7 @@ def _acquire(name: str, folder: int, deadline: float) -> int:
                     raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", name)
                 time.sleep(_LOCK_POLL)
             with contextlib.suppress(FileNotFoundError):
-                # Otherwise the last holder has removed the file, and the lock of a file without a name excludes nobody.
+                # Otherwise the last holder has removed the file, and a lock on it excludes no other process.
                 if os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(handle)):
                     return handle
         except BaseException:

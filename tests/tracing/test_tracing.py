@@ -1,4 +1,4 @@
-"""Tracing: log records, listeners, OpenTelemetry spans and trace files; and nothing at all when nobody looks."""
+"""Tracing: log records, listeners, OpenTelemetry spans and trace files. Without a listener it costs nothing."""
 
 from __future__ import annotations
 
