@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.requests import (
     Array,
@@ -261,6 +261,10 @@ class FlashAttnActor(ServiceActor):
     @classmethod
     def make_shared(cls, cell: ActorCell) -> AttentionPlanner:
         return AttentionPlanner(cell, plans=4096)
+
+    @classmethod
+    def brief(cls, message: object) -> bool:
+        return isinstance(message, FlashForward | PagedForward | BatchedDecode) and is_brief(message)
 
     def open(self) -> None:
         self._planner: AttentionPlanner = self.cell.shared

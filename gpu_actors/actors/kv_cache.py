@@ -19,7 +19,7 @@ from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import Unsupported
@@ -77,6 +77,10 @@ class KvCacheActor(ServiceActor):
     @classmethod
     def make_shared(cls, cell: ActorCell) -> CacheStore:
         return CacheStore(cell)
+
+    @classmethod
+    def brief(cls, message: object) -> bool:
+        return isinstance(message, AppendRows | AttendCache) and is_brief(message)
 
     def open(self) -> None:
         self._store: CacheStore = self.cell.shared

@@ -41,6 +41,7 @@ __all__ = [
     "describe",
     "dtype_of",
     "element_strides",
+    "is_on_device",
     "name_of",
     "restore",
     "with_grad_mode",
@@ -118,6 +119,15 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
         raise
     except Exception as error:  # whatever another library makes of a deleted, traced or lazy array
         raise InvalidRequest(field, describe(array), f"cannot be read: {show(error)}") from error
+
+
+def is_on_device(array: Any) -> bool:
+    """Whether it is a `DeviceArray`, or lies on a GPU as an array of a library that takes it in without a wait."""
+    if isinstance(array, DeviceArray):
+        return True
+    if (torch := loaded("torch")) and isinstance(array, torch.Tensor):
+        return bool(array.is_cuda)
+    return bool((cupy := loaded("cupy")) and isinstance(array, cupy.ndarray))
 
 
 def restore(result: AnyArray, template: Adopted) -> Any:

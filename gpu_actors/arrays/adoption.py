@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, is_on_device
 from gpu_actors.attention.block_mask import LISTS, BlockMask
 from gpu_actors.attention.requests import array_fields
 
-__all__ = ["adopt_request", "take_in"]
+__all__ = ["adopt_request", "is_brief", "take_in"]
 
 Message = TypeVar("Message")
+
+_LITTLE = 1 << 16
+"""Bytes of host arrays that are copied in less time than a thread takes to wake."""
 
 
 def adopt_request(message: Message, device: str, notes: CallerNotes | None = None) -> tuple[Message, Adopted | None]:
@@ -47,6 +50,26 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
     if isinstance(mask, BlockMask):
         changes["block_mask"] = _adopted_mask(mask, device, notes)
     return (_changed(message, changes) if changes else message), template
+
+
+def is_brief(message: object) -> bool:
+    """Whether `adopt_request` and a launch copy little on the host: arrays lie on a device, or are small.
+
+    False for arrays of a library that may wait for them to be computed.
+    """
+    if getattr(message, "block_mask", None) is not None:
+        return False
+    nbytes = 0
+    for name, several in array_fields(type(message)).items():
+        given = getattr(message, name)
+        if given is None:
+            continue
+        for array in given if several and isinstance(given, list | tuple) else (given,):
+            if type(array) is np.ndarray:
+                nbytes += array.nbytes
+            elif not is_on_device(array):
+                return False
+    return nbytes <= _LITTLE
 
 
 def _changed(message: Message, changes: Mapping[str, Any]) -> Message:

@@ -305,3 +305,7 @@ class Device(ABC):
     def bind_thread(self) -> None:
         """Make the device current on the calling thread, on devices that need it."""
         return
+
+    def is_current(self) -> bool:
+        """Whether the calling thread may launch, which changes nothing for its own use of other devices."""
+        return False

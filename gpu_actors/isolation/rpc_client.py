@@ -72,7 +72,7 @@ class RemoteMailbox(Mailbox):
         self._earlier_counts = _NO_COUNTS  # of earlier generations
         self._counts = _NO_COUNTS
 
-    def put(self, call: Call[Any]) -> None:
+    def put(self, call: Call[Any], direct: bool = False) -> None:
         refusal: GpuActorsError | None = None
         with self.lock:
             self._submitted += 1

@@ -76,6 +76,11 @@ class ServiceActor(MailboxActor, ActorType):
             reason = f"{cls.__name__} takes no requests: it has no handle() of its own"
         return InvalidRequest("message", type(message).__name__, reason)
 
+    @classmethod
+    def brief(cls, message: object) -> bool:
+        """Whether `handle` takes so short on a message that the sender's own thread may do it (see `Mailbox.put`)."""
+        return False
+
     def flush(self) -> None:
         """Launch the calls that `handle` has gathered. Called after every batch of calls, before the next is taken."""
 

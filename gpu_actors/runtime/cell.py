@@ -58,6 +58,10 @@ class Cell:
         self._watchers: list[Callable[[Terminated], None]] = []
         self._terminated: Terminated | None = None
 
+    def may_work_here(self, message: object) -> bool:
+        """Whether the calling thread may do the actor's work on a message, for it is short and the device allows it."""
+        return False
+
     def terminate(self, error: BaseException | None) -> None:
         """Tell the watchers that no further incarnation follows."""
         with self._lock:
@@ -121,6 +125,9 @@ class ActorCell(Cell):
             if self.stream is None:
                 self.stream = self.environment.device.open_stream(self.name)
             return self.stream
+
+    def may_work_here(self, message: object) -> bool:
+        return self.environment.device.is_current() and bool(self.actor_type.brief(message))
 
     # Used by the ContextActor
 

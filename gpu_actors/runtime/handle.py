@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -140,7 +141,9 @@ class ActorHandle(Local):
         except GpuActorsError as error:
             mailbox.refuse(call, error.with_traceback(None))
             return call
-        mailbox.put(call)
+        # A thread without a loop may be one that Ctrl-C interrupts anywhere, and it waits for the answer anyway.
+        direct = _get_running_loop() is not None and cell.may_work_here(message)
+        mailbox.put(call, direct)
         return call
 
     def watch(self, callback: Callable[[Terminated], None]) -> None:

@@ -85,13 +85,20 @@ class Mailbox:
         self._asleep = False
         self._flush_requested = False
         self._pipe: WakePipe | None = None
+        # While a sender's thread works in place of the actor's, that one sleeps on, and wake-ups are noted.
+        self._lent = False
+        self._nudged = False
+        self._work: Callable[[Call[Any]], None] | None = None
 
     # The sender's side
 
-    def put(self, call: Call[Any]) -> None:
-        """Queue a call, or answer it at once with `Overloaded` or the error that the mailbox was closed with."""
+    def put(self, call: Call[Any], direct: bool = False) -> None:
+        """Queue a call, or answer it at once with `Overloaded` or the error that the mailbox was closed with.
+
+        direct: if the actor sleeps and could launch the call at once, this thread does the actor's work on it.
+        """
         refusal: GpuActorsError | None = None
-        wake = False
+        wake = borrowed = False
         try:
             with self.lock:
                 self._submitted += 1
@@ -104,18 +111,33 @@ class Mailbox:
                     self._unanswered.add(call)
                     if self.meter is not None:
                         self.meter.accepted(call)
-                    self._push(call)
-                    wake, self._asleep = self._asleep, False
+                    idle = self._asleep and not (self._waiting or self._flush_requested or self.saturated)
+                    if direct and idle:
+                        self._asleep, self._lent = False, True
+                        borrowed = True
+                    else:
+                        self._push(call)
+                        wake, self._asleep = self._asleep, False
             if refusal is not None:
                 call.fail(refusal)
             elif wake:
                 self._wake()
+            elif borrowed and self._work is not None:
+                self._work(call)
         except BaseException:
             # Ctrl-C: the sender never gets the call. Other senders rely on the actor, which must wake.
             if wake:
                 self._wake()
             call.cancel()
             raise
+        finally:
+            if borrowed:
+                try:
+                    self._give_back()
+                except BaseException:  # Ctrl-C
+                    self._nudged = True
+                    self._give_back()
+                    raise
 
     def close(self, reason: Callable[[], GpuActorsError], admit: type | None = None) -> None:
         """Refuse calls from now on with a new error from ``reason``. Queued calls stay.
@@ -160,7 +182,7 @@ class Mailbox:
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
         self.lock = threading.RLock()
-        self._pipe, self._asleep = None, False  # the parent's actor sleeps by that one
+        self._pipe, self._asleep, self._lent = None, False, False  # the parent's actor sleeps by that one
         self.close(reason)
         self.fail_all(reason)
         self.write_off()
@@ -196,17 +218,23 @@ class Mailbox:
 
     # The actor's side
 
-    def take(self, controls: deque[Any], limit: int = 256) -> list[Call[Any]] | None:
+    def take(
+        self, controls: deque[Any], work: Callable[[Call[Any]], None] | None = None, limit: int = 256
+    ) -> list[Call[Any]] | None:
         """Sleep until calls wait, and take them, most urgent first. None if ``controls`` holds something.
 
         Empty if a flush was requested and no call waits.
+        work: does the actor's work on one call, on the thread of its sender, while the actor sleeps here (see `put`).
         """
+        self._work = work
         while True:
             pipe = self._pipe = self._pipe or self.make_pipe()
             with self.lock:
                 # Set before the look for work, so that a call which arrives after that wakes the thread.
-                self._asleep = True
-                if controls or ((self._waiting or self._flush_requested) and not self.saturated):
+                self._asleep = not self._lent
+                if self._lent:
+                    self._nudged = True
+                elif controls or ((self._waiting or self._flush_requested) and not self.saturated):
                     self._asleep = False
                     if controls:
                         return None
@@ -244,6 +272,7 @@ class Mailbox:
         wake = False
         try:
             with self.lock:
+                self._nudged = self._lent
                 wake, self._asleep = self._asleep, False
             if wake:
                 self._wake()
@@ -251,6 +280,15 @@ class Mailbox:
             if wake:
                 self._wake()
             raise
+
+    def _give_back(self) -> None:
+        """Let the actor's thread work again, and wake it if there is something to do. May be done twice."""
+        with self.lock:
+            if self._lent:
+                self._lent, self._asleep = False, True
+        if self._nudged or ((self._waiting or self._flush_requested) and not self.saturated):
+            self._nudged = False
+            self.nudge()
 
     def measure(self, clock: Clock) -> Meter:
         """The mailbox's meter. The first call makes it, and it measures the requests from then on."""

@@ -116,12 +116,23 @@ class _Inbox:
         # Pykka does not catch errors of an inbox: one that escaped would end the thread silently.
         try:
             while not controls:
-                calls = self.mailbox.take(controls)
+                calls = self.mailbox.take(controls, self.work_for_sender)
                 if calls is not None:
                     self.work(calls)
         except BaseException as error:
             return _Envelope(_Crash(error))
         return controls.popleft()
+
+    def work_for_sender(self, call: Call[Any]) -> None:
+        """Work on one call on its sender's thread. An exception ends the actor as one on its own thread does."""
+        try:
+            self.work([call])
+        except BaseException as error:
+            self.controls.appendleft(_Envelope(_Crash(error)))
+            self.mailbox.nudge()
+            interruption = error.__cause__ or error
+            if not isinstance(interruption, Exception):  # Ctrl-C, which is the sender's
+                raise interruption from None
 
     def empty(self) -> bool:
         return not self.controls

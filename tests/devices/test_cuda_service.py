@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -101,3 +102,61 @@ def test_plans_hold_no_kernel_that_the_store_has_let_go(cuda: FakeCuda, monkeypa
             ctx.flash_attn.forward(q, k, v, **variant).result(60)
         loaded = cuda.calls.count("load_module") - cuda.calls.count("unload_module")
         assert loaded <= 3  # two of the store, and that of the last launch
+
+
+class ThreadedCuda(FakeCuda):
+    """Notes which thread launches a kernel."""
+
+    current = True
+
+    def __init__(self) -> None:
+        super().__init__({"forward_simple": forward_on_host})
+        self.launching: list[int] = []
+
+    def is_current(self) -> bool:
+        return self.current
+
+    def launch_kernel(self, *arguments: Any) -> None:
+        self.launching.append(threading.get_ident())
+        super().launch_kernel(*arguments)
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_loops_thread_launches_if_the_device_is_its_current_one(
+    current: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = ThreadedCuda()
+    q, k, v = operands()
+    expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
+
+    async def requests(ctx: ga.GpuContext) -> None:
+        await ctx.flash_attn.forward(q, k, v)  # compiles
+        cuda.current = current
+        cuda.launching.clear()
+        await asyncio.sleep(0.05)  # the actor falls asleep
+        np.testing.assert_array_equal((await ctx.flash_attn.forward(q, k, v)).out, expected)
+        assert (cuda.launching == [threading.get_ident()]) is current
+        cuda.launching.clear()
+        result = await asyncio.to_thread(lambda: ctx.flash_attn.forward(q, k, v).result(20))
+        np.testing.assert_array_equal(result.out, expected)
+        assert threading.get_ident() not in cuda.launching
+
+    with service(cuda, monkeypatch) as ctx:
+        asyncio.run(requests(ctx))
+    assert cuda.leaks() == {}
+
+
+def test_arrays_of_the_host_that_take_long_to_copy_are_left_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = ThreadedCuda()
+    q, k, v = operands()
+    monkeypatch.setattr("gpu_actors.arrays.adoption._LITTLE", q.nbytes + k.nbytes + v.nbytes - 1)
+
+    async def requests(ctx: ga.GpuContext) -> None:
+        for _ in range(3):
+            await ctx.flash_attn.forward(q, k, v)
+            await asyncio.sleep(0.02)
+
+    with service(cuda, monkeypatch) as ctx:
+        asyncio.run(requests(ctx))
+    assert cuda.launching
+    assert threading.get_ident() not in cuda.launching

@@ -203,6 +203,34 @@ def test_an_actor_that_missed_a_wake_up_is_woken_by_the_next_call(how: str) -> N
     assert each_point(FILES, make) > 3
 
 
+def test_an_actor_is_woken_by_the_next_call_after_a_sender_was_interrupted_at_its_work() -> None:
+    def make() -> Case:
+        awaited = Awaited()
+        mailbox, pipe = awaited.mailbox, awaited.pipe
+        for call in mailbox._pop(1000):
+            call.cancel()
+        meanwhile: Call[Any] = Call("meanwhile", mailbox)
+
+        def work(call: Call[Any]) -> None:
+            mailbox.put(meanwhile)
+            call.resolve("done")
+
+        mailbox._work = work
+        new: Call[Any] = Call("new", mailbox)
+
+        def check() -> None:
+            another: Call[Any] = Call("another", mailbox)
+            mailbox.put(another)
+            assert pipe.woken
+            assert not mailbox._lent
+            assert another in mailbox._pop(1000)
+            assert new.done or new not in mailbox._unanswered
+
+        return interrupted(lambda: mailbox.put(new, direct=True), check)
+
+    assert each_point(FILES, make) > 20
+
+
 def test_an_interrupted_sweep_keeps_the_order_of_calls() -> None:
     def make() -> Case:
         mailbox = Mailbox("test", 1000, 8)

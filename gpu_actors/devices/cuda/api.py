@@ -35,6 +35,9 @@ class CudaApi(Protocol):
     def bind(self) -> None:
         """Make the device current on the calling thread."""
 
+    def is_current(self) -> bool:
+        """Whether the device is current on the calling thread, or would be the first to be."""
+
     def properties(self) -> DeviceProperties: ...
 
     # Memory

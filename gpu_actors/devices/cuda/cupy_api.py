@@ -62,6 +62,10 @@ class CupyApi:
         runtime.setDevice(self._index)
 
     @_checked
+    def is_current(self) -> bool:
+        return bool(runtime.getDevice() == self._index)
+
+    @_checked
     def properties(self) -> DeviceProperties:
         raw = runtime.getDeviceProperties(self._index)
         name = raw["name"].decode(errors="replace").rstrip("\0")

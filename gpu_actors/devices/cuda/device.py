@@ -104,6 +104,12 @@ class CudaDevice(Device):
     def bind_thread(self) -> None:
         self.driver.enter()
 
+    def is_current(self) -> bool:
+        try:
+            return self.driver.api.is_current()
+        except CudaFailure:
+            return False  # the launch, on the actor's thread, says why
+
     def note_caller(self) -> CallerNotes | None:
         return caller_streams(self.driver.index)
 

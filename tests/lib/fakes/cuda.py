@@ -110,6 +110,9 @@ class FakeCuda(FakeQueues):
         with self._call("bind", bound=False):
             self._bound.yes = True
 
+    def is_current(self) -> bool:
+        return True
+
     def properties(self) -> DeviceProperties:
         with self._call("properties"):
             return DeviceProperties("Fake", self._capability, self.total, 4)
