@@ -60,7 +60,8 @@ def is_brief(message: object) -> bool:
     if getattr(message, "block_mask", None) is not None:
         return False
     nbytes = 0
-    for name, several in array_fields(type(message)).items():
+    kind: type = type(message)
+    for name, several in array_fields(kind).items():
         given = getattr(message, name)
         if given is None:
             continue
