@@ -9,24 +9,19 @@ fails takes back what its requests wrote, and fails the requests in flight that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
-
-import numpy as np
 
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
+from gpu_actors.actors.kv_step import pose, step_key
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
-from gpu_actors.errors import Unsupported
-from gpu_actors.fields import describe, expect, integer
-from gpu_actors.kernels.append import AppendProblem, append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
-from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.fields import expect, integer
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import (
     AppendRows,
@@ -42,10 +37,8 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, place_rows, turn_apart
-from gpu_actors.planning.cached import CacheRequest, check_operands
+from gpu_actors.planning.cached import CacheRequest
 from gpu_actors.planning.cascade import CascadeKeys, Cascading
-from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.plan import Plan
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
@@ -116,11 +109,10 @@ class KvCacheActor(ServiceActor):
             self._change(call, cache, message)
             return
         with reading(message):
-            check = self._append if isinstance(message, AppendRows) else self._attend
             adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
-            work, key = check(call, cache, adopted, template)
+            work = self._checked(call, cache, adopted, template)
         if self._has_kernels(work):
-            self._coalescer.add(work, key, work.tables)
+            self._coalescer.add(work, None if work.step is None else work.step.shared, work.tables)
 
     # Sequences
 
@@ -173,89 +165,42 @@ class KvCacheActor(ServiceActor):
 
     # Rows
 
-    def _append(
-        self, call: Call[Any], cache: OpenedCache, message: AppendRows, _: Adopted | None
-    ) -> tuple[KvWork, Hashable]:
+    def _checked(
+        self, call: Call[Any], cache: OpenedCache, message: AppendRows | AttendCache, template: Adopted | None
+    ) -> KvWork:
+        """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
-        rows = new_rows(message, cache.pool, None if single else len(tables))
-        _check_append(rows.problem(cache.pool), self._store.arch)
-        _check_once(tables)
-        work = KvWork(call=call, cache=cache, tables=tables, request=None, plan=None, rows=rows, single=single)
-        work.expected = _expected(message)
-        return work, None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-
-    def _attend(
-        self, call: Call[Any], cache: OpenedCache, message: AttendCache, template: Adopted | None
-    ) -> tuple[KvWork, Hashable]:
-        _, tables = cache.tables_of(message.seqs)
-        rows = None
-        if message.rope is not None and cache.pool.latent:
-            reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
-            raise Unsupported("rope", message.rope, f"{reason}: rotate q_pe and k_pe before", None)
-        if any(getattr(message, name) is not None for name in NEW_ROWS):
-            rows = new_rows(message, cache.pool, len(tables))
+        try:
+            key = step_key(cache, message, tables)
+            step = None if key is None else cache.steps.find(key)
+        except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
+            key = step = None
+        if step is not None:
+            request, rows = step.bind(message)
         else:
-            with_rows = "goes with c_kv and k_pe" if cache.pool.latent else "goes with k and v"
-            expect(message.rope is None, "rope", message.rope, f"{with_rows}: rows in the cache have been rotated")
-            for name in ("tokens", "positions", "rope_cos", "rope_sin", "positions_q", "cu_seqlens_k_new"):
-                expect(getattr(message, name) is None, name, describe(getattr(message, name)), with_rows)
-        shape: tuple[int, ...] = getattr(message.q, "shape", ())
-        if message.cu_seqlens_q is None and len(shape) == 4:
-            expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
-        ends: tuple[int, ...] = getattr(message.cu_seqlens_q, "shape", ())
-        if len(ends) == 1:
-            expect(len(tables) == ends[0] - 1, "seqs", len(tables), f"must name cu_seqlens_q's, {ends[0] - 1}")
-        if shape:
-            dim = cache.k_pool.shape[-1]
-            expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
-        # As many as there are now; requests that wait for their launch may add to them before this one's.
-        lengths = np.array([table.length for table in tables], np.int32)
-        if rows is not None:
-            lengths += rows.counts
-        request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
-        plan = self._store.decoding.plan(request)
-        check_operands(plan, request)
-        if rows is not None:
-            turn_apart(rows, message, request.q)
-            place_rows(rows, message)
-            self._check_rows(cache, request, rows)
-            if rows.counts.any():
-                _check_once(tables)
-            elif rows.turned is None:
-                rows = None  # nothing to append, and so nothing to launch either
-        work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=plan, rows=rows, template=template)
-        if cache.cascade and (again := cache.tables.most_shared(tables)):
-            work.cascade = self._store.cascader.keys(plan, request, again, cache.cascade is True)
-        work.expected = _expected(message)
-        work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
-        shared = merge_key(plan, request)
-        if shared is None or (rows is not None and rows.merge_key is None):
-            return work, None
-        return work, ("attend", cache.number, shared, None if rows is None else rows.merge_key)
-
-    def _check_rows(self, cache: OpenedCache, request: PagedForward, rows: NewRows) -> None:
-        q = request.q
-        if rows.rope is not None:
-            expect(
-                q.dtype == rows.k.dtype, "q", describe(q), f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
-            )
-        for problem in rows.problems(cache.pool, q.shape[-2]):
-            _check_append(problem, self._store.arch)
+            step, (request, rows) = pose(self._store, cache, message, tables)
+            if key is not None:
+                cache.steps.add(key, step)
+        if rows is not None and rows.counts.any():
+            _check_once(tables)
+        work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=step.plan, rows=rows, step=step)
+        work.single, work.template, work.expected = single, template, _expected(message)
+        if request is not None and step.plan is not None:
+            work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
+            if cache.cascade and (again := cache.tables.most_shared(tables)):
+                work.cascade = self._store.cascader.keys(step.plan, request, again, cache.cascade is True)
+        return work
 
     def _has_kernels(self, work: KvWork) -> bool:
         """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
         if self._store.kernels is None:
             return True
-        keys: tuple[KernelKey, ...] = () if work.plan is None else work.plan.keys
-        attending = len(keys)
+        assert work.step is not None
+        keys = work.step.keys
+        attending = cascading = 0 if work.plan is None else len(work.plan.keys)
         if isinstance(work.cascade, CascadeKeys):
-            keys += work.cascade.all
-        cascading = len(keys)
-        if work.rows is not None:
-            heads_q = 0 if work.request is None else work.request.q.shape[-2]
-            problems = work.rows.problems(work.cache.pool, heads_q)
-            keys += tuple(append_key(problem, self._store.arch) for problem in problems)
-            keys += (PageCopyKey(arch=self._store.arch),)
+            keys = (*keys[:attending], *work.cascade.all, *keys[attending:])
+            cascading += len(work.cascade.all)
         kernels = self._store.kernels_of(work.call, keys)
         if kernels is None:
             self._store.order.block(work.call)
@@ -276,12 +221,11 @@ class _KvCoalescer(Coalescer[KvWork]):
         for work, error in group[0].cache.begin(group, begun):
             self._actor.answer_failure((work.call,), error)
         for work in begun:
-            request = work.request
-            if request is not None and work.plan is not None:
-                planned = request.block_table
+            request, step = work.request, work.step
+            if request is not None and work.plan is not None and step is not None:
                 request.block_table, request.cache_seqlens = work.table, work.lengths
-                if planned is None or planned.shape != work.table.shape:  # launches since then have changed the pages
-                    work.plan = self._decoding.plan(request, work.plan.key)
+                if work.table.shape[1] != step.columns:  # launches since then have changed the pages
+                    work.plan, work.step = self._decoding.plan(request, work.plan.key), None
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
         first, begun = group[0], group
@@ -289,21 +233,30 @@ class _KvCoalescer(Coalescer[KvWork]):
             # Sequences with the same first pages become neighbours.
             group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
-        answers: Finished
-        if first.request is None:
-            launch, answers = append_launch(group), lambda outputs: [work.answer(outputs) for work in group]
+        answers: Finished | None = None
+        if len(group) == 1 and first.step is not None and self._is_plain(first):
+            launch = first.step.launch(first, self._store.arch)
         else:
-            launch, answers = super().assemble(group)
-        if first.rows is not None:
-            launch = add_rows(launch, group, self._store.arch)
+            if first.request is None:
+                launch = append_launch(group)
+            else:
+                launch, answers = super().assemble(group)
+            if first.rows is not None:
+                launch = add_rows(launch, group, self._store.arch)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
-            results = dict(zip(map(id, group), answers(outputs), strict=True))
+            answered = answers(outputs) if answers else [work.answer(outputs) for work in group]
+            results = dict(zip(map(id, group), answered, strict=True))
             first.cache.succeeded(begun)
             self._store.order.look_again()
             return [results[id(work)] for work in begun]
 
         return launch, finish
+
+    def _is_plain(self, work: KvWork) -> bool:
+        """Whether the launch of a request is just what its step says."""
+        recorded = self._records and work.recording() is not None
+        return not recorded and work.cascade is None and all(write.copy is None for write in work.writes)
 
     def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
         launch, chosen = None, None
@@ -342,16 +295,6 @@ def _expected(message: AppendRows | AttendCache) -> list[int] | None:
     reason = f"must be a list of {count} lengths, one a sequence"
     expect(isinstance(given, list | tuple) and len(given) == count, "expect_length", given, reason)
     return [integer(f"expect_length[{index}]", length, 0) for index, length in enumerate(given)]
-
-
-def _check_append(problem: AppendProblem, arch: str) -> None:
-    """Raise `Unsupported` unless there is a kernel that appends the rows of a request, which calls them k."""
-    try:
-        append_key(problem, arch)
-    except Unsupported as error:
-        if error.field != "dtype":
-            raise
-        raise Unsupported("k_pe" if problem.latent else "k", *error.args[1:]) from None
 
 
 def _check_once(tables: Sequence[PageTable]) -> None:

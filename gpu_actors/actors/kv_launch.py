@@ -25,7 +25,7 @@ from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
 from gpu_actors.planning.shape_buckets import pad_rows
 
-__all__ = ["add_rows", "append_launch"]
+__all__ = ["add_rows", "append_launch", "rows_oracle"]
 
 
 def append_launch(group: Sequence[KvWork]) -> Launch:
@@ -63,7 +63,7 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
     return dataclasses.replace(
         launch,
         inputs=inputs,
-        oracle=functools.partial(_oracle, rows, cache.pool, launch.oracle),
+        oracle=functools.partial(rows_oracle, rows, cache.pool, launch.oracle),
         updates=tuple(cache.pools),
         scratch=scratch,
         # The append kernel depends on the shapes and on these two.
@@ -131,7 +131,8 @@ def _packed(buffer: Buffer) -> Buffer:
     return buffer._replace(shape=(batch * rows, *shape), strides=(stride if rows == 1 else row_stride, *strides))
 
 
-def _oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
+def rows_oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
+    """What a launch computes that appends rows, of which k and v are looked for in ``inputs``, before it attends."""
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference.append import append_rows, copy_pages
     from gpu_actors.reference.rope import apply_rope

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,16 +31,22 @@ from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
+from gpu_actors.planning.plan import PlanCache
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.planning.shape_buckets import recordable
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
 
+if TYPE_CHECKING:
+    from gpu_actors.actors.kv_step import CacheStep
+
 __all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
 
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
+
+_STEPS = 256  # of a cache: shapes and options of its requests
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
@@ -49,16 +55,18 @@ _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit
 class KvWork(Work):
     """A request on a cache that waits for its launch, or is in flight.
 
-    request, plan: None where it only appends. rows: new ones, or None. expected: what the lengths before it must be, or
-    None. appending: the kernels that append and that copy pages, or none. cascade, cascading: what a launch as a
-    cascade takes, or why there is none, and its kernels. single: the sequence was not in a list.
-    table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has failed.
+    request, plan: None where it only appends. rows: new ones, or None. step: of its kind, while its plan is the step's.
+    expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
+    none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
+    sequence was not in a list. table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has
+    failed.
     """
 
     request: PagedForward | None
     cache: OpenedCache
     tables: list[PageTable]
     rows: NewRows | None = None
+    step: CacheStep | None = None
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
     cascade: CascadeKeys | str | None = None
@@ -101,6 +109,7 @@ class OpenedCache:
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
+    steps: PlanCache[CacheStep] = field(init=False, default_factory=lambda: PlanCache(_STEPS))
 
     @property
     def pools(self) -> dict[str, Any]:
@@ -138,8 +147,9 @@ class OpenedCache:
 
     def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
         """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages."""
-        batch, pages = len(lengths), -(-int(lengths.max(initial=0)) // self.pool.page_size)
-        table = np.zeros((batch, table_width(pages, self._most_columns(options.get("block_mask")))), np.int32)
+        batch = len(lengths)
+        columns = self.columns(int(lengths.max(initial=0)), options.get("block_mask"))
+        table = np.zeros((batch, columns), np.int32)
         return PagedForward(
             q=q,
             k_cache=self.k_pool,
@@ -150,6 +160,10 @@ class OpenedCache:
             **self.descales_of(batch),
             **options,
         )
+
+    def columns(self, length: int, block_mask: BlockMask | None = None) -> int:
+        """How wide the block table of sequences of at most this length is."""
+        return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
     def _most_columns(self, block_mask: BlockMask | None) -> int:
         """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""

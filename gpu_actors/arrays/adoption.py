@@ -16,7 +16,7 @@ from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, i
 from gpu_actors.attention.block_mask import LISTS, BlockMask
 from gpu_actors.attention.requests import array_fields
 
-__all__ = ["adopt_request", "is_brief", "take_in"]
+__all__ = ["adopt_request", "changed", "is_brief", "take_in"]
 
 Message = TypeVar("Message")
 
@@ -49,7 +49,7 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
     mask = getattr(message, "block_mask", None)
     if isinstance(mask, BlockMask):
         changes["block_mask"] = _adopted_mask(mask, device, notes)
-    return (_changed(message, changes) if changes else message), template
+    return (changed(message, changes) if changes else message), template
 
 
 def is_brief(message: object) -> bool:
@@ -73,13 +73,13 @@ def is_brief(message: object) -> bool:
     return nbytes <= _LITTLE
 
 
-def _changed(message: Message, changes: Mapping[str, Any]) -> Message:
-    """As `dataclasses.replace`, without the message's initialiser: none of the package's checks its fields."""
+def changed(message: Message, changes: Mapping[str, Any]) -> Message:
+    """As `dataclasses.replace`, without the initialiser: no message of the package checks its fields."""
     kind: type = type(message)
-    changed: Message = object.__new__(kind)
+    copy: Message = object.__new__(kind)
     for name in _fields(kind):
-        object.__setattr__(changed, name, changes[name] if name in changes else getattr(message, name))
-    return changed
+        object.__setattr__(copy, name, changes[name] if name in changes else getattr(message, name))
+    return copy
 
 
 @functools.cache

@@ -1,0 +1,255 @@
+"""CacheStep: what requests on a cache have in common that differ in their arrays, their sequences and pages alone.
+
+A model asks a cache the same thing for every layer and every token. The first request of a kind is checked and planned
+in full (`pose`). Those of the same key that follow are bound to its plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
+from gpu_actors.arrays.adoption import changed
+from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
+from gpu_actors.devices.interface import Kernel, Launch
+from gpu_actors.errors import Unsupported
+from gpu_actors.fields import describe, expect
+from gpu_actors.kernels.append import append_key
+from gpu_actors.kernels.copy_pages import PageCopyKey
+from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
+from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, pack_rows, place_rows, turn_apart
+from gpu_actors.planning.cached import bind_cached, check_operands
+from gpu_actors.planning.merging import merge_key
+from gpu_actors.planning.plan import Plan
+from gpu_actors.planning.tma_eligibility import alignments
+from gpu_actors.validation.overlap import check_output_memory
+
+__all__ = ["Bound", "CacheStep", "pose", "step_key"]
+
+Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
+"""The attention of one request, and its new rows."""
+
+# Of attention, as `PagedForward` has them too.
+_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(AttendCache)
+    if field.name != "q" and field.name in PagedForward.__dataclass_fields__
+)
+_ROWS = ("k", "v", "c_kv", "k_pe")
+# Of what holds for one request alone, cache and seqs are looked up anew, and expect_length when the launch begins.
+_OWN = ("cache", "seqs", "expect_length")
+
+
+class _Fields:
+    """The fields of a type of message by what they mean for a step: arrays that may be given, others, and scalars."""
+
+    def __init__(self, kind: type, arrays: tuple[str, ...]) -> None:
+        others = (*(name for name in array_fields(kind) if name not in arrays), "tokens", "block_mask")
+        scalars = (name for name in scalars_of(kind) if name not in (*_OWN, *others))
+        known = {each.name for each in dataclasses.fields(kind)}
+        self.arrays: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*arrays)
+        self.others: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*(name for name in others if name in known))
+        self.scalars: tuple[str, ...] = tuple(scalars)
+
+
+_APPEND = _Fields(AppendRows, _ROWS)
+_ATTEND = _Fields(AttendCache, (*_ROWS, "q", "out"))
+
+
+def step_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]) -> Hashable | None:
+    """What decides the step of an adopted request. None for one with further arrays, tokens or a block mask."""
+    fields = _ATTEND if isinstance(message, AttendCache) else _APPEND
+    for other in fields.others(message):
+        if other is not None:
+            return None
+    arrays = fields.arrays(message)
+    scalars = [getattr(message, name) for name in fields.scalars]
+    rows = message.k if message.c_kv is None else message.c_kv
+    longest = max([table.length for table in tables], default=0)
+    if rows is not None and len(rows.shape) == 4:
+        longest += rows.shape[1]
+    described = [
+        None
+        if array is None
+        else (type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None))
+        for array in arrays
+    ]
+    # As in `planning.cached.signature`: equal is not alike.
+    kinds = [type(scalar) for scalar in scalars]
+    if isinstance(message, AttendCache):
+        kinds += map(type, message.window_size)
+    where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(longest)
+    return type(message), *scalars, *kinds, where, alignments(*arrays[len(_ROWS) :]), *described
+
+
+def _described(array: Any) -> Hashable:
+    # A launch joins only arrays on a device that one stream orders.
+    return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
+
+
+@dataclass(slots=True, eq=False)
+class CacheStep:
+    """request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request
+    that the step was made for. keys: of the kernels of a `KvWork`, in its order. shared: the key of work that may share
+    a launch, or None. columns: of the block table that the plan is for."""
+
+    cache: OpenedCache
+    request: PagedForward | None
+    plan: Plan | None
+    rows: NewRows | None
+    keys: tuple[KernelKey, ...]
+    shared: Hashable | None
+    columns: int = field(init=False, default=0)
+    _kernels: tuple[Kernel, ...] = field(init=False, default=())
+    _launch: Launch | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.request is not None:
+            table: Any = self.request.block_table
+            self.columns = table.shape[1]
+            self.request = changed(self.request, dict.fromkeys(("q", "out", "block_table", "cache_seqlens")))
+        if self.rows is not None:
+            self.rows = changed(self.rows, dict.fromkeys(("k", "v")))
+
+    def bind(self, message: AppendRows | AttendCache) -> tuple[PagedForward | None, NewRows | None]:
+        """The attention of a request of this step, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
+        cache, request, rows = self.cache, self.request, self.rows
+        if request is not None and isinstance(message, AttendCache):
+            request = changed(request, {"q": message.q, "out": message.out})
+            if message.out is not None:
+                check_output_memory(message.out, {"q": message.q, **cache.pools})
+        if rows is not None:
+            k: Any
+            v: Any
+            k, v = (message.k_pe, message.c_kv) if cache.pool.latent else (message.k, message.v)
+            if not isinstance(message.seqs, list | tuple) and isinstance(message, AppendRows):
+                k, v = k[None], v[None]
+            rows = changed(rows, {"k": pack_rows("k", k), "v": pack_rows("v", v)})
+        return request, rows
+
+    def launch(self, work: KvWork, arch: str) -> Launch:
+        """The launch of one request of this step, which copies no page and makes no cascade."""
+        kernels = (*work.kernels, *work.appending)
+        known, request, rows, plan = self._launch, work.request, work.rows, self.plan
+        if known is None or kernels != self._kernels:
+            launch = self._first(work, arch)
+            self._kernels = kernels
+            return launch
+        inputs = {**known.inputs, "block_table": work.table, "cache_seqlens": work.lengths}
+        outputs = known.outputs
+        if request is not None:
+            inputs["q"] = request.q
+            if request.out is not None:
+                outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
+        if rows is not None:
+            inputs["k"], inputs["v"] = rows.k, rows.v
+        if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
+            inputs |= plan.program.split(work.lengths, None)
+        return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
+
+    def _first(self, work: KvWork, arch: str) -> Launch:
+        """The launch of a request, of which all is noted that is not the request's own."""
+        cache, rows = self.cache, self.rows
+        if work.request is None or work.plan is None:
+            launch = append_launch([work])
+        else:
+            launch = bind_cached(work.plan, work.request, work.kernels)
+        oracle = launch.oracle
+        if rows is not None:
+            launch = add_rows(launch, [work], arch)
+            oracle = functools.partial(rows_oracle, rows, cache.pool, oracle)
+        if self.plan is None or not self.plan.vacuous:
+            own = ("q", "k", "v", "block_table", "cache_seqlens", "plan")
+            inputs = {name: array for name, array in launch.inputs.items() if name not in own}
+            outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
+            self._launch = Launch(launch.key, inputs, outputs, oracle, launch.steps, launch.scratch, launch.updates)
+        return launch
+
+
+def pose(
+    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]
+) -> tuple[CacheStep, Bound]:
+    """Check an adopted request in full, and plan it. Raises `InvalidRequest` and `Unsupported`."""
+    if isinstance(message, AttendCache):
+        return _pose_attend(store, cache, message, tables)
+    rows = new_rows(message, cache.pool, None if isinstance(message.seqs, KvSequence) else len(tables))
+    shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
+    return CacheStep(cache, None, None, rows, _append_keys(store, cache, rows), shared), (None, rows)
+
+
+def _pose_attend(
+    store: CacheStore, cache: OpenedCache, message: AttendCache, tables: Sequence[PageTable]
+) -> tuple[CacheStep, Bound]:
+    rows = _rows_to_attend(message, cache, tables)
+    # As many as there are now; requests that wait for their launch may add to them before this one's.
+    lengths = np.array([table.length for table in tables], np.int32)
+    if rows is not None:
+        lengths += rows.counts
+    request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
+    plan = store.decoding.plan(request)
+    check_operands(plan, request)
+    keys: tuple[KernelKey, ...] = plan.keys
+    if rows is not None:
+        turn_apart(rows, message, request.q)
+        place_rows(rows, message)
+        if rows.rope is not None:
+            reason = f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
+            expect(request.q.dtype == rows.k.dtype, "q", describe(request.q), reason)
+        appending = _append_keys(store, cache, rows, request.q.shape[-2])
+        if rows.counts.any() or rows.turned is not None:
+            keys += appending
+        else:
+            rows = None  # nothing to append, and so nothing to launch either
+    shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
+    apart = shared is None or (rows is not None and of_rows is None)
+    key = None if apart else ("attend", cache.number, shared, of_rows)
+    return CacheStep(cache, request, plan, rows, keys, key), (request, rows)
+
+
+def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[PageTable]) -> NewRows | None:
+    """The new rows of an adopted request, checked with its q against the cache and the sequences."""
+    rows = None
+    if message.rope is not None and cache.pool.latent:
+        reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
+        raise Unsupported("rope", message.rope, f"{reason}: rotate q_pe and k_pe before", None)
+    if any(getattr(message, name) is not None for name in NEW_ROWS):
+        rows = new_rows(message, cache.pool, len(tables))
+    else:
+        with_rows = "goes with c_kv and k_pe" if cache.pool.latent else "goes with k and v"
+        expect(message.rope is None, "rope", message.rope, f"{with_rows}: rows in the cache have been rotated")
+        for name in ("tokens", "positions", "rope_cos", "rope_sin", "positions_q", "cu_seqlens_k_new"):
+            expect(getattr(message, name) is None, name, describe(getattr(message, name)), with_rows)
+    shape: tuple[int, ...] = getattr(message.q, "shape", ())
+    if message.cu_seqlens_q is None and len(shape) == 4:
+        expect(len(tables) == shape[0], "seqs", len(tables), f"must name q's sequences, {shape[0]}")
+    ends: tuple[int, ...] = getattr(message.cu_seqlens_q, "shape", ())
+    if len(ends) == 1:
+        expect(len(tables) == ends[0] - 1, "seqs", len(tables), f"must name cu_seqlens_q's, {ends[0] - 1}")
+    if shape:
+        dim = cache.k_pool.shape[-1]
+        expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
+    return rows
+
+
+def _append_keys(store: CacheStore, cache: OpenedCache, rows: NewRows, heads_q: int = 0) -> tuple[KernelKey, ...]:
+    """The keys of the kernels that append rows and copy pages. Raises `Unsupported`."""
+    keys: list[KernelKey] = []
+    for problem in rows.problems(cache.pool, heads_q):
+        try:
+            keys.append(append_key(problem, store.arch))
+        except Unsupported as error:
+            if error.field != "dtype":
+                raise
+            # A request calls the rows k.
+            raise Unsupported("k_pe" if problem.latent else "k", *error.args[1:]) from None
+    return *keys, PageCopyKey(arch=store.arch)

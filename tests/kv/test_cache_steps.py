@@ -1,0 +1,107 @@
+"""Requests of a kind that a cache has answered before are bound to its step: checked and answered as the first was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kv_cache import PAGE, Rows, attention, contents, opened, outcome, wait
+
+import gpu_actors as ga
+
+
+def test_a_sequence_that_grows_over_pages_is_answered_right_at_each_length() -> None:
+    rows = Rows()
+    with opened() as (_, cache):
+        seq, plain = wait(cache.create()), wait(cache.create())
+        keys, values = (np.concatenate(part) for part in zip(*(rows.new(1) for _ in range(3 * PAGE)), strict=True))
+        for length in range(1, 3 * PAGE + 1):
+            k, v, q = keys[length - 1 :][:1], values[length - 1 :][:1], rows.q(1, 1)
+            out = np.empty_like(q)
+            wait(cache.append([plain], k[None], v[None]))
+            assert wait(cache.attend(q, [seq], k=k[None], v=v[None], out=out)).out is out
+            assert wait(cache.attend(q, [plain])).out.tobytes() == out.tobytes()
+            np.testing.assert_allclose(out[0], attention(q[0], keys[:length], values[:length]), rtol=1e-5)
+        for one in (seq, plain):
+            np.testing.assert_array_equal(contents(cache, one), (keys, values))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"causal": 1}, "causal"),
+        ({"window_size": (-1, False)}, "window_size"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"softmax_scale": "1"}, "softmax_scale"),
+        ({"expect_length": 7}, "expect_length"),
+        ({"rope": ga.Rope(dim=32)}, "rope.dim"),
+        ({"tokens": [[1, 2]]}, "tokens"),
+        ({"q_positions": np.zeros((2, 2), np.int32)}, "q_positions"),
+        ({"tree_mask": np.ones(3)}, "tree_mask"),
+        ({"window_size": []}, "window_size"),
+        ({"softmax_scale": []}, "softmax_scale"),
+    ],
+)
+def test_what_is_wrong_with_a_later_request_is_refused(changes: dict[str, Any], field: str) -> None:
+    rows = Rows()
+    with opened() as (_, cache):
+        seq = wait(cache.create())
+        for _ in range(2):
+            k, v = rows.new(1, 1)
+            wait(cache.attend(rows.q(1, 1), [seq], k=k, v=v))
+        before = cache.length(seq)
+        k, v = rows.new(1, 1)
+        error = outcome(cache.attend(rows.q(1, 1), [seq], k=k, v=v, **changes))
+        assert isinstance(error, ga.RequestError)
+        assert error.field == field
+        assert cache.length(seq) == before
+
+
+def test_a_later_request_may_not_name_a_sequence_twice_or_write_over_its_q() -> None:
+    rows = Rows()
+    with opened() as (_, cache):
+        first, second = wait(cache.create(), cache.create())
+        for _ in range(2):
+            k, v = rows.new(2, 1)
+            q = rows.q(2, 1)
+            wait(cache.attend(q, [first, second], k=k, v=v, out=np.empty_like(q)))
+        error = outcome(cache.attend(q, [first, first], k=k, v=v, out=np.empty_like(q)))
+        assert isinstance(error, ga.InvalidRequest)
+        assert error.field == "seqs"
+        wide = np.zeros((3, *q.shape[1:]), np.float32)
+        error = outcome(cache.attend(wide[:2], [first, second], k=k, v=v, out=wide[1:]))
+        assert isinstance(error, ga.InvalidRequest)
+        assert error.field == "out"
+        assert (cache.length(first), cache.length(second)) == (2, 2)
+
+
+def test_options_of_one_value_and_several_types_are_told_apart() -> None:
+    rows = Rows()
+    with opened() as (_, cache):
+        seq = wait(cache.create())
+        wait(cache.append(seq, *rows.new(4)))
+        q = rows.q(1, 2)
+        results = [wait(cache.attend(q, [seq], **options)).out for options in ({}, {"sink_tokens": 0}, {})]
+        assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+        for options in ({"sink_tokens": False}, {"num_splits": False}, {"attention_chunk": False}):
+            assert isinstance(outcome(cache.attend(q, [seq], **options)), ga.RequestError), options
+        windowed = wait(cache.attend(q, [seq], window_size=(1, 0))).out
+        assert windowed.tobytes() != results[0].tobytes()
+
+
+def test_a_step_keeps_no_array_of_a_request() -> None:
+    rows = Rows()
+    with opened() as (_, cache):
+        seq = wait(cache.create())
+        for _ in range(3):
+            q, (k, v) = rows.q(1, 1), rows.new(1, 1)
+            kept = [weakref.ref(array) for array in (q, k, v)]
+            wait(cache.attend(q, [seq], k=k, v=v))
+            wait(cache.append([seq], k, v))
+            del q, k, v
+        gc.collect()
+        wait(cache.attend(rows.q(1, 1, heads=2), [seq]))  # the actor and its stream have gone on to another request
+        assert [one() for one in kept] == [None] * 3
