@@ -205,6 +205,7 @@ class KvCacheActor(ServiceActor):
         if kernels is None:
             self._store.order.block(work.call)
             return False
+        work.loaded = kernels
         work.kernels, work.cascading = kernels[:attending], kernels[attending:cascading]
         work.appending = kernels[cascading:]
         return True

@@ -19,7 +19,7 @@ from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
-from gpu_actors.devices.interface import Kernel, Launch
+from gpu_actors.devices.interface import Launch, Steps
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect
 from gpu_actors.kernels.append import append_key
@@ -110,8 +110,6 @@ class CacheStep:
     keys: tuple[KernelKey, ...]
     shared: Hashable | None
     columns: int = field(init=False, default=0)
-    _kernels: tuple[Kernel, ...] = field(init=False, default=())
-    _launch: Launch | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.request is not None:
@@ -139,12 +137,10 @@ class CacheStep:
 
     def launch(self, work: KvWork, arch: str) -> Launch:
         """The launch of one request of this step, which copies no page and makes no cascade."""
-        kernels = (*work.kernels, *work.appending)
-        known, request, rows, plan = self._launch, work.request, work.rows, self.plan
-        if known is None or kernels != self._kernels:
-            launch = self._first(work, arch)
-            self._kernels = kernels
-            return launch
+        known: Launch | None = work.loaded.memo.get(self)
+        request, rows, plan = work.request, work.rows, self.plan
+        if known is None:
+            return self._first(work, arch)
         inputs = {**known.inputs, "block_table": work.table, "cache_seqlens": work.lengths}
         outputs = known.outputs
         if request is not None:
@@ -172,7 +168,8 @@ class CacheStep:
             own = ("q", "k", "v", "block_table", "cache_seqlens", "plan")
             inputs = {name: array for name, array in launch.inputs.items() if name not in own}
             outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
-            self._launch = Launch(launch.key, inputs, outputs, oracle, launch.steps, launch.scratch, launch.updates)
+            known = Launch(launch.key, inputs, outputs, oracle, Steps(launch.steps), launch.scratch, launch.updates)
+            work.loaded.remember(self, known)
         return launch
 
 

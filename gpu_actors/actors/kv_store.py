@@ -20,7 +20,7 @@ from gpu_actors.arrays.adopt import CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
-from gpu_actors.devices.interface import Kernel, Outputs
+from gpu_actors.devices.interface import Kernel, Kernels, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.kernels.append import AppendProblem, append_key
@@ -67,6 +67,7 @@ class KvWork(Work):
     tables: list[PageTable]
     rows: NewRows | None = None
     step: CacheStep | None = None
+    loaded: Kernels = Kernels(())  # noqa: RUF009
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
     cascade: CascadeKeys | str | None = None

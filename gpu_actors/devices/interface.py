@@ -10,9 +10,9 @@ module depends on the choice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,7 @@ __all__ = [
     "DeviceInfo",
     "Event",
     "Kernel",
+    "Kernels",
     "Launch",
     "LaunchGeometry",
     "OutputSpec",
@@ -37,6 +38,7 @@ __all__ = [
     "ScratchSpec",
     "Step",
     "StepPack",
+    "Steps",
     "Stream",
     "TensorMap",
     "zero_launch",
@@ -122,6 +124,28 @@ class Kernel:
     parameter_bytes: tuple[int, ...] | None = None
 
 
+class Kernels(tuple[Kernel, ...]):
+    """Loaded kernels that a launch takes together.
+
+    memo: what is bound to them and costs little, by what it is for. It is let go of with them, so that nothing else
+    keeps a kernel loaded.
+    """
+
+    MOST = 256
+
+    memo: dict[Any, Any]
+
+    def __new__(cls, kernels: Iterable[Kernel]) -> Self:
+        made = super().__new__(cls, kernels)
+        made.memo = {}
+        return made
+
+    def remember(self, purpose: Any, value: Any) -> None:
+        if len(self.memo) >= self.MOST:
+            self.memo.clear()
+        self.memo[purpose] = value
+
+
 Outputs = Mapping[str, Any]
 Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
 """Turns the buffers of a launch's operands, by name, into the bytes of a kernel's parameter struct."""
@@ -138,6 +162,15 @@ class Step(NamedTuple):
     kernel: Kernel
     geometry: LaunchGeometry
     pack: StepPack
+
+
+class Steps(tuple[Step, ...]):
+    """The kernels of a launch, in order.
+
+    placement: what a device knows of launches with these very steps, or None.
+    """
+
+    placement: Any = None
 
 
 class ScratchSpec(NamedTuple):

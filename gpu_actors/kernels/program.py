@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from gpu_actors.attention.problem import DispatchKey
-from gpu_actors.devices.interface import Buffer, Kernel, LaunchGeometry, ScratchSpec, Step, TensorMap
+from gpu_actors.devices.interface import Buffer, Kernel, Kernels, LaunchGeometry, ScratchSpec, Step, Steps, TensorMap
 from gpu_actors.errors import Unsupported
 
 __all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values", "flat_grid"]
@@ -50,8 +48,6 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
 
 
 NO_VALUES = Values()
-
-_MOST_OPERANDS = 16  # of a launch that is remembered: more take longer to compare than to pack
 
 
 def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
@@ -92,50 +88,22 @@ class Program:
         """The keys of the kernels that `steps` takes, in that order."""
         return tuple(part.key for part in self.parts)
 
-    def steps(self, kernels: Sequence[Kernel], values: Values) -> tuple[Step, ...]:
-        """The steps of a launch. kernels: of `keys`, loaded."""
-        return tuple(
-            Step(kernel, part.geometry, functools.partial(_pack, part, (self._number, index), values))
-            for index, (kernel, part) in enumerate(zip(kernels, self.parts, strict=True))
-        )
+    def steps(self, kernels: Sequence[Kernel], values: Values) -> Steps:
+        """The steps of a launch. kernels: of `keys`, loaded.
+
+        They are the same object again for the same `Kernels`, if they pass no values.
+        """
+        memo = kernels if isinstance(kernels, Kernels) and values is NO_VALUES else None
+        steps: Steps | None = None if memo is None else memo.memo.get(self._number)
+        if steps is None:
+            steps = Steps(
+                Step(kernel, part.geometry, functools.partial(_pack, part.pack, values))
+                for kernel, part in zip(kernels, self.parts, strict=True)
+            )
+            if memo is not None:
+                memo.remember(self._number, steps)
+        return steps
 
 
-class _Packed:
-    """The parameters that kernels were given last, by kernel and operands: pools give the same addresses out again.
-
-    One for all programs, so that they are bounded together: a few KiB each. Safe from any thread, and without a lock,
-    which a fork could leave locked: each step on the dictionary is one call into C.
-    """
-
-    MOST = 4096
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
-
-    def find(self, key: Hashable) -> bytes | None:
-        packed = self._kept.get(key)
-        if packed is not None:
-            with contextlib.suppress(KeyError):  # another thread has dropped it since
-                self._kept.move_to_end(key)
-        return packed
-
-    def keep(self, key: Hashable, packed: bytes) -> None:
-        self._kept[key] = packed
-        if len(self._kept) > self.MOST:
-            self._kept.popitem(last=False)
-
-
-_packed = _Packed()
-
-
-def _pack(part: Part, place: tuple[int, int], values: Values, buffers: Mapping[str, Buffer]) -> bytes:
-    """place: of the part, its program's number and its own."""
-    # Seeds differ from launch to launch, and -0.0 equals 0.0 without standing for it.
-    if values.dropout_seed or values.score_scalars or len(buffers) > _MOST_OPERANDS:
-        return part.pack(buffers, values)
-    key = place, tuple(buffers.items())
-    packed = _packed.find(key)
-    if packed is None:
-        packed = part.pack(buffers, values)
-        _packed.keep(key, packed)
-    return packed
+def _pack(pack: Pack, values: Values, buffers: Mapping[str, Buffer]) -> bytes:
+    return pack(buffers, values)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 from gpu_actors.compiling.source import Cubin
-from gpu_actors.devices.interface import Kernel
+from gpu_actors.devices.interface import Kernel, Kernels
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.kernels.variants import KernelKey, Prepare
 from gpu_actors.runtime.call import Call
@@ -36,12 +36,12 @@ class KernelStore:
     def __init__(self, cell: ActorCell, capacity: int = _CAPACITY) -> None:
         self._cell = cell
         self._capacity = capacity
-        self._kernels: OrderedDict[tuple[KernelKey, ...], tuple[Kernel, ...]] = OrderedDict()
+        self._kernels: OrderedDict[tuple[KernelKey, ...], Kernels] = OrderedDict()
         self._products: OrderedDict[KernelKey, Cubin | Kernel] = OrderedDict()
         self._parked: dict[KernelKey, list[Call[Any]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, keys: tuple[KernelKey, ...]) -> tuple[Kernel, ...] | None:
+    def get(self, keys: tuple[KernelKey, ...]) -> Kernels | None:
         """The loaded kernels, or None where one must be compiled first. Raises what ``Device.load`` raises."""
         kernels = self._kernels.get(keys)
         if kernels is not None:
@@ -55,7 +55,7 @@ class KernelStore:
             products = [self._products[key] for key in keys]
         try:
             load = self._cell.environment.device.load
-            kernels = tuple(load(one, one.entry_points[0]) if isinstance(one, Cubin) else one for one in products)
+            kernels = Kernels(load(one, one.entry_points[0]) if isinstance(one, Cubin) else one for one in products)
         except GpuActorsError as error:
             self._cell.progress.launch_ended(error)
             raise

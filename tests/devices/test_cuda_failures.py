@@ -73,7 +73,6 @@ CYCLE = (
     "copy_to_host",
     "record_event",
     "synchronize_event",
-    "destroy_event",
     "allow_shared_memory",
 )
 
@@ -99,6 +98,16 @@ def test_a_sticky_error_in_any_call_loses_the_context_for_good(call: str) -> Non
             use()
     bench.device.close()
     assert bench.cuda.calls == [], "a lost device is not called any more"
+
+
+@pytest.mark.parametrize("call", ["destroy_event", "destroy_stream"])
+def test_a_sticky_error_at_the_end_leaves_the_rest_alone(call: str) -> None:
+    bench = Bench()
+    bench.run(floats(4))
+    bench.cuda.fail(call, 700)
+    bench.device.close()
+    assert bench.device.lost is not None
+    assert bench.cuda.calls[-1] == call
 
 
 def statuses_of_the_toolkit() -> dict[int, tuple[str, str]]:

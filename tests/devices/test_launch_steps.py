@@ -135,16 +135,19 @@ def cuda_kernels(bench: Bench) -> list[Kernel]:
     return [bench.device.load(image, name) for name in image.entry_points]
 
 
-def test_cuda_runs_steps_in_order_and_gives_scratch_back(bench: Bench) -> None:
+def test_cuda_runs_steps_in_order_and_uses_scratch_again(bench: Bench) -> None:
     kernels = cuda_kernels(bench)
     pool = bench.device.allocate((20,), "float32", zero=True)
-    held = bench.cuda.leaks()["blocks"]
-    for _ in range(2):
-        event = bench.stream.launch(launch(kernels, X, pool, pack))
+    held = bench.cuda.leaks()["blocks"] + 1  # the stream's own
+    events = [bench.stream.launch(launch(kernels, X, pool, pack)) for _ in range(3)]
+    for event in events:
         event.wait()
         assert (event.outputs["out"] == 2 * X).all()
-    assert (bench.cuda.memory.at(pool.address, 80).view(np.float32) == 4 * X).all()
+    assert (bench.cuda.memory.at(pool.address, 80).view(np.float32) == 6 * X).all()
     assert bench.cuda.leaks()["blocks"] == held
+    del pool
+    bench.device.close()
+    assert bench.cuda.leaks() == {}
 
 
 def test_cuda_changes_no_host_array_in_place(bench: Bench) -> None:
@@ -162,7 +165,7 @@ def test_cuda_refuses_steps_of_which_one_is_anothers(bench: Bench) -> None:
 def test_a_step_that_fails_releases_the_scratch_of_all(bench: Bench) -> None:
     kernels = cuda_kernels(bench)
     pool = bench.device.allocate((20,), "float32", zero=True)
-    held = bench.cuda.leaks()["blocks"]
+    held = bench.cuda.leaks()["blocks"] + 1  # the stream's own
     bench.cuda.fail("launch_kernel", 0, 1)  # the second step is not taken
     with pytest.raises(LaunchError):
         bench.stream.launch(launch(kernels, X, pool, pack))

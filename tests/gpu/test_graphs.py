@@ -9,7 +9,7 @@ import pytest
 from cases.gpu_candidates import REPEATABLE, Candidate
 from inside.arrays import adopt
 from inside.bench import RecordingContext
-from inside.cuda import CudaDevice, CudaStream, Operands
+from inside.cuda import CudaDevice, CudaStream, Operands, Placement
 
 from gpu_actors.errors import Unsupported
 
@@ -50,15 +50,15 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
         assert stream.handle is not None
         # Operands stay where they are for as long as the graph is replayed.
         launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
-        operands = Operands(device.memory, launch)
+        functions = [step.kernel.handle for step in launch.steps]
+        operands = Operands(device.memory, launch, Placement.of(launch, stream, functions, arms=False), None)
         runtime.deviceSynchronize()
-        for step in launch.steps:
-            step.kernel.handle.prepare(device.driver.api, step.geometry.shared_bytes)
+        for function, geometry, _ in operands.bound.kernels:
+            function.prepare(device.driver.api, geometry.shared_bytes)
         runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
         operands.upload(device.driver.api, stream.handle)
-        for step in launch.steps:
-            params = step.pack(operands.buffers)
-            device.driver.api.launch_kernel(step.kernel.handle.handle, *step.geometry, stream.handle, params)
+        for function, geometry, params in operands.bound.kernels:
+            device.driver.api.launch_kernel(function.handle, *geometry, stream.handle, params)
         graph = runtime.streamEndCapture(stream.handle)
         replay = runtime.graphInstantiate(graph)
         out = operands.results()[answer._fields[0]]

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from inside.compiling import Compiler
-from inside.devices import Buffer, Kernel, LaunchGeometry
+from inside.devices import Buffer, Kernel, Kernels, LaunchGeometry
 from inside.emulation import build_module
 from support.structs import fields_of
 
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
-from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values, _Packed
+from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import kernel_source
 
@@ -172,49 +172,30 @@ class TestPacking:
         assert unpack(pack_forward(problem, given))["q_strides.head"] == 1
 
 
-def test_the_same_operands_are_packed_once() -> None:
-    """And others anew: an address, a shape. Seeds, scalars (-0.0 equals 0.0) and many operands are not compared."""
-    made: list[tuple[dict[str, Buffer], Values]] = []
+def test_launches_of_the_same_kernels_have_the_same_steps() -> None:
+    """But for those that pass values. -0.0 equals 0.0, and is passed all the same."""
+    made: list[Values] = []
 
     def pack(given: Mapping[str, Buffer], values: Values) -> bytes:
-        made.append((dict(given), values))
-        return bytes([len(made)])
+        made.append(values)
+        return b""
 
     key = dispatch_key(DENSE, "sm_80")
-    program = Program((Part(key, LaunchGeometry((1, 1, 1), (32, 1, 1), 0), pack),))
-
-    def packed(given: dict[str, Buffer], values: Values = NO_VALUES) -> object:
-        (step,) = program.steps([Kernel("forward_mma", None)], values)
-        return step.pack(given)
-
-    first = buffers(DENSE_SHAPES)
-    others = (
-        first | {"q": first["q"]._replace(address=8)},
-        first | {"q": first["q"]._replace(shape=(2, 3, 4, 4))},
-        first | {"q": first["q"]._replace(strides=(0, 0, 0, 1))},
-        first | {"q": first["q"]._replace(dtype="bfloat16")},
-        {name: buffer for name, buffer in first.items() if name != "v"},
-    )
-    assert packed(first) == packed(buffers(DENSE_SHAPES)) == b"\1"
-    for count, other in enumerate(others, 2):
-        assert packed(other) == packed(dict(other)) == bytes([count])
-    assert packed(first) == b"\1"
-    many = first | {f"k_cache.{n}": first["k"] for n in range(16)}
-    for given, values in ((first, Values(dropout_seed=3)), (many, NO_VALUES)):
-        count = len(made)
-        assert packed(given, values) != packed(given, values)
-        assert made[count:] == [(given, values)] * 2
-    for scalar in (0.0, -0.0, 0.0):
-        packed(first, Values(score_scalars=(scalar,)))
-        assert str(made[-1][1].score_scalars) == f"({scalar},)"
-    assert made[0][0] == first
+    programs = [Program((Part(key, LaunchGeometry((1, 1, 1), (32, 1, 1), 0), pack),)) for _ in range(2)]
+    kernels, others = (Kernels([Kernel("forward_mma", None)]) for _ in range(2))
+    first = programs[0].steps(kernels, NO_VALUES)
+    assert programs[0].steps(kernels, NO_VALUES) is first
+    assert programs[0].steps(others, NO_VALUES) is not first
+    assert programs[1].steps(kernels, NO_VALUES) is not first
+    for values in (Values(dropout_seed=3), Values(score_scalars=(0.0,)), Values(score_scalars=(-0.0,))):
+        (step,) = programs[0].steps(kernels, values)
+        step.pack(buffers(DENSE_SHAPES))
+        assert str(made[-1]) == str(values)
 
 
-def test_parameters_are_remembered_of_the_last_launches_alone() -> None:
-    kept = _Packed()
-    kept.MOST = 3
-    for key in range(3):
-        kept.keep(key, bytes([key]))
-    assert kept.find(0) == b"\0"
-    kept.keep(3, b"\3")
-    assert [kept.find(key) for key in range(4)] == [b"\0", None, b"\2", b"\3"]
+def test_what_is_bound_to_kernels_is_bounded() -> None:
+    kernels = Kernels([Kernel("forward_mma", None)])
+    for purpose in range(3 * kernels.MOST):
+        kernels.remember(purpose, purpose)
+        assert kernels.memo[purpose] == purpose
+        assert len(kernels.memo) <= kernels.MOST

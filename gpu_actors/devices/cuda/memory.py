@@ -1,7 +1,8 @@
 """The memory of launches: page-locked staging on the host, and device blocks that Python owns.
 
-No second launch gets a block before the first one's event is known to be over, whichever streams they run on. That is
-stricter than the stream order of CuPy's and torch's allocators, and does not depend on streams.
+No second launch gets a block of the pool before the first one's event is known to be over, whichever streams they run
+on. That is stricter than the stream order of CuPy's and torch's allocators, and does not depend on streams. The memory
+that a stream keeps for its own launches (`operands.StreamMemory`) is used in the stream's order.
 """
 
 from __future__ import annotations

@@ -7,279 +7,406 @@ behind the kernels, into a second block. Both kinds share one block of device me
 
 An array of the host that a kernel changes is between the two, and is copied both ways. An array on the device is used
 in place, without a copy. Arrays on the device of several requests that share the launch are copied next to each other.
+
+The first launch of given steps decides where each operand goes and packs the kernels' parameters (`Placement`). A later
+one of the same kind on the same addresses has both already.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gpu_actors.arrays.adopt import check_output, dtype_of, name_of
 from gpu_actors.arrays.device_array import DeviceArray, Joined, element_strides
 from gpu_actors.arrays.dlpack import contiguous_strides
-from gpu_actors.devices.cuda.api import CudaApi, MemoryBlock
+from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.memory import DeviceMemory, Layout, MemoryPools, StagingBlock
-from gpu_actors.devices.interface import Buffer, Launch, OutputSpec, ScratchSpec
+from gpu_actors.devices.cuda.module import CudaFunction
+from gpu_actors.devices.interface import Buffer, Launch, LaunchGeometry, OutputSpec, Params, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
 
-__all__ = ["Armed", "Operands"]
+__all__ = ["Bound", "Operands", "Placement", "StreamMemory"]
 
 Host = np.ndarray[Any, Any]
+Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
 
 
-class _Download(NamedTuple):
-    """An output that is downloaded to the host. offset: in the staging block."""
+class StreamMemory:
+    """Device memory that the launches of one stream use one after the other, in the order of the stream.
 
-    name: str
-    spec: OutputSpec
-    offset: int
+    The memory that launches leave as 0 is cleared for the first of them. Memory for operands grows to what the largest
+    launch needs, up to ``MOST`` bytes; a launch that needs more has a block of its own.
+    """
 
-
-class _Late(NamedTuple):
-    """Scratch whose contents depend on the other buffers' addresses. offset: in the staging block."""
-
-    spec: ScratchSpec
-    offset: int
-
-
-class Armed:
-    """Memory of a stream that its launches find as 0 and leave as 0. The first of them clears it."""
-
-    BYTES = 256
+    ARMED = 256
+    MOST = 1 << 25
 
     def __init__(self, pools: MemoryPools) -> None:
-        self._memory = DeviceMemory(pools, self.BYTES)
-        self.address: int = self._memory.address
+        self._pools = pools
+        self._armed: DeviceMemory | None = None
+        self._shared: DeviceMemory | None = None
+        self._size = 0
         self.cleared: bool = False
+
+    @property
+    def armed(self) -> DeviceMemory:
+        """What launches find as 0 and leave as 0."""
+        if self._armed is None:
+            self._armed = DeviceMemory(self._pools, self.ARMED)
+        return self._armed
+
+    def block(self, nbytes: int) -> DeviceMemory:
+        """Memory for the next launch. A launch holds it until it is over, for it may be replaced by a larger block."""
+        if nbytes > self.MOST:
+            return DeviceMemory(self._pools, nbytes)
+        if self._shared is None or nbytes > self._size:
+            size = 1 << (nbytes - 1).bit_length()
+            self._shared, self._size = DeviceMemory(self._pools, size), size
+        return self._shared
+
+    def release(self) -> None:
+        """Free the memory. No launch of the stream may be in flight."""
+        self._armed = self._shared = None
+        self._size = 0
+
+
+class _Place(NamedTuple):
+    """An operand that lies in the launch's block. offset: there, and in the staging block if it is copied."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(slots=True, eq=False)
+class Bound:
+    """A launch on certain addresses.
+
+    kernels: with their packed parameters. cleared: address and bytes of what is cleared first. joined: the addresses
+    that joined arrays are copied to. late: the contents of scratch that holds addresses.
+    """
+
+    kernels: Kernels
+    cleared: Sequence[tuple[int, int]]
+    joined: Sequence[int]
+    late: Sequence[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Where the operands of launches of one kind go, which have the same steps and equal shapes. Made for the first.
+
+    stream: of those launches. bound: the latest launches by the addresses of their operands, for allocators give the
+    same addresses out again.
+    """
+
+    MOST_BOUND = 64
+
+    stream: object
+    functions: Sequence[CudaFunction]
+    specs: Mapping[str, ScratchSpec]
+    kind: tuple[Any, ...]
+    device: list[str] = field(default_factory=list)
+    uploads: list[_Place] = field(default_factory=list)
+    late: list[tuple[_Place, ScratchSpec]] = field(default_factory=list)
+    returned: list[_Place] = field(default_factory=list)
+    downloads: list[_Place] = field(default_factory=list)
+    scratch: list[_Place] = field(default_factory=list)
+    joined: list[_Place] = field(default_factory=list)
+    armed: list[_Place] = field(default_factory=list)
+    empty: dict[str, Buffer] = field(default_factory=dict)
+    cleared: list[str] = field(default_factory=list)
+    up: int = 0
+    both: int = 0
+    down: int = 0
+    size: int = 0
+    bound: OrderedDict[tuple[int, ...], Bound] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], arms: bool) -> Placement:
+        """arms: whether scratch that is left as 0 lies in the stream's own memory.
+
+        Raises `InvalidRequest` for an array in other memory, and `LaunchError`.
+        """
+        placement = cls(stream, functions, launch.scratch, _kind_of(launch))
+        up, both, down, inner = Layout(), Layout(), Layout(), Layout()
+        placement._place_inputs(launch, up, both, inner)
+        placement._place_outputs(launch, down)
+        placement._place_scratch(launch.scratch, up, inner, arms)
+        placement.up, placement.both, placement.down = up.size, both.size, down.size
+        placement.size = up.size + both.size + down.size + inner.size
+        return placement
+
+    def fits(self, launch: Launch, stream: object) -> bool:
+        """Whether a launch with the same steps as the first one's is of its kind."""
+        return self.stream is stream and self.specs is launch.scratch and self.kind == _kind_of(launch)
+
+    def _place_inputs(self, launch: Launch, up: Layout, both: Layout, inner: Layout) -> None:
+        for name, array in launch.inputs.items():
+            if isinstance(array, DeviceArray):
+                self.device.append(name)
+            elif isinstance(array, Joined):
+                self.joined.append(_Place(name, inner.reserve(array.nbytes), array.shape, array.dtype))
+            elif name in launch.updates:
+                raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
+            elif array.size == 0:
+                self.empty[name] = _buffer(0, array.shape, array.dtype)
+            else:
+                places, layout = (self.returned, both) if name in launch.returned else (self.uploads, up)
+                places.append(_Place(name, layout.reserve(array.nbytes), array.shape, array.dtype))
+
+    def _place_outputs(self, launch: Launch, down: Layout) -> None:
+        makes = _first(launch) is not None
+        for name, spec in launch.outputs.items():
+            if name in launch.inputs and spec.into is not launch.inputs[name]:
+                raise LaunchError(f"operand {name!r} is an input and another output")
+            if isinstance(spec.into, DeviceArray):
+                if spec.zero and not spec.into.contiguous:
+                    # Clearing goes byte by byte, over whatever lies between the elements.
+                    raise LaunchError(f"operand {name!r} is cleared first, so it must be contiguous")
+            elif spec.into is not None or not makes:
+                if name in launch.inputs:
+                    raise LaunchError(f"operand {name!r} is changed in place, so it must lie on the device")
+                place = _place(name, spec, down)
+                self.downloads.append(place)
+                if 0 in spec.shape:
+                    self.empty[name] = _buffer(0, spec.shape, place.dtype)
+            if spec.zero and 0 not in spec.shape:
+                self.cleared.append(name)
+
+    def _place_scratch(self, scratch: Mapping[str, ScratchSpec], up: Layout, inner: Layout, arms: bool) -> None:
+        rearmed = Layout()
+        for name, spec in scratch.items():
+            dtype = dtype_of(spec.dtype)
+            nbytes = math.prod(spec.shape) * dtype.itemsize
+            if nbytes == 0:
+                self.empty[name] = _buffer(0, spec.shape, dtype)
+            elif spec.rearmed and arms and rearmed.size + nbytes <= StreamMemory.ARMED:
+                self.armed.append(_place(name, spec, rearmed))
+            elif spec.contents is not None:
+                self.late.append((_place(name, spec, up), spec))
+            else:
+                self.scratch.append(_place(name, spec, inner))
+                if spec.zero:
+                    self.cleared.append(name)
+
+    def bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], base: int, armed: int) -> Bound:
+        """Pack the parameters of a launch. base: of its block. armed: of the stream's memory.
+
+        Raises `InvalidRequest` for an operand that the kernels cannot read where it lies.
+        """
+        buffers = dict(self.empty)
+        for name, array in on_device.items():
+            buffers[name] = Buffer(array.address, array.shape, element_strides(array), name_of(array.dtype))
+        inner = self.up + self.both + self.down
+        tables = [place for place, _ in self.late]
+        for start, places in (
+            (base, (*self.uploads, *tables)),
+            (base + self.up, self.returned),
+            (base + self.up + self.both, self.downloads),
+            (base + inner, (*self.scratch, *self.joined)),
+            (armed, self.armed),
+        ):
+            for place in places:
+                if place.name not in buffers:
+                    buffers[place.name] = _buffer(start + place.offset, place.shape, place.dtype)
+        late = []
+        for place, spec in self.late:
+            assert spec.contents is not None
+            late.append(spec.contents(buffers))
+            nbytes = math.prod(place.shape) * place.dtype.itemsize
+            if len(late[-1]) != nbytes:
+                raise LaunchError(f"scratch {place.name!r} holds {nbytes} bytes and was given {len(late[-1])}")
+        kernels = [
+            (function, step.geometry, step.pack(buffers))
+            for function, step in zip(self.functions, launch.steps, strict=True)
+        ]
+        cleared = [
+            (buffers[name].address, math.prod(buffers[name].shape) * dtype_of(buffers[name].dtype).itemsize)
+            for name in self.cleared
+        ]
+        return Bound(kernels, cleared, [buffers[place.name].address for place in self.joined], late)
+
+
+def _kind_of(launch: Launch) -> tuple[Any, ...]:
+    """What decides, beside steps and scratch, where the operands of a launch go."""
+    inputs = [
+        (name, type(array), array.shape, array.dtype, array.strides if type(array) is DeviceArray else None)
+        for name, array in launch.inputs.items()
+    ]
+    outputs = [
+        (name, shape, dtype, zero, type(into), into.strides if type(into) is DeviceArray else None)
+        for name, (shape, dtype, into, zero) in launch.outputs.items()
+    ]
+    return inputs, outputs, launch.returned, launch.updates
 
 
 class Operands:
     """The operands of one launch. It owns their memory until `release`.
 
-    buffers: by name, for packing the kernel's parameters.
+    bound: the launch on their addresses.
     producers: the streams to wait for first.
-    armed: returns the stream's memory that kernels leave as 0. None: it is not used.
     Making one raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or one that cannot be written.
     """
 
-    def __init__(self, pools: MemoryPools, launch: Launch, armed: Callable[[], Armed] | None = None) -> None:
-        self.buffers: dict[str, Buffer] = {}
+    __slots__ = ("_cleared_by", "_launch", "_memory", "_placement", "_pools", "_results", "_staging_in", "_staging_out",
+                 "bound", "producers")  # fmt: skip
+
+    def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory | None) -> None:
+        """memory: of the stream. None: the launch has memory of its own, and uses none that others leave as 0."""
         self.producers: set[int] = set()
         self._pools = pools
+        self._launch: Launch | None = launch
+        self._placement = placement
         self._results: dict[str, Any] = {}
-        self._uploads: list[tuple[str, Host, int]] = []
-        self._returned: list[tuple[str, Host, int]] = []
-        self._downloads: list[_Download] = []
-        self._scratch: list[tuple[str, ScratchSpec, int]] = []
-        self._late: dict[str, _Late] = {}
-        self._cleared: list[str] = []
-        self._arming: Armed | None = None
-        self._joined: list[tuple[str, Joined, int]] = []
-        self._block: MemoryBlock | None = None
+        self._memory: DeviceMemory | None = None
         self._staging_in: StagingBlock | None = None
         self._staging_out: StagingBlock | None = None
-        self._up, self._both, self._down, self._inner = Layout(), Layout(), Layout(), Layout()
+        self._cleared_by: StreamMemory | None = None
         try:
-            self._place_inputs(launch)
-            self._place_outputs(launch)
-            self._place_scratch(launch.scratch, armed)
-            self._allocate()
-            self._fill_staging()
+            on_device = self._find_on_device(launch)
+            self._allocate(memory)
+            self.bound: Bound = self._bind(launch, on_device, memory)
+            self._fill_staging(launch)
         except BaseException:
             self.release()
             raise
 
     def upload(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copies of the inputs, and the clearing of outputs and scratch."""
-        if self._staging_in is not None and self._block is not None:
-            api.copy_to_device(self._block.address, self._staging_in.address, self._up.size + self._both.size, stream)
-        for name, joined, _ in self._joined:
-            address = self.buffers[name].address
-            for part in joined.parts:
-                if part.nbytes:
-                    api.copy_on_device(address, part.address, part.nbytes, stream)
-                address += part.nbytes
-        for name in self._cleared:
-            buffer = self.buffers[name]
-            api.fill(buffer.address, 0, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize, stream)
-        if self._arming is not None:
-            api.fill(self._arming.address, 0, Armed.BYTES, stream)
-            self._arming.cleared = True
+        placement = self._placement
+        # No local variable holds the memory: the traceback of a call that fails would keep it.
+        if self._staging_in is not None and self._memory is not None:
+            size = placement.up + placement.both
+            api.copy_to_device(self._memory.address, self._staging_in.address, size, stream)
+        if placement.joined and self._launch is not None:
+            for place, address in zip(placement.joined, self.bound.joined, strict=True):
+                for part in self._launch.inputs[place.name].parts:
+                    if part.nbytes:
+                        api.copy_on_device(address, part.address, part.nbytes, stream)
+                    address += part.nbytes
+        for address, nbytes in self.bound.cleared:
+            api.fill(address, 0, nbytes, stream)
+        if self._cleared_by is not None and not self._cleared_by.cleared:
+            api.fill(self._cleared_by.armed.address, 0, StreamMemory.ARMED, stream)
+            self._cleared_by.cleared = True
 
     def download(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copy of the outputs for the host."""
-        if self._staging_out is not None and self._block is not None:
-            source = self._block.address + self._up.size
-            api.copy_to_host(self._staging_out.address, source, self._both.size + self._down.size, stream)
+        placement = self._placement
+        if self._staging_out is not None and self._memory is not None:
+            source = self._memory.address + placement.up
+            api.copy_to_host(self._staging_out.address, source, placement.both + placement.down, stream)
 
     def results(self) -> Mapping[str, Any]:
         """The outputs by name, once the launch is over: the caller's arrays, new ndarrays, DeviceArrays."""
-        for _, array, offset in self._returned:
+        launch, placement = self._launch, self._placement
+        assert launch is not None
+        for place in placement.returned:
             assert self._staging_out is not None
-            _bits(array)[...] = _staged(self._staging_out, offset, array.shape, array.itemsize)
-        for name, spec, offset in self._downloads:
-            dtype = dtype_of(spec.dtype)
-            into = np.empty(spec.shape, dtype) if spec.into is None else spec.into
+            _bits(launch.inputs[place.name])[...] = _staged(self._staging_out, place.offset, place)
+        for place in placement.downloads:
+            spec = launch.outputs[place.name]
+            into = np.empty(place.shape, place.dtype) if spec.into is None else spec.into
             if into.size:
                 assert self._staging_out is not None
-                _bits(into)[...] = _staged(self._staging_out, self._both.size + offset, spec.shape, dtype.itemsize)
-            self._results[name] = into
+                _bits(into)[...] = _staged(self._staging_out, placement.both + place.offset, place)
+            self._results[place.name] = into
         return self._results
 
     def rebind(self, launch: Launch) -> None:
-        """Stage the operands of another launch of the same shapes, and write its outputs from now on."""
-        self._uploads = [(name, launch.inputs[name], offset) for name, _, offset in self._uploads]
-        self._returned = [(name, launch.inputs[name], offset) for name, _, offset in self._returned]
-        self._downloads = [download._replace(spec=launch.outputs[download.name]) for download in self._downloads]
-        self._results = {}
-        self._fill_staging()
+        """Stage the operands of another launch of the same kind, and write its outputs from now on."""
+        self._launch, self._results = launch, {}
+        self._fill_staging(launch)
+
+    def forget(self) -> None:
+        """Let go of the launch's arrays, and retain the memory for `rebind`."""
+        self._launch, self._results = None, {}
 
     def release(self) -> None:
         """Free the memory. No enqueued work may use it any more."""
-        block, self._block = self._block, None
         staging = (self._staging_in, self._staging_out)
-        self._staging_in = self._staging_out = None
-        self._uploads, self._returned, self._downloads, self._results = [], [], [], {}
-        self._arming = None
-        if block is not None:
-            self._pools.free(block)
+        self._staging_in = self._staging_out = self._launch = self._memory = self._cleared_by = None
+        self._results = {}
         for staged in staging:
             if staged is not None:
                 self._pools.release_staging(staged)
 
-    # Placing
-
-    def _place_inputs(self, launch: Launch) -> None:
-        for name, array in launch.inputs.items():
-            if isinstance(array, DeviceArray):
-                self._place_on_device(name, array)
-            elif isinstance(array, Joined):
-                self._joined.append((name, array, self._inner.reserve(array.nbytes)))
-                self.producers.update(part.stream for part in array.parts if part.stream is not None)
-            elif name in launch.updates:
-                raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
-            elif array.size == 0:
-                self.buffers[name] = _buffer(0, array.shape, array.dtype)
-            elif name in launch.returned:
-                self._returned.append((name, array, self._both.reserve(array.nbytes)))
-            else:
-                self._uploads.append((name, array, self._up.reserve(array.nbytes)))
-
-    def _place_outputs(self, launch: Launch) -> None:
-        first = next(iter(launch.inputs.values()), None)
-        if isinstance(first, Joined):
-            first = first.parts[0]
-        for name, spec in launch.outputs.items():
-            if name in launch.inputs and spec.into is not launch.inputs[name]:
-                raise LaunchError(f"operand {name!r} is an input and another output")
-            if isinstance(spec.into, DeviceArray):
-                check_output(spec.into, spec.shape, spec.dtype, name)
-                if spec.zero and not spec.into.contiguous:
-                    # Clearing goes byte by byte, over whatever lies between the elements.
-                    raise LaunchError(f"operand {name!r} is cleared first, so it must be contiguous")
-                self._place_on_device(name, spec.into)
-                self._results[name] = spec.into
-            elif spec.into is None and isinstance(first, DeviceArray):
-                output = self._make(first, spec)
-                self._place_on_device(name, output)
-                self._results[name] = output
-            else:
-                self._place_download(name, spec, launch.inputs)
-            if spec.zero and 0 not in spec.shape:
-                self._cleared.append(name)
-
-    def _place_scratch(self, scratch: Mapping[str, ScratchSpec], find_armed: Callable[[], Armed] | None) -> None:
-        rearmed = Layout()
-        for name, spec in scratch.items():
-            dtype = dtype_of(spec.dtype)
-            nbytes = math.prod(spec.shape) * dtype.itemsize
-            if nbytes == 0:
-                self.buffers[name] = _buffer(0, spec.shape, dtype)
-            elif spec.rearmed and find_armed is not None and rearmed.size + nbytes <= Armed.BYTES:
-                armed = find_armed()
-                self.buffers[name] = _buffer(armed.address + rearmed.reserve(nbytes), spec.shape, dtype)
-                if not armed.cleared:
-                    self._arming = armed
-            elif spec.contents is not None:
-                self._late[name] = _Late(spec, self._up.reserve(nbytes))
-            else:
-                self._scratch.append((name, spec, self._inner.reserve(nbytes)))
-                if spec.zero:
-                    self._cleared.append(name)
-
-    def _place_download(self, name: str, spec: OutputSpec, inputs: Mapping[str, Any]) -> None:
-        if spec.into is not None:
-            check_output(spec.into, spec.shape, spec.dtype, name)
-        if name in inputs:
-            raise LaunchError(f"operand {name!r} is changed in place, so it must lie on the device")
-        dtype = dtype_of(spec.dtype)
-        nbytes = math.prod(spec.shape) * dtype.itemsize
-        self._downloads.append(_Download(name, spec, self._down.reserve(nbytes)))
-        if nbytes == 0:
-            self.buffers[name] = _buffer(0, spec.shape, dtype)
-
-    def _place_on_device(self, name: str, array: DeviceArray) -> None:
+    def _find_on_device(self, launch: Launch) -> dict[str, DeviceArray]:
+        """The inputs and outputs on the device by name. Outputs that the caller does not give are made."""
         index = self._pools.driver.index
-        if array.device != index:
-            raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
-        if array.stream is not None:
-            self.producers.add(array.stream)
-        self.buffers[name] = Buffer(array.address, array.shape, element_strides(array), name_of(array.dtype))
+        found: dict[str, DeviceArray] = {name: launch.inputs[name] for name in self._placement.device}
+        for place in self._placement.joined:
+            self.producers.update(part.stream for part in launch.inputs[place.name].parts if part.stream is not None)
+        first = _first(launch)
+        for name, spec in launch.outputs.items():
+            if spec.into is not None:
+                check_output(spec.into, spec.shape, spec.dtype, name)
+                if isinstance(spec.into, DeviceArray):
+                    found[name] = self._results[name] = spec.into
+            elif first is not None:
+                make = first.make or self._pools.empty
+                found[name] = self._results[name] = make(spec.shape, spec.dtype)
+        for name, array in found.items():
+            if array.device != index:
+                raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
+            if array.stream is not None:
+                self.producers.add(array.stream)
+        return found
 
-    def _make(self, like: DeviceArray, spec: OutputSpec) -> DeviceArray:
-        if like.make is not None:
-            return like.make(spec.shape, spec.dtype)
-        return self._pools.empty(spec.shape, spec.dtype)
+    def _allocate(self, memory: StreamMemory | None) -> None:
+        placement = self._placement
+        if placement.size:
+            self._memory = DeviceMemory(self._pools, placement.size) if memory is None else memory.block(placement.size)
+        if placement.up + placement.both:
+            self._staging_in = self._pools.acquire_staging(placement.up + placement.both)
+        if placement.both + placement.down:
+            self._staging_out = self._pools.acquire_staging(placement.both + placement.down)
 
-    # Memory
+    def _bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: StreamMemory | None) -> Bound:
+        placement = self._placement
+        base = 0 if self._memory is None else self._memory.address
+        armed = 0
+        if placement.armed and memory is not None:
+            armed, self._cleared_by = memory.armed.address, memory
+        key = (base, armed, *[array.address for array in on_device.values()])
+        bound = placement.bound.get(key)
+        if bound is None:
+            bound = placement.bound[key] = placement.bind(launch, on_device, base, armed)
+            if len(placement.bound) > placement.MOST_BOUND:
+                placement.bound.popitem(last=False)
+        return bound
 
-    def _allocate(self) -> None:
-        down = self._up.size + self._both.size
-        inner = down + self._down.size
-        size = inner + self._inner.size
-        if size == 0:
+    def _fill_staging(self, launch: Launch) -> None:
+        placement, staging = self._placement, self._staging_in
+        if staging is None:
             return
-        self._block = self._pools.allocate(size)
-        base = self._block.address
-        for name, array, offset in self._uploads:
-            self.buffers[name] = _buffer(base + offset, array.shape, array.dtype)
-        for name, array, offset in self._returned:
-            self.buffers[name] = _buffer(base + self._up.size + offset, array.shape, array.dtype)
-        for name, spec, offset in self._downloads:
-            if name not in self.buffers:
-                address = base + down + offset
-                self.buffers[name] = _buffer(address, spec.shape, dtype_of(spec.dtype))
-        for name, scratch, offset in self._scratch:
-            address = base + inner + offset
-            self.buffers[name] = _buffer(address, scratch.shape, dtype_of(scratch.dtype))
-        for name, joined, offset in self._joined:
-            address = base + inner + offset
-            self.buffers[name] = _buffer(address, joined.shape, joined.dtype)
-        for name, late in self._late.items():
-            self.buffers[name] = _buffer(base + late.offset, late.spec.shape, dtype_of(late.spec.dtype))
-        if down:
-            self._staging_in = self._pools.acquire_staging(down)
-        if inner > self._up.size:
-            self._staging_out = self._pools.acquire_staging(inner - self._up.size)
+        for place in placement.uploads:
+            _staged(staging, place.offset, place)[...] = _bits(launch.inputs[place.name])
+        for place in placement.returned:
+            _staged(staging, placement.up + place.offset, place)[...] = _bits(launch.inputs[place.name])
+        for (place, _), contents in zip(placement.late, self.bound.late, strict=True):
+            staging.bytes[place.offset : place.offset + len(contents)] = np.frombuffer(contents, np.uint8)
 
-    def _fill_staging(self) -> None:
-        for _, array, offset in self._uploads:
-            assert self._staging_in is not None
-            _staged(self._staging_in, offset, array.shape, array.itemsize)[...] = _bits(array)
-        for _, array, offset in self._returned:
-            assert self._staging_in is not None
-            _staged(self._staging_in, self._up.size + offset, array.shape, array.itemsize)[...] = _bits(array)
-        for name, late in self._late.items():
-            assert self._staging_in is not None
-            assert late.spec.contents is not None
-            contents = np.frombuffer(late.spec.contents(self.buffers), np.uint8)
-            nbytes = math.prod(late.spec.shape) * dtype_of(late.spec.dtype).itemsize
-            if contents.size != nbytes:
-                raise LaunchError(f"scratch {name!r} holds {nbytes} bytes and was given {contents.size}")
-            self._staging_in.bytes[late.offset : late.offset + contents.size] = contents
+
+def _first(launch: Launch) -> DeviceArray | None:
+    """The launch's first input if it lies on the device, as its outputs then do."""
+    first = next(iter(launch.inputs.values()), None)
+    if isinstance(first, Joined):
+        first = first.parts[0]
+    return first if isinstance(first, DeviceArray) else None
+
+
+def _place(name: str, spec: OutputSpec | ScratchSpec, layout: Layout) -> _Place:
+    dtype = dtype_of(spec.dtype)
+    return _Place(name, layout.reserve(math.prod(spec.shape) * dtype.itemsize), spec.shape, dtype)
 
 
 def _bits(array: Host) -> Host:
@@ -287,9 +414,10 @@ def _bits(array: Host) -> Host:
     return array.view(f"u{array.itemsize}")
 
 
-def _staged(block: StagingBlock, offset: int, shape: tuple[int, ...], itemsize: int) -> Host:
-    nbytes = math.prod(shape) * itemsize
-    return block.bytes[offset : offset + nbytes].view(f"u{itemsize}").reshape(shape)
+def _staged(block: StagingBlock, offset: int, place: _Place) -> Host:
+    itemsize = place.dtype.itemsize
+    nbytes = math.prod(place.shape) * itemsize
+    return block.bytes[offset : offset + nbytes].view(f"u{itemsize}").reshape(place.shape)
 
 
 def _buffer(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:

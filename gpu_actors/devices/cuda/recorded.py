@@ -51,6 +51,7 @@ class RecordedLaunch:
 
     def release(self) -> None:
         """The flight is over: the next launch may use the recording."""
+        self._operands.forget()
         self._recordings.release(self._key, self)
 
     def drop(self, driver: Driver) -> None:

@@ -10,23 +10,55 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable
 
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
 from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
-from gpu_actors.devices.cuda.operands import Armed, Operands
+from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory
 from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
-from gpu_actors.devices.interface import Event, Launch, LaunchGeometry, Outputs, Params, RecordingStats, Stream
+from gpu_actors.devices.interface import Event, Launch, Outputs, RecordingStats, Steps, Stream
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
 
-_Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
+
+class _Events:
+    """The events of one stream, which its launches use again and again."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._idle: list[int] = []
+        self._order: int | None = None
+
+    def take(self) -> int:
+        """An event that no launch uses. Raises `CudaFailure`."""
+        return self._idle.pop() if self._idle else self._driver.api.create_event()
+
+    def put_back(self, event: int) -> None:
+        """Give an event back. No thread may wait for it any more."""
+        self._idle.append(event)
+
+    def order_after(self, producer: int, stream: int) -> None:
+        """Make ``stream`` wait, on the device, for the current work on ``producer``. Raises `CudaFailure`."""
+        api = self._driver.api
+        if self._order is None:
+            self._order = api.create_event()
+        # A wait is for the record before it, so that the event may be recorded again at once.
+        api.record_event(self._order, producer)
+        api.wait_event(stream, self._order)
+
+    def close(self) -> None:
+        """Destroy the events. No launch may be in flight."""
+        events, self._idle = self._idle, []
+        if self._order is not None:
+            events.append(self._order)
+            self._order = None
+        for event in events:
+            self._driver.api.destroy_event(event)
 
 
 class CudaStream(Stream):
@@ -40,7 +72,8 @@ class CudaStream(Stream):
         self._pools = pools
         self._flights: deque[Flight] = deque()
         self._closed = False
-        self._armed: Armed | None = None
+        self._events = _Events(driver)
+        self._memory = StreamMemory(pools)
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while work is enqueued, so that the stream is not destroyed meanwhile.
         self._lock = threading.Lock()
@@ -48,25 +81,19 @@ class CudaStream(Stream):
     def launch(self, launch: Launch) -> Event:
         driver = self._driver
         driver.enter()
-        functions = _checked(driver, launch)
         with self._lock:
             self._reap()
         key = recording_key(launch)
         if key is not None:
-            return self._launch_recorded(key, launch, functions)
-        operands = Operands(self._pools, launch, self._arm)
-        try:
-            kernels = _packed(functions, launch, operands)
-        except BaseException:
-            operands.release()
-            raise
-        flight = Flight(driver, self.name, launch, operands)
+            return self._launch_recorded(key, launch)
+        operands = Operands(self._pools, launch, self._placement(launch), self._memory)
+        flight = Flight(driver, self.name, operands, self._events)
         event = CudaEvent(flight)
         with self._lock:
             if self._closed or self.handle is None:
                 flight.release()
                 raise self._stopped()
-            self._enqueue(flight, operands, kernels)
+            self._enqueue(flight, operands)
         return event
 
     def recording_stats(self) -> RecordingStats:
@@ -92,24 +119,35 @@ class CudaStream(Stream):
             if self._flights or self._driver.lost:
                 return False
             if self.handle is not None:
-                self._driver.api.destroy_stream(self.handle)
-                self.handle = self._armed = None
+                try:
+                    self._events.close()
+                    self._driver.api.destroy_stream(self.handle)
+                except CudaFailure as failure:
+                    self._driver.failed(failure)
+                    return False
+                self.handle = None
+                self._memory.release()
             return True
 
-    def _arm(self) -> Armed:
-        with self._lock:
-            if self._armed is None:
-                self._armed = Armed(self._pools)
-            return self._armed
+    def _placement(self, launch: Launch) -> Placement:
+        steps = launch.steps
+        if isinstance(steps, Steps):
+            known = steps.placement
+            if isinstance(known, Placement) and known.fits(launch, self):
+                return known
+        placement = Placement.of(launch, self, _checked(self._driver, launch), arms=True)
+        if isinstance(steps, Steps):
+            steps.placement = placement
+        return placement
 
-    def _launch_recorded(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> Event:
+    def _launch_recorded(self, key: Hashable, launch: Launch) -> Event:
         driver = self._driver
         recorded = self.recordings.acquire(key)
         if recorded is None:
-            recorded = self._record(key, launch, functions)
+            recorded = self._record(key, launch)
         else:
             recorded.rebind(launch)
-        flight = Flight(driver, self.name, launch, recorded)
+        flight = Flight(driver, self.name, recorded, self._events)
         event = CudaEvent(flight)
         with self._lock:
             if self._closed or self.handle is None:
@@ -117,14 +155,14 @@ class CudaStream(Stream):
                 raise self._stopped()
             api, stream = driver.api, self.handle
             try:
-                flight.event = api.create_event()
+                flight.event = self._events.take()
             except CudaFailure as failure:
                 error = driver.failed(failure)
                 flight.release()
                 raise error from failure
             try:
                 for producer in recorded.producers:
-                    _order_after(driver, producer, stream)
+                    self._events.order_after(producer, stream)
                 api.launch_graph(recorded.graph, stream)
                 api.record_event(flight.event, stream)
             except CudaFailure as failure:
@@ -134,22 +172,21 @@ class CudaStream(Stream):
             self._flights.append(flight)
         return event
 
-    def _record(self, key: Hashable, launch: Launch, functions: Sequence[CudaFunction]) -> RecordedLaunch:
+    def _record(self, key: Hashable, launch: Launch) -> RecordedLaunch:
         """Record a launch as a graph, with its own memory for the launch's operands."""
         driver, api = self._driver, self._driver.api
-        operands = Operands(self._pools, launch)
+        placement = Placement.of(launch, self, _checked(driver, launch), arms=False)
+        operands = Operands(self._pools, launch, placement, None)
         try:
-            kernels = _packed(functions, launch, operands)
             with self._lock:
                 if self._closed or self.handle is None:
                     raise self._stopped()
                 stream = self.handle
 
                 def enqueue() -> None:
-                    _compute(api, stream, operands, kernels)
+                    _compute(api, stream, operands)
 
-                for function, geometry, _ in kernels:
-                    function.prepare(api, geometry.shared_bytes)
+                _prepare(api, operands.bound.kernels)
                 graph = capture(driver, stream, enqueue)
         except CudaFailure as failure:
             operands.release()
@@ -157,24 +194,23 @@ class CudaStream(Stream):
         except BaseException:
             operands.release()
             raise
-        return RecordedLaunch(key, graph, functions, operands, self.recordings)
+        return RecordedLaunch(key, graph, placement.functions, operands, self.recordings)
 
-    def _enqueue(self, flight: Flight, operands: Operands, kernels: _Kernels) -> None:
+    def _enqueue(self, flight: Flight, operands: Operands) -> None:
         driver, stream = self._driver, self.handle
         assert stream is not None
         api = driver.api
         try:
-            flight.event = api.create_event()
-            for function, geometry, _ in kernels:
-                function.prepare(api, geometry.shared_bytes)
+            flight.event = self._events.take()
+            _prepare(api, operands.bound.kernels)
         except CudaFailure as failure:
             error = driver.failed(failure)
             flight.release()
             raise error from failure
         try:
             for producer in operands.producers:
-                _order_after(driver, producer, stream)
-            _compute(api, stream, operands, kernels)
+                self._events.order_after(producer, stream)
+            _compute(api, stream, operands)
             api.record_event(flight.event, stream)
         except CudaFailure as failure:
             error = driver.failed(failure)
@@ -204,17 +240,15 @@ class CudaStream(Stream):
         return ActorStopped(f"the stream of {self.name} is closed")
 
 
-def _packed(functions: Sequence[CudaFunction], launch: Launch, operands: Operands) -> _Kernels:
-    return [
-        (function, step.geometry, step.pack(operands.buffers))
-        for function, step in zip(functions, launch.steps, strict=True)
-    ]
+def _prepare(api: CudaApi, kernels: Kernels) -> None:
+    for function, geometry, _ in kernels:
+        function.prepare(api, geometry.shared_bytes)
 
 
-def _compute(api: CudaApi, stream: int, operands: Operands, kernels: _Kernels) -> None:
+def _compute(api: CudaApi, stream: int, operands: Operands) -> None:
     """Enqueue the copies and the kernels of a launch."""
     operands.upload(api, stream)
-    for function, geometry, params in kernels:
+    for function, geometry, params in operands.bound.kernels:
         if 0 not in geometry.grid:
             api.launch_kernel(function.handle, *geometry, stream, params)
     operands.download(api, stream)
@@ -227,7 +261,7 @@ class Flight:
     settled: the results are in place and the memory is freed.
     """
 
-    def __init__(self, driver: Driver, stream: str, launch: Launch, operands: Operands | RecordedLaunch) -> None:
+    def __init__(self, driver: Driver, stream: str, operands: Operands | RecordedLaunch, events: _Events) -> None:
         self.driver = driver
         self.operands = operands
         self.event: int | None = None
@@ -235,7 +269,7 @@ class Flight:
         self.stopped = False
         self.settled: bool = False
         self._stream = stream
-        self._launch: Launch | None = launch
+        self._events = events
         self._owner: weakref.ref[CudaEvent] | None = None
         self._waiting = 0
         # Held while the event is queried, so that another thread that settles cannot destroy it meanwhile.
@@ -292,11 +326,10 @@ class Flight:
             if not self.settled:
                 self.outputs = self.operands.results()
                 self.operands.release()
-                self._launch = None
                 self.settled = True
             if not self._waiting and self.event is not None:
                 event, self.event = self.event, None
-                self.driver.destroy_event(event)
+                self._events.put_back(event)
 
     def hand_over(self, event: CudaEvent) -> None:
         """Move the results to the event. The stream may hold the flight until its next launch, but not the results."""
@@ -308,7 +341,7 @@ class Flight:
         """Free the memory of a launch of which nothing was enqueued."""
         self.operands.release()
         if self.event is not None:
-            self.driver.destroy_event(self.event)
+            self._events.put_back(self.event)
 
 
 class CudaEvent(Event):
@@ -348,14 +381,3 @@ def _checked(driver: Driver, launch: Launch) -> list[CudaFunction]:
         entry = launch.steps[0].kernel.entry
         raise LaunchError(f"kernel {entry!r} has an empty grid and outputs that are not empty")
     return functions
-
-
-def _order_after(driver: Driver, producer: int, stream: int) -> None:
-    """Make ``stream`` wait, on the device, for the current work on ``producer``."""
-    api = driver.api
-    event = api.create_event()
-    try:
-        api.record_event(event, producer)
-        api.wait_event(stream, event)
-    finally:
-        api.destroy_event(event)

@@ -10,7 +10,7 @@ Kernels are Python callables ``kernel(memory, params, geometry)``, loaded by nam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,15 @@ class Geometry:
 
 @dataclass(eq=False)
 class FakeEvent:
+    """A wait is for the record before it. Records on several streams may be over in another order."""
+
     records: int = 0
-    done: int = 0
     waiters: int = 0
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def done(self) -> bool:
+        return self.records == 0 or self.records in self.ended
 
 
 @dataclass
@@ -258,7 +264,7 @@ class FakeCuda(FakeQueues):
             number = recorded.records
 
             def record() -> None:
-                recorded.done = max(recorded.done, number)
+                recorded.ended.add(number)
 
             self._find(self._streams, stream)
             self.enqueue(stream, record)
@@ -266,7 +272,7 @@ class FakeCuda(FakeQueues):
     def event_done(self, event: int) -> bool:
         with self._call("event_done", bound=False):
             queried = self._find(self._events, event)
-            if queried.done == queried.records:
+            if queried.done:
                 return True
             # Late, but a device does get on with its work while somebody polls.
             self._polls += 1
@@ -279,7 +285,7 @@ class FakeCuda(FakeQueues):
             awaited = self._find(self._events, event)
             awaited.waiters += 1
             try:
-                while awaited.done < awaited.records:
+                while not awaited.done:
                     if self._order == "manual" or not self.step():
                         self._changed.wait()
                     if self._lost is not None:
@@ -296,7 +302,7 @@ class FakeCuda(FakeQueues):
             number = awaited.records
 
             def wait() -> bool:
-                return awaited.done >= number
+                return number == 0 or number in awaited.ended
 
             self._find(self._streams, stream).queue.append(wait)
 

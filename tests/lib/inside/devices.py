@@ -9,6 +9,7 @@ from gpu_actors.devices.interface import (
     Device,
     Event,
     Kernel,
+    Kernels,
     Launch,
     LaunchGeometry,
     Outputs,
