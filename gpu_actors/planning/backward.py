@@ -7,13 +7,15 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
 from gpu_actors.planning.block_masks import masked, masked_problem, planned_mask
-from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, oracle
+from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.validation.backward import backward_problem
@@ -104,7 +106,14 @@ def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[
 
 
 def _oracle(problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]) -> Outputs:
-    found = dict(oracle("attention_backward", _NAMES, problem, accumulate, dropout_seed, inputs))
+    from gpu_actors.reference.arguments import Arguments
+    from gpu_actors.reference.backward import Incoming, evaluate_backward
+
+    operands = dict(rounded_inputs(problem, inputs))
+    incoming = Incoming(operands.pop("dout"), operands.pop("out"), operands.pop("lse"))
+    arguments = Arguments(problem=problem, dropout_seed=dropout_seed, **operands)
+    result = evaluate_backward(arguments, incoming, np.dtype(accumulate))
+    gradients = {name: getattr(result, name) for name in _NAMES}
     for name in problem.summed:
-        found[f"d{name}"] = found[f"d{name}"].sum(axis=0, keepdims=True)
-    return found
+        gradients[f"d{name}"] = gradients[f"d{name}"].sum(axis=0, keepdims=True)
+    return gradients

@@ -28,7 +28,7 @@ from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Out
 from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
-from gpu_actors.planning.forward import attention_output, oracle_options
+from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
 from gpu_actors.validation.forward import check_cu_seqlens
@@ -254,7 +254,8 @@ def tree_bits(mask: Any) -> Any:
 def cached_oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]) -> Outputs:
     """What the kernels of a problem over a cache are compared with."""
     # Only a mock device computes here, so only its programs pay for the import.
-    from gpu_actors.reference import gather_cache, gather_caches, gather_pages, paged_attention_forward
+    from gpu_actors.reference import gather_cache, gather_caches, gather_pages
+    from gpu_actors.reference.paged import evaluate_cached
 
     lengths, padding = inputs["cache_seqlens"], inputs.get("cache_leftpad")
     if problem.latent:
@@ -267,17 +268,11 @@ def cached_oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Map
     else:
         k, v = ([inputs[f"{side}_cache.{index}"] for index in range(problem.batch)] for side in "kv")
         cache = gather_caches(k, v, lengths)
-    names = ("cu_seqlens_q", "tree_mask", *_OPTIONAL)
-    given = {name: inputs[name] for name in names if name in inputs}
+    ends = inputs.get("cu_seqlens_q")
+    given = {name: inputs[name] for name in ("tree_mask", *_OPTIONAL) if name in inputs}
     if "k_positions" in given and "q_positions" not in given:
-        ends = inputs.get("cu_seqlens_q")
         rows = problem.seqlen_q if ends is None else np.diff(ends)
         own = own_positions(given["k_positions"], np.diff(cache.cu_seqlens_k).astype(np.int64), rows)
         given["q_positions"] = np.stack(own, axis=1)
-    reference = paged_attention_forward(
-        inputs["q"],
-        cache,
-        **given,
-        **oracle_options(problem, accumulate),
-    )
-    return {"out": reference.out, "lse": reference.lse}
+    result = evaluate_cached(problem, inputs["q"], cache, ends, np.dtype(accumulate), **given)
+    return {"out": result.out, "lse": result.lse}

@@ -38,9 +38,8 @@ __all__ = [
     "forward_signature",
     "is_padded",
     "is_plain",
-    "oracle",
-    "oracle_options",
     "pose_forward",
+    "rounded_inputs",
     "weigh_forward",
 ]
 
@@ -269,35 +268,22 @@ def attention_output(template: Adopted | None, result: Any, outputs: Outputs) ->
     return (AttentionOutput(result, lse),)
 
 
-def oracle(
-    name: str,
-    results: Sequence[str],
-    problem: AttentionProblem,
-    accumulate: Accumulate,
-    dropout_seed: int,
-    inputs: Mapping[str, Any],
-) -> Outputs:
-    """What NumPy answers, with operands that are multiplied rounded to what the problem computes in.
-
-    name, results: the function of `gpu_actors.reference`, and the fields of what it gives.
-    """
-    # Imported here because only programs on a mock device compute in NumPy.
-    from gpu_actors import reference
+def rounded_inputs(problem: AttentionProblem, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The operands as NumPy multiplies them: rounded to what the problem computes in."""
+    if problem.compute not in _ROUNDED:
+        return inputs
     from gpu_actors.reference.low_precision import rounder
 
-    arguments = {**inputs, **oracle_options(problem, accumulate), "dropout_seed": dropout_seed}
-    if problem.compute in _ROUNDED:
-        step = rounder(_ROUNDED[problem.compute])
-        arguments |= {name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}
-    found = getattr(reference, name)(**arguments)
-    return {field: getattr(found, field) for field in results}
+    step = rounder(_ROUNDED[problem.compute])
+    return {**inputs, **{name: step(inputs[name]) for name in _MULTIPLIED if name in inputs}}
 
 
-_oracle = functools.partial(oracle, "attention_forward", ("out", "lse"))
+def _oracle(problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]) -> Outputs:
+    """What NumPy answers."""
+    # Imported here because only programs on a mock device compute in NumPy.
+    from gpu_actors.reference.arguments import Arguments
+    from gpu_actors.reference.forward import evaluate
 
-
-def oracle_options(problem: AttentionProblem, accumulate: Accumulate) -> dict[str, Any]:
-    """The numbers of the problem that the oracle takes, under the names that both have, and the dtype of its sums."""
-    from gpu_actors.reference.arguments import SCALARS
-
-    return {name: getattr(problem, name) for name in SCALARS} | {"accumulate": accumulate}
+    arguments = Arguments(problem=problem, dropout_seed=dropout_seed, **rounded_inputs(problem, inputs))
+    result = evaluate(arguments, np.dtype(accumulate))
+    return {"out": result.out, "lse": result.lse}

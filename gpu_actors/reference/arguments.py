@@ -1,4 +1,4 @@
-"""The arguments of a reference call: checked once, then cut into pieces whose scores fit in cache.
+"""The arguments of the oracle, a checked problem with its arrays, and the pieces of them whose scores fit in cache.
 
 A piece is one varlen sequence, or as many dense sequences as the block size takes. Its arrays share one
 layout, (batch, heads_kv, gqa_ratio, rows, dim), in which GQA is a broadcast.
@@ -6,20 +6,20 @@ layout, (batch, heads_kv, gqa_ratio, rows, dim), in which GQA is a broadcast.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask, MaskOptions
-from gpu_actors.attention.philox import dropout_threshold
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.attention.key_mask import MASK_OPTIONS, MaskOptions
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.attention.requests import FlashForward
+from gpu_actors.fields import optional_array
+from gpu_actors.validation.forward import check_cu_seqlens, forward_problem
 
-__all__ = ["SCALARS", "Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece"]
+__all__ = ["Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece", "pose"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -107,22 +107,19 @@ class ForwardOptions(AttentionOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments(KeyMask):
-    """What `attention_forward` was given: see there and `ForwardOptions`.
+class Arguments:
+    """A problem, which says the options, and its arrays, which are those of `ForwardOptions`. Nothing is checked here.
 
-    Raises `InvalidRequest`, which names the argument at fault.
+    Of a problem over a cache, k and v are packed, and so is q.
     """
 
+    problem: AttentionProblem
     q: Array
     k: Array
     v: Array
-    softmax_scale: float | None = None
-    softcap: float = 0.0
     alibi_slopes: Array | None = None
     sinks: Array | None = None
     bias: Array | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int = 0
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     q_descale: Array | None = None
@@ -131,52 +128,7 @@ class Arguments(KeyMask):
     tree_mask: Array | None = None
     q_positions: Array | None = None
     k_positions: Array | None = None
-    dropout_first_head: int = 0
-    dropout_heads: int = 0
-    alibi_signed: bool = False
-
-    def __post_init__(self) -> None:
-        KeyMask.__post_init__(self)
-        self._check_layout()
-        if not (self.softcap >= 0.0 and math.isfinite(self.softcap)):
-            raise InvalidRequest("softcap", self.softcap, "positive, or 0 for none")
-        if self.dropout_p:
-            dropout_threshold(self.dropout_p)
-        batch, heads, heads_kv = self.batch, self.heads, self.heads_kv
-        _check_shape("sinks", self.sinks, (heads,))
-        _check_shape("alibi_slopes", self.alibi_slopes, (heads,), (batch, heads))
-        for name in ("q_descale", "k_descale", "v_descale"):
-            _check_shape(name, getattr(self, name), (batch, heads_kv))
-        _check_shape("tree_mask", self.tree_mask, self.q.shape[:-2])
-        for name in ("q_positions", "k_positions"):
-            _check_shape(name, getattr(self, name), (batch,), (batch, 2))
-        if self.bias is not None:
-            rows, keys = (self.q.shape[1], self.k.shape[1]) if not self.varlen else self._longest(self.bias)
-            _check_shape("bias", self.bias, *itertools.product((1, batch), (1, heads), (1, rows), (keys,)))
-
-    @property
-    def varlen(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
-
-    @property
-    def heads(self) -> int:
-        return int(self.q.shape[-2])
-
-    @property
-    def heads_kv(self) -> int:
-        return int(self.k.shape[-2])
-
-    @property
-    def gqa_ratio(self) -> int:
-        return self.heads // self.heads_kv
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.q.shape[-1]) if self.softmax_scale is None else self.softmax_scale
+    dropout_seed: int = 0
 
     @property
     def positioned(self) -> bool:
@@ -192,22 +144,22 @@ class Arguments(KeyMask):
 
     def split_heads(self, array: Array, axis: int) -> Array:
         """A view in which the axis of query heads is two: (heads_kv, gqa_ratio)."""
-        shape = (*array.shape[:axis], self.heads_kv, self.gqa_ratio, *array.shape[axis + 1 :])
-        return array.reshape(shape)
+        problem = self.problem
+        return array.reshape(*array.shape[:axis], problem.heads_kv, problem.gqa_ratio, *array.shape[axis + 1 :])
 
     def pieces(self, block_elements: int) -> Iterator[Piece]:
         """Every sequence exactly once, dense ones together while their scores stay below block_elements."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             seqlen_q, seqlen_k = self.q.shape[1], self.k.shape[1]
-            step = max(1, block_elements // max(1, self.heads * seqlen_q * seqlen_k))
+            step = max(1, block_elements // max(1, self.problem.heads_q * seqlen_q * seqlen_k))
             if self.tree_mask is not None or self.positioned:
                 step = 1  # every sequence has a mask of its own
-            for first in range(0, self.batch, step):
-                stop = min(first + step, self.batch)
+            for first in range(0, self.problem.batch, step):
+                stop = min(first + step, self.problem.batch)
                 yield Piece(first=first, stop=stop, tokens=None, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
             return
         ends_q, ends_k = (np.asarray(ends).tolist() for ends in (self.cu_seqlens_q, self.cu_seqlens_k))
-        for index in range(self.batch):
+        for index in range(self.problem.batch):
             rows, keys = slice(*ends_q[index : index + 2]), slice(*ends_k[index : index + 2])
             yield Piece(
                 first=index,
@@ -217,39 +169,15 @@ class Arguments(KeyMask):
                 seqlen_k=keys.stop - keys.start,
             )
 
-    def _longest(self, bias: Array) -> tuple[int, int]:
-        """The rows and keys that a bias of packed sequences must have: its own, where the longest sequence fits."""
-        least = [
-            int(np.diff(np.asarray(ends).astype(np.int64)).max(initial=0))
-            for ends in (self.cu_seqlens_q, self.cu_seqlens_k)
-        ]
-        own = bias.shape[2:] if bias.ndim == 4 else (0, 0)
-        return max(least[0], own[0]), max(least[1], own[1])
 
-    def _check_layout(self) -> None:
-        dims = 3 if self.varlen else 4
-        layout = "(total, heads, dim)" if self.varlen else "(batch, rows, heads, dim)"
-        for name in ("q", "k", "v"):
-            array = getattr(self, name)
-            if array.ndim != dims:
-                raise InvalidRequest(name, _describe(array), f"the layout here is {layout}")
-        q, k, v = self.q, self.k, self.v
-        if k.shape[:-1] != v.shape[:-1]:
-            raise InvalidRequest("v", _describe(v), f"k and v differ in the last axis only, and k is {k.shape}")
-        if k.shape[-1] != q.shape[-1] or (not self.varlen and k.shape[0] != q.shape[0]):
-            raise InvalidRequest("k", _describe(k), f"batch and head_dim are those of q, {q.shape}")
-        if self.heads_kv == 0 or self.heads % self.heads_kv:
-            raise InvalidRequest("k", _describe(k), f"{self.heads} query heads need a divisor of that many KV heads")
-        if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
-            raise InvalidRequest("cu_seqlens_k", self.cu_seqlens_k, "varlen takes cu_seqlens_q and cu_seqlens_k")
-        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
-            _check_ends("cu_seqlens_q", self.cu_seqlens_q, len(q))
-            _check_ends("cu_seqlens_k", self.cu_seqlens_k, len(k))
-            if len(self.cu_seqlens_q) != len(self.cu_seqlens_k):
-                raise InvalidRequest("cu_seqlens_k", len(self.cu_seqlens_k), "as long as cu_seqlens_q")
+class _Stated(NamedTuple):
+    """An array as validation reads it."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
-SCALARS: tuple[str, ...] = (
+_SCALARS = (
     *MASK_OPTIONS,
     "softmax_scale",
     "softcap",
@@ -258,7 +186,64 @@ SCALARS: tuple[str, ...] = (
     "dropout_heads",
     "alibi_signed",
 )
-"""The options that are numbers, without the seed, which changes from request to request of one problem."""
+
+
+def pose(q: Array, k: Array, v: Array, **options: Unpack[ForwardOptions]) -> Arguments:
+    """The arguments of a call, whose problem is that of a request with these shapes and options.
+
+    The oracle takes any dtypes together: validation reads those that a request may have. Raises `InvalidRequest`.
+    """
+    arrays: dict[str, Any] = dict(options)
+    scalars: dict[str, Any] = {name: arrays.pop(name) for name in _SCALARS if name in arrays}
+    scalars["dropout_heads"] = scalars.get("dropout_heads") or None
+    bias, ends_q, ends_k = arrays.get("bias"), _bounds(arrays, "cu_seqlens_q"), _bounds(arrays, "cu_seqlens_k")
+    spare_q, spare_k = _rows_past(ends_q, q), _rows_past(ends_k, k)
+    request = FlashForward(
+        q=_stated(q, "float64", spare_q),
+        k=_stated(k, "float64", spare_k),
+        v=_stated(v, "float64", spare_k),
+        alibi_slopes=_stated(arrays.get("alibi_slopes"), "float32"),
+        sinks=_stated(arrays.get("sinks"), "float32"),
+        bias=_stated(bias, "bool" if bias is not None and bias.dtype == np.bool_ else "float32"),
+        cu_seqlens_q=ends_q,
+        cu_seqlens_k=ends_k,
+        q_positions=_stated(arrays.get("q_positions"), "int32"),
+        k_positions=_stated(arrays.get("k_positions"), "int32"),
+        dropout_seed=arrays.get("dropout_seed", 0),
+        **scalars,
+    )
+    problem = forward_problem(request)
+    if problem.layout == "varlen":
+        check_cu_seqlens("cu_seqlens_q", np.asarray(arrays["cu_seqlens_q"]), problem.total_q, problem.seqlen_q)
+        check_cu_seqlens("cu_seqlens_k", np.asarray(arrays["cu_seqlens_k"]), problem.total_k, problem.seqlen_k)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        factors = _stated(arrays.get(name), "float32")
+        optional_array(name, factors, ((problem.batch, problem.heads_kv),), ("float32",))
+    optional_array("tree_mask", _stated(arrays.get("tree_mask"), "uint64"), (q.shape[:-2],), ("uint64",))
+    return Arguments(problem=problem, q=q, k=k, v=v, **arrays)
+
+
+def _stated(array: Array | None, dtype: str, spare: int = 0) -> Any:
+    """spare: rows that are not counted."""
+    if array is None:
+        return None
+    shape = np.shape(array)
+    return _Stated((shape[0] - spare, *shape[1:]) if spare and shape else shape, dtype)
+
+
+def _bounds(arrays: Mapping[str, Any], name: str) -> Any:
+    """Sequence bounds as a request has them, of integers of any width."""
+    if arrays.get(name) is None:
+        return None
+    ends = np.asarray(arrays[name])
+    return ends.astype(np.int32) if ends.dtype.kind in "iu" else ends
+
+
+def _rows_past(ends: Array | None, array: Array) -> int:
+    """The rows past the last sequence, which are part of no problem. 0 where there are no sound bounds."""
+    if ends is None or ends.dtype != np.int32 or ends.ndim != 1 or not ends.size or not array.ndim:
+        return 0
+    return max(0, len(array) - max(0, int(ends[-1])))
 
 
 def _steps(positions: Array | None, sequence: int, indices: Array) -> Array:
@@ -267,22 +252,3 @@ def _steps(positions: Array | None, sequence: int, indices: Array) -> Array:
     first, step = (*np.atleast_1d(positions[sequence]).astype(np.int64), 1)[:2]
     stepped: Array = first + indices * step
     return stepped
-
-
-def _describe(array: Array) -> str:
-    return f"{array.dtype.name}{array.shape}"
-
-
-def _check_shape(name: str, array: Array | None, *accepted: tuple[int, ...]) -> None:
-    if array is not None and np.shape(array) not in accepted:
-        shapes = " or ".join(str(shape) for shape in dict.fromkeys(accepted))
-        raise InvalidRequest(name, f"shape {np.shape(array)}", f"its shape is {shapes}")
-
-
-def _check_ends(name: str, ends: Array, total: int) -> None:
-    ends = np.asarray(ends)
-    if ends.ndim != 1 or ends.size == 0 or ends.dtype.kind not in "iu":
-        raise InvalidRequest(name, _describe(ends), "a vector of batch + 1 integers")
-    if ends[0] != 0 or np.any(ends[1:] < ends[:-1]) or ends[-1] > total:
-        reason = f"starts at 0, never falls and ends within the {total} packed rows"
-        raise InvalidRequest(name, ends.tolist(), reason)

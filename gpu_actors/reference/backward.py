@@ -20,7 +20,7 @@ from typing import Literal, Unpack
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.reference.arguments import Arguments, Array, AttentionOptions, ForwardOptions, Piece
+from gpu_actors.reference.arguments import Arguments, Array, AttentionOptions, ForwardOptions, Piece, pose
 from gpu_actors.reference.forward import identity
 from gpu_actors.reference.softmax import (
     Operands,
@@ -84,8 +84,9 @@ def attention_backward(
     values reach the gradients of the rows that see them, and those of a row its own gradient and those of the keys that
     it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest.
     """
-    arguments = Arguments(q=q, k=k, v=v, **options)
-    return evaluate_backward(arguments, Incoming(dout, out, lse), np.dtype(accumulate))
+    arguments, incoming = pose(q, k, v, **options), Incoming(dout, out, lse)
+    incoming.check(arguments)
+    return evaluate_backward(arguments, incoming, np.dtype(accumulate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,7 @@ class Incoming:
             if getattr(arguments, name) is not None:
                 raise InvalidRequest(name, "an array", "has no gradient")
         shape = (*arguments.q.shape[:-1], arguments.v.shape[-1])
-        rows, heads = arguments.q.shape[-3], arguments.heads
-        lse = (heads, rows) if arguments.varlen else (arguments.batch, heads, rows)
+        lse = (*shape[:-3], shape[-2], shape[-3])
         for name, array, wanted in (("dout", self.dout, shape), ("out", self.out, shape), ("lse", self.lse, lse)):
             if array is not None and np.shape(array) != wanted:
                 raise InvalidRequest(name, f"shape {np.shape(array)}", f"its shape is {wanted}")
@@ -116,7 +116,7 @@ def evaluate_backward(
     sums = GradientSums(arguments, dtype)
     with np.errstate(all="ignore"):
         for tile in gradient_tiles(arguments, incoming, dtype, step):
-            q, k, scale = tile.q, tile.operands.k, arguments.scale
+            q, k, scale = tile.q, tile.operands.k, arguments.problem.softmax_scale
             sums.add(tile, tile.dscores, tile.weights, q, k, tile.dout, scale=scale, step=step)
             sums.add_reduced(tile, tile.dbias, tile.delta)
         return sums.gradients(step)
@@ -148,12 +148,11 @@ class GradientTile:
 
 def gradient_tiles(arguments: Arguments, incoming: Incoming, dtype: np.dtype, step: Step) -> Iterator[GradientTile]:
     """Every row of every sequence once, in tiles that fit in cache and depend on no other sequence."""
-    incoming.check(arguments)
     block = _BLOCK_BYTES // dtype.itemsize
     for piece in arguments.pieces(block):
         operands = Operands.load(arguments, piece, dtype, step)
         given = _Given.load(arguments, piece, incoming, dtype, step)
-        height = max(1, block // max(1, arguments.heads * piece.seqlen_k))
+        height = max(1, block // max(1, arguments.problem.heads_q * piece.seqlen_k))
         for start in range(0, piece.seqlen_q, height):
             yield _tile(arguments, operands, given, slice(start, min(start + height, piece.seqlen_q)), step)
 
@@ -184,7 +183,7 @@ def _tile(arguments: Arguments, operands: Operands, given: _Given, tile: slice, 
     probabilities, slope, visible, lse = _probabilities(arguments, operands, given, rows, step)
     dprobabilities = step(_dot_values(dout, operands.values))
     weights = probabilities
-    if arguments.dropout_p:
+    if arguments.problem.dropout_p:
         factors = keep_factors(arguments, operands.piece, rows, probabilities.dtype)
         weights = step(probabilities * factors)
         dprobabilities = step(dprobabilities * factors)
@@ -228,7 +227,7 @@ def _probabilities(
 ) -> tuple[Array, Array | None, Array | None, Array]:
     """(probabilities, the softcap's derivative or None, who is visible or None, lse)."""
     capped, shares = capped_scores(arguments, operands, rows, step)
-    slope = None if shares is None else _slope_of_tanh(shares, capped / arguments.softcap, step)
+    slope = None if shares is None else _slope_of_tanh(shares, capped / arguments.problem.softcap, step)
     scores, visible = mask_scores(arguments, operands, rows, capped, step)
     if given.lse is None:
         weights, total, lse = exponentials(scores, operands.sinks)
@@ -297,7 +296,7 @@ class GradientSums:
         """The sums over what bias and sinks are broadcast along."""
         arguments, piece = self._arguments, tile.operands.piece
         if self._dbias is not None:
-            share = dbias.reshape(dbias.shape[0], arguments.heads, *dbias.shape[3:])
+            share = dbias.reshape(dbias.shape[0], arguments.problem.heads_q, *dbias.shape[3:])
             axes = tuple(axis for axis in (0, 1, 2) if self._dbias.shape[axis] == 1)
             rows = piece.batched(self._dbias)[:, :, tile.rows if self._dbias.shape[2] > 1 else slice(None)]
             rows = rows[..., : piece.seqlen_k]

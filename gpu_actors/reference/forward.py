@@ -7,7 +7,7 @@ from typing import Literal, Unpack
 
 import numpy as np
 
-from gpu_actors.reference.arguments import Arguments, Array, ForwardOptions, Piece
+from gpu_actors.reference.arguments import Arguments, Array, ForwardOptions, Piece, pose
 from gpu_actors.reference.softmax import Operands, Step, exponentials, keep_factors, masked_scores, weighted_sum
 
 __all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate"]
@@ -75,8 +75,7 @@ def attention_forward(
     or biases that a row does not see do not reach it; those that it sees do, as IEEE arithmetic has it.
     Raises InvalidRequest. Needs memory for the results, the upcast inputs of a sequence and a few 4 MB tiles.
     """
-    arguments = Arguments(q=q, k=k, v=v, **options)
-    return evaluate(arguments, np.dtype(accumulate), with_magnitude=with_magnitude)
+    return evaluate(pose(q, k, v, **options), np.dtype(accumulate), with_magnitude=with_magnitude)
 
 
 def evaluate(
@@ -89,13 +88,13 @@ def evaluate(
     """
     seqlen_q = arguments.q.shape[-3]
     out = np.zeros((*arguments.q.shape[:-1], arguments.v.shape[-1]), dtype)
-    lse = np.full((*out.shape[:-3], arguments.heads, seqlen_q), -np.inf, dtype)
+    lse = np.full((*out.shape[:-3], arguments.problem.heads_q, seqlen_q), -np.inf, dtype)
     magnitude = np.zeros_like(out) if with_magnitude else None
     block = _BLOCK_BYTES // dtype.itemsize
     with np.errstate(all="ignore"):
         for piece in arguments.pieces(block):
             operands = Operands.load(arguments, piece, dtype, rounding.step)
-            height = max(1, block // max(1, arguments.heads * piece.seqlen_k))
+            height = max(1, block // max(1, arguments.problem.heads_q * piece.seqlen_k))
             for start in range(0, piece.seqlen_q, height):
                 tile = slice(start, min(start + height, piece.seqlen_q))
                 sums, tile_lse, tile_magnitude = _attend(arguments, operands, tile, rounding, with_magnitude)
@@ -122,7 +121,7 @@ def _attend(
     if rounding.normalise_first:
         weights, divisor = weights / divisor, np.ones_like(divisor)
     weights = rounding.weights(weights)
-    if arguments.dropout_p:
+    if arguments.problem.dropout_p:
         weights = rounding.dropped(weights * keep_factors(arguments, operands.piece, rows, weights.dtype))
     sums = rounding.step(weighted_sum(weights, operands.values, visible) / divisor)
     magnitude = weights @ np.abs(operands.values.finite) / divisor if with_magnitude else None

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gpu_actors.reference.arguments import Arguments, Array
+from gpu_actors.reference.arguments import Array, pose
 from gpu_actors.reference.backward import Incoming, ReferenceGradients, evaluate_backward
 from gpu_actors.reference.forward import ReferenceOutput, Rounding, evaluate, identity
 from gpu_actors.reference.softmax import Step
@@ -112,7 +112,7 @@ def attention_forward_low(
 
         rounding = Rounding(step=step, weights=round_weights, dropped=identity, normalise_first=False)
     work = np.dtype(np.float64 if dtype == "float64" else np.float32)
-    return evaluate(Arguments(q=q, k=k, v=v, **options), work, rounding=rounding)
+    return evaluate(pose(q, k, v, **options), work, rounding=rounding)
 
 
 def attention_backward_low(
@@ -133,5 +133,6 @@ def attention_backward_low(
     """
     dtype = intermediate_dtype(q.dtype.name) if dtype is None else dtype
     work = np.dtype(np.float64 if dtype == "float64" else np.float32)
-    incoming = Incoming(dout, out, lse)
-    return evaluate_backward(Arguments(q=q, k=k, v=v, **options), incoming, work, step=rounder(dtype))
+    arguments, incoming = pose(q, k, v, **options), Incoming(dout, out, lse)
+    incoming.check(arguments)
+    return evaluate_backward(arguments, incoming, work, step=rounder(dtype))

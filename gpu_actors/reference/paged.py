@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.reference.arguments import Array
-from gpu_actors.reference.forward import ReferenceOutput, attention_forward
+from gpu_actors.attention.problem import AttentionProblem
+from gpu_actors.reference.arguments import Arguments, Array
+from gpu_actors.reference.forward import ReferenceOutput, attention_forward, evaluate
 
-__all__ = ["Gathered", "gather_cache", "gather_caches", "gather_pages", "paged_attention_forward"]
+__all__ = ["Gathered", "evaluate_cached", "gather_cache", "gather_caches", "gather_pages", "paged_attention_forward"]
 
 
 class Gathered(NamedTuple):
@@ -100,21 +101,40 @@ def paged_attention_forward(
     options: those of `attention_forward`. out is shaped like q with v's dim, lse (batch, heads, rows) or (heads,
     total_q). A sequence's result is bitwise the same alone and in any batch.
     """
-    if cu_seqlens_q is not None:
-        return attention_forward(
-            q, cache.k, cache.v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cache.cu_seqlens_k, **options
-        )
+    arrays = _packed_rows(q, cu_seqlens_q, options.pop("tree_mask", None))
+    packed = attention_forward(k=cache.k, v=cache.v, cu_seqlens_k=cache.cu_seqlens_k, **arrays, **options)
+    return packed if cu_seqlens_q is not None else _dense_rows(packed, q)
+
+
+def evaluate_cached(
+    problem: AttentionProblem,
+    q: Array,
+    cache: Gathered,
+    cu_seqlens_q: Array | None,
+    dtype: np.dtype,
+    *,
+    tree_mask: Array | None = None,
+    **arrays: Any,
+) -> ReferenceOutput:
+    """The same of a checked problem over a cache, in ``dtype``. arrays: the others of `Arguments`."""
+    arrays |= _packed_rows(q, cu_seqlens_q, tree_mask)
+    arguments = Arguments(problem=problem, k=cache.k, v=cache.v, cu_seqlens_k=cache.cu_seqlens_k, **arrays)
+    packed = evaluate(arguments, dtype)
+    return packed if cu_seqlens_q is not None else _dense_rows(packed, q)
+
+
+def _packed_rows(q: Array, cu_seqlens_q: Array | None, tree_mask: Array | None) -> dict[str, Any]:
+    """The arrays of rows, packed, by their names."""
+    if cu_seqlens_q is None:
+        batch, rows = q.shape[:2]
+        cu_seqlens_q = np.arange(batch + 1, dtype=np.int32) * np.int32(rows)
+        q, tree_mask = q.reshape(-1, *q.shape[2:]), None if tree_mask is None else tree_mask.reshape(-1)
+    return {"q": q, "cu_seqlens_q": cu_seqlens_q, "tree_mask": tree_mask}
+
+
+def _dense_rows(packed: ReferenceOutput, q: Array) -> ReferenceOutput:
+    """The result of packed rows, for rows that q has with an axis of sequences."""
     batch, rows = q.shape[:2]
-    if options.get("tree_mask") is not None:
-        options["tree_mask"] = options["tree_mask"].reshape(-1)
-    packed = attention_forward(
-        q.reshape(-1, *q.shape[2:]),
-        cache.k,
-        cache.v,
-        cu_seqlens_q=np.arange(batch + 1, dtype=np.int32) * np.int32(rows),
-        cu_seqlens_k=cache.cu_seqlens_k,
-        **options,
-    )
 
     def dense(array: Array) -> Array:
         return array.reshape(batch, rows, *array.shape[1:])

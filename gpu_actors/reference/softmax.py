@@ -71,7 +71,7 @@ class Operands:
         k = _head_major(piece.keys(arguments.k), dtype)
         v = _head_major(piece.keys(arguments.v), dtype)
         q = arguments.split_heads(q, 1)
-        q = _descaled(q, arguments.q_descale, piece) * dtype.type(arguments.scale)
+        q = _descaled(q, arguments.q_descale, piece) * dtype.type(arguments.problem.softmax_scale)
         k = _descaled(k[:, :, None], arguments.k_descale, piece)
         v = _descaled(v[:, :, None], arguments.v_descale, piece)
         alibi, sinks, bias = arguments.alibi_slopes, arguments.sinks, arguments.bias
@@ -111,7 +111,7 @@ def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: S
 
     The second is None without a softcap.
     """
-    tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.softcap
+    tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.problem.softcap
     scores = step(operands.q[..., tile, :] @ operands.k.swapaxes(-1, -2))
     if not cap:
         return scores, None
@@ -123,13 +123,13 @@ def mask_scores(
     arguments: Arguments, operands: Operands, rows: Array, scores: Array, step: Step
 ) -> tuple[Array, Array | None]:
     """ALiBi, bias and mask on `capped_scores`, which may be overwritten."""
-    piece, tile = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1)
+    piece, tile, problem = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1), arguments.problem
     own, keys = arguments.positions(piece, rows)
     if operands.alibi is not None:
-        distance = arguments.key_distance(rows, piece.seqlen_q, piece.seqlen_k)
+        distance = problem.key_distance(rows, piece.seqlen_q, piece.seqlen_k)
         if arguments.positioned:
             distance = own[:, None] - keys
-        if not arguments.alibi_signed:
+        if not problem.alibi_signed:
             distance = np.abs(distance)
         scores = step(scores - step(operands.alibi * distance.astype(scores.dtype)))
     if operands.bias is not None:
@@ -137,9 +137,9 @@ def mask_scores(
         hides = bias.dtype == np.bool_
         scores = np.where(bias, scores, -np.inf) if hides else step(scores + bias.astype(scores.dtype))
     if arguments.positioned:
-        visible = arguments.visible_positions(own[:, None], keys)
+        visible = problem.visible_positions(own[:, None], keys)
     else:
-        visible = arguments.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
+        visible = problem.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
     if arguments.tree_mask is not None:
         bits = piece.tree_rows(arguments.tree_mask)[tile]
         visible = hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)
@@ -168,15 +168,16 @@ def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Arra
 
 def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtype) -> Array:
     """What dropout multiplies a tile's probabilities with: 0 or 1 / (1 - p)."""
-    sequences = np.arange(piece.first, piece.stop)[:, None] * (arguments.dropout_heads or arguments.heads)
-    indices = sequences + arguments.dropout_first_head + np.arange(arguments.heads)
-    heads = indices.reshape(-1, arguments.heads_kv, arguments.gqa_ratio)
+    problem = arguments.problem
+    sequences = np.arange(piece.first, piece.stop)[:, None] * (problem.dropout_heads or problem.heads_q)
+    indices = sequences + problem.dropout_first_head + np.arange(problem.heads_q)
+    heads = indices.reshape(-1, problem.heads_kv, problem.gqa_ratio)
     own, keys = arguments.positions(piece, rows)
     if arguments.positioned:
-        keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, own, keys)
+        keep = dropout_keep(problem.dropout_p, arguments.dropout_seed, heads, own, keys)
     else:
-        keep = dropout_keep(arguments.dropout_p, arguments.dropout_seed, heads, rows, piece.seqlen_k)
-    factors: Array = keep * dtype.type(1.0 / (1.0 - arguments.dropout_p))
+        keep = dropout_keep(problem.dropout_p, arguments.dropout_seed, heads, rows, piece.seqlen_k)
+    factors: Array = keep * dtype.type(1.0 / (1.0 - problem.dropout_p))
     return factors
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.reference import ReferenceGradients, attention_backward, attention_backward_low
-from gpu_actors.reference.arguments import Arguments
+from gpu_actors.reference.arguments import Arguments, pose
 from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
 from gpu_actors.reference.forward import identity
 from gpu_actors.reference.low_precision import intermediate_dtype, rounder
@@ -130,7 +130,7 @@ def gradient_bounds(
     reference = attention_backward(dout, q, k, v, **oracle_options) if reference is None else reference
     dtype = intermediate_dtype(q.dtype.name) if compute is None else COMPUTE[compute]
     low = attention_backward_low(dout, q, k, v, dtype=dtype, **oracle_options)
-    floor = _rounding(Arguments(q=q, k=k, v=v, **options), Incoming(dout, out, lse), dtype)
+    floor = _rounding(pose(q, k, v, **options), Incoming(dout, out, lse), dtype)
 
     def bound(name: str) -> Any:
         exact, rough, least = (getattr(each, name) for each in (reference, low, floor))
@@ -194,7 +194,7 @@ def _add(
     # Rows and keys of hidden pairs may be NaN, and are not in the sums.
     operands = (tile.q, tile.operands.k, tile.dout)
     q, k, dout = (np.where(np.isfinite(array), np.abs(array), 0.0) for array in operands)
-    sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.scale))
+    sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.problem.softmax_scale))
     sums.add_reduced(tile, unscaled, -delta)
 
 
@@ -209,15 +209,16 @@ def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Arr
 def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Array, Array]:
     """(W, A', D / p) of float32 sums."""
     dim, dim_v = arguments.q.shape[-1], arguments.v.shape[-1]
-    rows, keys = arguments.q.size // (arguments.heads * dim), arguments.k.size // (arguments.heads_kv * dim)
-    terms = 4.0 * max(rows * arguments.gqa_ratio, keys, dim, dim_v) ** 0.5 + 16.0
+    problem = arguments.problem
+    rows, keys = arguments.q.size // (problem.heads_q * dim), arguments.k.size // (problem.heads_kv * dim)
+    terms = 4.0 * max(rows * problem.gqa_ratio, keys, dim, dim_v) ** 0.5 + 16.0
     q_length, k_length = (np.linalg.norm(array, axis=-1, keepdims=True) for array in (tile.q, tile.operands.k))
     lse = np.where(np.isfinite(tile.lse), np.abs(tile.lse), 0.0) + LOG_NEGLIGIBLE
     relative = _visible(tile, terms + 4.0 * lse + 2.0 * dim**0.5 * q_length * k_length.swapaxes(-1, -2))
     products = np.abs(tile.dout) @ np.abs(tile.operands.values.finite.swapaxes(-1, -2))
     out = np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
     delta = (tile.weights * relative * (products + out)).sum(axis=-1, keepdims=True) + terms * out
-    scale = np.maximum(1.0, 1.0 / (1.0 - arguments.dropout_p))
+    scale = np.maximum(1.0, 1.0 / (1.0 - problem.dropout_p))
     spread = _visible(tile, relative * np.abs(tile.dprobabilities - tile.delta) + terms * scale * products + delta)
     of_sink = relative.max(axis=-1, keepdims=True, initial=terms)
     return tile.probabilities * spread, tile.weights * relative, of_sink * np.abs(tile.delta) + delta

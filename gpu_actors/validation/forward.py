@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.attention.key_mask import MASK_OPTIONS
+from gpu_actors.attention.philox import dropout_threshold
 from gpu_actors.attention.problem import AttentionProblem, Layout
 from gpu_actors.attention.requests import BatchedDecode, FlashForward, PagedForward
 from gpu_actors.errors import InvalidRequest, Unsupported
@@ -358,6 +359,7 @@ def bias_fields(bias: Any, shape: Sizes, dtype: str, keys: int | None = None, on
 def _dropout(request: FlashForward) -> float:
     probability = real("dropout_p", request.dropout_p)
     expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
+    dropout_threshold(probability)
     check_seed(request.dropout_seed)
     return probability
 

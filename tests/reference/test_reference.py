@@ -327,6 +327,13 @@ REFUSED: list[tuple[dict[str, Any], str, Any]] = [
     *((PACKED, "cu_seqlens_k", None), (PACKED, "cu_seqlens_k", [0, 6]), (PACKED, "cu_seqlens_k", [0, 2, 7])),
     *((PACKED, "cu_seqlens_q", [1, 2, 6]), (PACKED, "cu_seqlens_q", [0, 4, 2])),
     *((PACKED, "cu_seqlens_q", [0.0, 2.0, 6.0]), (PACKED, "bias", np.zeros((2, 2, 3, 4)))),
+    *((PACKED, "cu_seqlens_k", [0, 2, 2**32]), (PACKED, "v", np.zeros((7, 2, 4)))),
+    # What a request is refused for, too
+    *((DENSE, "softmax_scale", math.nan), (DENSE, "softcap", math.inf), (DENSE, "dropout_seed", 1 << 64)),
+    *((DENSE, "dropout_p", 1 - 2**-40), (DENSE, "dropout_first_head", 1), (DENSE, "alibi_signed", "yes")),
+    *((DENSE, "attention_chunk", -1), (DENSE, "causal", 1), (DENSE, "v", np.zeros((2, 5, 2, 0)))),
+    *((DENSE, "q_positions", np.zeros(3)), (DENSE, "k_positions", np.zeros((2, 3))), (DENSE, "tree_mask", np.zeros(2))),
+    *((DENSE, "q_descale", np.zeros((2, 2, 1))), (DENSE, "v_descale", np.zeros(2))),
 ]
 
 
@@ -337,6 +344,8 @@ def test_arguments_that_contradict_each_other_are_refused_by_name() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             attention_forward(**{**given, **ends})
         assert refusal.value.field == field, value
+    with pytest.raises(TypeError, match="return_lse"):
+        attention_forward(**DENSE, return_lse=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

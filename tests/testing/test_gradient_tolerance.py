@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from inside.reference import Arguments, GradientSums, GradientTile, Incoming, gradient_tiles, identity, rounder
+from inside.reference import GradientSums, GradientTile, Incoming, gradient_tiles, identity, pose, rounder
 
 from gpu_actors.reference import ReferenceGradients, attention_backward
 from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward, random_backward
@@ -26,14 +26,14 @@ def kernel_like(case: BackwardCase, defect: str = "", compute: str | None = None
     step = rounder(dtype)
     dout, q, k, v = (step(array.astype(np.float32)) for array in case.arguments)
     options = {name: value for name, value in case.options.items() if defect != f"{name} is forgotten"}
-    arguments = Arguments(q=q, k=k, v=v, **options)
+    arguments = pose(q, k, v, **options)
     incoming = Incoming(dout, case.out, case.lse)
     sums = GradientSums(arguments, np.dtype(np.float32))
     with np.errstate(all="ignore"):
         for tile in gradient_tiles(arguments, incoming, np.dtype(np.float32), identity):
             scores, weights = spoil(tile, defect)
             q, k, dout = tile.q, tile.operands.k, tile.dout
-            sums.add(tile, step(scores), step(weights), q, k, dout, scale=arguments.scale)
+            sums.add(tile, step(scores), step(weights), q, k, dout, scale=arguments.problem.softmax_scale)
             delta = -tile.delta if defect == "the sinks' sign" else tile.delta
             sums.add_reduced(tile, tile.dbias, delta)
     return as_given(case, sums.gradients(), defect)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inside.attention import MASK_OPTIONS, KeyMask, MaskOptions
-from inside.reference import Arguments
+from inside.reference import Arguments, pose
 
 import gpu_actors as ga
 from gpu_actors.reference import ForwardOptions, attention_backward, attention_forward
@@ -37,10 +37,14 @@ def test_an_odd_option_is_refused_by_name_in_masks_and_by_the_oracle(name: str, 
         assert caught.value.field == name
 
 
-def test_the_keyword_arguments_of_the_oracle_are_the_fields_of_its_arguments() -> None:
-    fields = {field.name for field in dataclasses.fields(Arguments)}
-    assert set(ForwardOptions.__annotations__) == fields - {"q", "k", "v"}
-    assert set(MaskOptions.__annotations__) == set(MASK_OPTIONS) < fields
+def test_the_keyword_arguments_of_the_oracle_are_its_arrays_and_the_numbers_of_its_problem() -> None:
+    arrays = {field.name for field in dataclasses.fields(Arguments)} - {"problem", "q", "k", "v"}
+    numbers = set(ForwardOptions.__annotations__) - arrays
+    assert arrays < set(ForwardOptions.__annotations__)
+    assert numbers < {field.name for field in dataclasses.fields(ga.AttentionProblem)}
+    assert set(MaskOptions.__annotations__) == set(MASK_OPTIONS) < numbers
+    posed = pose(*(np.zeros((1, 1, 1, 1)) for _ in range(3)), **dict.fromkeys(arrays - {"dropout_seed"}))
+    assert posed.problem == pose(posed.q, posed.k, posed.v).problem
 
 
 @pytest.mark.parametrize("name", ["q_descale", "tree_mask"])

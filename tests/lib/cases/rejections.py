@@ -94,6 +94,7 @@ DENSE = {
     "negative softcap": Case(dense(softcap=-1.0), "softcap", "must be >= 0; 0 leaves the scores as they are"),
     "negative sink_tokens": Case(dense(sink_tokens=-1), "sink_tokens", "must be an int >= 0"),
     "dropout of 1": Case(dense(dropout_p=1.0), "dropout_p", "must be in [0, 1)"),
+    "dropout of almost 1": Case(dense(dropout_p=1 - 2**-40), "dropout_p", "no probability would ever be kept"),
     "negative seed": Case(dense(dropout_seed=-1), "dropout_seed", "must be an int in [0, 18446744073709551615]"),
     "alibi's shape": Case(dense(alibi_slopes=array(3)), "alibi_slopes", "must be an array of float32, shape (4,) or"),
     "sinks' shape": Case(dense(sinks=array(2)), "sinks", "shape (4,)"),

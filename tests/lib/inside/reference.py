@@ -1,7 +1,7 @@
 """What tests of other rooms take from inside `reference`."""
 
 from gpu_actors.reference.append import append_rows, appended_rows, cast_saturating, copy_pages
-from gpu_actors.reference.arguments import Arguments
+from gpu_actors.reference.arguments import Arguments, pose
 from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
 from gpu_actors.reference.forward import attention_forward, identity
 from gpu_actors.reference.graph import evaluate_graph, record
