@@ -18,7 +18,7 @@ from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
 from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.seqused import to_varlen
-from gpu_actors.validation.forward import forward_problem
+from gpu_actors.validation.forward import check_seed, forward_problem
 
 __all__ = ["explain_request", "key_of"]
 
@@ -69,5 +69,6 @@ def _explain_forward(problem: AttentionProblem, key: DispatchKey, packing: Packi
 def _adopted(request: Request, info: DeviceInfo) -> Request:
     if isinstance(request, PagedForward | BatchedDecode):
         return adopt_cache_request(request, info.device_name)[0]
+    check_seed(request.dropout_seed)
     adopted = broadcast_batch(adopt_request(request, info.device_name)[0])
     return to_varlen(adopted) if is_padded(adopted) else adopted

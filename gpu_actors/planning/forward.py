@@ -25,7 +25,7 @@ from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
-from gpu_actors.validation.forward import check_cu_seqlens, check_positions, check_seed, forward_problem, longest
+from gpu_actors.validation.forward import check_cu_seqlens, check_positions, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
 __all__ = [
@@ -198,11 +198,9 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
         check_output_memory(request.out, inputs)
     seed = request.dropout_seed
     if request.block_mask is not None:
-        check_seed(seed)
         bound = masked(plan, request.block_mask, functools.partial(_oracle, problem, plan.accumulate, seed), seed)
         return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values, request.out)
-    if type(seed) is not int or seed:
-        check_seed(seed)
+    if seed:
         oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
         return plan.launch(inputs, oracle, kernels, Values(seed), request.out)
     if plan.undropped is None:

@@ -18,6 +18,7 @@ from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import Finish
+from gpu_actors.validation.forward import SEEDS, check_seed
 
 __all__ = ["AttentionPlanner", "Workbench"]
 
@@ -66,7 +67,8 @@ class AttentionPlanner(Workbench):
 
         Nothing in a request that has one runs code of the caller's.
         """
-        if not is_plain(request) or type(request.dropout_seed) is not int:
+        seed = request.dropout_seed
+        if not is_plain(request) or type(seed) is not int or not 0 <= seed < SEEDS:
             return None
         try:
             return self.plans.peek(forward_signature(request, True))
@@ -74,7 +76,11 @@ class AttentionPlanner(Workbench):
             return None  # as in `plan`, which comes next
 
     def plan(self, request: FlashForward, plain: bool) -> Plan:
-        """The plan of an adopted request. plain: see `is_plain`."""
+        """The plan of an adopted request, whose seed is checked here. plain: see `is_plain`."""
+        seed = request.dropout_seed
+        if type(seed) is not int or not 0 <= seed < SEEDS:
+            with reading(request):
+                check_seed(seed)
 
         def signature() -> Hashable:
             if isinstance(request, FlashBackward):

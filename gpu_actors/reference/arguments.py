@@ -17,7 +17,7 @@ from gpu_actors.attention.key_mask import MASK_OPTIONS, MaskOptions
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import FlashForward
 from gpu_actors.fields import optional_array
-from gpu_actors.validation.forward import check_cu_seqlens, forward_problem
+from gpu_actors.validation.forward import check_cu_seqlens, check_seed, forward_problem
 
 __all__ = ["Arguments", "Array", "AttentionOptions", "ForwardOptions", "Piece", "pose"]
 
@@ -209,10 +209,10 @@ def pose(q: Array, k: Array, v: Array, **options: Unpack[ForwardOptions]) -> Arg
         cu_seqlens_k=ends_k,
         q_positions=_stated(arrays.get("q_positions"), "int32"),
         k_positions=_stated(arrays.get("k_positions"), "int32"),
-        dropout_seed=arrays.get("dropout_seed", 0),
         **scalars,
     )
     problem = forward_problem(request)
+    check_seed(arrays.get("dropout_seed", 0))
     if problem.layout == "varlen":
         check_cu_seqlens("cu_seqlens_q", np.asarray(arrays["cu_seqlens_q"]), problem.total_q, problem.seqlen_q)
         check_cu_seqlens("cu_seqlens_k", np.asarray(arrays["cu_seqlens_k"]), problem.total_k, problem.seqlen_k)

@@ -31,6 +31,7 @@ from gpu_actors.fields import (
 from gpu_actors.values import show
 
 __all__ = [
+    "SEEDS",
     "Sizes",
     "bias_fields",
     "check_beside_blocks",
@@ -70,7 +71,8 @@ class Sizes(NamedTuple):
 def forward_problem(request: FlashForward) -> AttentionProblem:
     """The problem that a request poses.
 
-    Reads shapes, dtypes and options, not data: `check_cu_seqlens` looks at the sequence bounds of each request.
+    Reads shapes, dtypes and options, not data: `check_cu_seqlens` looks at the sequence bounds of each request, and
+    `check_seed` at its seed.
     Raises `InvalidRequest` and, for a dtype that attention is not defined on, `Unsupported`.
     """
     check_beside_blocks(request)
@@ -237,9 +239,10 @@ def steps_of(positions: Any) -> tuple[Any, Any]:
 
 def check_seed(seed: object) -> None:
     """Check a dropout seed, which may change from request to request of one problem."""
-    integer("dropout_seed", seed, 0, (1 << 64) - 1)
+    integer("dropout_seed", seed, 0, SEEDS - 1)
 
 
+SEEDS = 1 << 64  # Philox has a key of 64 bits
 _MOST_SEQUENCES = 1 << 24  # bounds are looked at one by one, and a broadcast array has any number of them
 _CU_SEQLENS = (
     f"must be an int32 array (batch + 1,) with batch <= {_MOST_SEQUENCES}, rising from 0 to the number of rows"
@@ -360,7 +363,6 @@ def _dropout(request: FlashForward) -> float:
     probability = real("dropout_p", request.dropout_p)
     expect(0 <= probability < 1, "dropout_p", probability, "must be in [0, 1)")
     dropout_threshold(probability)
-    check_seed(request.dropout_seed)
     return probability
 
 

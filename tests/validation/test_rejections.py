@@ -125,8 +125,11 @@ def test_what_depends_on_the_data_is_checked_in_every_request(ctx: ga.GpuContext
         with pytest.raises(ga.InvalidRequest, match="must begin with 0"):
             ctx.flash_attn.submit(varlen(cu_seqlens_q=ints(1, 1, 4))).result(30.0)
         for seed in (-1, 1 << 64, "x", 0.0, False, array(2)):
-            with pytest.raises(ga.InvalidRequest, match="must be an int in"):
-                ctx.flash_attn.submit(dense(dropout_p=0.5, dropout_seed=seed)).result(30.0)
+            for request in (dense, backward):
+                with pytest.raises(ga.InvalidRequest, match="must be an int in"):
+                    ctx.flash_attn.submit(request(dropout_p=0.5, dropout_seed=seed)).result(30.0)
+                with pytest.raises(ga.InvalidRequest, match="must be an int in"):
+                    ctx.flash_attn.inspect_key(request(dropout_p=0.5, dropout_seed=seed))
 
 
 def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -> None:
