@@ -31,7 +31,7 @@ from gpu_actors.planning.block_masks import mask_signature, masked, masked_probl
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
-from gpu_actors.validation.forward import check_cu_seqlens
+from gpu_actors.validation.forward import check_cu_seqlens, longest
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
 from gpu_actors.validation.paged import check_bias, check_cache_positions, decode_problem, own_positions, paged_problem
@@ -98,7 +98,7 @@ def signature(request: CacheRequest) -> Hashable:
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
     # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
-    return scalars, kinds, arrays, paged_problem(request).seqlen_q
+    return scalars, kinds, arrays, longest("cu_seqlens_q", request.cu_seqlens_q)
 
 
 def _described(array: Any) -> Hashable:
