@@ -19,30 +19,22 @@ __all__ = ["backward_request", "forward_request", "mha_gradients", "mha_output"]
 
 def forward_request(message: MhaForward) -> FlashForward:
     """An adopted message in FlashAttention's layout. Raises `InvalidRequest`."""
-    params = _params(message)
-    request = FlashForward(**_shared(message, params), return_lse=message.return_stats)
-    _exchange(request, params)
-    return request
+    return FlashForward(**_shared(message), return_lse=message.return_stats)
 
 
 def backward_request(message: MhaBackward) -> FlashBackward:
     """An adopted message in FlashAttention's layout. Raises `InvalidRequest`."""
-    params = _params(message)
-    request = FlashBackward(
-        **_shared(message, params),
-        out=message.o,
-        dout=message.do,
-        lse=message.stats,
+    shared, params = _shared(message), message.params
+    rows = (params.batch, params.heads_q, params.seq_q)
+    out = _checked("o", message.o, (*rows, params.head_dim))
+    dout = _checked("do", message.do, (*rows, params.head_dim))
+    return FlashBackward(
+        **shared,
+        out=out.transpose(0, 2, 1, 3),
+        dout=dout.transpose(0, 2, 1, 3),
+        lse=_checked("stats", message.stats, (*rows, 1))[..., 0],
         deterministic=message.deterministic,
     )
-    _exchange(request, params)
-    rows = (params.batch, params.heads_q, params.seq_q)
-    for field, name in (("o", "out"), ("do", "dout")):
-        _check(field, getattr(request, name), (*rows, params.head_dim))
-        setattr(request, name, getattr(request, name).transpose(0, 2, 1, 3))
-    _check("stats", request.lse, (*rows, 1))
-    request.lse = request.lse[..., 0]
-    return request
 
 
 def mha_output(template: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput]:
@@ -59,18 +51,18 @@ def mha_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[Attent
     return attention_gradients(template, {**outputs, **heads_first})
 
 
-def _params(message: MhaForward | MhaBackward) -> AttentionParams:
-    if not isinstance(message.params, AttentionParams):
-        raise InvalidRequest("params", type(message.params).__name__, "must be AttentionParams")
-    return message.params
-
-
-def _shared(message: MhaForward | MhaBackward, params: AttentionParams) -> dict[str, Any]:
-    """What forward and backward have in common."""
+def _shared(message: MhaForward | MhaBackward) -> dict[str, Any]:
+    """What forward and backward have in common. Heads and rows change places."""
+    params = message.params
+    if not isinstance(params, AttentionParams):
+        raise InvalidRequest("params", type(params).__name__, "must be AttentionParams")
+    kv = (params.batch, params.heads_kv, params.seq_kv, params.head_dim)
+    q = _checked("q", message.q, (params.batch, params.heads_q, params.seq_q, params.head_dim))
+    k, v = _checked("k", message.k, kv), _checked("v", message.v, kv)
     return {
-        "q": message.q,
-        "k": message.k,
-        "v": message.v,
+        "q": q.transpose(0, 2, 1, 3),
+        "k": k.transpose(0, 2, 1, 3),
+        "v": v.transpose(0, 2, 1, 3),
         "bias": message.bias,
         "causal": params.mask.is_causal,
         "window_size": params.mask.window,
@@ -81,15 +73,9 @@ def _shared(message: MhaForward | MhaBackward, params: AttentionParams) -> dict[
     }
 
 
-def _exchange(request: FlashForward, params: AttentionParams) -> None:
-    kv = (params.batch, params.heads_kv, params.seq_kv, params.head_dim)
-    _check("q", request.q, (params.batch, params.heads_q, params.seq_q, params.head_dim))
-    _check("k", request.k, kv)
-    _check("v", request.v, kv)
-    request.q, request.k, request.v = (array.transpose(0, 2, 1, 3) for array in (request.q, request.k, request.v))
-
-
-def _check(field: str, array: Any, wanted: tuple[int, ...]) -> None:
-    shape = shape_of(field, array, "batch, heads, seq, dim")
-    if shape != wanted:
-        raise InvalidRequest(field, describe(array), f"must have the shape that the params give it, {wanted}")
+def _checked(field: str, array: Any, wanted: tuple[int, ...]) -> Any:
+    """An array of the shape that the params give it."""
+    if getattr(array, "shape", None) == wanted:
+        return array
+    shape_of(field, array, "batch, heads, seq, dim")
+    raise InvalidRequest(field, describe(array), f"must have the shape that the params give it, {wanted}")

@@ -12,8 +12,8 @@ import numpy as np
 from cases.cached_batches import Batch, tree_bits
 from cases.decode_requests import request_of
 from emulated.decode import DecodeCase
-from inside.graph import MhaUid, TensorLayout, mha_backward_graph, mha_forward_graph
 from inside.testing import nan_filled
+from properties.mha_graphs import MhaUid, mha_backward_graph, mha_forward_graph
 from properties.problems import ENDS, FP8, Array, Problem, Spec, has_sequences
 
 import gpu_actors as ga
@@ -272,14 +272,10 @@ def _graph(spec: Spec, problem: Problem, incoming: dict[str, Any]) -> dict[str, 
     form = spec.how.get("forms", ("plain", "plain"))[0]
     names = {"q": "Q", "k": "K", "v": "V", "bias": "BIAS", "o": "OUT", "do": "DOUT", "stats": "STATS"}
     arrays = {MhaUid[uid]: laid_out(given[name], form) for name, uid in names.items() if given.get(name) is not None}
-    layouts = {
-        uid: TensorLayout(array.shape, array.dtype.name, tuple(step // array.itemsize for step in array.strides))
-        for uid, array in arrays.items()
-    }
     if incoming:
-        graph = mha_backward_graph(given["params"], layouts, deterministic=given["deterministic"])
+        graph = mha_backward_graph(given["params"], arrays, deterministic=given["deterministic"])
     else:
-        graph = mha_forward_graph(given["params"], layouts, return_stats=given["return_stats"])
+        graph = mha_forward_graph(given["params"], arrays, return_stats=given["return_stats"])
     return {"graph": graph, "arrays": arrays}
 
 
