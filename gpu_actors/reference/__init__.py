@@ -1,7 +1,7 @@
 """The NumPy oracle: attention as the formulas state it, in float64, on every option of the contract.
 
 It is what every kernel is tested against and what the mock device answers with. One way through it:
-`arguments` checks the request and cuts it into pieces that fit in cache, `masks` says who sees whom,
+`arguments` cuts a checked problem and its arrays into pieces that fit in cache, `masks` says who sees whom,
 `softmax` turns a piece's scores into weights, `forward` puts them together and `backward` takes them apart again.
 `low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
 `paged` gathers what lies in pages and caches.

@@ -82,7 +82,7 @@ def attention_backward(
 
     A row that sees no key has gradient 0 and gives none, as has a row whose LSE is -inf. NaN and infinities of keys and
     values reach the gradients of the rows that see them, and those of a row its own gradient and those of the keys that
-    it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest.
+    it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest as `attention_forward`.
     """
     arguments, incoming = pose(q, k, v, **options), Incoming(dout, out, lse)
     incoming.check(arguments)

@@ -73,7 +73,8 @@ def attention_forward(
 
     A row that sees no key has out 0 and LSE -inf, or the sink's logit. NaN and infinities of keys, values
     or biases that a row does not see do not reach it; those that it sees do, as IEEE arithmetic has it.
-    Raises InvalidRequest. Needs memory for the results, the upcast inputs of a sequence and a few 4 MB tiles.
+    Raises InvalidRequest for what a request is refused for, except for dtypes. Needs memory for the results, the
+    upcast inputs of a sequence and a few 4 MB tiles.
     """
     return evaluate(pose(q, k, v, **options), np.dtype(accumulate), with_magnitude=with_magnitude)
 
