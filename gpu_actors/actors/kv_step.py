@@ -87,7 +87,8 @@ def step_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequ
     # As in `planning.cached.signature`: equal is not alike.
     kinds = [type(scalar) for scalar in scalars]
     if isinstance(message, AttendCache):
-        kinds += map(type, message.window_size)
+        # It is not checked yet, so it may be of any length.
+        kinds += type(message.window_size[0]), type(message.window_size[1])
     where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(longest)
     return type(message), *scalars, *kinds, where, alignments(*arrays[len(_ROWS) :]), *described
 
