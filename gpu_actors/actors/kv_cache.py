@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
-from gpu_actors.actors.kv_step import pose, step_key
+from gpu_actors.actors.kv_step import bind, pose, step_key, step_launch
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
@@ -176,7 +176,7 @@ class KvCacheActor(ServiceActor):
         except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
             key = step = None
         if step is not None:
-            request, rows = step.bind(message)
+            request, rows = bind(step, message)
         else:
             step, (request, rows) = pose(self._store, cache, message, tables)
             if key is not None:
@@ -223,9 +223,10 @@ class _KvCoalescer(Coalescer[KvWork]):
             self._actor.answer_failure((work.call,), error)
         for work in begun:
             request, step = work.request, work.step
-            if request is not None and work.plan is not None and step is not None:
+            if request is not None and work.plan is not None:
                 request.block_table, request.cache_seqlens = work.table, work.lengths
-                if work.table.shape[1] != step.columns:  # launches since then have changed the pages
+                # Launches since then may have changed the pages. A launch that failed is made again without a step.
+                if step is None or work.table.shape[1] != step.columns:
                     work.plan, work.step = self._decoding.plan(request, work.plan.key), None
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
@@ -236,7 +237,7 @@ class _KvCoalescer(Coalescer[KvWork]):
         launch: Launch
         answers: Finished | None = None
         if len(group) == 1 and first.step is not None and self._is_plain(first):
-            launch = first.step.launch(first, self._store.arch)
+            launch = step_launch(first.step, first, self._store.arch)
         else:
             if first.request is None:
                 launch = append_launch(group)

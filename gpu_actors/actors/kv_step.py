@@ -10,13 +10,12 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
-from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
+from gpu_actors.actors.kv_store import CacheStep, CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
 from gpu_actors.devices.interface import Launch, Steps
@@ -30,11 +29,10 @@ from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, pack_rows, place_rows, turn_apart
 from gpu_actors.planning.cached import bind_cached, check_operands
 from gpu_actors.planning.merging import merge_key
-from gpu_actors.planning.plan import Plan
 from gpu_actors.planning.tma_eligibility import alignments
 from gpu_actors.validation.overlap import check_output_memory
 
-__all__ = ["Bound", "CacheStep", "pose", "step_key"]
+__all__ = ["Bound", "bind", "pose", "step_key", "step_launch"]
 
 Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
 """The attention of one request, and its new rows."""
@@ -78,12 +76,7 @@ def step_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequ
     longest = max([table.length for table in tables], default=0)
     if rows is not None and len(rows.shape) == 4:
         longest += rows.shape[1]
-    described = [
-        None
-        if array is None
-        else (type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None))
-        for array in arrays
-    ]
+    described = [None if array is None else _described(array) for array in arrays]
     # As in `planning.cached.signature`: equal is not alike.
     kinds = [type(scalar) for scalar in scalars]
     if isinstance(message, AttendCache):
@@ -98,80 +91,60 @@ def _described(array: Any) -> Hashable:
     return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
 
 
-@dataclass(slots=True, eq=False)
-class CacheStep:
-    """request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request
-    that the step was made for. keys: of the kernels of a `KvWork`, in its order. shared: the key of work that may share
-    a launch, or None. columns: of the block table that the plan is for."""
+def bind(step: CacheStep, message: AppendRows | AttendCache) -> Bound:
+    """The attention of a request of a step, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
+    cache, request, rows = step.cache, step.request, step.rows
+    if request is not None and isinstance(message, AttendCache):
+        request = changed(request, {"q": message.q, "out": message.out})
+        if message.out is not None:
+            check_output_memory(message.out, {"q": message.q, **cache.pools})
+    if rows is not None:
+        k: Any
+        v: Any
+        k, v = (message.k_pe, message.c_kv) if cache.pool.latent else (message.k, message.v)
+        if not isinstance(message.seqs, list | tuple) and isinstance(message, AppendRows):
+            k, v = k[None], v[None]
+        rows = changed(rows, {"k": pack_rows("k", k), "v": pack_rows("v", v)})
+    return request, rows
 
-    cache: OpenedCache
-    request: PagedForward | None
-    plan: Plan | None
-    rows: NewRows | None
-    keys: tuple[KernelKey, ...]
-    shared: Hashable | None
-    columns: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        if self.request is not None:
-            table: Any = self.request.block_table
-            self.columns = table.shape[1]
-            self.request = changed(self.request, dict.fromkeys(("q", "out", "block_table", "cache_seqlens")))
-        if self.rows is not None:
-            self.rows = changed(self.rows, dict.fromkeys(("k", "v")))
+def step_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
+    """The launch of one request of a step, which copies no page and makes no cascade."""
+    kernels, known = step.launches.get(work.table.shape, (None, None))
+    if known is None or kernels is not work.loaded:
+        return _first_launch(step, work, arch)
+    request, rows, plan = work.request, work.rows, step.plan
+    inputs = {**known.inputs, "block_table": work.table, "cache_seqlens": work.lengths}
+    outputs = known.outputs
+    if request is not None:
+        inputs["q"] = request.q
+        if request.out is not None:
+            outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
+    if rows is not None:
+        inputs["k"], inputs["v"] = rows.k, rows.v
+    if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
+        inputs |= plan.program.split(work.lengths, None)
+    return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
 
-    def bind(self, message: AppendRows | AttendCache) -> tuple[PagedForward | None, NewRows | None]:
-        """The attention of a request of this step, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
-        cache, request, rows = self.cache, self.request, self.rows
-        if request is not None and isinstance(message, AttendCache):
-            request = changed(request, {"q": message.q, "out": message.out})
-            if message.out is not None:
-                check_output_memory(message.out, {"q": message.q, **cache.pools})
-        if rows is not None:
-            k: Any
-            v: Any
-            k, v = (message.k_pe, message.c_kv) if cache.pool.latent else (message.k, message.v)
-            if not isinstance(message.seqs, list | tuple) and isinstance(message, AppendRows):
-                k, v = k[None], v[None]
-            rows = changed(rows, {"k": pack_rows("k", k), "v": pack_rows("v", v)})
-        return request, rows
 
-    def launch(self, work: KvWork, arch: str) -> Launch:
-        """The launch of one request of this step, which copies no page and makes no cascade."""
-        known: Launch | None = work.loaded.memo.get(self)
-        request, rows, plan = work.request, work.rows, self.plan
-        if known is None:
-            return self._first(work, arch)
-        inputs = {**known.inputs, "block_table": work.table, "cache_seqlens": work.lengths}
-        outputs = known.outputs
-        if request is not None:
-            inputs["q"] = request.q
-            if request.out is not None:
-                outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
-        if rows is not None:
-            inputs["k"], inputs["v"] = rows.k, rows.v
-        if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
-            inputs |= plan.program.split(work.lengths, None)
-        return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
-
-    def _first(self, work: KvWork, arch: str) -> Launch:
-        """The launch of a request, of which all is noted that is not the request's own."""
-        cache, rows = self.cache, self.rows
-        if work.request is None or work.plan is None:
-            launch = append_launch([work])
-        else:
-            launch = bind_cached(work.plan, work.request, work.kernels)
-        oracle = launch.oracle
-        if rows is not None:
-            launch = add_rows(launch, [work], arch)
-            oracle = functools.partial(rows_oracle, rows, cache.pool, oracle)
-        if self.plan is None or not self.plan.vacuous:
-            own = ("q", "k", "v", "block_table", "cache_seqlens", "plan")
-            inputs = {name: array for name, array in launch.inputs.items() if name not in own}
-            outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
-            known = Launch(launch.key, inputs, outputs, oracle, Steps(launch.steps), launch.scratch, launch.updates)
-            work.loaded.remember(self, known)
-        return launch
+def _first_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
+    """The launch of a request, of which all is noted that is not the request's own."""
+    cache, rows = step.cache, step.rows
+    if work.request is None or work.plan is None:
+        launch = append_launch([work])
+    else:
+        launch = bind_cached(work.plan, work.request, work.kernels)
+    oracle = launch.oracle
+    if rows is not None:
+        launch = add_rows(launch, [work], arch)
+        oracle = functools.partial(rows_oracle, rows, cache.pool, oracle)
+    if step.plan is None or not step.plan.vacuous:
+        own = ("q", "k", "v", "block_table", "cache_seqlens", "plan")
+        inputs = {name: array for name, array in launch.inputs.items() if name not in own}
+        outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
+        known = Launch(launch.key, inputs, outputs, oracle, Steps(launch.steps), launch.scratch, launch.updates)
+        step.launches[work.table.shape] = work.loaded, known
+    return launch
 
 
 def pose(

@@ -10,38 +10,36 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from gpu_actors.actors.coalescing import Work
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.arrays.adopt import CallerNotes
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.adoption import adopt_request, changed
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
-from gpu_actors.devices.interface import Kernel, Kernels, Outputs
+from gpu_actors.devices.interface import Kernel, Kernels, Launch, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.kernels.append import AppendProblem, append_key
 from gpu_actors.kernels.support import MAX_SEQLEN
+from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
-from gpu_actors.planning.plan import PlanCache
+from gpu_actors.planning.plan import Plan, PlanCache
 from gpu_actors.planning.planner import Workbench
 from gpu_actors.planning.shape_buckets import recordable
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
 
-if TYPE_CHECKING:
-    from gpu_actors.actors.kv_step import CacheStep
-
-__all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache"]
+__all__ = ["CacheLook", "CacheStep", "CacheStore", "KvWork", "OpenedCache"]
 
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
@@ -49,6 +47,34 @@ _NUMBERS = itertools.count(1)
 _STEPS = 256  # of a cache: shapes and options of its requests
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
+
+
+@dataclass(slots=True, eq=False)
+class CacheStep:
+    """What requests of one kind on a cache have in common (see `kv_step`).
+
+    request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request that
+    the step was made for. keys: of the kernels of a `KvWork`, in its order. shared: the key of work that may share a
+    launch, or None. columns: of the block table that the plan is for. launches: by the shape of the block table, with
+    the kernels that they are of.
+    """
+
+    cache: OpenedCache
+    request: PagedForward | None
+    plan: Plan | None
+    rows: NewRows | None
+    keys: tuple[KernelKey, ...]
+    shared: Hashable | None
+    columns: int = field(init=False, default=0)
+    launches: dict[tuple[int, ...], tuple[Kernels | None, Launch]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.request is not None:
+            table: Any = self.request.block_table
+            self.columns = table.shape[1]
+            self.request = changed(self.request, dict.fromkeys(("q", "out", "block_table", "cache_seqlens")))
+        if self.rows is not None:
+            self.rows = changed(self.rows, dict.fromkeys(("k", "v")))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +93,7 @@ class KvWork(Work):
     tables: list[PageTable]
     rows: NewRows | None = None
     step: CacheStep | None = None
-    loaded: Kernels = Kernels(())  # noqa: RUF009
+    loaded: Kernels | None = None
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
     cascade: CascadeKeys | str | None = None

@@ -111,6 +111,9 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
     if type(array) is np.ndarray and array.dtype in _KNOWN:
         return Adopted(array, "numpy", "cpu", array)
     try:
+        if type(array) is DeviceArray:
+            _check_placement(array, field)
+            return Adopted(array, "dlpack", f"cuda:{array.device}", array)
         adopted = _adopt_foreign(array, field, notes)
         if isinstance(adopted.array, DeviceArray):
             _check_placement(adopted.array, field)
@@ -123,11 +126,14 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
 
 def is_on_device(array: Any) -> bool:
     """Whether it is a `DeviceArray`, or lies on a GPU as an array of a library that takes it in without a wait."""
-    if isinstance(array, DeviceArray):
-        return True
-    if (torch := loaded("torch")) and isinstance(array, torch.Tensor):
-        return bool(array.is_cuda)
-    return bool((cupy := loaded("cupy")) and isinstance(array, cupy.ndarray))
+    try:
+        if isinstance(array, DeviceArray):
+            return True
+        if (torch := loaded("torch")) and isinstance(array, torch.Tensor):
+            return bool(array.is_cuda)
+        return bool((cupy := loaded("cupy")) and isinstance(array, cupy.ndarray))
+    except Exception:  # an object of the caller's, which `adopt` refuses
+        return False
 
 
 def restore(result: AnyArray, template: Adopted) -> Any:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, is_on_device
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.block_mask import LISTS, BlockMask
 from gpu_actors.attention.requests import array_fields
 
@@ -34,16 +36,17 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
     changes: dict[str, Any] = {}
     template: Adopted | None = None
     kind: type = type(message)
-    for name, several in array_fields(kind).items():
-        given = getattr(message, name)
+    several_of = array_fields(kind)
+    for name, given in zip(several_of, _arrays_of(kind)(message), strict=True):
         if given is None or type(given) is np.ndarray:
             continue
-        if several and isinstance(given, list | tuple):
+        if several_of[name] and isinstance(given, list | tuple):
             parts = enumerate(given)
             changes[name] = [take_in(part, f"{name}[{index}]", device, notes).array for index, part in parts]
             continue
         adopted = take_in(given, name, device, notes)
-        changes[name] = adopted.array
+        if adopted.array is not given:
+            changes[name] = adopted.array
         if name == "q":
             template = adopted
     mask = getattr(message, "block_mask", None)
@@ -55,22 +58,30 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
 def is_brief(message: object) -> bool:
     """Whether `adopt_request` and a launch copy little on the host: arrays lie on a device, or are small.
 
-    False for arrays of a library that may wait for them to be computed.
+    False for arrays of a library that may wait for them to be computed, and for what is no array.
     """
     if getattr(message, "block_mask", None) is not None:
         return False
     nbytes = 0
     kind: type = type(message)
-    for name, several in array_fields(kind).items():
-        given = getattr(message, name)
-        if given is None:
+    for given in _arrays_of(kind)(message):
+        if given is None or type(given) is DeviceArray:
             continue
-        for array in given if several and isinstance(given, list | tuple) else (given,):
+        for array in given if type(given) in (list, tuple) else (given,):
             if type(array) is np.ndarray:
                 nbytes += array.nbytes
             elif not is_on_device(array):
                 return False
     return nbytes <= _LITTLE
+
+
+@functools.cache
+def _arrays_of(kind: type) -> Callable[[object], tuple[Any, ...]]:
+    """What reads the `array_fields` of a message, in their order."""
+    names = tuple(array_fields(kind))
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
 
 
 def changed(message: Message, changes: Mapping[str, Any]) -> Message:

@@ -85,25 +85,14 @@ class DeviceArray(_Extents):
         if rows > 1 and batch > 1 and stride != rows * row_stride:
             raise ValueError(f"strides {self.strides}: the rows of a batch do not follow those of the one before")
         step = stride if rows == 1 else row_stride
-        return DeviceArray(
-            self.address,
-            (batch * rows, *shape),
-            (step, *strides),
-            self.dtype,
-            self.device,
-            self.stream,
-            self.owner,
-            self.writeable,
-            None,
-            self.make,
-        )
+        return self._view(self.address, (batch * rows, *shape), (step, *strides))
 
     def transpose(self, *axes: int) -> DeviceArray:
         """The same memory with its axes in another order, reversed where none is given."""
         order = axes or tuple(reversed(range(self.ndim)))
         shape = tuple(self.shape[axis] for axis in order)
         strides = tuple(self.strides[axis] for axis in order)
-        return dataclasses.replace(self, shape=shape, strides=strides, source=None)
+        return self._view(self.address, shape, strides)
 
     def __getitem__(self, index: Any) -> DeviceArray:
         """A view: ints, slices of step 1, None for a new axis, and an ellipsis, as for an ndarray."""
@@ -133,7 +122,17 @@ class DeviceArray(_Extents):
                 raise IndexError(f"index {part} is out of range for an axis of {extent}")
         # Another library's array is cut in the same way, so that a part of a result is still one of its own.
         source = None if self.source is None else self.source[index]
-        return dataclasses.replace(self, address=address, shape=tuple(shape), strides=tuple(strides), source=source)
+        return self._view(address, tuple(shape), tuple(strides), source)
+
+    def inserted(self, axis: int) -> DeviceArray:
+        """The same memory with an axis of extent 1 before that one."""
+        shape, strides = self.shape, self.strides
+        return self._view(self.address, (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:]))
+
+    def _view(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], source: Any = None) -> DeviceArray:
+        return DeviceArray(
+            address, shape, strides, self.dtype, self.device, self.stream, self.owner, self.writeable, source, self.make
+        )
 
     def view(self, dtype: np.dtype[Any]) -> DeviceArray:
         """The same bits read as another dtype of the same size."""

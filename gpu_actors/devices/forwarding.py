@@ -42,5 +42,8 @@ class ForwardingDevice(Device):
     def bind_thread(self) -> None:
         self.inner.bind_thread()
 
+    def is_current(self) -> bool:
+        return self.inner.is_current()
+
     def close(self) -> None:
         self.inner.close()

@@ -22,6 +22,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes
 from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
@@ -56,6 +57,7 @@ _OPTIONAL = ("alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "q_
 _PAGED = ("k_cache", "v_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "cache_batch_idx", "cache_leftpad")
 _PAGED_ARRAYS = ("q", *_PAGED, "tree_mask", *_OPTIONAL, "out")
 _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
+_PAGED_READ, _READ = _PAGED_ARRAYS[:-1], _DECODE[:-1]
 _PLANS = 4096
 _MAX_LENGTH = (1 << 31) - 1
 _SCALARS = scalars_of(BatchedDecode)
@@ -144,7 +146,17 @@ def check_operands(plan: Plan, request: CacheRequest) -> None:
         if request.tree_mask is not None:
             tree_bits(request.tree_mask)
     if request.out is not None:
-        check_output_memory(request.out, operands(request))
+        check_output_memory(request.out, _arrays_read(request))
+
+
+def _arrays_read(request: CacheRequest) -> dict[str, Any]:
+    """What a launch reads, as the request has it."""
+    names = _PAGED_READ if isinstance(request, PagedForward) else _READ
+    arrays = {name: array for name in names if (array := getattr(request, name)) is not None}
+    if not isinstance(request, PagedForward):
+        for side, caches in (("k", request.k_caches), ("v", request.v_caches)):
+            arrays |= {f"{side}_cache.{index}": cache for index, cache in enumerate(caches)}
+    return arrays
 
 
 def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] = ()) -> Launch:
@@ -153,7 +165,7 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     kernels: as in `Plan.launch`.
     """
     out = request.out
-    into = out if out is None or isinstance(request, PagedForward) else out[:, None]
+    into = out if out is None or isinstance(request, PagedForward) else _with_row(out)
     oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
     mask = request.block_mask if isinstance(request, PagedForward) else None
     if mask is None:
@@ -220,7 +232,7 @@ def operands(request: CacheRequest) -> dict[str, Any]:
         if request.tree_mask is not None:
             inputs["tree_mask"] = tree_bits(request.tree_mask)
     else:
-        inputs["q"] = request.q[:, None]
+        inputs["q"] = _with_row(request.q)
         for index, (k, v) in enumerate(zip(request.k_caches, request.v_caches, strict=True)):
             inputs[f"k_cache.{index}"], inputs[f"v_cache.{index}"] = k, v
         inputs["cache_seqlens"] = request.seq_lens.view(np.dtype(np.int32))
@@ -237,9 +249,15 @@ def operands(request: CacheRequest) -> dict[str, Any]:
 def decoding_output(decode: bool, template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
     """The answer to one request. decode: a `BatchedDecode`, whose output has no axis of rows."""
     if decode:
-        lse = outputs.get("lse")
-        outputs = {"out": outputs["out"][:, 0], "lse": None if lse is None else lse[..., 0]}
+        out, lse = outputs["out"], outputs.get("lse")
+        # The caller's own array has no such axis.
+        outputs = {"out": out[:, 0] if result is None else out, "lse": None if lse is None else lse[..., 0]}
     return attention_output(template, result, outputs)
+
+
+def _with_row(array: Any) -> Any:
+    """(batch, heads, dim) as (batch, 1, heads, dim)."""
+    return array.inserted(1) if isinstance(array, DeviceArray) else array[:, None]
 
 
 def tree_bits(mask: Any) -> Any:

@@ -21,6 +21,8 @@ def check_lengths(field: str, lengths: Any, capacity: int | Sequence[int]) -> No
         return
     least = int(lengths.min(initial=0))
     expect(least >= 0, field, least, "must not be negative")
+    if isinstance(capacity, int) and int(lengths.max(initial=0)) <= capacity:
+        return
     room = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
     if lengths.size:
         worst = int(np.argmax(lengths - room))

@@ -300,3 +300,37 @@ def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad
             assert cache.length(seq) == (3, 0, 2)[index]
             assert index != 2 or holds(cache, seq, *new)
         assert cache.stats().free_blocks == 8 - 3
+
+
+def test_a_request_that_is_launched_again_attends_to_the_pages_that_it_has_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = Rows(29)
+    clock, options = slow(FaultPlan(), 1, max_in_flight=1)
+    launch, made = ServiceActor.launch, []
+
+    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
+        made.append(len(calls))
+        if len(made) in (3, 4):  # shared, and the first alone, whose page the next one takes
+            raise ga.OutOfDeviceMemory("no memory for scratch")
+        launch(self, calls, *arguments)
+
+    monkeypatch.setattr(ServiceActor, "launch", refusing)
+    with opened(options, num_blocks=16) as (ctx, cache):
+        seqs = [wait(cache.create()) for _ in range(4)]
+        first = cache.append(seqs[3], *rows.new(1))
+        in_flight(ctx, 1)
+        kept = [rows.new(8) for _ in range(3)]
+        new = [rows.new(1, 1) for _ in range(3)]
+        q = rows.q(3, 1)
+        appended = [cache.append(seq, *some) for seq, some in zip(seqs, kept, strict=False)]
+        # Planned while the sequences are empty: they have more pages by the time of the launch.
+        asked = [cache.attend(q[n : n + 1], [seqs[n]], k=new[n][0], v=new[n][1]) for n in (2, 0, 1)]
+        clock.advance(LATER)
+        wait(first, *appended)
+        assert isinstance(outcome(asked[0]), ga.OutOfDeviceMemory)
+        for n, reply in zip((0, 1), asked[1:], strict=True):
+            k, v = (np.concatenate([old, more[0]]) for old, more in zip(kept[n], new[n], strict=True))
+            np.testing.assert_allclose(wait(reply).out[0], attention(q[n], k, v), rtol=1e-5, atol=1e-6)
+            assert holds(cache, seqs[n], k, v)
+        assert made == [1, 3, 3, 1, 1, 1]

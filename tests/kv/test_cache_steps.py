@@ -105,3 +105,19 @@ def test_a_step_keeps_no_array_of_a_request() -> None:
         gc.collect()
         wait(cache.attend(rows.q(1, 1, heads=2), [seq]))  # the actor and its stream have gone on to another request
         assert [one() for one in kept] == [None] * 3
+
+
+def test_a_kind_of_append_serves_tables_of_any_width() -> None:
+    """One sequence and a list of them, which are told apart, with rows that begin or end pages."""
+    rows = Rows()
+    with opened(num_blocks=40) as (_, cache):
+        for listed in (False, True):
+            seq = wait(cache.create())
+            keys, values = (np.concatenate(part) for part in zip(*(rows.new(3) for _ in range(20)), strict=True))
+            for start in range(0, 60, 3):
+                k, v = keys[start : start + 3], values[start : start + 3]
+                wait(cache.append([seq], k[None], v[None]) if listed else cache.append(seq, k, v))
+            np.testing.assert_array_equal(contents(cache, seq), (keys, values))
+            fork = wait(cache.fork(seq))
+            wait(cache.append(fork, *rows.new(3)))
+            np.testing.assert_array_equal(contents(cache, seq), (keys, values))

@@ -34,6 +34,7 @@ from gpu_actors.errors import InvalidRequest, LaunchError
 __all__ = ["Bound", "Operands", "Placement", "StreamMemory"]
 
 Host = np.ndarray[Any, Any]
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
 
 
@@ -83,6 +84,10 @@ class _Place(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    def staged(self, block: StagingBlock, start: int) -> Host:
+        """Its bits in a staging block. start: of the operands of its direction."""
+        return np.ndarray(self.shape, _BITS[self.dtype.itemsize], block.bytes, start + self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,13 +316,13 @@ class Operands:
         assert launch is not None
         for place in placement.returned:
             assert self._staging_out is not None
-            _bits(launch.inputs[place.name])[...] = _staged(self._staging_out, place.offset, place)
+            _bits(launch.inputs[place.name])[...] = place.staged(self._staging_out, 0)
         for place in placement.downloads:
             spec = launch.outputs[place.name]
             into = np.empty(place.shape, place.dtype) if spec.into is None else spec.into
             if into.size:
                 assert self._staging_out is not None
-                _bits(into)[...] = _staged(self._staging_out, placement.both + place.offset, place)
+                _bits(into)[...] = place.staged(self._staging_out, placement.both)
             self._results[place.name] = into
         return self._results
 
@@ -389,9 +394,9 @@ class Operands:
         if staging is None:
             return
         for place in placement.uploads:
-            _staged(staging, place.offset, place)[...] = _bits(launch.inputs[place.name])
+            place.staged(staging, 0)[...] = _bits(launch.inputs[place.name])
         for place in placement.returned:
-            _staged(staging, placement.up + place.offset, place)[...] = _bits(launch.inputs[place.name])
+            place.staged(staging, placement.up)[...] = _bits(launch.inputs[place.name])
         for (place, _), contents in zip(placement.late, self.bound.late, strict=True):
             staging.bytes[place.offset : place.offset + len(contents)] = np.frombuffer(contents, np.uint8)
 
@@ -411,13 +416,7 @@ def _place(name: str, spec: OutputSpec | ScratchSpec, layout: Layout) -> _Place:
 
 def _bits(array: Host) -> Host:
     # As unsigned integers: NumPy copies ml_dtypes' own types element by element and holds the GIL.
-    return array.view(f"u{array.itemsize}")
-
-
-def _staged(block: StagingBlock, offset: int, place: _Place) -> Host:
-    itemsize = place.dtype.itemsize
-    nbytes = math.prod(place.shape) * itemsize
-    return block.bytes[offset : offset + nbytes].view(f"u{itemsize}").reshape(place.shape)
+    return array.view(_BITS[array.itemsize])
 
 
 def _buffer(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
