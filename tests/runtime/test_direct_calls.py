@@ -134,7 +134,7 @@ def test_what_it_raises_ends_the_actor_and_not_the_sender(mailbox: Mailbox) -> N
     actor = started(mailbox)
     call = send(mailbox, lambda: 1 // 0)
     assert isinstance(call.error, ZeroDivisionError)
-    eventually(lambda: actor.crashes == ["integer division or modulo by zero"])
+    eventually(lambda: len(actor.crashes) == 1)
     later = send(mailbox, lambda: "later")
     assert not later.wait(0.05)
     started(mailbox)
