@@ -176,7 +176,7 @@ class KvCacheActor(ServiceActor):
         except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
             key = step = None
         if step is not None:
-            request, rows = bind(step, message)
+            request, rows = bind(cache, step, message)
         else:
             step, (request, rows) = pose(self._store, cache, message, tables)
             if key is not None:

@@ -1,4 +1,4 @@
-"""CacheStep: what requests on a cache have in common that differ in their arrays, their sequences and pages alone.
+"""Steps of a cache: requests of one kind differ in their arrays, sequences and pages only. A CacheStep holds the rest.
 
 A model asks a cache the same thing for every layer and every token. The first request of a kind is checked and planned
 in full (`pose`). Those of the same key that follow are bound to its plan.
@@ -80,10 +80,11 @@ def step_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequ
     # As in `planning.cached.signature`: equal is not alike.
     kinds = [type(scalar) for scalar in scalars]
     if isinstance(message, AttendCache):
-        # It is not checked yet, so it may be of any length.
+        # The window is not checked yet, so it may be of any length.
         kinds += type(message.window_size[0]), type(message.window_size[1])
     where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(longest)
-    return type(message), *scalars, *kinds, where, alignments(*arrays[len(_ROWS) :]), *described
+    of_q_and_out = alignments(*arrays[len(_ROWS) :])
+    return type(message), *scalars, *kinds, where, of_q_and_out, *described
 
 
 def _described(array: Any) -> Hashable:
@@ -91,9 +92,9 @@ def _described(array: Any) -> Hashable:
     return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
 
 
-def bind(step: CacheStep, message: AppendRows | AttendCache) -> Bound:
+def bind(cache: OpenedCache, step: CacheStep, message: AppendRows | AttendCache) -> Bound:
     """The attention of a request of a step, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
-    cache, request, rows = step.cache, step.request, step.rows
+    request, rows = step.request, step.rows
     if request is not None and isinstance(message, AttendCache):
         request = changed(request, {"q": message.q, "out": message.out})
         if message.out is not None:
@@ -109,27 +110,33 @@ def bind(step: CacheStep, message: AppendRows | AttendCache) -> Bound:
 
 
 def step_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
-    """The launch of one request of a step, which copies no page and makes no cascade."""
-    kernels, known = step.launches.get(work.table.shape, (None, None))
-    if known is None or kernels is not work.loaded:
+    """The launch of one request of a step, which copies no page and makes no cascade.
+
+    What launches of the step have in common is remembered with the kernels, without any array, and ends with them.
+    """
+    place = step.number, work.table.shape
+    known: Launch | None = work.loaded.memo.get(place) if work.loaded else step.launches.get(place)
+    if known is None:
         return _first_launch(step, work, arch)
-    request, rows, plan = work.request, work.rows, step.plan
-    inputs = {**known.inputs, "block_table": work.table, "cache_seqlens": work.lengths}
+    cache, request, rows, plan = work.cache, work.request, work.rows, step.plan
+    own = {**cache.pools, **cache.descales_of(len(work.tables))}
+    own |= {"block_table": work.table, "cache_seqlens": work.lengths}
     outputs = known.outputs
     if request is not None:
-        inputs["q"] = request.q
+        own["q"] = request.q
         if request.out is not None:
             outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
     if rows is not None:
-        inputs["k"], inputs["v"] = rows.k, rows.v
+        own["k"], own["v"] = rows.k, rows.v
     if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
-        inputs |= plan.program.split(work.lengths, None)
+        own |= plan.program.split(work.lengths, None)
+    inputs = {name: own[name] for name in known.inputs}
     return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
 
 
 def _first_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
-    """The launch of a request, of which all is noted that is not the request's own."""
-    cache, rows = step.cache, step.rows
+    """The launch of a request, of which all is remembered but the arrays."""
+    rows = step.rows
     if work.request is None or work.plan is None:
         launch = append_launch([work])
     else:
@@ -137,13 +144,16 @@ def _first_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
     oracle = launch.oracle
     if rows is not None:
         launch = add_rows(launch, [work], arch)
-        oracle = functools.partial(rows_oracle, rows, cache.pool, oracle)
+        oracle = functools.partial(rows_oracle, rows, work.cache.pool, oracle)
     if step.plan is None or not step.plan.vacuous:
-        own = ("q", "k", "v", "block_table", "cache_seqlens", "plan")
-        inputs = {name: array for name, array in launch.inputs.items() if name not in own}
+        inputs = dict.fromkeys(launch.inputs)
         outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
         known = Launch(launch.key, inputs, outputs, oracle, Steps(launch.steps), launch.scratch, launch.updates)
-        step.launches[work.table.shape] = work.loaded, known
+        place = step.number, work.table.shape
+        if work.loaded:
+            work.loaded.remember(place, known)
+        else:
+            step.launches[place] = known
     return launch
 
 
@@ -155,7 +165,7 @@ def pose(
         return _pose_attend(store, cache, message, tables)
     rows = new_rows(message, cache.pool, None if isinstance(message.seqs, KvSequence) else len(tables))
     shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-    return CacheStep(cache, None, None, rows, _append_keys(store, cache, rows), shared), (None, rows)
+    return CacheStep(None, None, rows, _append_keys(store, cache, rows), shared), (None, rows)
 
 
 def _pose_attend(
@@ -184,7 +194,7 @@ def _pose_attend(
     shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
     apart = shared is None or (rows is not None and of_rows is None)
     key = None if apart else ("attend", cache.number, shared, of_rows)
-    return CacheStep(cache, request, plan, rows, keys, key), (request, rows)
+    return CacheStep(request, plan, rows, keys, key), (request, rows)
 
 
 def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[PageTable]) -> NewRows | None:

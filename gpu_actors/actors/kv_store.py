@@ -51,22 +51,22 @@ _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit
 
 @dataclass(slots=True, eq=False)
 class CacheStep:
-    """What requests of one kind on a cache have in common (see `kv_step`).
+    """What requests of one kind on a cache have in common (see `kv_step`). It does not refer to the cache, whose it is.
 
     request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request that
     the step was made for. keys: of the kernels of a `KvWork`, in its order. shared: the key of work that may share a
-    launch, or None. columns: of the block table that the plan is for. launches: by the shape of the block table, with
-    the kernels that they are of.
+    launch, or None. columns: of the block table that the plan is for. number: unique in the process. launches: where
+    there are no kernels, what `kv_step` remembers with them otherwise.
     """
 
-    cache: OpenedCache
     request: PagedForward | None
     plan: Plan | None
     rows: NewRows | None
     keys: tuple[KernelKey, ...]
     shared: Hashable | None
     columns: int = field(init=False, default=0)
-    launches: dict[tuple[int, ...], tuple[Kernels | None, Launch]] = field(init=False, default_factory=dict)
+    number: int = field(init=False, default_factory=itertools.count().__next__)
+    launches: dict[Hashable, Launch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.request is not None:
@@ -285,7 +285,7 @@ class CacheLook(NamedTuple):
 
 
 class CacheStore(Workbench):
-    """Opened caches by number. Used by the actor's thread; looked at by others."""
+    """Opened caches by number. Used by the thread that does the actor's work; looked at by others."""
 
     def __init__(self, cell: ActorCell) -> None:
         super().__init__(cell)

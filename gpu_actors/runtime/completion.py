@@ -71,7 +71,7 @@ class Completion:
     ) -> None:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        They are settled at once if it is done and no earlier launch waits. Only the actor's thread calls this.
+        They are settled at once if it is done and no earlier launch waits. Only the thread that does the actor's work calls this.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -96,7 +96,7 @@ class Completion:
             return None
 
     def calls(self) -> set[Call[Any]]:
-        """The calls of unfinished launches. For the actor's thread."""
+        """The calls of unfinished launches. For the thread that does the actor's work."""
         return {call for entry in list(self._entries) for call in entry.calls}
 
     def close(self, timeout: float) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import signal
 import sys
+import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +22,10 @@ from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["ActorHandle", "takes_options"]
+
+_ALARM = getattr(signal, "SIGALRM", None)
+_ROOM = 300
+"""Frames of the recursion limit that an actor's work may take, with those of an array's own library."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -58,6 +64,25 @@ def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+def _can_work() -> bool:
+    """Whether the calling thread may do an actor's work: one that runs a loop, whose stack has room for it.
+
+    On the main thread a signal's handler may raise between any two instructions. `asyncio.run` and servers replace the
+    usual handler of Ctrl-C by one that does not, and one of SIGALRM is there to raise.
+    """
+    if _get_running_loop() is None:
+        return False
+    try:
+        sys._getframe(sys.getrecursionlimit() - _ROOM)
+        return False
+    except ValueError:  # there are not so many frames
+        pass
+    return threading.get_ident() != threading.main_thread().ident or not (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        or (_ALARM is not None and callable(signal.getsignal(_ALARM)))
+    )
 
 
 class ActorHandle(Local):
@@ -141,8 +166,7 @@ class ActorHandle(Local):
         except GpuActorsError as error:
             mailbox.refuse(call, error.with_traceback(None))
             return call
-        # A thread without a loop may be one that Ctrl-C interrupts anywhere, and it waits for the answer anyway.
-        direct = _get_running_loop() is not None and cell.may_work_here(message)
+        direct = _can_work() and cell.may_work_here(message)
         mailbox.put(call, direct)
         return call
 

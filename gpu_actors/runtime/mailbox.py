@@ -99,6 +99,7 @@ class Mailbox:
         """
         refusal: GpuActorsError | None = None
         wake = borrowed = False
+        work: Callable[[Call[Any]], None] | None = None
         try:
             with self.lock:
                 self._submitted += 1
@@ -112,7 +113,8 @@ class Mailbox:
                     if self.meter is not None:
                         self.meter.accepted(call)
                     idle = self._asleep and not (self._waiting or self._flush_requested or self.saturated)
-                    if direct and idle:
+                    work = self._work
+                    if direct and idle and work is not None:
                         self._asleep, self._lent = False, True
                         borrowed = True
                     else:
@@ -122,8 +124,8 @@ class Mailbox:
                 call.fail(refusal)
             elif wake:
                 self._wake()
-            elif borrowed and self._work is not None:
-                self._work(call)
+            elif borrowed and work is not None:
+                work(call)
         except BaseException:
             # Ctrl-C: the sender never gets the call. Other senders rely on the actor, which must wake.
             if wake:
@@ -176,8 +178,8 @@ class Mailbox:
         self.notify_idle()
 
     def abandon(self) -> None:
-        """Release the actor's pipe, however long the replies live: no actor will take calls again."""
-        self._pipe = None
+        """Release the actor and its pipe, however long the replies live: no actor will take calls again."""
+        self._pipe = self._work = None
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
@@ -312,7 +314,7 @@ class Mailbox:
             self.saturated = self._in_flight >= self.max_in_flight
 
     def launch_passed(self, calls: int) -> None:
-        """Count a launch that ended as soon as it began. Only the actor's thread counts launches."""
+        """Count a launch that ended as soon as it began. For the thread that does the actor's work."""
         self._launched += 1
         self._launched_calls += calls
 

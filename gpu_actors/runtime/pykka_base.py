@@ -23,7 +23,7 @@ from pykka import ActorDeadError, ActorRef
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 
-__all__ = ["ActorDeadError", "ActorRef", "MailboxActor", "ThreadActor", "raise_exception"]
+__all__ = ["ActorDeadError", "ActorRef", "Interrupted", "MailboxActor", "ThreadActor", "raise_exception"]
 
 
 class ThreadActor(pykka.ThreadingActor):
@@ -79,6 +79,10 @@ def raise_exception(name: str, error: BaseException) -> NoReturn:
     raise RuntimeError(f"{name} raised {error!r}") from error
 
 
+class Interrupted(RuntimeError):
+    """An actor's work was interrupted at any point of it, so that what it left is not known to be whole."""
+
+
 @dataclass(slots=True, eq=False)
 class _Crash:
     """A message that raises the error of a batch of calls in Pykka's loop, which reports it."""
@@ -124,15 +128,22 @@ class _Inbox:
         return controls.popleft()
 
     def work_for_sender(self, call: Call[Any]) -> None:
-        """Work on one call on its sender's thread. An exception ends the actor as one on its own thread does."""
+        """Work on one call on its sender's thread. An exception ends the actor as one on its own thread does.
+
+        Ctrl-C, and what else is no Exception, is raised to the sender too, and ends the actor with `Interrupted`.
+        """
         try:
             self.work([call])
         except BaseException as error:
-            self.controls.appendleft(_Envelope(_Crash(error)))
-            self.mailbox.nudge()
             interruption = error.__cause__ or error
-            if not isinstance(interruption, Exception):  # Ctrl-C, which is the sender's
-                raise interruption from None
+            if isinstance(interruption, Exception):
+                self.controls.appendleft(_Envelope(_Crash(error)))
+                self.mailbox.nudge()
+                return
+            failure = Interrupted(f"{interruption!r} interrupted the thread that did the work of {self.mailbox.name}")
+            self.controls.appendleft(_Envelope(_Crash(failure)))
+            self.mailbox.nudge()
+            raise interruption from None
 
     def empty(self) -> bool:
         return not self.controls

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gpu_actors.clock import Clock
 from gpu_actors.options import RestartPolicy
 from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.pykka_base import Interrupted
 from gpu_actors.tracing import Trace
 
 __all__ = ["Supervisor"]
@@ -65,7 +66,8 @@ class Supervisor:
         failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
         while failures and now - failures[0] > self.policy.window:
             failures.popleft()
-        if len(failures) >= self.policy.max_restarts:
+        # Where Ctrl-C interrupted the actor's work, no restart makes what it left whole.
+        if len(failures) >= self.policy.max_restarts or isinstance(error, Interrupted):
             self.trace.emit("actor.failed", actor=cell.name, error=error)
             self.escalate(cell, error)
             return

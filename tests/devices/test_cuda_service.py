@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -105,9 +108,10 @@ def test_plans_hold_no_kernel_that_the_store_has_let_go(cuda: FakeCuda, monkeypa
 
 
 class ThreadedCuda(FakeCuda):
-    """Notes which thread launches a kernel."""
+    """Notes which thread launches a kernel. interruption: raised once, by the thread that has launched one."""
 
     current = True
+    interruption: BaseException | None = None
 
     def __init__(self) -> None:
         super().__init__({"forward_simple": forward_on_host})
@@ -119,6 +123,15 @@ class ThreadedCuda(FakeCuda):
     def launch_kernel(self, *arguments: Any) -> None:
         self.launching.append(threading.get_ident())
         super().launch_kernel(*arguments)
+        interruption, self.interruption = self.interruption, None
+        if interruption is not None:
+            raise interruption
+
+
+def in_a_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine in a loop of its own thread, where no signal's handler can raise."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(work())).result(60)
 
 
 @pytest.mark.parametrize("current", [True, False])
@@ -129,7 +142,7 @@ def test_a_loops_thread_launches_if_the_device_is_its_current_one(
     q, k, v = operands()
     expected = attention_forward(q, k, v).out.astype(ml_dtypes.bfloat16)
 
-    async def requests(ctx: ga.GpuContext) -> None:
+    async def requests() -> None:
         await ctx.flash_attn.forward(q, k, v)  # compiles
         cuda.current = current
         cuda.launching.clear()
@@ -142,7 +155,7 @@ def test_a_loops_thread_launches_if_the_device_is_its_current_one(
         assert threading.get_ident() not in cuda.launching
 
     with service(cuda, monkeypatch) as ctx:
-        asyncio.run(requests(ctx))
+        in_a_loop(requests)
     assert cuda.leaks() == {}
 
 
@@ -151,12 +164,83 @@ def test_arrays_of_the_host_that_take_long_to_copy_are_left_to_the_actor(monkeyp
     q, k, v = operands()
     monkeypatch.setattr("gpu_actors.arrays.adoption._LITTLE", q.nbytes + k.nbytes + v.nbytes - 1)
 
-    async def requests(ctx: ga.GpuContext) -> None:
+    async def requests() -> None:
         for _ in range(3):
             await ctx.flash_attn.forward(q, k, v)
             await asyncio.sleep(0.02)
+        assert threading.get_ident() not in cuda.launching
 
     with service(cuda, monkeypatch) as ctx:
-        asyncio.run(requests(ctx))
+        in_a_loop(requests)
     assert cuda.launching
-    assert threading.get_ident() not in cuda.launching
+
+
+@pytest.mark.timeout(60, method="thread")  # the usual method handles SIGALRM
+@pytest.mark.parametrize("handled", ["SIGINT", "SIGALRM", None])
+def test_a_main_thread_that_a_handler_may_interrupt_leaves_the_launch_to_the_actor(
+    handled: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = ThreadedCuda()
+    q, k, v = operands()
+
+    async def requests() -> None:
+        for _ in range(3):
+            await ctx.flash_attn.forward(q, k, v)
+            await asyncio.sleep(0.02)
+        assert (threading.get_ident() in cuda.launching) is (handled is None)
+
+    before = signal.getsignal(signal.SIGALRM)
+    with service(cuda, monkeypatch) as ctx, asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        signal.signal(signal.SIGALRM, (lambda *_: None) if handled == "SIGALRM" else signal.SIG_DFL)
+        try:
+            if handled == "SIGINT":
+                loop.run_until_complete(requests())  # which leaves Python's own handler in place
+            else:
+                runner.run(requests())
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+
+def test_a_deep_stack_leaves_the_launch_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = ThreadedCuda()
+    q, k, v = operands()
+
+    def ask(depth: int) -> ga.Reply[Any]:
+        return ask(depth - 1) if depth else ctx.flash_attn.forward(q, k, v)
+
+    async def requests() -> None:
+        await ctx.flash_attn.forward(q, k, v)
+        for depth in range(500, 900, 25):
+            await asyncio.sleep(0.01)
+            await ask(depth)
+        assert ctx.health().ready
+        assert set(cuda.launching) > {threading.get_ident()}, "both launch"
+
+    with service(cuda, monkeypatch) as ctx:
+        in_a_loop(requests)
+        assert ctx.flash_attn.restarts == 0
+
+
+def test_ctrl_c_in_the_middle_of_a_launch_frees_nothing_early_and_fails_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an actor leaves half done is not known to be whole, so no later request may build on it."""
+    cuda = ThreadedCuda()
+    q, k, v = operands()
+
+    async def requests() -> None:
+        await ctx.flash_attn.forward(q, k, v)
+        await asyncio.sleep(0.05)
+        cuda.interruption = KeyboardInterrupt()
+        ctx.flash_attn.forward(q, k, v)
+
+    with service(cuda, monkeypatch) as ctx:
+        with pytest.raises(KeyboardInterrupt):
+            in_a_loop(requests)
+        eventually(lambda: ctx.health().state == "failed")
+        with pytest.raises(ga.ActorStopped, match="KeyboardInterrupt"):
+            ctx.flash_attn.forward(q, k, v).result(20)
+        cuda.run_all()  # the launch that was interrupted ends
+        assert ctx._children.device.driver.lost is None  # type: ignore[attr-defined]
+    assert cuda.leaks() == {}

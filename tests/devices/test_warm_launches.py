@@ -171,3 +171,13 @@ def test_a_large_launch_has_memory_of_its_own(bench: Bench, monkeypatch: pytest.
         assert bench.cuda.leaks()["blocks"] == before + blocks, size
     bench.device.close()
     assert bench.cuda.leaks() == {}
+
+
+def test_an_event_that_comes_back_to_a_closed_stream_is_destroyed(bench: Bench) -> None:
+    event = bench.launch(floats(4))
+    event.wait()
+    events = bench.stream._events  # type: ignore[attr-defined]
+    late = events.take()
+    bench.device.close()
+    events.put_back(late)
+    assert bench.cuda.leaks() == {}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.kv_cache import PAGE, Rows, attention, contents, opened, outcome, wait
+from support.kv_cache import PAGE, Rows, attention, contents, opened, outcome, spec, wait
+from support.service import eventually
 
 import gpu_actors as ga
 
@@ -121,3 +122,33 @@ def test_a_kind_of_append_serves_tables_of_any_width() -> None:
             fork = wait(cache.fork(seq))
             wait(cache.append(fork, *rows.new(3)))
             np.testing.assert_array_equal(contents(cache, seq), (keys, values))
+
+
+def test_a_closed_cache_lets_go_of_its_pool_without_a_collection() -> None:
+    rows = Rows()
+    gc.disable()
+    try:
+        with ga.open_context("mock") as ctx:
+            with ctx.kv_cache(**spec()) as cache:
+                seq = wait(cache.create())
+                k, v = rows.new(1, 1)
+                for _ in range(2):
+                    wait(cache.attend(rows.q(1, 1), [seq], k=k, v=v), cache.append([seq], k, v))
+                pool = weakref.ref(cache._find())
+            eventually(lambda: pool() is None)
+    finally:
+        gc.enable()
+
+
+def test_kernels_append_to_a_growing_table() -> None:
+    """One row after the other, and several at once that wait for each other."""
+    rows = Rows()
+    options = ga.ContextOptions(arch="sm_80")
+    with ga.open_context("emulated", options) as ctx, ctx.kv_cache(**spec(page_size=2, dtype="float16")) as cache:
+        seq = wait(cache.create())
+        kept = [tuple(side.astype(np.float16) for side in rows.new(1)) for _ in range(7)]
+        for k, v in kept[:4]:
+            wait(cache.append(seq, k, v))
+        wait(*[cache.append(seq, k, v) for k, v in kept[4:]])
+        for got, wanted in zip(contents(cache, seq), zip(*kept, strict=True), strict=True):
+            np.testing.assert_array_equal(got, np.concatenate(wanted))

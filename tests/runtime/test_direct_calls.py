@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +151,7 @@ def test_ctrl_c_within_it_is_the_senders_and_ends_the_actor(mailbox: Mailbox) ->
     with pytest.raises(KeyboardInterrupt):
         send(mailbox, interrupt)
     eventually(lambda: len(actor.crashes) == 1)
+    assert actor.crashes == ["KeyboardInterrupt() interrupted the thread that did the work of worker"]
     started(mailbox)
     later = send(mailbox, lambda: "later")
     assert later.wait(30.0)
@@ -173,3 +176,17 @@ def test_many_senders_are_all_answered_and_never_work_at_once(mailbox: Mailbox) 
     assert all(call.done for call in calls)
     assert len(actor.threads) == 1800
     assert not actor.crowded
+
+
+def test_a_mailbox_without_an_actor_keeps_the_call_and_no_actor() -> None:
+    mailbox = Mailbox("worker", 256, 2)
+    actor = started(mailbox)
+    actor.actor_ref.stop()
+    mailbox.abandon()
+    mailbox._asleep = True
+    call = send(mailbox, lambda: None)
+    assert not call.wait(0.0)
+    gone = weakref.ref(actor)
+    del actor
+    gc.collect()
+    assert gone() is None

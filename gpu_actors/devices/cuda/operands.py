@@ -15,6 +15,7 @@ one of the same kind on the same addresses has both already.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class Placement:
 
     MOST_BOUND = 64
 
-    stream: object
+    stream: weakref.ref[Any]
     functions: Sequence[CudaFunction]
     specs: Mapping[str, ScratchSpec]
     kind: tuple[Any, ...]
@@ -140,7 +141,7 @@ class Placement:
 
         Raises `InvalidRequest` for an array in other memory, and `LaunchError`.
         """
-        placement = cls(stream, functions, launch.scratch, _kind_of(launch))
+        placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch))
         up, both, down, inner = Layout(), Layout(), Layout(), Layout()
         placement._place_inputs(launch, up, both, inner)
         placement._place_outputs(launch, down)
@@ -151,7 +152,7 @@ class Placement:
 
     def fits(self, launch: Launch, stream: object) -> bool:
         """Whether a launch with the same steps as the first one's is of its kind."""
-        return self.stream is stream and self.specs is launch.scratch and self.kind == _kind_of(launch)
+        return self.stream() is stream and self.specs is launch.scratch and self.kind == _kind_of(launch)
 
     def _place_inputs(self, launch: Launch, up: Layout, both: Layout, inner: Layout) -> None:
         for name, array in launch.inputs.items():

@@ -33,6 +33,7 @@ class _Events:
         self._driver = driver
         self._idle: list[int] = []
         self._order: int | None = None
+        self._closed = False
 
     def take(self) -> int:
         """An event that no launch uses. Raises `CudaFailure`."""
@@ -40,7 +41,10 @@ class _Events:
 
     def put_back(self, event: int) -> None:
         """Give an event back. No thread may wait for it any more."""
-        self._idle.append(event)
+        if self._closed:
+            self._driver.destroy_event(event)
+        else:
+            self._idle.append(event)
 
     def order_after(self, producer: int, stream: int) -> None:
         """Make ``stream`` wait, on the device, for the current work on ``producer``. Raises `CudaFailure`."""
@@ -52,7 +56,8 @@ class _Events:
         api.wait_event(stream, self._order)
 
     def close(self) -> None:
-        """Destroy the events. No launch may be in flight."""
+        """Destroy the events. No launch may be in flight, but a thread may still wake up from one."""
+        self._closed = True
         events, self._idle = self._idle, []
         if self._order is not None:
             events.append(self._order)
@@ -92,6 +97,8 @@ class CudaStream(Stream):
         with self._lock:
             if self._closed or self.handle is None:
                 flight.release()
+                if self.handle is None:
+                    self._memory.release()
                 raise self._stopped()
             self._enqueue(flight, operands)
         return event
@@ -169,6 +176,9 @@ class CudaStream(Stream):
                 error = driver.failed(failure)
                 self._keep_until_over(flight)
                 raise error from failure
+            except BaseException:  # Ctrl-C: part of the work may be enqueued
+                self._keep_until_over(flight)
+                raise
             self._flights.append(flight)
         return event
 
@@ -207,6 +217,9 @@ class CudaStream(Stream):
             error = driver.failed(failure)
             flight.release()
             raise error from failure
+        except BaseException:
+            flight.release()
+            raise
         try:
             for producer in operands.producers:
                 self._events.order_after(producer, stream)
@@ -216,6 +229,9 @@ class CudaStream(Stream):
             error = driver.failed(failure)
             self._keep_until_over(flight)
             raise error from failure
+        except BaseException:  # Ctrl-C: part of the work may be enqueued
+            self._keep_until_over(flight)
+            raise
         self._flights.append(flight)
 
     def _keep_until_over(self, flight: Flight) -> None:
