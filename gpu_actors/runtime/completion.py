@@ -71,7 +71,7 @@ class Completion:
     ) -> None:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        They are settled at once if it is done and no earlier launch waits. Only the thread that does the actor's work calls this.
+        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
