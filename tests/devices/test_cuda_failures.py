@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.bench import IMAGE, KERNELS, Bench, floats, in_thread, losses, on_device
-from fakes.cuda import FakeCuda
-from fakes.queues import Order
+from fakes.cuda import FakeCuda, Order
 from inside.compiling import find_toolchain
 from support.service import AT_ONCE, eventually
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from inside.cuda import CudaFailure
+from inside.cuda import ILLEGAL_ADDRESS, CudaFailure
 
 __all__ = ["FakeBlock", "FakeMemory"]
 
-ILLEGAL_ADDRESS = 700
 POISON = 0xCB
 
 
