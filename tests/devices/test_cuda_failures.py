@@ -173,6 +173,31 @@ def test_another_error_fails_that_launch_alone(call: str) -> None:
     assert bench.device.lost is None
 
 
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_a_kernel_whose_failure_is_its_launchs_own_fails_no_other(order: Order) -> None:
+    bench = Bench(FakeCuda(dict(KERNELS), order, seed=2))
+    x, finding, out = floats(4), LaunchError("a finding"), np.zeros(4, np.float32)
+    bench.cuda.fail_kernel(0, finding, 0, finding, 0)
+    events = [bench.launch(x), bench.launch(x, into=out), bench.launch(x)]
+    bench.launch(x, into=out)  # its failure is seen though nothing refers to its event
+    events.append(bench.launch(x))
+    for failed, event in zip((False, True, False, False), events, strict=True):
+        for _ in range(2):
+            if failed:
+                with pytest.raises(LaunchError) as caught:
+                    event.wait()
+                assert event.done()
+                assert event.failure() is caught.value is finding
+                assert event.outputs == {}
+            else:
+                event.wait()
+                np.testing.assert_array_equal(event.outputs["out"], 2 * x)
+    assert not out.any(), "a failed launch writes nothing"
+    bench.device.probe()
+    bench.device.close()
+    assert bench.cuda.leaks() == {}
+
+
 def test_an_aborted_launch_keeps_its_staging_until_its_copy_has_happened(bench: Bench) -> None:
     seen: list[np.ndarray[Any, Any]] = []
     x, y = floats(16), floats(16)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gpu_actors.errors import ContextLost, GpuActorsError, LaunchError, OutOfDeviceMemory
 
-__all__ = ["NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "explain"]
+__all__ = ["NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "WorkFailed", "explain"]
 
 OUT_OF_MEMORY = 2
 NOT_READY = 600
@@ -58,8 +58,21 @@ class CudaFailure(Exception):
         return f"{self.call} failed: {self.detail}"
 
 
+class WorkFailed(CudaFailure):
+    """Work before an event failed and is over. The device goes on, as an emulated one does after a finding.
+
+    error: to answer the launch with.
+    """
+
+    def __init__(self, call: str, error: GpuActorsError) -> None:
+        super().__init__(0, call, str(error))
+        self.error: GpuActorsError = error
+
+
 def explain(failure: CudaFailure) -> GpuActorsError:
     """The error to answer requests with."""
+    if isinstance(failure, WorkFailed):
+        return failure.error
     if failure.sticky:
         return ContextLost(f"the CUDA context is gone: {failure}")
     if failure.status == OUT_OF_MEMORY:

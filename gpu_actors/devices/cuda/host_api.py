@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.interface import LaunchGeometry, Params
+from gpu_actors.errors import GpuActorsError
 
 __all__ = ["ILLEGAL_ADDRESS", "HostApi", "HostFunction", "HostOrder", "HostQueue", "Operation"]
 
@@ -37,18 +38,25 @@ class Operation(NamedTuple):
     """Enqueued work.
 
     ready: whether it may run now. None: always.
+    after_failure: whether it runs although an operation of the same launch has failed.
     """
 
     run: Callable[[], object]
     ready: Callable[[], bool] | None = None
+    after_failure: bool = False
 
 
 @dataclass(eq=False)
 class HostQueue:
-    """The work of one stream. captured: what a graph records instead, while one is captured."""
+    """The work of one stream.
+
+    captured: what a graph records instead, while one is captured.
+    failure: why the rest of the current launch does not run. The next record of an event takes it.
+    """
 
     operations: deque[Operation] = field(default_factory=deque)
     captured: list[Operation] | None = None
+    failure: GpuActorsError | None = None
 
 
 @dataclass(eq=False)
@@ -56,11 +64,13 @@ class _Event:
     """A wait is for the record before it. Records on several streams may be over in another order.
 
     pending: the records that are not over. waiters: the threads that sleep until the last of them is over.
+    failure: of the work before the last record, on the same stream and behind the record before.
     """
 
     records: int = 0
     pending: set[int] = field(default_factory=set)
     waiters: int = 0
+    failure: GpuActorsError | None = None
 
     @property
     def done(self) -> bool:
@@ -230,21 +240,29 @@ class HostApi(ABC):
             recorded.records += 1
             number = recorded.records
             recorded.pending.add(number)
+            recorded.failure = None
+            queue = self._find(self._streams, stream)
 
             def record() -> None:
                 with self._lock:
                     recorded.pending.remove(number)
+                    failure, queue.failure = queue.failure, None
+                    if number == recorded.records:
+                        recorded.failure = failure
                     self._awaited = False
                     self._recorded.notify_all()
 
-            self._enqueue(stream, Operation(record))
+            self._enqueue(stream, Operation(record, after_failure=True))
 
     def event_done(self, event: int) -> bool:
         with self._lock:
             self.called("event_done", bound=False)
-            done = self._find(self._events, event).done
+            queried = self._find(self._events, event)
+            done = queried.done
             if not done:
                 self.progress(waits=False)
+            elif queried.failure is not None:
+                raise WorkFailed("event_done", queried.failure)
             return done
 
     def synchronize_event(self, event: int) -> None:
@@ -260,13 +278,15 @@ class HostApi(ABC):
                         raise CudaFailure(self._lost, "synchronize_event")
             finally:
                 awaited.waiters -= 1
+            if awaited.failure is not None:
+                raise WorkFailed("synchronize_event", awaited.failure)
 
     def wait_event(self, stream: int, event: int) -> None:
         with self._lock:
             self.called("wait_event")
             awaited = self._find(self._events, event)
             number = awaited.records
-            self._enqueue(stream, Operation(lambda: None, lambda: number not in awaited.pending))
+            self._enqueue(stream, Operation(lambda: None, lambda: number not in awaited.pending, True))
 
     def load_module(self, image: Hashable) -> int:
         with self._lock:
@@ -305,10 +325,13 @@ class HostApi(ABC):
         operation = queue.operations[0]
         if operation.ready is not None and not operation.ready():
             return False
-        try:
-            operation.run()
-        except CudaFailure as failure:
-            self._lose(failure)
+        if queue.failure is None or operation.after_failure:
+            try:
+                operation.run()
+            except CudaFailure as failure:
+                self._lose(failure)
+            except GpuActorsError as error:
+                queue.failure = error.with_traceback(None)
         with self._lock:
             queue.operations.popleft()
         return True

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
-from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory
@@ -24,6 +25,8 @@ from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
+
+R = TypeVar("R")
 
 
 class _Events:
@@ -275,6 +278,7 @@ class Flight:
 
     stopped: the stream was closed meanwhile.
     settled: the results are in place and the memory is freed.
+    failure: the error that the launch alone ended with. There are no results then.
     """
 
     def __init__(self, driver: Driver, stream: str, operands: Operands | RecordedLaunch, events: _Events) -> None:
@@ -282,6 +286,7 @@ class Flight:
         self.operands = operands
         self.event: int | None = None
         self.outputs: Outputs = {}
+        self.failure: GpuActorsError | None = None
         self.stopped = False
         self.settled: bool = False
         self._stream = stream
@@ -304,10 +309,11 @@ class Flight:
         with self._lock:
             if self.settled or self.event is None:
                 return True
-            return self.driver.call(self.driver.api.event_done, self.event)
+            done = self._ask(self.driver.api.event_done, self.event)
+            return done is None or done
 
     def wait(self) -> None:
-        """Sleep until the launch is over and settle it."""
+        """Sleep until the launch is over and settle it. Its own failure is left in `failure`."""
         if self.settled:
             return
         self.driver.enter()
@@ -319,7 +325,7 @@ class Flight:
                 return
             self._waiting += 1
         try:
-            self.driver.call(self.driver.api.synchronize_event, event)
+            self._ask(self.driver.api.synchronize_event, event)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -340,12 +346,23 @@ class Flight:
         """Put the results in place and free the memory. The event must be over."""
         with self._lock:
             if not self.settled:
-                self.outputs = self.operands.results()
+                if self.failure is None:
+                    self.outputs = self.operands.results()
                 self.operands.release()
                 self.settled = True
             if not self._waiting and self.event is not None:
                 event, self.event = self.event, None
                 self._events.put_back(event)
+
+    def _ask(self, call: Callable[[int], R], event: int) -> R | None:
+        """The answer to a call about the event. None if the launch failed, and nothing else did."""
+        try:
+            return call(event)
+        except WorkFailed as failure:
+            self.failure = failure.error
+            return None
+        except CudaFailure as failure:
+            raise self.driver.failed(failure) from failure
 
     def hand_over(self, event: CudaEvent) -> None:
         """Move the results to the event. The stream may hold the flight until its next launch, but not the results."""
@@ -378,8 +395,17 @@ class CudaEvent(Event):
             return True
 
     def wait(self) -> None:
-        self._flight.wait()
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def failure(self) -> BaseException | None:
+        try:
+            self._flight.wait()
+        except BaseException as error:
+            return error
         self._flight.hand_over(self)
+        return self._flight.failure
 
 
 def _checked(driver: Driver, launch: Launch) -> list[CudaFunction]:

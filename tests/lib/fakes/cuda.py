@@ -20,6 +20,8 @@ from inside.cuda import CudaFailure, DeviceProperties, HostApi, HostFunction, Ho
 from inside.devices import LaunchGeometry, Params, TensorMap
 from inside.emulation import encode_tensor_map
 
+from gpu_actors.errors import GpuActorsError
+
 __all__ = ["LEGACY", "FakeCuda", "Geometry", "Order"]
 
 Geometry = LaunchGeometry
@@ -55,7 +57,7 @@ class FakeCuda(HostApi):
         self._hung: list[HostQueue] = []
         self._bound = threading.local()
         self._failures: dict[str, deque[int]] = {}
-        self._execution_failures: deque[int] = deque()
+        self._execution_failures: deque[int | GpuActorsError] = deque()
         self._freed_pinned: list[np.ndarray[Any, Any]] = []
         self._polls = 0
 
@@ -65,8 +67,8 @@ class FakeCuda(HostApi):
         """Have the next calls of that name return these statuses; 0 lets one pass."""
         self._failures.setdefault(call, deque()).extend(statuses)
 
-    def fail_kernel(self, *statuses: int) -> None:
-        """Have the next kernels fail with these while they run; 0 lets one pass."""
+    def fail_kernel(self, *statuses: int | GpuActorsError) -> None:
+        """Have the next kernels fail with these while they run; 0 lets one pass, an error fails one launch."""
         self._execution_failures.extend(statuses)
 
     def hang(self, stream: int) -> None:
@@ -203,6 +205,8 @@ class FakeCuda(HostApi):
 
     def run_kernel(self, function: HostFunction, geometry: Geometry, params: Params) -> None:
         status = self._execution_failures.popleft() if self._execution_failures else 0
+        if isinstance(status, GpuActorsError):
+            raise status
         if status:
             raise CudaFailure(status, "kernel", "injected")
         self.kernels[function.name](self.memory, params, geometry)  # type: ignore[arg-type]
