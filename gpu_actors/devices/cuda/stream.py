@@ -283,7 +283,7 @@ class Flight:
 
     def __init__(self, driver: Driver, stream: str, operands: Operands | RecordedLaunch, events: _Events) -> None:
         self.driver = driver
-        self.operands = operands
+        self.operands: Operands | RecordedLaunch | None = operands
         self.event: int | None = None
         self.outputs: Outputs = {}
         self.failure: GpuActorsError | None = None
@@ -345,10 +345,12 @@ class Flight:
     def settle(self) -> None:
         """Put the results in place and free the memory. The event must be over."""
         with self._lock:
-            if not self.settled:
+            if self.operands is not None:
                 if self.failure is None:
                     self.outputs = self.operands.results()
                 self.operands.release()
+                # The stream may hold the flight until its next launch, but not the kernels.
+                self.operands = None
                 self.settled = True
             if not self._waiting and self.event is not None:
                 event, self.event = self.event, None
@@ -372,7 +374,8 @@ class Flight:
 
     def release(self) -> None:
         """Free the memory of a launch of which nothing was enqueued."""
-        self.operands.release()
+        if self.operands is not None:
+            self.operands.release()
         if self.event is not None:
             self._events.put_back(self.event)
 
