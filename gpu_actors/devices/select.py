@@ -103,9 +103,9 @@ def _open(spec: str, options: ContextOptions) -> Device:
     if spec == "mock":
         return MockDevice(arch, options.mock or MockOptions(), options.clock)
     if spec == "emulated":
-        from gpu_actors.devices.emulation.device import EmulatedDevice
+        from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 
-        return EmulatedDevice(arch, options.emulation or EmulationOptions(), options)
+        return CudaDevice(0, options, EmulatedApi(arch, options.emulation or EmulationOptions(), options))
     index = int(spec.partition(":")[2] or 0)
     obstacle = cuda_usable(index)
     if obstacle is not None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from emulated.memory import host_view
 from fakes.bench import IMAGE, KERNELS, Bench, pack, views
 from fakes.cuda import FakeCuda, Geometry
 from fakes.memory import FakeMemory
 from inside.compiling import asset_headers
 
 from gpu_actors import ContextOptions, Cubin, EmulationOptions, KernelSource, MockOptions
-from gpu_actors.devices.emulation.device import EmulatedDevice
+from gpu_actors.devices.cuda import CudaDevice
+from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 from gpu_actors.devices.host import host_array
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
 from gpu_actors.devices.mock import MockDevice
@@ -60,8 +61,9 @@ def launch(kernels: list[Kernel], x: Any, pool: Any, pack: Any = pack) -> Launch
 
 
 @pytest.fixture
-def emulated() -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice("sm_80", EmulationOptions(), ContextOptions())
+def emulated() -> Iterator[CudaDevice]:
+    options = ContextOptions()
+    device = CudaDevice(0, options, EmulatedApi("sm_80", EmulationOptions(), options))
     yield device
     device.close()
 
@@ -69,10 +71,9 @@ def emulated() -> Iterator[EmulatedDevice]:
 X = np.arange(1, 21, dtype=np.float32)
 
 
-def test_steps_run_in_order_over_shared_scratch_and_change_arrays_in_place(emulated: EmulatedDevice) -> None:
-    source = KernelSource("steps", SOURCE, ("twice", "add"), asset_headers(SOURCE))
-    built = emulated.build(source, "sm_80")
-    kernels = [dataclasses.replace(built, entry=entry) for entry in ("twice", "add")]
+def test_steps_run_in_order_over_shared_scratch_and_change_arrays_in_place(emulated: CudaDevice) -> None:
+    headers = asset_headers(SOURCE)
+    kernels = [emulated.build(KernelSource("steps", SOURCE, (name,), headers), "sm_80") for name in ("twice", "add")]
 
     def run(kernels: list[Kernel], pool: Any) -> Any:
         event = emulated.open_stream("test").launch(launch(kernels, X, pool, pack_params))
@@ -82,15 +83,15 @@ def test_steps_run_in_order_over_shared_scratch_and_change_arrays_in_place(emula
     memory, own = emulated.allocate((3, 20), "float32", zero=True), np.ones(20, np.float32)
     for pool in (memory[1], memory[1], own):
         assert (run(kernels, pool) == 2 * X).all()
-    assert (memory[1] == 4 * X).all()
-    assert not memory[::2].any()
+    assert (host_view(memory)[1] == 4 * X).all()
+    assert not host_view(memory)[::2].any()
     assert (own == 1 + 2 * X).all()
     # The other way round the second kernel finds poison in the scratch.
     assert not np.array_equal(run(kernels[::-1], memory[0]), 2 * X)
 
 
 @pytest.mark.parametrize("kind", ["mock", "emulated", "cuda"])
-def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: EmulatedDevice) -> None:
+def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: CudaDevice) -> None:
     bench = Bench()
     devices = {"mock": MockDevice("sm_80", MockOptions(), MockClock()), "emulated": emulated, "cuda": bench.device}
     for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int32"):
@@ -99,8 +100,8 @@ def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: EmulatedDe
         if kind == "cuda":
             assert not bench.cuda.memory.at(cleared.address, cleared.nbytes).any()
         else:
-            assert not cleared.view(np.uint8).any()
-            assert (fresh.view(np.uint8) == 0xFF).all()
+            assert not host_view(cleared).view(np.uint8).any()
+            assert (host_view(fresh).view(np.uint8) == 0xFF).all()
     assert not bench.cuda.open_streams[1:]  # the clearing's own stream is gone
 
 
@@ -224,7 +225,7 @@ extern "C" __global__ void draw(const __grid_constant__ Params p) {
 """
 
 
-def test_a_kernel_that_leaves_something_else_is_found_out(emulated: EmulatedDevice) -> None:
+def test_a_kernel_that_leaves_something_else_is_found_out(emulated: CudaDevice) -> None:
     built = emulated.build(KernelSource("draws", DRAWS, ("draw",), asset_headers(DRAWS)), "sm_80")
     for left in (0, 1):
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch
 from emulated import decode as emulated_decode
-from emulated.decode import DecodeCase, check_results, device_of, problem_of
+from emulated.decode import DecodeCase, allocate, check_results, problem_of
 from emulated.sweeps import LAUNCHES, assert_same_bits
 from inside.emulation import EmulationFault
 from inside.testing import POISON_PAGE
@@ -226,7 +226,7 @@ class TestOperands:
 
 
 def in_memory(array: Any) -> Any:
-    memory = device_of().allocate(array.shape, array.dtype.name)
+    memory = allocate(array.shape, array.dtype.name)
     memory[...] = array
     return memory
 

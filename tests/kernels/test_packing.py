@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from emulated import contraction
-from emulated.decode import device_of, kernel_of
+from emulated.decode import allocate, device_of, kernel_of
 from emulated.forward import problem_of
+from emulated.memory import run_launch
 from emulated.sweeps import LAUNCHES
 from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
@@ -239,9 +240,8 @@ def run(case: ForwardCase, arch: str, *, multiprocessors: int = 3, **emulation: 
         "out": OutputSpec((*case.q.shape[:-1], problem.head_dim_v), problem.out_dtype),
         "lse": OutputSpec(problem.lse_shape, "float32"),
     }
-    steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
-    stream: Any = device.open_stream("test")
-    results = stream.run(Launch(found.key, inputs, outputs, lambda _: {}, steps, program.scratch))
+    steps = program.steps(tuple(kernel_of(device, kernel_source(part)) for part in program.keys), NO_VALUES)
+    results = run_launch(device, Launch(found.key, inputs, outputs, lambda _: {}, steps, program.scratch))
     return results["out"], results["lse"], found.key.kernel
 
 
@@ -282,7 +282,7 @@ def test_a_sample_agrees_with_the_oracle(arch):
 def test_keys_and_values_are_read_where_they_lie(arch):
     """Heads before rows, gaps between sequences, and values apart from keys."""
     case = few_rows(5, always=VARIANT, seqlens=(9, 300), heads=(8, 2), batch=2)
-    memory = device_of(arch, arithmetic=contraction.arithmetic()).allocate((2, 3, 2, 310, 64), "bfloat16")
+    memory = allocate((2, 3, 2, 310, 64), "bfloat16")
     memory[...] = np.nan
     views = []
     for side, array in enumerate((case.k, case.v)):

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases.cascades import CASES, FP8, KV_HEADS, Batch, Case, run
+from emulated.memory import host_view
 from inside.planning import cascade as cascading
 from support.kv_cache import contents, outcome, wait
 from support.service import eventually
@@ -189,7 +190,11 @@ def test_latents_that_sequences_share_are_read_once(device: str, arch: str, dims
         result = wait(cache.attend(q, seqs, q_pe=q_pe, **new(4, 1), **how))
         pool = cache._find()
         for index, seq in enumerate(seqs):
-            k = pool.k_pool[pool.table(seq).pages].reshape(1, -1, 1, latent + rotary)[:, :62].astype(np.float64)
+            k = (
+                host_view(pool.k_pool)[pool.table(seq).pages]
+                .reshape(1, -1, 1, latent + rotary)[:, :62]
+                .astype(np.float64)
+            )
             k *= descales.get("k_descale", 1.0)
             whole = np.concatenate([q[index : index + 1], q_pe[index : index + 1]], axis=-1)
             options = {"softmax_scale": scale, "with_magnitude": True}

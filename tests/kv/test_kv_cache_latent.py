@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated.memory import host_view
 from inside.reference import apply_rope, cast_saturating, inverse_frequencies, rope_angles
 from inside.testing import cast
 from support.kv_cache import outcome, wait
@@ -54,7 +55,8 @@ def contents(cache: ga.KvCache, seq: ga.KvSequence) -> Any:
     result = cache._find()
     assert result.v_pool is None
     table = result.table(seq)
-    return result.k_pool[table.pages].reshape(-1, *result.k_pool.shape[2:])[: table.length]
+    pool = host_view(result.k_pool)
+    return pool[table.pages].reshape(-1, *pool.shape[2:])[: table.length]
 
 
 def bits(array: Any) -> Any:

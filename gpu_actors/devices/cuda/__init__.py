@@ -2,9 +2,12 @@
 
 device    CudaDevice, cuda_usable        api        the calls it makes of the driver
 stream    launches and their events      cupy_api   those calls, through CuPy
-operands  the memory of a launch         driver     how each part makes them, and when none may be made
-module    loaded cubins                  memory     staging and blocks
-probe     proof of progress              errors     what a status means
+operands  the memory of a launch         host_api   streams, events and graphs without a GPU
+module    loaded cubins                  null_api   calls that do nothing, to measure the host
+probe     proof of progress              driver     how each part makes calls, and when none may be made
+memory    staging and blocks             errors     what a status means
+
+The emulated device is a `CudaDevice` too, over `emulation.EmulatedApi`.
 
 Only `CudaDevice` knows all parts. A part gets the `Driver`, or the `MemoryPools` over it.
 """

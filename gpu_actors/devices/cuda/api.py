@@ -6,15 +6,17 @@ for the device, and a hung kernel would block them.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple, Protocol
 
-from gpu_actors.devices.interface import Params, TensorMap
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.devices.interface import Buffer, DeviceInfo, Params, TensorMap
 
-__all__ = ["CudaApi", "DeviceProperties", "MemoryBlock"]
+__all__ = ["CudaApi", "DeviceProperties", "Emulation", "MemoryBlock"]
 
 
 class DeviceProperties(NamedTuple):
-    """Properties of a device. capability: 90 for 9.0. memory: bytes."""
+    """Properties of a GPU. capability: 90 for 9.0. memory: bytes."""
 
     name: str
     capability: int
@@ -29,8 +31,36 @@ class MemoryBlock(Protocol):
     def address(self) -> int: ...
 
 
+class Emulation(Protocol):
+    """What the emulated device does beside a GPU's calls.
+
+    It takes sources in place of cubins, changes arrays of the host in place, and gives each operand memory of its own.
+    """
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def build(self, source: KernelSource) -> tuple[Hashable, tuple[int, ...] | None]:
+        """An image for `CudaApi.load_module`, and the bytes of each parameter of its first kernel if they are known.
+
+        May take seconds. Raises `CompileError`.
+        """
+
+    def discard(self, device: int, nbytes: int, stream: int) -> None:
+        """Enqueue that these bytes hold nothing until they are written."""
+
+    def expect_cleared(self, name: str, device: int, nbytes: int, stream: int) -> None:
+        """Enqueue a check that the kernels before left these bytes as 0. After a launch that failed they become 0."""
+
+
 class CudaApi(Protocol):
-    """One device's calls. A thread must call `bind` first, but for `free` and `close`."""
+    """One device's calls. A thread must call `bind` first, but for `free` and `close`.
+
+    emulation: None for a GPU.
+    """
+
+    @property
+    def emulation(self) -> Emulation | None: ...
 
     def bind(self) -> None:
         """Make the device current on the calling thread."""
@@ -80,8 +110,12 @@ class CudaApi(Protocol):
         shared_bytes: int,
         stream: int,
         params: Params,
+        operands: Mapping[str, Buffer] | None = None,
     ) -> None:
-        """Enqueue a kernel. params: the bytes of its only parameter, or of each, passed by value."""
+        """Enqueue a kernel. params: the bytes of its only parameter, or of each, passed by value.
+
+        operands: all memory that it may touch, for the emulated device alone.
+        """
 
     def begin_capture(self, stream: int) -> None:
         """Record the work that this thread enqueues on the stream from now on, instead of running it."""
@@ -118,7 +152,8 @@ class CudaApi(Protocol):
 
     # Code
 
-    def load_module(self, image: bytes) -> int: ...
+    def load_module(self, image: Hashable) -> int:
+        """Load a cubin's bytes, or what `Emulation.build` gave."""
 
     def unload_module(self, module: int) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import cupy
@@ -14,7 +14,7 @@ from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
 from gpu_actors.devices.cuda.library import make_primary_context
 from gpu_actors.devices.cuda.parameters import kernel_params
 from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
-from gpu_actors.devices.interface import Params, TensorMap
+from gpu_actors.devices.interface import Buffer, Params, TensorMap
 
 __all__ = ["CupyApi", "CupyBlock"]
 
@@ -51,6 +51,8 @@ class CupyBlock:
 
 class CupyApi:
     """The calls of one device. It has its own pool: the program's allocators are neither used nor changed."""
+
+    emulation: None = None
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -126,6 +128,7 @@ class CupyApi:
         shared_bytes: int,
         stream: int,
         params: Params,
+        operands: Mapping[str, Buffer] | None = None,
     ) -> None:
         packed = kernel_params(params)  # the driver copies them before it returns
         driver.launchKernel(function, *grid, *block, shared_bytes, stream, packed.address, 0)
@@ -183,7 +186,7 @@ class CupyApi:
         runtime.streamWaitEvent(stream, event)
 
     @_checked
-    def load_module(self, image: bytes) -> int:
+    def load_module(self, image: Hashable) -> int:
         return int(driver.moduleLoadData(image))
 
     @_checked

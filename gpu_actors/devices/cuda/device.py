@@ -1,4 +1,4 @@
-"""CudaDevice: an NVIDIA GPU, through CuPy."""
+"""CudaDevice: an NVIDIA GPU through CuPy, or an emulated one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 from gpu_actors.arrays.adopt import CallerNotes, caller_streams
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.compiling.source import FIRST_CAPABILITY, Cubin, exact_arch
+from gpu_actors.compiling.source import FIRST_CAPABILITY, Cubin, KernelSource, exact_arch
 from gpu_actors.compiling.toolchain import import_cupy
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
@@ -79,7 +79,7 @@ class CudaDevice(Device):
     After a sticky CUDA error every method raises `ContextLost`, and `lost` says why. Only a new process recovers from
     that.
 
-    api: for tests, replaces CuPy.
+    api: replaces CuPy, for the emulated device and for tests.
     """
 
     def __init__(self, index: int, options: ContextOptions, api: CudaApi | None = None) -> None:
@@ -95,7 +95,8 @@ class CudaDevice(Device):
         self._streams: list[CudaStream] = []
         self._prober: Prober | None = None
         self.driver.enter()
-        self.info: DeviceInfo = self._describe()
+        self.info: DeviceInfo = self._describe() if api.emulation is None else api.emulation.info
+        self.builds_kernels: bool = api.emulation is not None
 
     @property
     def lost(self) -> str | None:
@@ -121,6 +122,15 @@ class CudaDevice(Device):
             self._streams.append(stream)
         return stream
 
+    def build(self, source: KernelSource, arch: str) -> Kernel:
+        emulation = self.driver.api.emulation
+        if emulation is None:
+            return super().build(source, arch)
+        image, parameter_bytes = emulation.build(source)
+        entry = source.entry_points[0]
+        self.driver.enter()
+        return Kernel(entry, self.driver.call(self._modules.function, image, entry), parameter_bytes)
+
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         self.driver.enter()
         return Kernel(entry, self.driver.call(self._modules.function, cubin.data, entry))
@@ -141,7 +151,7 @@ class CudaDevice(Device):
         with self._lock:
             if self._prober is None:
                 self._prober = self.driver.call(Prober, self.memory, self._options.clock)
-        self._prober.run(self._options.hang_limit("cuda"))
+        self._prober.run(self._options.hang_limit(self.info.kind))
 
     def close(self) -> None:
         with self._lock:
@@ -186,7 +196,7 @@ class CudaDevice(Device):
     def _abandon(self, streams: list[CudaStream]) -> None:
         self.driver.abandoned = True
         why = self.driver.lost or "it still works on a launch"
-        logger.warning("cuda:%d is closed without releasing its memory: %s", self.driver.index, why)
+        logger.warning("%s is closed without releasing its memory: %s", self.driver.name, why)
         leak((self.driver.api, self._prober, streams))
 
 

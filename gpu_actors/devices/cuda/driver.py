@@ -22,6 +22,7 @@ R = TypeVar("R")
 class Driver:
     """The calls of one device, and the meaning of their failures.
 
+    name: of the device, for messages.
     lost: why the device is lost, or None.
     closed: `CudaDevice.close` was called.
     abandoned: it was closed while it worked, so nothing of it is released.
@@ -30,6 +31,7 @@ class Driver:
     def __init__(self, api: CudaApi, index: int) -> None:
         self.api = api
         self.index = index
+        self.name: str = f"cuda:{index}" if api.emulation is None else "the emulated device"
         self.lost: str | None = None
         self.closed = False
         self.abandoned = False
@@ -45,7 +47,7 @@ class Driver:
         if self.lost is not None:
             raise ContextLost(self.lost)
         if self.closed:
-            raise ActorStopped(f"cuda:{self.index} is closed")
+            raise ActorStopped(f"{self.name} is closed")
         if not getattr(self._threads, "bound", False):
             self.call(self.api.bind)
             self._threads.bound = True
@@ -66,7 +68,7 @@ class Driver:
 
     def lose(self, why: str) -> None:
         if self.lost is None:
-            logger.error("cuda:%d: %s", self.index, why)
+            logger.error("%s: %s", self.name, why)
             self.lost = why
 
     def destroy_event(self, event: int) -> None:

@@ -6,22 +6,26 @@ A copy reads its source when it runs, not when it is enqueued. A subclass has th
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.devices.cuda.api import Emulation
 from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
-from gpu_actors.devices.interface import LaunchGeometry, Params
-from gpu_actors.errors import GpuActorsError
+from gpu_actors.devices.interface import Buffer, LaunchGeometry, Params
+from gpu_actors.errors import GpuActorsError, LaunchError, caused
 
 __all__ = ["ILLEGAL_ADDRESS", "HostApi", "HostFunction", "HostOrder", "HostQueue", "Operation"]
+
+logger: logging.Logger = logging.getLogger("gpu_actors")
 
 V = TypeVar("V")
 
@@ -31,7 +35,7 @@ HostOrder: TypeAlias = Literal["eager", "late", "random"]
 ILLEGAL_ADDRESS = 700
 _INVALID_VALUE, _INVALID_HANDLE = 1, 400
 _POISON = 0xFF
-_LONGEST_DELAY = 1e-3
+_LONGEST_DELAY, _IDLE_SECONDS = 1e-3, 1.0
 
 
 class Operation(NamedTuple):
@@ -94,6 +98,10 @@ class HostApi(ABC):
         an event or asks for it. "random": after delays, by turns of the streams that differ with ``seed``.
     """
 
+    @property
+    def emulation(self) -> Emulation | None:
+        return None
+
     def __init__(self, order: HostOrder = "eager", seed: int = 0) -> None:
         self._order = order
         self._random = random.Random(seed)
@@ -119,7 +127,9 @@ class HostApi(ABC):
         """The bytes of device memory there. Raises a sticky `CudaFailure` for an address outside every block."""
 
     @abstractmethod
-    def run_kernel(self, function: HostFunction, geometry: LaunchGeometry, params: Params) -> None:
+    def run_kernel(
+        self, function: HostFunction, geometry: LaunchGeometry, params: Params, operands: Mapping[str, Buffer]
+    ) -> None:
         """Run a kernel to its end."""
 
     def called(self, name: str, bound: bool = True) -> None:
@@ -186,6 +196,7 @@ class HostApi(ABC):
         shared_bytes: int,
         stream: int,
         params: Params,
+        operands: Mapping[str, Buffer] | None = None,
     ) -> None:
         with self._lock:
             self.called("launch_kernel")
@@ -193,7 +204,7 @@ class HostApi(ABC):
             if 0 in grid or shared_bytes > kernel.shared_bytes:
                 raise CudaFailure(_INVALID_VALUE, "launch_kernel", "invalid argument")
             geometry = LaunchGeometry(grid, block, shared_bytes)
-            self._enqueue(stream, Operation(lambda: self.run_kernel(kernel, geometry, params)))
+            self._enqueue(stream, Operation(lambda: self.run_kernel(kernel, geometry, params, operands or {})))
 
     def begin_capture(self, stream: int) -> None:
         with self._lock:
@@ -325,25 +336,33 @@ class HostApi(ABC):
         operation = queue.operations[0]
         if operation.ready is not None and not operation.ready():
             return False
-        if queue.failure is None or operation.after_failure:
-            try:
-                operation.run()
-            except CudaFailure as failure:
-                self._lose(failure)
-            except GpuActorsError as error:
-                queue.failure = error.with_traceback(None)
-        with self._lock:
-            queue.operations.popleft()
+        if operation.after_failure:
+            with self._lock:  # a thread that sees a record knows that the stream has nothing left of it
+                self._run(queue, operation)
+        else:
+            self._run(queue, operation)
         return True
+
+    def _run(self, queue: HostQueue, operation: Operation) -> None:
+        try:
+            if queue.failure is None or operation.after_failure:
+                operation.run()
+        except CudaFailure as failure:
+            self._lose(failure)
+        except GpuActorsError as error:
+            queue.failure = error.with_traceback(None)
+        finally:
+            with self._lock:
+                queue.operations.popleft()
 
     def progress(self, waits: bool) -> bool:
         """A thread waits for an event, or asks for it. True if this call has run an operation."""
         self._awaited = True
-        self._enqueued.notify_all()
+        self.wake()
         return False
 
     def wake(self) -> None:
-        """Have the new work run in time."""
+        """Have the thread of this device run the work."""
         if self._worker is None:
             worker = threading.Thread(target=self._work, name="gpu-actors-emulated", daemon=True)
             worker.start()  # may raise: the next call tries again
@@ -359,17 +378,25 @@ class HostApi(ABC):
         self.wake()
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                while (queue := self._next()) is None:
-                    if self._closed:
-                        return
-                    self._enqueued.wait()
-                if self._order == "random":
-                    self._enqueued.wait(self._random.uniform(0, _LONGEST_DELAY))
-            self.advance(queue)
+        while (queue := self._wait_for_work()) is not None:
+            try:
+                self.advance(queue)
+            except BaseException as error:
+                logger.exception("the emulated device: a launch raised")
+                queue.failure = caused(LaunchError(f"the launch raised {error!r}"), error.with_traceback(None))
             # A thread that waits for work must not keep the last stream's alive.
             del queue
+
+    def _wait_for_work(self) -> HostQueue | None:
+        """The stream to go on with. None to end the thread, which the next work starts again."""
+        with self._lock:
+            while (queue := self._next()) is None:
+                if self._closed or not self._enqueued.wait(_IDLE_SECONDS):
+                    self._worker = None
+                    return None
+            if self._order == "random":
+                self._enqueued.wait(self._random.uniform(0, _LONGEST_DELAY))
+            return queue
 
     def _next(self) -> HostQueue | None:
         """A stream that has an operation that may run now."""

@@ -122,7 +122,7 @@ class MemoryPools:
         kind = dtype_of(dtype)
         nbytes = math.prod(shape) * kind.itemsize
         memory = DeviceMemory(self, nbytes) if nbytes else None
-        address = memory.address if memory is not None else 0
+        address = memory.addresses[0] if memory is not None else 0
         strides = contiguous_strides(shape, kind.itemsize)
         return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, owner=memory)
 
@@ -162,26 +162,26 @@ class MemoryPools:
         except CudaFailure as failure:
             if failure.status != OUT_OF_MEMORY:
                 raise driver.failed(failure) from failure
-            message = f"cuda:{driver.index} has no {what} left for {nbytes} bytes: {failure.detail}"
+            message = f"{driver.name} has no {what} left for {nbytes} bytes: {failure.detail}"
             raise OutOfDeviceMemory(message) from failure
 
 
 class DeviceMemory:
-    """A block of device memory. It returns to the pool with the last reference to this object."""
+    """Blocks of device memory, of one size each. They return to the pool with the last reference to this object."""
 
-    __slots__ = ("_block", "_pools", "address")
+    __slots__ = ("_blocks", "_pools", "addresses")
 
-    def __init__(self, pools: MemoryPools, nbytes: int) -> None:
+    def __init__(self, pools: MemoryPools, *sizes: int) -> None:
         self._pools = pools
-        self._block: MemoryBlock | None = None
-        self._block = pools.allocate(nbytes)
-        self.address: int = self._block.address
+        self._blocks: list[MemoryBlock] = []
+        for nbytes in sizes:
+            self._blocks.append(pools.allocate(nbytes))
+        self.addresses: tuple[int, ...] = tuple([block.address for block in self._blocks])
 
     def release(self) -> None:
-        """Return the block now."""
-        block, self._block = self._block, None
-        if block is not None:
-            self._pools.free(block)
+        """Return the blocks now."""
+        while self._blocks:
+            self._pools.free(self._blocks.pop())
 
     def __del__(self) -> None:
         self.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Hashable
 
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
@@ -53,13 +54,13 @@ class Modules:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._modules: weakref.WeakValueDictionary[bytes, _Module] = weakref.WeakValueDictionary()
-        self._functions: weakref.WeakValueDictionary[tuple[bytes, str], CudaFunction] = weakref.WeakValueDictionary()
+        self._modules: weakref.WeakValueDictionary[Hashable, _Module] = weakref.WeakValueDictionary()
+        self._functions: weakref.WeakValueDictionary[tuple[Hashable, str], CudaFunction] = weakref.WeakValueDictionary()
         self._loaded: set[int] = set()
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
 
-    def function(self, image: bytes, entry: str) -> CudaFunction:
+    def function(self, image: Hashable, entry: str) -> CudaFunction:
         """The kernel with this name. Its module is loaded if it is not yet. Raises CudaFailure."""
         api = self._driver.api
         with self._lock:
@@ -79,7 +80,7 @@ class Modules:
         for module in loaded:
             self._driver.api.unload_module(module)
 
-    def _load(self, image: bytes) -> _Module:
+    def _load(self, image: Hashable) -> _Module:
         module = self._modules[image] = _Module(self._driver.api.load_module(image))
         self._loaded.add(module.handle)
         # Called on the thread that drops the last reference, which must not wait for the driver or a lock.

@@ -6,12 +6,13 @@ import ctypes
 import itertools
 import time
 from collections import Counter
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.parameters import kernel_params
-from gpu_actors.devices.interface import Params, TensorMap
+from gpu_actors.devices.interface import Buffer, Params, TensorMap
 
 __all__ = ["NullApi"]
 
@@ -32,6 +33,8 @@ class NullApi:
         soon as it is enqueued.
     calls: how often each call was made.
     """
+
+    emulation: None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.calls: Counter[str] = Counter()
@@ -108,6 +111,7 @@ class NullApi:
         shared_bytes: int,
         stream: int,
         params: Params,
+        operands: Mapping[str, Buffer] | None = None,
     ) -> None:
         self.calls["launch_kernel"] += 1
         kernel_params(params)
@@ -156,7 +160,7 @@ class NullApi:
 
     # Code
 
-    def load_module(self, image: bytes) -> int:
+    def load_module(self, image: Hashable) -> int:
         return self._new_handle("load_module")
 
     def unload_module(self, module: int) -> None:

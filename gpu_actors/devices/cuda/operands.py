@@ -8,6 +8,9 @@ behind the kernels, into a second block. Both kinds share one block of device me
 An array of the host that a kernel changes is between the two, and is copied both ways. An array on the device is used
 in place, without a copy. Arrays on the device of several requests that share the launch are copied next to each other.
 
+On the emulated device each operand has a piece of memory of its own, which ends at an inaccessible page, and a copy of
+its own.
+
 The first launch of given steps decides where each operand goes and packs the kernels' parameters (`Placement`). A later
 one of the same kind on the same addresses has both already.
 """
@@ -39,11 +42,22 @@ _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
 
 
+class ArmedMemory:
+    """Memory that the launches of a stream find as 0 and leave as 0. cleared: a launch has set it to 0 first."""
+
+    __slots__ = ("cleared", "memory")
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory: DeviceMemory = memory
+        self.cleared: bool = False
+
+
 class StreamMemory:
     """Device memory that the launches of one stream use one after the other, in the order of the stream.
 
-    The memory that launches leave as 0 is cleared for the first of them. Memory for operands grows to what the largest
-    launch needs, up to ``MOST`` bytes; a launch that needs more has a block of its own.
+    Memory for operands grows to what the largest launch needs, up to ``MOST`` bytes; a launch that needs more has a
+    block of its own. On the emulated device it serves launches of the same sizes, so that each piece ends where its
+    operand does.
     """
 
     ARMED = 256
@@ -51,44 +65,68 @@ class StreamMemory:
 
     def __init__(self, pools: MemoryPools) -> None:
         self._pools = pools
-        self._armed: DeviceMemory | None = None
+        self._emulated = pools.driver.api.emulation is not None
+        self._armed: dict[tuple[int, ...], ArmedMemory] = {}
         self._shared: DeviceMemory | None = None
-        self._size = 0
-        self.cleared: bool = False
+        self._sizes: tuple[int, ...] = ()
 
-    @property
-    def armed(self) -> DeviceMemory:
-        """What launches find as 0 and leave as 0."""
-        if self._armed is None:
-            self._armed = DeviceMemory(self._pools, self.ARMED)
-        return self._armed
+    def armed(self, sizes: tuple[int, ...]) -> ArmedMemory:
+        """Pieces of these sizes that launches leave as 0."""
+        armed = self._armed.get(sizes)
+        if armed is None:
+            armed = self._armed[sizes] = ArmedMemory(DeviceMemory(self._pools, *sizes))
+        return armed
 
-    def block(self, nbytes: int) -> DeviceMemory:
-        """Memory for the next launch. A launch holds it until it is over, for it may be replaced by a larger block."""
-        if nbytes > self.MOST:
-            return DeviceMemory(self._pools, nbytes)
-        if self._shared is None or nbytes > self._size:
-            size = 1 << (nbytes - 1).bit_length()
-            self._shared, self._size = DeviceMemory(self._pools, size), size
+    def block(self, sizes: tuple[int, ...]) -> DeviceMemory:
+        """Memory for the next launch. A launch holds it until it is over, for it may be replaced by another block."""
+        if sum(sizes) > self.MOST:
+            return DeviceMemory(self._pools, *sizes)
+        if self._shared is None or (sizes != self._sizes if self._emulated else sizes > self._sizes):
+            if not self._emulated:
+                sizes = (1 << (sizes[0] - 1).bit_length(),)
+            self._shared, self._sizes = DeviceMemory(self._pools, *sizes), sizes
         return self._shared
 
     def release(self) -> None:
         """Free the memory. No launch of the stream may be in flight."""
-        self._armed = self._shared = None
-        self._size = 0
+        self._armed.clear()
+        self._shared = None
+        self._sizes = ()
 
 
 class _Place(NamedTuple):
-    """An operand that lies in the launch's block. offset: there, and in the staging block if it is copied."""
+    """An operand that lies in the launch's memory. offset: in its part of the block, and of the staging block."""
 
     name: str
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def staged(self, block: StagingBlock, start: int) -> Host:
         """Its bits in a staging block. start: of the operands of its direction."""
         return np.ndarray(self.shape, _BITS[self.dtype.itemsize], block.bytes, start + self.offset)
+
+
+
+class _Spot(NamedTuple):
+    """Where a place lies on the device. piece: number of the launch's piece of memory. offset: in it."""
+
+    place: _Place
+    piece: int
+    offset: int
+
+
+class _Copy(NamedTuple):
+    """A copy between a piece of memory and a staging block. offset: in the piece. staged: in the block."""
+
+    piece: int
+    offset: int
+    staged: int
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -96,21 +134,29 @@ class Bound:
     """A launch on certain addresses.
 
     kernels: with their packed parameters. cleared: address and bytes of what is cleared first. joined: the addresses
-    that joined arrays are copied to. late: the contents of scratch that holds addresses.
+    that joined arrays are copied to. late: the contents of scratch that holds addresses. For the emulated device,
+    operands: where each lies, in the order of the launch. discarded: address and bytes of what holds nothing yet.
+    rearmed: the names of scratch that is left as 0.
     """
 
     kernels: Kernels
     cleared: Sequence[tuple[int, int]]
     joined: Sequence[int]
     late: Sequence[bytes]
+    operands: Mapping[str, Buffer]
+    discarded: Sequence[tuple[int, int]]
+    rearmed: Sequence[str]
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
     """Where the operands of launches of one kind go, which have the same steps and equal shapes. Made for the first.
 
-    stream: of those launches. bound: the latest launches by the addresses of their operands, for allocators give the
-    same addresses out again.
+    stream: of those launches. emulated: whether each operand has a piece of memory of its own. uploads to armed: the
+    operands by what is done with them. pieces, armed_pieces: bytes of each piece of memory. spots, armed_spots: where
+    the operands lie in them. copies_in, copies_out: from and to the staging blocks, of ``staged_in`` and ``staged_out``
+    bytes. bound: the latest launches by the addresses of their operands, for allocators give the same addresses out
+    again.
     """
 
     MOST_BOUND = 64
@@ -119,6 +165,7 @@ class Placement:
     functions: Sequence[CudaFunction]
     specs: Mapping[str, ScratchSpec]
     kind: tuple[Any, ...]
+    emulated: bool
     device: list[str] = field(default_factory=list)
     uploads: list[_Place] = field(default_factory=list)
     late: list[tuple[_Place, ScratchSpec]] = field(default_factory=list)
@@ -129,25 +176,32 @@ class Placement:
     armed: list[_Place] = field(default_factory=list)
     empty: dict[str, Buffer] = field(default_factory=dict)
     cleared: list[str] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
+    spots: list[_Spot] = field(default_factory=list)
+    armed_pieces: list[int] = field(default_factory=list)
+    armed_spots: list[_Spot] = field(default_factory=list)
+    copies_in: list[_Copy] = field(default_factory=list)
+    copies_out: list[_Copy] = field(default_factory=list)
     up: int = 0
     both: int = 0
-    down: int = 0
-    size: int = 0
+    staged_in: int = 0
+    staged_out: int = 0
     bound: OrderedDict[tuple[int, ...], Bound] = field(default_factory=OrderedDict)
 
     @classmethod
-    def of(cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], arms: bool) -> Placement:
+    def of(
+        cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], *, arms: bool, emulated: bool = False
+    ) -> Placement:
         """arms: whether scratch that is left as 0 lies in the stream's own memory.
 
         Raises `InvalidRequest` for an array in other memory, and `LaunchError`.
         """
-        placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch))
+        placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch), emulated)
         up, both, down, inner = Layout(), Layout(), Layout(), Layout()
         placement._place_inputs(launch, up, both, inner)
         placement._place_outputs(launch, down)
         placement._place_scratch(launch.scratch, up, inner, arms)
-        placement.up, placement.both, placement.down = up.size, both.size, down.size
-        placement.size = up.size + both.size + down.size + inner.size
+        placement._lay_out(up.size, both.size, down.size, inner.size)
         return placement
 
     def fits(self, launch: Launch, stream: object) -> bool:
@@ -160,12 +214,13 @@ class Placement:
                 self.device.append(name)
             elif isinstance(array, Joined):
                 self.joined.append(_Place(name, inner.reserve(array.nbytes), array.shape, array.dtype))
-            elif name in launch.updates:
+            elif name in launch.updates and not self.emulated:
                 raise InvalidRequest(name, "an array on the host", "is changed in place, so it must lie on the device")
-            elif array.size == 0:
+            elif array.size == 0 and not self.emulated:
                 self.empty[name] = _buffer(0, array.shape, array.dtype)
             else:
-                places, layout = (self.returned, both) if name in launch.returned else (self.uploads, up)
+                changed = name in launch.returned or name in launch.updates
+                places, layout = (self.returned, both) if changed else (self.uploads, up)
                 places.append(_Place(name, layout.reserve(array.nbytes), array.shape, array.dtype))
 
     def _place_outputs(self, launch: Launch, down: Layout) -> None:
@@ -182,7 +237,7 @@ class Placement:
                     raise LaunchError(f"operand {name!r} is changed in place, so it must lie on the device")
                 place = _place(name, spec, down)
                 self.downloads.append(place)
-                if 0 in spec.shape:
+                if 0 in spec.shape and not self.emulated:
                     self.empty[name] = _buffer(0, spec.shape, place.dtype)
             if spec.zero and 0 not in spec.shape:
                 self.cleared.append(name)
@@ -192,7 +247,7 @@ class Placement:
         for name, spec in scratch.items():
             dtype = dtype_of(spec.dtype)
             nbytes = math.prod(spec.shape) * dtype.itemsize
-            if nbytes == 0:
+            if nbytes == 0 and not self.emulated:
                 self.empty[name] = _buffer(0, spec.shape, dtype)
             elif spec.rearmed and arms and rearmed.size + nbytes <= StreamMemory.ARMED:
                 self.armed.append(_place(name, spec, rearmed))
@@ -203,42 +258,74 @@ class Placement:
                 if spec.zero:
                     self.cleared.append(name)
 
-    def bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], base: int, armed: int) -> Bound:
-        """Pack the parameters of a launch. base: of its block. armed: of the stream's memory.
+    def _lay_out(self, up: int, both: int, down: int, inner: int) -> None:
+        """Decide which pieces of memory there are, and what is copied. The arguments are bytes of each layout."""
+        self.up, self.both, self.staged_in, self.staged_out = up, both, up + both, both + down
+        groups: tuple[tuple[Sequence[_Place], int, int | None, int | None], ...] = (
+            ((*self.uploads, *[place for place, _ in self.late]), up, 0, None),
+            (self.returned, both, up, 0),
+            (self.downloads, down, None, both),
+            ((*self.scratch, *self.joined), inner, None, None),
+        )
+        if self.emulated:
+            for places, _, staged_in, staged_out in groups:
+                for place in places:
+                    piece, nbytes = len(self.pieces), place.nbytes
+                    self.pieces.append(nbytes)
+                    self.spots.append(_Spot(place, piece, 0))
+                    if staged_in is not None and nbytes:
+                        self.copies_in.append(_Copy(piece, 0, staged_in + place.offset, nbytes))
+                    if staged_out is not None and nbytes:
+                        self.copies_out.append(_Copy(piece, 0, staged_out + place.offset, nbytes))
+            self.armed_pieces = [place.nbytes for place in self.armed]
+            self.armed_spots = [_Spot(place, piece, 0) for piece, place in enumerate(self.armed)]
+            return
+        begin = 0
+        for places, size, _, _ in groups:
+            self.spots += [_Spot(place, 0, begin + place.offset) for place in places]
+            begin += size
+        self.pieces = [begin] if begin else []
+        self.copies_in = [_Copy(0, 0, 0, self.staged_in)] if self.staged_in else []
+        self.copies_out = [_Copy(0, up, 0, self.staged_out)] if self.staged_out else []
+        self.armed_pieces = [StreamMemory.ARMED] if self.armed else []
+        self.armed_spots = [_Spot(place, 0, place.offset) for place in self.armed]
+
+    def bind(
+        self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: Sequence[int], armed: Sequence[int]
+    ) -> Bound:
+        """Pack the parameters of a launch. memory, armed: addresses of its pieces, and of the stream's.
 
         Raises `InvalidRequest` for an operand that the kernels cannot read where it lies.
         """
         buffers = dict(self.empty)
         for name, array in on_device.items():
             buffers[name] = Buffer(array.address, array.shape, element_strides(array), name_of(array.dtype))
-        inner = self.up + self.both + self.down
-        tables = [place for place, _ in self.late]
-        for start, places in (
-            (base, (*self.uploads, *tables)),
-            (base + self.up, self.returned),
-            (base + self.up + self.both, self.downloads),
-            (base + inner, (*self.scratch, *self.joined)),
-            (armed, self.armed),
-        ):
-            for place in places:
+        for spots, addresses in ((self.spots, memory), (self.armed_spots, armed)):
+            for place, piece, offset in spots:
                 if place.name not in buffers:
-                    buffers[place.name] = _buffer(start + place.offset, place.shape, place.dtype)
+                    buffers[place.name] = _buffer(addresses[piece] + offset, place.shape, place.dtype)
         late = []
         for place, spec in self.late:
             assert spec.contents is not None
             late.append(spec.contents(buffers))
-            nbytes = math.prod(place.shape) * place.dtype.itemsize
-            if len(late[-1]) != nbytes:
-                raise LaunchError(f"scratch {place.name!r} holds {nbytes} bytes and was given {len(late[-1])}")
+            if len(late[-1]) != place.nbytes:
+                raise LaunchError(f"scratch {place.name!r} holds {place.nbytes} bytes and was given {len(late[-1])}")
         kernels = [
             (function, step.geometry, step.pack(buffers))
             for function, step in zip(self.functions, launch.steps, strict=True)
         ]
-        cleared = [
-            (buffers[name].address, math.prod(buffers[name].shape) * dtype_of(buffers[name].dtype).itemsize)
-            for name in self.cleared
+        cleared = [_extent(buffers[name]) for name in self.cleared]
+        joined = [buffers[place.name].address for place in self.joined]
+        if not self.emulated:
+            return Bound(kernels, cleared, joined, late, {}, (), ())
+        discarded = [
+            _extent(buffers[place.name])
+            for place in (*self.downloads, *self.scratch)
+            if place.name not in self.cleared and place.nbytes
         ]
-        return Bound(kernels, cleared, [buffers[place.name].address for place in self.joined], late)
+        rearmed = [name for name, spec in self.specs.items() if spec.rearmed]
+        operands = {name: buffers[name] for name in (*launch.inputs, *launch.outputs, *self.specs)}
+        return Bound(kernels, cleared, joined, late, operands, discarded, rearmed)
 
 
 def _kind_of(launch: Launch) -> tuple[Any, ...]:
@@ -262,7 +349,7 @@ class Operands:
     Making one raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or one that cannot be written.
     """
 
-    __slots__ = ("_cleared_by", "_launch", "_memory", "_placement", "_pools", "_results", "_staging_in", "_staging_out",
+    __slots__ = ("_armed", "_launch", "_memory", "_placement", "_pools", "_results", "_staging_in", "_staging_out",
                  "bound", "producers")  # fmt: skip
 
     def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory | None) -> None:
@@ -275,7 +362,7 @@ class Operands:
         self._memory: DeviceMemory | None = None
         self._staging_in: StagingBlock | None = None
         self._staging_out: StagingBlock | None = None
-        self._cleared_by: StreamMemory | None = None
+        self._armed: ArmedMemory | None = None
         try:
             on_device = self._find_on_device(launch)
             self._allocate(memory)
@@ -290,8 +377,9 @@ class Operands:
         placement = self._placement
         # No local variable holds the memory: the traceback of a call that fails would keep it.
         if self._staging_in is not None and self._memory is not None:
-            size = placement.up + placement.both
-            api.copy_to_device(self._memory.address, self._staging_in.address, size, stream)
+            for piece, offset, staged, nbytes in placement.copies_in:
+                address = self._memory.addresses[piece] + offset
+                api.copy_to_device(address, self._staging_in.address + staged, nbytes, stream)
         if placement.joined and self._launch is not None:
             for place, address in zip(placement.joined, self.bound.joined, strict=True):
                 for part in self._launch.inputs[place.name].parts:
@@ -300,22 +388,32 @@ class Operands:
                     address += part.nbytes
         for address, nbytes in self.bound.cleared:
             api.fill(address, 0, nbytes, stream)
-        if self._cleared_by is not None and not self._cleared_by.cleared:
-            api.fill(self._cleared_by.armed.address, 0, StreamMemory.ARMED, stream)
-            self._cleared_by.cleared = True
+        if api.emulation is not None:
+            for address, nbytes in self.bound.discarded:
+                api.emulation.discard(address, nbytes, stream)
+        if self._armed is not None and not self._armed.cleared:
+            for address, nbytes in zip(self._armed.memory.addresses, placement.armed_pieces, strict=True):
+                api.fill(address, 0, nbytes, stream)
+            self._armed.cleared = True
 
     def download(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copy of the outputs for the host."""
         placement = self._placement
+        if api.emulation is not None:
+            for name in self.bound.rearmed:
+                api.emulation.expect_cleared(name, *_extent(self.bound.operands[name]), stream)
         if self._staging_out is not None and self._memory is not None:
-            source = self._memory.address + placement.up
-            api.copy_to_host(self._staging_out.address, source, placement.both + placement.down, stream)
+            for piece, offset, staged, nbytes in placement.copies_out:
+                address = self._memory.addresses[piece] + offset
+                api.copy_to_host(self._staging_out.address + staged, address, nbytes, stream)
 
     def results(self) -> Mapping[str, Any]:
         """The outputs by name, once the launch is over: the caller's arrays, new ndarrays, DeviceArrays."""
         launch, placement = self._launch, self._placement
         assert launch is not None
         for place in placement.returned:
+            if not place.nbytes:
+                continue
             assert self._staging_out is not None
             _bits(launch.inputs[place.name])[...] = place.staged(self._staging_out, 0)
         for place in placement.downloads:
@@ -339,7 +437,7 @@ class Operands:
     def release(self) -> None:
         """Free the memory. No enqueued work may use it any more."""
         staging = (self._staging_in, self._staging_out)
-        self._staging_in = self._staging_out = self._launch = self._memory = self._cleared_by = None
+        self._staging_in = self._staging_out = self._launch = self._memory = self._armed = None
         self._results = {}
         for staged in staging:
             if staged is not None:
@@ -369,23 +467,24 @@ class Operands:
 
     def _allocate(self, memory: StreamMemory | None) -> None:
         placement = self._placement
-        if placement.size:
-            self._memory = DeviceMemory(self._pools, placement.size) if memory is None else memory.block(placement.size)
-        if placement.up + placement.both:
-            self._staging_in = self._pools.acquire_staging(placement.up + placement.both)
-        if placement.both + placement.down:
-            self._staging_out = self._pools.acquire_staging(placement.both + placement.down)
+        if pieces := tuple(placement.pieces):
+            self._memory = DeviceMemory(self._pools, *pieces) if memory is None else memory.block(pieces)
+        if placement.staged_in:
+            self._staging_in = self._pools.acquire_staging(placement.staged_in)
+        if placement.staged_out:
+            self._staging_out = self._pools.acquire_staging(placement.staged_out)
 
     def _bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: StreamMemory | None) -> Bound:
         placement = self._placement
-        base = 0 if self._memory is None else self._memory.address
-        armed = 0
+        pieces = () if self._memory is None else self._memory.addresses
+        armed: tuple[int, ...] = ()
         if placement.armed and memory is not None:
-            armed, self._cleared_by = memory.armed.address, memory
-        key = (base, armed, *[array.address for array in on_device.values()])
+            self._armed = memory.armed(tuple(placement.armed_pieces))
+            armed = self._armed.memory.addresses
+        key = (*pieces, *armed, *[array.address for array in on_device.values()])
         bound = placement.bound.get(key)
         if bound is None:
-            bound = placement.bound[key] = placement.bind(launch, on_device, base, armed)
+            bound = placement.bound[key] = placement.bind(launch, on_device, pieces, armed)
             if len(placement.bound) > placement.MOST_BOUND:
                 placement.bound.popitem(last=False)
         return bound
@@ -418,6 +517,11 @@ def _place(name: str, spec: OutputSpec | ScratchSpec, layout: Layout) -> _Place:
 def _bits(array: Host) -> Host:
     # As unsigned integers: NumPy copies ml_dtypes' own types element by element and holds the GIL.
     return array.view(_BITS[array.itemsize])
+
+
+def _extent(buffer: Buffer) -> tuple[int, int]:
+    """The address and the bytes of a contiguous operand."""
+    return buffer.address, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize
 
 
 def _buffer(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:

@@ -41,8 +41,8 @@ class Prober:
             readback = self._staging.bytes[:_BYTES]
             readback[:] = 0
             event = driver.call(api.create_event)
-            driver.call(api.fill, self._memory.address, value, _BYTES, stream)
-            driver.call(api.copy_to_host, self._staging.address, self._memory.address, _BYTES, stream)
+            driver.call(api.fill, self._memory.addresses[0], value, _BYTES, stream)
+            driver.call(api.copy_to_host, self._staging.address, self._memory.addresses[0], _BYTES, stream)
             driver.call(api.record_event, event, stream)
             # The event is polled: a wait could not be interrupted.
             if not self._wait(event, timeout):

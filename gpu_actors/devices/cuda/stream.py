@@ -145,10 +145,14 @@ class CudaStream(Stream):
             known = steps.placement
             if isinstance(known, Placement) and known.fits(launch, self):
                 return known
-        placement = Placement.of(launch, self, _checked(self._driver, launch), arms=True)
+        placement = self._place(launch, arms=True)
         if isinstance(steps, Steps):
             steps.placement = placement
         return placement
+
+    def _place(self, launch: Launch, arms: bool) -> Placement:
+        emulated = self._driver.api.emulation is not None
+        return Placement.of(launch, self, _checked(self._driver, launch), arms=arms, emulated=emulated)
 
     def _launch_recorded(self, key: Hashable, launch: Launch) -> Event:
         driver = self._driver
@@ -188,7 +192,7 @@ class CudaStream(Stream):
     def _record(self, key: Hashable, launch: Launch) -> RecordedLaunch:
         """Record a launch as a graph, with its own memory for the launch's operands."""
         driver, api = self._driver, self._driver.api
-        placement = Placement.of(launch, self, _checked(driver, launch), arms=False)
+        placement = self._place(launch, arms=False)
         operands = Operands(self._pools, launch, placement, None)
         try:
             with self._lock:
@@ -269,7 +273,7 @@ def _compute(api: CudaApi, stream: int, operands: Operands) -> None:
     operands.upload(api, stream)
     for function, geometry, params in operands.bound.kernels:
         if 0 not in geometry.grid:
-            api.launch_kernel(function.handle, *geometry, stream, params)
+            api.launch_kernel(function.handle, *geometry, stream, params, operands.bound.operands)
     operands.download(api, stream)
 
 

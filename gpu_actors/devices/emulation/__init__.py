@@ -6,6 +6,7 @@
     memory.py       buffers that end at inaccessible pages
     tensor_map.py   tensor maps for the emulated TMA
     runtime.py      launches, faults
+    emulated_api.py the driver of a CudaDevice, over all of these
 
 How kernels are written for it, and what it checks: kernels_cu/emulation/README.md.
 """

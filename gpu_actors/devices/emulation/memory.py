@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import ctypes
 import mmap
+import threading
 import weakref
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy.typing as npt
 
 from gpu_actors.errors import InvalidRequest, OutOfDeviceMemory
 
-__all__ = ["CANARY", "PAGE", "POISON", "EmulatedBuffer", "Mapping"]
+__all__ = ["CANARY", "PAGE", "POISON", "AddressSpace", "EmulatedBuffer", "Mapping"]
 
 PAGE = 4096
 POISON = 0xFF  # a NaN in every floating-point format, and -1
@@ -86,8 +89,7 @@ class EmulatedBuffer:
         if nbytes < 0:
             raise InvalidRequest("nbytes", nbytes, "a buffer has zero or more bytes")
         self._attach(Mapping(nbytes), name)
-        self._head[...] = CANARY
-        self._tail[...] = CANARY
+        self.renew_canaries()
         self.array[...] = POISON
 
     def _attach(self, mapping: Mapping, name: str) -> None:
@@ -108,16 +110,10 @@ class EmulatedBuffer:
         buffer.array[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return buffer
 
-    @classmethod
-    def behind(cls, array: npt.NDArray[Any], name: str = "buffer") -> EmulatedBuffer | None:
-        """The buffer that this array is a view of, under another name. None for an array in other memory."""
-        owner: Any = array
-        while isinstance(owner, np.ndarray):
-            owner = owner.base
-        if not isinstance(owner, Mapping):
-            return None
-        buffer = cls.__new__(cls)
-        buffer._attach(owner, name)
+    def named(self, name: str) -> EmulatedBuffer:
+        """The same buffer under another name."""
+        buffer = copy.copy(self)
+        buffer.name = name
         return buffer
 
     def view(self, dtype: npt.DTypeLike, shape: int | tuple[int, ...] = -1) -> npt.NDArray[Any]:
@@ -129,6 +125,11 @@ class EmulatedBuffer:
         """The first and the past-the-last address of the buffer's pages, including the inaccessible ones."""
         return self._mapping.map_begin, self._mapping.map_end
 
+    def renew_canaries(self) -> None:
+        """Forget what was written next to the buffer."""
+        self._head[...] = CANARY
+        self._tail[...] = CANARY
+
     def stray_write(self) -> str | None:
         """Where a kernel wrote next to the buffer without reaching an inaccessible page. None if it did not."""
         if (self._head != CANARY).any():
@@ -137,3 +138,31 @@ class EmulatedBuffer:
 
     def __repr__(self) -> str:
         return f"EmulatedBuffer({self.nbytes}, {self.name!r})"
+
+
+class AddressSpace:
+    """Buffers by the addresses of their pages. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._buffers: dict[int, EmulatedBuffer] = {}
+        self._lock = threading.Lock()
+
+    def add(self, buffer: EmulatedBuffer) -> None:
+        begin, _ = buffer.map_range
+        with self._lock:
+            bisect.insort(self._begins, begin)
+            self._buffers[begin] = buffer
+
+    def remove(self, buffer: EmulatedBuffer) -> None:
+        begin, _ = buffer.map_range
+        with self._lock:
+            del self._buffers[begin]
+            del self._begins[bisect.bisect_left(self._begins, begin)]
+
+    def find(self, address: int) -> EmulatedBuffer | None:
+        """The buffer that has this address, or whose inaccessible pages have it."""
+        with self._lock:
+            index = bisect.bisect_right(self._begins, address) - 1
+            buffer = self._buffers[self._begins[index]] if index >= 0 else None
+        return buffer if buffer is not None and address < buffer.map_range[1] else None

@@ -11,8 +11,10 @@ import numpy as np
 from cases.cached_batches import Batch
 from emulated import contraction
 from emulated.forward import module_of
+from emulated.memory import host_view, run_launch
+from inside.cuda import CudaDevice
 from inside.devices import Kernel, Launch, OutputSpec, Step
-from inside.emulation import EmulatedDevice
+from inside.emulation import EmulatedApi
 from inside.kernels import (
     DECODE,
     ELEMENTS,
@@ -149,7 +151,7 @@ def _laid_out(array: Any, index: int, side: int) -> Any:
     heads, rows, dim = array.shape
     room = rows + more
     wide = (room + 2, heads + 1, dim) if number % 2 else (heads, room, dim + 16 * (number % 3))
-    memory = device_of().allocate(wide, array.dtype.name)
+    memory = allocate(wide, array.dtype.name)
     memory[...] = np.nan
     view = memory[:room, :heads].swapaxes(0, 1) if number % 2 else memory[..., :dim]
     view[:, :rows] = array
@@ -223,13 +225,20 @@ def key_of(problem: AttentionProblem, arch: str, kernel: str = DECODE) -> Dispat
     return dispatch_key(problem, arch, tuple(family for family in FAMILIES if family.name == kernel))
 
 
-def kernel_of(source: KernelSource) -> Kernel:
-    return Kernel(source.entry_points[0], module_of(source))
+def kernel_of(device: CudaDevice, source: KernelSource) -> Kernel:
+    (entry, *_), module = source.entry_points, module_of(source)
+    return Kernel(entry, device._modules.function(module, entry))
 
 
 @functools.cache
-def device_of(arch: str = "sm_80", **emulation: Any) -> EmulatedDevice:
-    return EmulatedDevice(arch, EmulationOptions(**emulation), ContextOptions())
+def device_of(arch: str = "sm_80", **emulation: Any) -> CudaDevice:
+    options = ContextOptions()
+    return CudaDevice(0, options, EmulatedApi(arch, EmulationOptions(**emulation), options))
+
+
+def allocate(shape: tuple[int, ...], dtype: str) -> Any:
+    """Memory of the device as an array of the host, which launches on any device read and write in place."""
+    return host_view(device_of().allocate(shape, dtype))
 
 
 def run(
@@ -262,22 +271,21 @@ def run(
     outputs["out"] = outputs["out"]._replace(zero=zero)
     memory, dim = None, problem.head_dim_v
     if padding:  # as an input that the kernels write in place: the device gives outputs memory of their own
-        memory = _spaced(device, (*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
-        q = _spaced(device, (*operands["q"].shape[:-1], problem.head_dim + padding), problem.dtype)
+        memory = _spaced((*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
+        q = _spaced((*operands["q"].shape[:-1], problem.head_dim + padding), problem.dtype)
         q[..., : problem.head_dim] = operands["q"]
         inputs = inputs | {"q": q[..., : problem.head_dim], "out": memory[..., :dim]}
-    steps = program.steps(tuple(kernel_of(kernel_source(part)) for part in program.keys), NO_VALUES)
-    stream: Any = device.open_stream("test")
+    steps = program.steps(tuple(kernel_of(device, kernel_source(part)) for part in program.keys), NO_VALUES)
     updates = () if memory is None else ("out",)
-    results = stream.run(Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch, updates))
+    results = run_launch(device, Launch(key, inputs, outputs, lambda _: {}, steps, program.scratch, updates))
     if memory is None:
         return results["out"], results["lse"]
     assert np.isnan(memory[..., dim:].astype(np.float32)).all(), "only the rows were written"
     return memory[..., :dim].copy(), results["lse"]
 
 
-def _spaced(device: EmulatedDevice, shape: tuple[int, ...], dtype: str) -> Any:
-    memory = device.allocate(shape, dtype)
+def _spaced(shape: tuple[int, ...], dtype: str) -> Any:
+    memory = allocate(shape, dtype)
     memory[...] = np.nan
     return memory
 
@@ -297,9 +305,8 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
         pointers = {f"{side}_ptrs": buffers["cache_seqlens"]._replace(dtype="uint64") for side in "kv"}
         return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
 
-    step = Step(kernel_of(kernel_source(key)), step_geometry(key, problem, ranges), pack)
-    stream: Any = device_of().open_stream("test")
-    return stream.run(Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
+    step = Step(kernel_of(device_of(), kernel_source(key)), step_geometry(key, problem, ranges), pack)
+    return run_launch(device_of(), Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]
 
 
 def check_results(case: DecodeCase, out: Any, lse: Any) -> float:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 from cases.cached_batches import random_batch
-from emulated.decode import DecodeCase, check_results, kernel_of, key_of, problem_of
-from inside.devices import Buffer
+from emulated.decode import DecodeCase, check_results, key_of, problem_of
+from emulated.forward import module_of
+from inside.devices import Buffer, Kernel
 from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping, encode_tensor_map
 from inside.kernels import DECODE, NO_VALUES, Target, kernel_source, program_of
 
@@ -119,9 +120,10 @@ def check_over(
     for name, array in arrays.items():
         strides = tuple(stride // array.itemsize for stride in array.strides)
         buffers[name] = Buffer(memory[name].address, array.shape, strides, array.dtype.name)
-    (step,) = program.steps(tuple(kernel_of(kernel_source(key)) for key in program.keys), NO_VALUES)
+    (source,) = map(kernel_source, program.keys)
+    (step,) = program.steps((Kernel(source.entry_points[0], None),), NO_VALUES)
     geometry = step.geometry
-    step.kernel.handle.launch(
+    module_of(source).launch(
         step.kernel.entry,
         geometry.grid,
         geometry.block,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 from fakes.memory import POISON, FakeBlock, FakeMemory
 from inside.cuda import CudaFailure, DeviceProperties, HostApi, HostFunction, HostQueue, MemoryBlock, Operation
-from inside.devices import LaunchGeometry, Params, TensorMap
+from inside.devices import Buffer, LaunchGeometry, Params, TensorMap
 from inside.emulation import encode_tensor_map
 
 from gpu_actors.errors import GpuActorsError
@@ -203,7 +203,9 @@ class FakeCuda(HostApi):
     def device_bytes(self, address: int, nbytes: int) -> np.ndarray[Any, Any]:
         return self.memory.at(address, nbytes)
 
-    def run_kernel(self, function: HostFunction, geometry: Geometry, params: Params) -> None:
+    def run_kernel(
+        self, function: HostFunction, geometry: Geometry, params: Params, operands: Mapping[str, Buffer]
+    ) -> None:
         status = self._execution_failures.popleft() if self._execution_failures else 0
         if isinstance(status, GpuActorsError):
             raise status

@@ -6,10 +6,10 @@ from gpu_actors.devices.emulation import (
     EmulationFault,
     Toolchain,
     build_module,
-    device,
+    emulated_api,
     module_cache,
 )
-from gpu_actors.devices.emulation.device import EmulatedDevice
+from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 from gpu_actors.devices.emulation.executor import Executor
 from gpu_actors.devices.emulation.memory import PAGE, POISON, Mapping
 from gpu_actors.devices.emulation.module_cache import ModuleCache

@@ -220,7 +220,7 @@ def _operands(row: str, case: DecodeCase) -> dict[str, Any]:
         operands["block_table"] = whole_table(operands)
     if row == "fp8 q odd":
         q = operands["q"]
-        wide = emulated_decode.device_of().allocate((*q.shape[:-1], q.shape[-1] + 1), q.dtype.name)
+        wide = emulated_decode.allocate((*q.shape[:-1], q.shape[-1] + 1), q.dtype.name)
         operands["q"] = wide[..., 1:]  # whose rows begin anywhere
         operands["q"][...] = q
     return operands

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from cases.cached_batches import Batch, random_batch
 from cases.decode import SIMPLE_VARIANTS
-from emulated.decode import DecodeCase, check, device_of, problem_of
+from emulated.decode import DecodeCase, allocate, check, problem_of
 from emulated.decode import run as run_decode
 from emulated.far_pages import check_far_pages, check_far_rows
 from inside.emulation import PAGE
@@ -151,7 +151,7 @@ def _check_broken(case: DecodeCase, operands: dict[str, Any], **launch: Any) -> 
 
 
 def _moved(array: Any) -> Any:
-    memory = device_of().allocate((array.size + 1,), array.dtype.name)
+    memory = allocate((array.size + 1,), array.dtype.name)
     memory[1:] = array.ravel()
     return memory[1:].reshape(array.shape)
 

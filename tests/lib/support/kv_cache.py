@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from emulated.memory import host_view
 from support.service import eventually
 
 import gpu_actors as ga
@@ -63,7 +64,7 @@ def contents(cache: ga.KvCache, seq: ga.KvSequence) -> tuple[np.ndarray, np.ndar
     """The rows of a sequence, straight from the pool."""
     state = cache._find()
     table = state.table(seq)
-    pools = (state.k_pool, state.v_pool)
+    pools = (host_view(state.k_pool), host_view(state.v_pool))
     k, v = (pool[table.pages].reshape(-1, *pool.shape[2:])[: table.length] for pool in pools)
     return k, v
 

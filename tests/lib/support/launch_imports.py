@@ -53,7 +53,7 @@ def pretend_cuda() -> None:
 
 def build_few() -> None:
     """The emulated device builds the first kernel and OWN; others do nothing. One code builds and launches them all."""
-    from inside.emulation import device
+    from inside.emulation import emulated_api
 
     class Idle:
         def parameter_bytes(self, entry: str) -> None:
@@ -62,7 +62,7 @@ def build_few() -> None:
         def launch(self, *_: Any, **__: Any) -> None:
             pass
 
-    build = device.build_module
+    build = emulated_api.build_module
     first: list[Any] = []
 
     def build_first(source: str, macros: Any, *rest: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ def build_few() -> None:
         needed = (source, macros) == first[0] or source == OWN
         return build(source, macros, *rest, **options) if needed else Idle()
 
-    device.build_module = build_first  # type: ignore[assignment]
+    emulated_api.build_module = build_first  # type: ignore[assignment]
 
 
 def normal(*shape: int) -> Any:
