@@ -5,6 +5,7 @@ A copy reads its source when it runs, not when it is enqueued. A subclass has th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import random
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +24,35 @@ from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, Params
 from gpu_actors.errors import GpuActorsError, LaunchError, caused
 
-__all__ = ["ILLEGAL_ADDRESS", "HostApi", "HostFunction", "HostOrder", "HostQueue", "Operation"]
+__all__ = ["ILLEGAL_ADDRESS", "HostApi", "HostFunction", "HostOrder", "HostQueue", "Operation", "driver_call"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
+H = TypeVar("H", bound="HostApi")
+P = ParamSpec("P")
+R = TypeVar("R")
 V = TypeVar("V")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Find: TypeAlias = Callable[[int, int], Bytes]
 HostOrder: TypeAlias = Literal["eager", "late", "random"]
 
 ILLEGAL_ADDRESS = 700
 _INVALID_VALUE, _INVALID_HANDLE = 1, 400
 _POISON = 0xFF
 _LONGEST_DELAY, _IDLE_SECONDS = 1e-3, 1.0
+
+
+def driver_call(call: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+    """A call of the driver: it holds the device's lock."""
+
+    @functools.wraps(call)
+    def locked(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            self.called(call.__name__)
+            return call(self, *args, **kwargs)
+
+    return locked
 
 
 class Operation(NamedTuple):
@@ -56,11 +73,13 @@ class HostQueue:
 
     captured: what a graph records instead, while one is captured.
     failure: why the rest of the current launch does not run. The next record of an event takes it.
+    turn: number of the latest turn that the stream had.
     """
 
     operations: deque[Operation] = field(default_factory=deque)
     captured: list[Operation] | None = None
     failure: GpuActorsError | None = None
+    turn: int = 0
 
 
 @dataclass(eq=False)
@@ -94,8 +113,9 @@ class HostFunction:
 class HostApi(ABC):
     """Streams, events, graphs, copies and page-locked memory.
 
-    order: when a thread of this device runs the work. "eager": as soon as it may. "late": once another thread waits for
-        an event or asks for it. "random": after delays, by turns of the streams that differ with ``seed``.
+    order: when a thread of this device runs the work. "eager": as soon as it may, the streams in turns. "late": once
+        another thread waits for an event or asks for it, one stream as far as it goes. "random": after delays, any
+        stream, by ``seed``.
     """
 
     @property
@@ -106,6 +126,7 @@ class HostApi(ABC):
         self._order = order
         self._random = random.Random(seed)
         self._handles = itertools.count(1000)
+        self._turns = itertools.count(1)
         self._streams: dict[int, HostQueue] = {}
         self._events: dict[int, _Event] = {}
         self._graphs: dict[int, list[Operation]] = {}
@@ -132,8 +153,8 @@ class HostApi(ABC):
     ) -> None:
         """Run a kernel to its end."""
 
-    def called(self, name: str, bound: bool = True) -> None:
-        """Begin a call, under the lock. bound: whether its thread must have called `bind`."""
+    def called(self, name: str) -> None:
+        """Begin a call, under the lock. Raises `CudaFailure` once the device is lost."""
         if self._lost is not None:
             raise CudaFailure(self._lost, name)
 
@@ -141,7 +162,7 @@ class HostApi(ABC):
 
     def bind(self) -> None:
         with self._lock:
-            self.called("bind", bound=False)
+            self.called("bind")
 
     def is_current(self) -> bool:
         return True
@@ -150,44 +171,43 @@ class HostApi(ABC):
         with self._lock:
             self.called("trim")
 
+    @driver_call
     def allocate_pinned(self, nbytes: int) -> int:
-        with self._lock:
-            self.called("allocate_pinned")
-            memory = np.full(nbytes, _POISON, np.uint8)
-            address = int(memory.ctypes.data)
-            self._pinned[address] = memory
-            return address
+        memory = np.full(nbytes, _POISON, np.uint8)
+        address = int(memory.ctypes.data)
+        self._pinned[address] = memory
+        return address
 
+    @driver_call
     def free_pinned(self, address: int) -> None:
-        with self._lock:
-            self.called("free_pinned", bound=False)
-            del self._pinned[address]
+        del self._pinned[address]
 
+    @driver_call
     def create_stream(self) -> int:
-        with self._lock:
-            self.called("create_stream")
-            return self._add(self._streams, HostQueue())
+        return self._add(self._streams, HostQueue())
 
+    @driver_call
     def destroy_stream(self, stream: int) -> None:
-        with self._lock:
-            self.called("destroy_stream", bound=False)
-            assert not self._find(self._streams, stream).operations, "a busy stream is destroyed"
-            del self._streams[stream]
+        assert not self._find(self._streams, stream).operations, "a busy stream is destroyed"
+        del self._streams[stream]
 
+    @driver_call
     def copy_to_device(self, device: int, host: int, nbytes: int, stream: int) -> None:
-        self._copy("copy_to_device", stream, self.device_bytes, device, self._host_bytes, host, nbytes)
+        self._copy(self.device_bytes, device, self._host_bytes, host, nbytes, stream)
 
+    @driver_call
     def copy_to_host(self, host: int, device: int, nbytes: int, stream: int) -> None:
-        self._copy("copy_to_host", stream, self._host_bytes, host, self.device_bytes, device, nbytes)
+        self._copy(self._host_bytes, host, self.device_bytes, device, nbytes, stream)
 
+    @driver_call
     def copy_on_device(self, device: int, source: int, nbytes: int, stream: int) -> None:
-        self._copy("copy_on_device", stream, self.device_bytes, device, self.device_bytes, source, nbytes)
+        self._copy(self.device_bytes, device, self.device_bytes, source, nbytes, stream)
 
+    @driver_call
     def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
-        with self._lock:
-            self.called("fill")
-            self._enqueue(stream, Operation(lambda: self.device_bytes(device, nbytes).fill(value)))
+        self._enqueue(stream, Operation(lambda: self.device_bytes(device, nbytes).fill(value)))
 
+    @driver_call
     def launch_kernel(
         self,
         function: int,
@@ -198,20 +218,17 @@ class HostApi(ABC):
         params: Params,
         operands: Mapping[str, Buffer] | None = None,
     ) -> None:
-        with self._lock:
-            self.called("launch_kernel")
-            kernel = self._find(self._functions, function)
-            if 0 in grid or shared_bytes > kernel.shared_bytes:
-                raise CudaFailure(_INVALID_VALUE, "launch_kernel", "invalid argument")
-            geometry = LaunchGeometry(grid, block, shared_bytes)
-            self._enqueue(stream, Operation(lambda: self.run_kernel(kernel, geometry, params, operands or {})))
+        kernel = self._find(self._functions, function)
+        if 0 in grid or shared_bytes > kernel.shared_bytes:
+            raise CudaFailure(_INVALID_VALUE, "launch_kernel", "invalid argument")
+        geometry = LaunchGeometry(grid, block, shared_bytes)
+        self._enqueue(stream, Operation(lambda: self.run_kernel(kernel, geometry, params, operands or {})))
 
+    @driver_call
     def begin_capture(self, stream: int) -> None:
-        with self._lock:
-            self.called("begin_capture")
-            queue = self._find(self._streams, stream)
-            assert queue.captured is None, "the stream is being captured"
-            queue.captured = []
+        queue = self._find(self._streams, stream)
+        assert queue.captured is None, "the stream is being captured"
+        queue.captured = []
 
     def end_capture(self, stream: int) -> int:
         with self._lock:
@@ -222,110 +239,95 @@ class HostApi(ABC):
             assert captured is not None, "nothing is being captured"
             return self._add(self._graphs, captured)
 
+    @driver_call
     def launch_graph(self, graph: int, stream: int) -> None:
-        with self._lock:
-            self.called("launch_graph")
-            for operation in self._find(self._graphs, graph):
-                self._enqueue(stream, operation)
+        for operation in self._find(self._graphs, graph):
+            self._enqueue(stream, operation)
 
+    @driver_call
     def destroy_graph(self, graph: int) -> None:
-        with self._lock:
-            self.called("destroy_graph")
-            self._remove(self._graphs, graph)
+        self._remove(self._graphs, graph)
 
+    @driver_call
     def create_event(self) -> int:
-        with self._lock:
-            self.called("create_event")
-            return self._add(self._events, _Event())
+        return self._add(self._events, _Event())
 
+    @driver_call
     def destroy_event(self, event: int) -> None:
-        with self._lock:
-            self.called("destroy_event", bound=False)
-            assert not self._find(self._events, event).waiters, "an event is destroyed under a waiter"
-            del self._events[event]
+        assert not self._find(self._events, event).waiters, "an event is destroyed under a waiter"
+        del self._events[event]
 
+    @driver_call
     def record_event(self, event: int, stream: int) -> None:
-        with self._lock:
-            self.called("record_event")
-            recorded = self._find(self._events, event)
-            recorded.records += 1
-            number = recorded.records
-            recorded.pending.add(number)
-            recorded.failure = None
-            queue = self._find(self._streams, stream)
+        recorded, queue = self._find(self._events, event), self._find(self._streams, stream)
+        recorded.records += 1
+        number = recorded.records
+        recorded.pending.add(number)
+        recorded.failure = None
 
-            def record() -> None:
-                with self._lock:
-                    recorded.pending.remove(number)
-                    failure, queue.failure = queue.failure, None
-                    if number == recorded.records:
-                        recorded.failure = failure
-                    self._awaited = False
-                    self._recorded.notify_all()
+        def record() -> None:
+            recorded.pending.remove(number)
+            failure, queue.failure = queue.failure, None
+            if number == recorded.records:
+                recorded.failure = failure
+            self._awaited = False
+            self._recorded.notify_all()
 
-            self._enqueue(stream, Operation(record, after_failure=True))
+        self._enqueue(stream, Operation(record, after_failure=True))
 
+    @driver_call
     def event_done(self, event: int) -> bool:
-        with self._lock:
-            self.called("event_done", bound=False)
-            queried = self._find(self._events, event)
-            done = queried.done
-            if not done:
-                self.progress(waits=False)
-            elif queried.failure is not None:
-                raise WorkFailed("event_done", queried.failure)
-            return done
+        queried = self._find(self._events, event)
+        done = queried.done
+        if not done:
+            self.progress(waits=False)
+        elif queried.failure is not None:
+            raise WorkFailed("event_done", queried.failure)
+        return done
 
+    @driver_call
     def synchronize_event(self, event: int) -> None:
-        with self._lock:
-            self.called("synchronize_event")
-            awaited = self._find(self._events, event)
-            awaited.waiters += 1
-            try:
-                while not awaited.done:
-                    if not self.progress(waits=True):
-                        self._recorded.wait()
-                    if self._lost is not None:
-                        raise CudaFailure(self._lost, "synchronize_event")
-            finally:
-                awaited.waiters -= 1
-            if awaited.failure is not None:
-                raise WorkFailed("synchronize_event", awaited.failure)
+        awaited = self._find(self._events, event)
+        awaited.waiters += 1
+        try:
+            while not awaited.done:
+                if not self.progress(waits=True):
+                    self._recorded.wait()
+                if self._lost is not None:
+                    raise CudaFailure(self._lost, "synchronize_event")
+        finally:
+            awaited.waiters -= 1
+        if awaited.failure is not None:
+            raise WorkFailed("synchronize_event", awaited.failure)
 
+    @driver_call
     def wait_event(self, stream: int, event: int) -> None:
-        with self._lock:
-            self.called("wait_event")
-            awaited = self._find(self._events, event)
-            number = awaited.records
-            self._enqueue(stream, Operation(lambda: None, lambda: number not in awaited.pending, True))
+        awaited = self._find(self._events, event)
+        number = awaited.records
+        self._enqueue(stream, Operation(lambda: None, lambda: number not in awaited.pending, True))
 
+    @driver_call
     def load_module(self, image: Hashable) -> int:
-        with self._lock:
-            self.called("load_module")
-            return self._add(self._modules, image)
+        return self._add(self._modules, image)
 
+    @driver_call
     def unload_module(self, module: int) -> None:
-        with self._lock:
-            self.called("unload_module", bound=False)
-            self._remove(self._modules, module)
-            for handle in [handle for handle, function in self._functions.items() if function.module == module]:
-                del self._functions[handle]
+        self._remove(self._modules, module)
+        for handle in [handle for handle, function in self._functions.items() if function.module == module]:
+            del self._functions[handle]
 
+    @driver_call
     def get_function(self, module: int, name: str) -> int:
-        with self._lock:
-            self.called("get_function")
-            return self._add(self._functions, HostFunction(module, self._find(self._modules, module), name))
+        return self._add(self._functions, HostFunction(module, self._find(self._modules, module), name))
 
+    @driver_call
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        with self._lock:
-            self.called("allow_shared_memory")
-            self._find(self._functions, function).shared_bytes = nbytes
+        self._find(self._functions, function).shared_bytes = nbytes
 
+    @driver_call
     def close(self) -> None:
-        with self._lock:
-            self.called("close", bound=False)
-            self._closed = True
-            self._enqueued.notify_all()
+        self._closed = True
+        self._enqueued.notify_all()
 
     # Running
 
@@ -396,6 +398,7 @@ class HostApi(ABC):
                     return None
             if self._order == "random":
                 self._enqueued.wait(self._random.uniform(0, _LONGEST_DELAY))
+            queue.turn = next(self._turns)
             return queue
 
     def _next(self) -> HostQueue | None:
@@ -409,7 +412,10 @@ class HostApi(ABC):
         ]
         if self._order == "random" and queues:
             return self._random.choice(queues)
-        return queues[0] if queues else None
+        if self._order == "late":
+            return max(queues, key=lambda queue: queue.turn, default=None)
+        # In turns, so that a busy stream does not hold up the others.
+        return min(queues, key=lambda queue: queue.turn, default=None)
 
     def _lose(self, failure: CudaFailure) -> CudaFailure:
         if failure.sticky:
@@ -420,22 +426,11 @@ class HostApi(ABC):
 
     # Inside
 
-    def _copy(
-        self,
-        call: str,
-        stream: int,
-        target_bytes: Callable[[int, int], Bytes],
-        target: int,
-        source_bytes: Callable[[int, int], Bytes],
-        source: int,
-        nbytes: int,
-    ) -> None:
+    def _copy(self, target_bytes: Find, target: int, source_bytes: Find, source: int, nbytes: int, stream: int) -> None:
         def copy() -> None:
             target_bytes(target, nbytes)[...] = source_bytes(source, nbytes)
 
-        with self._lock:
-            self.called(call)
-            self._enqueue(stream, Operation(copy))
+        self._enqueue(stream, Operation(copy))
 
     def _host_bytes(self, address: int, nbytes: int) -> Bytes:
         with self._lock:

@@ -176,9 +176,9 @@ class Placement:
     armed: list[_Place] = field(default_factory=list)
     empty: dict[str, Buffer] = field(default_factory=dict)
     cleared: list[str] = field(default_factory=list)
-    pieces: list[int] = field(default_factory=list)
+    pieces: tuple[int, ...] = ()
     spots: list[_Spot] = field(default_factory=list)
-    armed_pieces: list[int] = field(default_factory=list)
+    armed_pieces: tuple[int, ...] = ()
     armed_spots: list[_Spot] = field(default_factory=list)
     copies_in: list[_Copy] = field(default_factory=list)
     copies_out: list[_Copy] = field(default_factory=list)
@@ -270,24 +270,24 @@ class Placement:
         if self.emulated:
             for places, _, staged_in, staged_out in groups:
                 for place in places:
-                    piece, nbytes = len(self.pieces), place.nbytes
-                    self.pieces.append(nbytes)
+                    piece, nbytes = len(self.spots), place.nbytes
                     self.spots.append(_Spot(place, piece, 0))
                     if staged_in is not None and nbytes:
                         self.copies_in.append(_Copy(piece, 0, staged_in + place.offset, nbytes))
                     if staged_out is not None and nbytes:
                         self.copies_out.append(_Copy(piece, 0, staged_out + place.offset, nbytes))
-            self.armed_pieces = [place.nbytes for place in self.armed]
+            self.pieces = tuple([spot.place.nbytes for spot in self.spots])
+            self.armed_pieces = tuple([place.nbytes for place in self.armed])
             self.armed_spots = [_Spot(place, piece, 0) for piece, place in enumerate(self.armed)]
             return
         begin = 0
         for places, size, _, _ in groups:
             self.spots += [_Spot(place, 0, begin + place.offset) for place in places]
             begin += size
-        self.pieces = [begin] if begin else []
+        self.pieces = (begin,) if begin else ()
         self.copies_in = [_Copy(0, 0, 0, self.staged_in)] if self.staged_in else []
         self.copies_out = [_Copy(0, up, 0, self.staged_out)] if self.staged_out else []
-        self.armed_pieces = [StreamMemory.ARMED] if self.armed else []
+        self.armed_pieces = (StreamMemory.ARMED,) if self.armed else ()
         self.armed_spots = [_Spot(place, 0, place.offset) for place in self.armed]
 
     def bind(
@@ -467,7 +467,7 @@ class Operands:
 
     def _allocate(self, memory: StreamMemory | None) -> None:
         placement = self._placement
-        if pieces := tuple(placement.pieces):
+        if pieces := placement.pieces:
             self._memory = DeviceMemory(self._pools, *pieces) if memory is None else memory.block(pieces)
         if placement.staged_in:
             self._staging_in = self._pools.acquire_staging(placement.staged_in)
@@ -479,7 +479,7 @@ class Operands:
         pieces = () if self._memory is None else self._memory.addresses
         armed: tuple[int, ...] = ()
         if placement.armed and memory is not None:
-            self._armed = memory.armed(tuple(placement.armed_pieces))
+            self._armed = memory.armed(placement.armed_pieces)
             armed = self._armed.memory.addresses
         key = (*pieces, *armed, *[array.address for array in on_device.values()])
         bound = placement.bound.get(key)

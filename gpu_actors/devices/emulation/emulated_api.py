@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.cuda.api import DeviceProperties, Emulation, MemoryBlock
 from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.cuda.host_api import ILLEGAL_ADDRESS, HostApi, HostFunction, HostOrder, Operation
+from gpu_actors.devices.cuda.host_api import ILLEGAL_ADDRESS, HostApi, HostFunction, HostOrder, Operation, driver_call
 from gpu_actors.devices.emulation.build import build_module
 from gpu_actors.devices.emulation.memory import POISON, AddressSpace, EmulatedBuffer
 from gpu_actors.devices.emulation.runtime import EmulatedModule
@@ -74,28 +74,26 @@ class EmulatedApi(HostApi):
     def discard(self, device: int, nbytes: int, stream: int) -> None:
         self.fill(device, POISON, nbytes, stream)
 
+    @driver_call
     def expect_cleared(self, name: str, device: int, nbytes: int, stream: int) -> None:
-        with self._lock:
-            self.called("expect_cleared")
-            queue = self._find(self._streams, stream)
+        queue = self._find(self._streams, stream)
 
-            def check() -> None:
-                memory = self.device_bytes(device, nbytes)
-                if memory.any():
-                    memory.fill(0)
-                    if queue.failure is None:
-                        raise LaunchError(f"the kernels left {name!r} other than 0, as the next launch finds it")
+        def check() -> None:
+            memory = self.device_bytes(device, nbytes)
+            if memory.any():
+                memory.fill(0)
+                if queue.failure is None:
+                    raise LaunchError(f"the kernels left {name!r} other than 0, as the next launch finds it")
 
-            self._enqueue(stream, Operation(check, after_failure=True))
+        self._enqueue(stream, Operation(check, after_failure=True))
 
     # CudaApi
 
     def properties(self) -> DeviceProperties:
         return DeviceProperties(self.info.name, 0, 0, 0)
 
+    @driver_call
     def allocate(self, nbytes: int) -> EmulatedBuffer:
-        with self._lock:
-            self.called("allocate")
         block = EmulatedBuffer(nbytes)
         _MEMORY.add(block)
         return block

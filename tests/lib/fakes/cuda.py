@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 from fakes.memory import POISON, FakeBlock, FakeMemory
-from inside.cuda import CudaFailure, DeviceProperties, HostApi, HostFunction, HostQueue, MemoryBlock, Operation
+from inside.cuda import (
+    CudaFailure,
+    DeviceProperties,
+    HostApi,
+    HostFunction,
+    HostQueue,
+    MemoryBlock,
+    Operation,
+    driver_call,
+)
 from inside.devices import Buffer, LaunchGeometry, Params, TensorMap
 from inside.emulation import encode_tensor_map
 
@@ -28,6 +37,7 @@ Geometry = LaunchGeometry
 Kernel = Callable[["FakeMemory", bytes, "Geometry"], None]
 Order = Literal["late", "random", "manual"]
 LEGACY = 1
+ANY_THREAD = {"bind", "free_pinned", "destroy_stream", "destroy_event", "event_done", "unload_module", "close"}
 INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND = 1, 2, 500
 
 
@@ -124,10 +134,10 @@ class FakeCuda(HostApi):
 
     # Calls
 
-    def called(self, name: str, bound: bool = True) -> None:
+    def called(self, name: str) -> None:
         self.calls.append(name)
-        assert not bound or getattr(self._bound, "yes", False), f"{name} on a thread that is not bound"
-        super().called(name, bound)
+        assert name in ANY_THREAD or getattr(self._bound, "yes", False), f"{name} on a thread that is not bound"
+        super().called(name)
         statuses = self._failures.get(name)
         status = statuses.popleft() if statuses else 0
         if status:
@@ -135,24 +145,22 @@ class FakeCuda(HostApi):
         if self._moment == "random":
             for _ in range(self._random.randrange(4)):
                 self.step()
-            super().called(name, bound)
+            super().called(name)
 
     def bind(self) -> None:
         super().bind()
         self._bound.yes = True
 
+    @driver_call
     def properties(self) -> DeviceProperties:
-        with self._lock:
-            self.called("properties")
-            return DeviceProperties("Fake", self._capability, self.total, 4)
+        return DeviceProperties("Fake", self._capability, self.total, 4)
 
+    @driver_call
     def allocate(self, nbytes: int) -> FakeBlock:
-        with self._lock:
-            self.called("allocate")
-            used = sum(block.nbytes for block in self.memory.blocks if block.live)
-            if used + nbytes + self.idle_bytes > self.total:
-                raise CudaFailure(OUT_OF_MEMORY, "allocate", "out of memory")
-            return self.memory.add(nbytes)
+        used = sum(block.nbytes for block in self.memory.blocks if block.live)
+        if used + nbytes + self.idle_bytes > self.total:
+            raise CudaFailure(OUT_OF_MEMORY, "allocate", "out of memory")
+        return self.memory.add(nbytes)
 
     def free(self, block: MemoryBlock) -> None:
         with self._lock:
@@ -170,10 +178,9 @@ class FakeCuda(HostApi):
         # Kept, so that a late copy meets poison and not somebody else's memory.
         self._freed_pinned.append(memory)
 
+    @driver_call
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        with self._lock:
-            self.called("encode_tensor_map")
-            return encode_tensor_map(*tensor_map)
+        return encode_tensor_map(*tensor_map)
 
     def synchronize_event(self, event: int) -> None:
         with self._lock:
