@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+from gpu_actors.devices.cuda.parameters import kernel_params
 from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, round_up
 from gpu_actors.devices.emulation.memory import Mapping as PageMapping
 from gpu_actors.devices.emulation.source_lines import describe_lines, fault_lines
@@ -28,7 +29,6 @@ _STACK_GUARD = 4096
 _MAX_SHARED_BYTES = 232448
 _SHARED_WINDOW = round_up(_MAX_SHARED_BYTES + 2048, PAGE)  # with the canaries before and after
 _MAX_FRAMES = 24
-_ARGUMENT_ALIGNMENT = 64  # of a tensor map
 
 
 class EmulationFault(LaunchError):
@@ -252,9 +252,11 @@ class EmulatedModule:
         request.workers = _in_range("threads", threads, 1, _MAX_WORKERS)
         request.seed = seed
         request.limit_seconds = limit_seconds
-        arguments = _Arguments([params] if isinstance(params, bytes) else params)
-        request.argument_count = len(arguments.sizes)
-        request.arguments, request.argument_bytes = arguments.pointers, arguments.sizes
+        parts = (params,) if isinstance(params, bytes) else tuple(params)
+        arguments = kernel_params(parts)
+        request.argument_count = len(parts)
+        request.arguments = ctypes.cast(arguments.address, type(request.arguments))
+        request.argument_bytes = (ctypes.c_uint64 * len(parts))(*map(len, parts))
         ranges = [_BufferRange(b.address, b.address + b.nbytes, *b.map_range) for b in buffers]
         request.buffer_count = len(ranges)
         request.buffers = (_BufferRange * len(ranges))(*ranges)
@@ -300,22 +302,6 @@ class EmulatedModule:
         if entry not in self.entries:
             raise InvalidRequest("entry", entry, "this module's kernels are " + ", ".join(self.entries))
         return getattr(self._library, f"gpu_actors_launch_{entry}")  # type: ignore[no-any-return]
-
-
-class _Arguments:
-    """The kernel's arguments, each at an address that is aligned for a tensor map."""
-
-    def __init__(self, params: Sequence[bytes]) -> None:
-        offsets, total = [], 0
-        for data in params:
-            offsets.append(total)
-            total += round_up(len(data), _ARGUMENT_ALIGNMENT)
-        self._storage = ctypes.create_string_buffer(total + _ARGUMENT_ALIGNMENT)
-        base = round_up(ctypes.addressof(self._storage), _ARGUMENT_ALIGNMENT)
-        for offset, data in zip(offsets, params, strict=True):
-            ctypes.memmove(base + offset, bytes(data), len(data))
-        self.pointers = (ctypes.c_void_p * len(params))(*(base + offset for offset in offsets))
-        self.sizes = (ctypes.c_uint64 * len(params))(*map(len, params))
 
 
 def _extent(field: str, value: int | Sequence[int]) -> tuple[int, int, int]:
