@@ -111,7 +111,6 @@ class _Place(NamedTuple):
         return np.ndarray(self.shape, _BITS[self.dtype.itemsize], block.bytes, start + self.offset)
 
 
-
 class _Spot(NamedTuple):
     """Where a place lies on the device. piece: number of the launch's piece of memory. offset: in it."""
 
