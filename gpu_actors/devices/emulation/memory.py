@@ -6,6 +6,7 @@ import bisect
 import copy
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from typing import Any
@@ -146,6 +147,10 @@ class AddressSpace:
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._buffers: dict[int, EmulatedBuffer] = {}
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # a thread of the parent may hold it
+
+    def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
     def add(self, buffer: EmulatedBuffer) -> None:
