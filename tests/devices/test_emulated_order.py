@@ -27,7 +27,8 @@ SOURCE = """
 #include "ptx/types.cuh"
 struct Params { const float* x; float* out; int count; };
 extern "C" __global__ void twice(const __grid_constant__ Params p) {
-  for (int i = threadIdx.x; i < p.count; i += 32) p.out[i] = 2 * p.x[i];
+  for (int i = threadIdx.x; i < p.count; i += 32)
+    if (p.x[i] != 0) p.out[i] = 2 * p.x[i];
 }
 """
 
@@ -89,6 +90,16 @@ ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
 @pytest.mark.parametrize("order", ORDERS)
 def test_launches_are_right_in_every_order(order: HostOrder, seed: int) -> None:
     assert right(order, seed)
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["fresh", "recorded"])
+def test_an_output_holds_nothing_of_the_launch_before(index: int) -> None:
+    opened = Opened("eager", 0)
+    for value in (1, 0, 1, 0):
+        event = opened.launch(index, np.full(N, value, np.float32))
+        event.wait()
+        assert np.array_equal(event.outputs["out"], np.full(N, 2 if value else np.nan, np.float32), equal_nan=True)
+    assert opened.streams[0].recording_stats().replayed == (3 if index else 0)
 
 
 def staging_given_back_before_the_event(patch: pytest.MonkeyPatch) -> None:

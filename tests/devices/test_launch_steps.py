@@ -18,7 +18,7 @@ from gpu_actors import ContextOptions, Cubin, EmulationOptions, KernelSource, Mo
 from gpu_actors.devices.cuda import CudaDevice
 from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 from gpu_actors.devices.host import host_array
-from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
+from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
 from gpu_actors.devices.mock import MockDevice
 from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.testing import MockClock
@@ -220,22 +220,30 @@ struct Params { float* out; int* counter; int left; };
 extern "C" __global__ void draw(const __grid_constant__ Params p) {
   if (threadIdx.x < 20) p.out[threadIdx.x] = *p.counter;
   __syncthreads();
-  if (threadIdx.x == 0) *p.counter = p.left;
+  if (threadIdx.x == 0) {
+    p.counter[0] = p.left % 2;
+    if (p.left == 2) p.counter[1] = 1;
+  }
 }
 """
 
 
 def test_a_kernel_that_leaves_something_else_is_found_out(emulated: CudaDevice) -> None:
     built = emulated.build(KernelSource("draws", DRAWS, ("draw",), asset_headers(DRAWS)), "sm_80")
-    for left in (0, 1):
+    stream = emulated.open_stream("test")
 
-        def packed(buffers: Mapping[str, Buffer], left: int = left) -> bytes:
+    def draw(left: int) -> Event:
+        def packed(buffers: Mapping[str, Buffer]) -> bytes:
             return struct.pack("<2Qi4x", buffers["out"].address, buffers["counter"].address, left)
 
-        event = emulated.open_stream("test").launch(drawing(built, packed))
-        if left:
-            with pytest.raises(LaunchError, match="left 'counter' other than 0"):
-                event.wait()
-        else:
+        return stream.launch(drawing(built, packed))
+
+    # All are in flight on the same memory. What one leaves there, or writes beside it, is none of the next one's.
+    findings = {0: None, 1: "left 'counter' other than 0", 2: "'counter' past its last byte"}
+    for left, event in [(left, draw(left)) for left in (0, 1, 0, 2, 0, 1, 1, 2, 2, 0)]:
+        if findings[left] is None:
             event.wait()
             assert not event.outputs["out"].any()
+        else:
+            with pytest.raises(LaunchError, match=findings[left]):
+                event.wait()
