@@ -13,9 +13,9 @@ __all__ = ["KvOrder"]
 class KvOrder:
     """Parks the calls that wait, and those of the same cache that were made after them. More urgent calls pass.
 
-    For the thread that does the actor's work, all but `look_again`. Calls go back to the mailbox in `release` alone, when the actor has no
-    calls in hand: so none of them can be overtaken by one that the actor took earlier. It outlives the incarnations of
-    the actor, and the parked calls with it.
+    For the thread that does the actor's work, all but `look_again`. Calls go back to the mailbox in `release` alone,
+    when the actor has no calls in hand: so none of them can be overtaken by one that the actor took earlier. It
+    outlives the incarnations of the actor, and the parked calls with it.
     """
 
     def __init__(self, cell: ActorCell) -> None:

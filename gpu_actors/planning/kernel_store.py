@@ -26,7 +26,8 @@ _CAPACITY = 256
 
 
 class KernelStore:
-    """Kernels by dispatch key, as many as ``capacity``. `get` and `wait_for` are for the thread that does the actor's work.
+    """Kernels by dispatch key, as many as ``capacity``. `get` and `wait_for` are for the thread that does the
+    actor's work.
 
     A request may take several kernels, so keys come in tuples: a call waits for all of them. Those used longest ago are
     let go first; the device unloads a kernel once no plan and no launch holds it either. One that is asked for again
