@@ -20,7 +20,7 @@ from gpu_actors.kernels.decode_mma import DECODE
 from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.kernels.tiles import Tile, tile_of
-from gpu_actors.kernels.variants import kernel_source
+from gpu_actors.kernels.variants import variant_of
 
 __all__ = ["Counts", "block_products", "count_case", "counts_of", "key_of", "loaded_bytes"]
 
@@ -116,7 +116,7 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
         warps = tile.block_m // 16  # and widen 8-bit caches, which is not counted
     size = (tile.block_m, tile.block_n)
     dims = (-(-key.head_dim // 16) * 16, -(-key.head_dim_v // 16) * 16)
-    cubin = Compiler().compile(kernel_source(key), key.arch)
+    cubin = Compiler().compile(variant_of(key).source, key.arch)
     step = main_step(disassemble(cubin.data), block_products(kind, size, dims) / warps)
     if step is None:
         return None

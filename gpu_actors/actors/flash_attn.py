@@ -317,7 +317,7 @@ class FlashAttnActor(ServiceActor):
             request, template = adopt_cache_request(message, self._planner.device_name, call.caller_notes)
             plan = self._planner.decoding.plan(request)
             check_cached(plan, request)
-        kernels = self._planner.kernels_of(call, plan.keys)
+        kernels = self._planner.kernels_of(call, plan.variants)
         if kernels is not None:
             work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
             self._coalescer.add(work, merge_key(plan, request))
@@ -327,7 +327,7 @@ class FlashAttnActor(ServiceActor):
         with reading(message):
             request, template = adopt_partials(message, planner.device_name, call.caller_notes)
             plan = merge_plan(request, planner.device)
-        kernels = planner.kernels_of(call, plan.keys)
+        kernels = planner.kernels_of(call, plan.variants)
         if kernels is None or not call.claim():
             return
         if isinstance(request, MergeBackward):

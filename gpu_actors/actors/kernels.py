@@ -17,14 +17,15 @@ from gpu_actors.arrays.device_array import AnyArray, DeviceArray
 from gpu_actors.compiling.assets import completed_headers
 from gpu_actors.compiling.parameter_sizes import parameter_sizes
 from gpu_actors.compiling.signature import KernelParameter, kernel_signature
-from gpu_actors.compiling.source import Cubin, KernelSource, check_arch
+from gpu_actors.compiling.source import Cubin, KernelSource
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, Params, Step
 from gpu_actors.errors import GpuActorsError, InvalidRequest, MockModeError
 from gpu_actors.fields import integer
 from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place, value_bytes, written_places
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.variants import Prepare, SourceVariant
+from gpu_actors.kernels.variants import Prepare
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
@@ -116,12 +117,10 @@ class KernelActor(ServiceActor):
             # A device that makes no cubin learns from this how large the parameters are.
             told = f"{source.source}\nGPU_ACTORS_PARAMETERS({entry})\n"
             source = dataclasses.replace(source, source=told)
-        arch = check_arch(source.arch or self._arch)
+        variant = Variant.of(source, source.arch or self._arch)
         cell.mailbox.park(call)
         # The compile has no deadline: other calls may wait for it later.
-        compiling = cell.environment.handle(NvrtcActor).send(
-            Prepare(SourceVariant(source, arch)), None, None, call.priority
-        )
+        compiling = cell.environment.handle(NvrtcActor).send(Prepare(variant), None, None, call.priority)
         compiling.when_done(functools.partial(_compiled, cell, call))
 
     def _kernel(self, entry: str, parameters: tuple[KernelParameter, ...], product: Cubin | Kernel) -> CompiledKernel:

@@ -196,12 +196,13 @@ class KvCacheActor(ServiceActor):
         if self._store.kernels is None:
             return True
         assert work.step is not None
-        keys = work.step.keys
-        attending = cascading = 0 if work.plan is None else len(work.plan.keys)
+        variants = work.step.variants
+        attending = cascading = 0 if work.plan is None else len(work.plan.variants)
         if isinstance(work.cascade, CascadeKeys):
-            keys = (*keys[:attending], *work.cascade.all, *keys[attending:])
-            cascading += len(work.cascade.all)
-        kernels = self._store.kernels_of(work.call, keys)
+            of_cascade = work.cascade.variants
+            variants = (*variants[:attending], *of_cascade, *variants[attending:])
+            cascading += len(of_cascade)
+        kernels = self._store.kernels_of(work.call, variants)
         if kernels is None:
             self._store.order.block(work.call)
             return False
@@ -237,14 +238,14 @@ class _KvCoalescer(Coalescer[KvWork]):
         launch: Launch
         answers: Finished | None = None
         if len(group) == 1 and first.step is not None and self._is_plain(first):
-            launch = step_launch(first.step, first, self._store.arch)
+            launch = step_launch(first.step, first)
         else:
             if first.request is None:
                 launch = append_launch(group)
             else:
                 launch, answers = super().assemble(group)
             if first.rows is not None:
-                launch = add_rows(launch, group, self._store.arch)
+                launch = add_rows(launch, group)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             answered = answers(outputs) if answers else [work.answer(outputs) for work in group]

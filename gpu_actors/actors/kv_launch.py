@@ -19,7 +19,7 @@ import numpy as np
 
 from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
-from gpu_actors.kernels.append import AppendProblem, append_geometry, append_key, pack_append
+from gpu_actors.kernels.append import AppendProblem, append_geometry, pack_append
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
@@ -39,7 +39,7 @@ def append_launch(group: Sequence[KvWork]) -> Launch:
     return Launch(None, inputs, {}, lambda _: {})
 
 
-def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
+def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
     """Have a launch append the new rows of a group first. If its batch was padded, the rows are padded too."""
     cache, kernels = group[0].cache, group[0].appending
     rows = merge_rows([work.rows for work in group if work.rows is not None])
@@ -68,7 +68,7 @@ def add_rows(launch: Launch, group: Sequence[KvWork], arch: str) -> Launch:
         scratch=scratch,
         # The append kernel depends on the shapes and on these two.
         recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
-        steps=_steps(launch, rows, cache.pool, inputs, arch, kernels) if kernels else (),
+        steps=_steps(launch, rows, cache.pool, inputs, kernels) if kernels else (),
     )
 
 
@@ -77,7 +77,6 @@ def _steps(
     rows: NewRows,
     pool: AppendProblem,
     inputs: Mapping[str, Any],
-    arch: str,
     kernels: tuple[Kernel, ...],
 ) -> tuple[Step, ...]:
     *appends, copies = kernels
@@ -86,9 +85,8 @@ def _steps(
     steps: list[Step] = []
     for kernel, problem, arrange in zip(appends, problems, (_pack_packed, _pack_turned)[: len(problems)], strict=True):
         if problem.total:
-            key = append_key(problem, arch)
-            pack = functools.partial(arrange, functools.partial(pack_append, key, problem))
-            steps.append(Step(kernel, append_geometry(key, problem), pack))
+            pack = functools.partial(arrange, functools.partial(pack_append, problem))
+            steps.append(Step(kernel, append_geometry(problem), pack))
     if "page_pairs" in inputs:
         copied = len(inputs["page_pairs"]), pool
         steps.insert(0, Step(copies, page_copy_geometry(*copied), functools.partial(pack_page_copy, *copied)))

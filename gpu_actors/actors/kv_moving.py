@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_actors.actors.kv_store import CacheStore, OpenedCache
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.kernels.copy_pages import PageCopyKey
+from gpu_actors.kernels.copy_pages import page_copy_variant
 from gpu_actors.kv.requests import ImportSequence
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.kv.transfer import check_pages, export_launch, exported, import_launch, no_pages
@@ -75,7 +75,7 @@ class Moving:
         self._actor.launch((call,), launch, finish)
 
     def _kernels(self, call: Call[Any]) -> Any:
-        return self._store.kernels_of(call, (PageCopyKey(arch=self._store.arch),))
+        return self._store.kernels_of(call, (page_copy_variant(self._store.arch),))
 
 
 def _free_unknown(cache: OpenedCache, table: PageTable, call: Call[Any]) -> None:

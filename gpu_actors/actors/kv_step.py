@@ -18,12 +18,12 @@ from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
 from gpu_actors.actors.kv_store import CacheStep, CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Launch, Steps
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect
-from gpu_actors.kernels.append import append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
-from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.kernels.append import append_variant
+from gpu_actors.kernels.copy_pages import page_copy_variant
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NEW_ROWS, NewRows, new_rows, pack_rows, place_rows, turn_apart
@@ -109,7 +109,7 @@ def bind(cache: OpenedCache, step: CacheStep, message: AppendRows | AttendCache)
     return request, rows
 
 
-def step_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
+def step_launch(step: CacheStep, work: KvWork) -> Launch:
     """The launch of one request of a step, which copies no page and makes no cascade.
 
     What launches of the step have in common is remembered with the kernels, without any array, and ends with them.
@@ -117,7 +117,7 @@ def step_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
     place = step.number, work.table.shape
     known: Launch | None = work.loaded.memo.get(place) if work.loaded else step.launches.get(place)
     if known is None:
-        return _first_launch(step, work, arch)
+        return _first_launch(step, work)
     cache, request, rows, plan = work.cache, work.request, work.rows, step.plan
     own = {**cache.pools, **cache.descales_of(len(work.tables))}
     own |= {"block_table": work.table, "cache_seqlens": work.lengths}
@@ -134,7 +134,7 @@ def step_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
     return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
 
 
-def _first_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
+def _first_launch(step: CacheStep, work: KvWork) -> Launch:
     """The launch of a request, of which all is remembered but the arrays."""
     rows = step.rows
     if work.request is None or work.plan is None:
@@ -143,7 +143,7 @@ def _first_launch(step: CacheStep, work: KvWork, arch: str) -> Launch:
         launch = bind_cached(work.plan, work.request, work.kernels)
     oracle = launch.oracle
     if rows is not None:
-        launch = add_rows(launch, [work], arch)
+        launch = add_rows(launch, [work])
         oracle = functools.partial(rows_oracle, rows, work.cache.pool, oracle)
     if step.plan is None or not step.plan.vacuous:
         inputs = dict.fromkeys(launch.inputs)
@@ -165,7 +165,7 @@ def pose(
         return _pose_attend(store, cache, message, tables)
     rows = new_rows(message, cache.pool, None if isinstance(message.seqs, KvSequence) else len(tables))
     shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-    return CacheStep(None, None, rows, _append_keys(store, cache, rows), shared), (None, rows)
+    return CacheStep(None, None, rows, _append_variants(store, cache, rows), shared), (None, rows)
 
 
 def _pose_attend(
@@ -179,22 +179,22 @@ def _pose_attend(
     request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
     plan = store.decoding.plan(request)
     check_operands(plan, request)
-    keys: tuple[KernelKey, ...] = plan.keys
+    variants = plan.variants
     if rows is not None:
         turn_apart(rows, message, request.q)
         place_rows(rows, message)
         if rows.rope is not None:
             reason = f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             expect(request.q.dtype == rows.k.dtype, "q", describe(request.q), reason)
-        appending = _append_keys(store, cache, rows, request.q.shape[-2])
+        appending = _append_variants(store, cache, rows, request.q.shape[-2])
         if rows.counts.any() or rows.turned is not None:
-            keys += appending
+            variants += appending
         else:
             rows = None  # nothing to append, and so nothing to launch either
     shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
     apart = shared is None or (rows is not None and of_rows is None)
     key = None if apart else ("attend", cache.number, shared, of_rows)
-    return CacheStep(request, plan, rows, keys, key), (request, rows)
+    return CacheStep(request, plan, rows, variants, key), (request, rows)
 
 
 def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[PageTable]) -> NewRows | None:
@@ -222,15 +222,15 @@ def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[P
     return rows
 
 
-def _append_keys(store: CacheStore, cache: OpenedCache, rows: NewRows, heads_q: int = 0) -> tuple[KernelKey, ...]:
-    """The keys of the kernels that append rows and copy pages. Raises `Unsupported`."""
-    keys: list[KernelKey] = []
+def _append_variants(store: CacheStore, cache: OpenedCache, rows: NewRows, heads_q: int = 0) -> tuple[Variant, ...]:
+    """The kernels that append rows and copy pages. Raises `Unsupported`."""
+    variants: list[Variant] = []
     for problem in rows.problems(cache.pool, heads_q):
         try:
-            keys.append(append_key(problem, store.arch))
+            variants.append(append_variant(problem, store.arch))
         except Unsupported as error:
             if error.field != "dtype":
                 raise
             # A request calls the rows k.
             raise Unsupported("k_pe" if problem.latent else "k", *error.args[1:]) from None
-    return *keys, PageCopyKey(arch=store.arch)
+    return *variants, page_copy_variant(store.arch)

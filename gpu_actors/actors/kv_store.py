@@ -20,12 +20,12 @@ from gpu_actors.arrays.adopt import CallerNotes
 from gpu_actors.arrays.adoption import adopt_request, changed
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel, Kernels, Launch, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
 from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
-from gpu_actors.kernels.append import AppendProblem, append_key
+from gpu_actors.kernels.append import AppendProblem, append_variant
 from gpu_actors.kernels.support import MAX_SEQLEN
-from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import KvCacheSpec, KvSequence
@@ -54,7 +54,7 @@ class CacheStep:
     """What requests of one kind on a cache have in common (see `kv_step`). It does not refer to the cache, whose it is.
 
     request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request that
-    the step was made for. keys: of the kernels of a `KvWork`, in its order. shared: the key of work that may share a
+    the step was made for. variants: of the kernels of a `KvWork`, in order. shared: the key of work that may share a
     launch, or None. columns: of the block table that the plan is for. number: unique in the process. launches: where
     there are no kernels, what `kv_step` remembers with them otherwise.
     """
@@ -62,7 +62,7 @@ class CacheStep:
     request: PagedForward | None
     plan: Plan | None
     rows: NewRows | None
-    keys: tuple[KernelKey, ...]
+    variants: tuple[Variant, ...]
     shared: Hashable | None
     columns: int = field(init=False, default=0)
     number: int = field(init=False, default_factory=itertools.count().__next__)
@@ -384,7 +384,7 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
         cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1, latent=latent > 0,
     )  # fmt: skip
-    append_key(pool, arch)
+    append_variant(pool, arch)
     return dataclasses.replace(pool, descales=bool(descales)), descales
 
 

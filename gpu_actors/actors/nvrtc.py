@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest, caused
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.variants import KernelKey, Prepare, SourceVariant, kernel_source
+from gpu_actors.kernels.variants import Prepare, variant_of
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
@@ -45,7 +47,7 @@ class Compile:
 class WarmedVariant(NamedTuple):
     """A variant that is in the cache now. seconds: the time to compile or load it."""
 
-    key: KernelKey
+    key: DispatchKey | Variant
     cubin: Cubin
     seconds: float
 
@@ -54,8 +56,8 @@ class WarmedVariant(NamedTuple):
 class Warm:
     """Have every key's kernel in the cache. progress: called as (done, total, key) from a worker's thread."""
 
-    keys: Sequence[KernelKey]
-    progress: Callable[[int, int, KernelKey], None] | None = None
+    keys: Sequence[DispatchKey | Variant]
+    progress: Callable[[int, int, DispatchKey | Variant], None] | None = None
 
 
 class NvrtcHandle(ActorHandle):
@@ -82,8 +84,8 @@ class NvrtcHandle(ActorHandle):
 
     def warm(
         self,
-        keys: Iterable[KernelKey],
-        progress: Callable[[int, int, KernelKey], None] | None = None,
+        keys: Iterable[DispatchKey | Variant],
+        progress: Callable[[int, int, DispatchKey | Variant], None] | None = None,
         *,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -100,7 +102,7 @@ class NvrtcHandle(ActorHandle):
         try:
             for key in anything:
                 given.append(key)
-                if not isinstance(key, KernelKey):
+                if not isinstance(key, DispatchKey | Variant):
                     break  # the actor refuses it, so that the reply tells, and what follows may have no end
         except Exception:
             given = keys  # which the actor refuses as well
@@ -135,7 +137,7 @@ class NvrtcActor(ServiceActor):
                 raise InvalidRequest("source", type(message.source).__name__, "must be a KernelSource")
             self._compile(call, message)
         elif isinstance(message, Prepare):
-            self._prepare(call, message.key)
+            self._prepare(call, message.variant)
         elif isinstance(message, Warm):
             self._warm(call, message)
         else:
@@ -151,15 +153,17 @@ class NvrtcActor(ServiceActor):
         elif call.claim():
             workshop.start(message.source, arch, self._hand_over(call))
 
-    def _prepare(self, call: Call[Any], key: KernelKey | SourceVariant) -> None:
-        source = key.source if isinstance(key, SourceVariant) else kernel_source(check_key(key))
+    def _prepare(self, call: Call[Any], variant: Variant) -> None:
+        if not isinstance(variant, Variant):
+            raise InvalidRequest("variant", variant, "must be a Variant")
+        source = variant.source
         if call.claim():
-            self._workshop.start(source, key.arch, self._hand_over(call), for_device=True)
+            self._workshop.start(source, variant.arch, self._hand_over(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if message.progress is not None and not callable(message.progress):
             raise InvalidRequest("progress", message.progress, "must be a function of (done, total, key), or None")
-        sources = [(key, kernel_source(check_key(key))) for key in _keys(message.keys)]
+        sources = [(key, variant_of(check_key(key)).source) for key in _keys(message.keys)]
         if not sources:
             call.resolve([], self.outbox)
             return
@@ -182,12 +186,12 @@ class NvrtcActor(ServiceActor):
         return done
 
 
-def _keys(keys: object) -> Sequence[KernelKey]:
-    reason = "must be DispatchKeys, as inspect_key and standard_variants give them, or other kernels' keys"
+def _keys(keys: object) -> Sequence[DispatchKey | Variant]:
+    reason = "must be DispatchKeys, as inspect_key and standard_variants give them, or variants of other kernels"
     if not isinstance(keys, tuple | list):
         raise InvalidRequest("keys", keys, reason)
     for key in keys:
-        if not isinstance(key, KernelKey):
+        if not isinstance(key, DispatchKey | Variant):
             raise InvalidRequest("keys", key, reason)
     return keys
 

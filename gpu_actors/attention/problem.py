@@ -191,7 +191,7 @@ class AttentionProblem(KeyMask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchKey(StableText):
-    """Decides which kernel is compiled and how: equal keys run the same cubin.
+    """Names the kernel of a problem and its options: equal keys run the same cubin.
 
     Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.
 

@@ -68,13 +68,14 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
 
     The least of three compiles of each variant, because other work of the machine only adds time.
     """
-    from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
+    from gpu_actors.kernels.variants import kv_variants, standard_variants, usual_backward_keys, variant_of
 
     compiler = Compiler()
     times: dict[str, list[float]] = {}
     for key in (*standard_variants(arch), *kv_variants(arch), *usual_backward_keys(arch)):
-        build = functools.partial(compiler.compile, kernel_source(key), arch)
-        times.setdefault(key.kernel, []).append(min(_seconds(build) for _ in range(3)))
+        variant = variant_of(key)
+        build = functools.partial(compiler.compile, variant.source, arch)
+        times.setdefault(variant.kernel, []).append(min(_seconds(build) for _ in range(3)))
     variants = {
         kernel: {
             "variants": len(seconds),
@@ -93,13 +94,13 @@ def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
     does not compile there: "cupy_s" has the error, and "cupy_exact_arch_s" is the time of the same path with the full
     name.
     """
-    from gpu_actors.kernels.variants import kernel_source, standard_variants
+    from gpu_actors.kernels.variants import standard_variants, variant_of
 
     keys: dict[str, DispatchKey] = {}
     for key in standard_variants(arch):
         if key.direction == "forward" and (key.dtype, key.head_dim, key.mask) == ("bfloat16", 128, "causal"):
             keys.setdefault(key.kernel, key)
-    return {kernel: _beside_cupy(kernel_source(key), arch, times) for kernel, key in keys.items()}
+    return {kernel: _beside_cupy(variant_of(key).source, arch, times) for kernel, key in keys.items()}
 
 
 def _beside_cupy(source: KernelSource, arch: str, times: int) -> dict[str, object]:

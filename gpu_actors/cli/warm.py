@@ -22,7 +22,7 @@ from gpu_actors.cli.output import (
 
 if TYPE_CHECKING:
     from gpu_actors.actors.nvrtc import WarmedVariant
-    from gpu_actors.kernels.variants import KernelKey
+    from gpu_actors.compiling.variant import Variant
 
 __all__ = ["warm"]
 
@@ -67,14 +67,14 @@ async def _warm(
     options = ContextOptions(arch=arch, cache_dir=cache_dir, drain_timeout=DRAIN_TIMEOUT)
     async with open_context(choose_device(device)[0], options) as context:
         wanted = arch or context.info.arch
-        keys: list[KernelKey] = [*variants.standard_variants(wanted), *variants.kv_variants(wanted)]
+        keys: list[DispatchKey | Variant] = [*variants.standard_variants(wanted), *variants.kv_variants(wanted)]
         keys += merge_variants(wanted)
         if backward:
             keys += variants.usual_backward_keys(wanted)
         with progress_bar(quiet=quiet) as bar:
             task = bar.add_task("compiling", total=len(keys), rate="")
 
-            def advance(done: int, total: int, key: KernelKey) -> None:
+            def advance(done: int, total: int, key: DispatchKey | Variant) -> None:
                 bar.update(task, completed=done, total=total, rate=key.kernel)
 
             try:
@@ -87,12 +87,12 @@ async def _warm(
 
 def _row(variant: WarmedVariant) -> dict[str, Any]:
     from gpu_actors.kernels.occupancy import occupancy
-    from gpu_actors.kernels.variants import block_threads, kernel_source
+    from gpu_actors.kernels.variants import block_threads, variant_of
 
     cubin = variant.cubin
     # One entry point a variant: what the launch will pay for.
     resources = cubin.resources[cubin.entry_points[0]]
-    macros = kernel_source(variant.key).macros
+    macros = variant_of(variant.key).macros
     resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros.get("SHARED_BYTES", 0)))
     threads = block_threads(variant.key)
     fits = occupancy(cubin.arch, resources.registers, resources.shared_bytes, threads)
@@ -109,12 +109,10 @@ def _row(variant: WarmedVariant) -> dict[str, Any]:
     }
 
 
-def _label(key: KernelKey) -> str:
+def _label(key: DispatchKey | Variant) -> str:
     """What sets a key apart from its kernel's plainest one."""
     if not isinstance(key, DispatchKey):
-        given = {field.name: getattr(key, field.name) for field in dataclasses.fields(key) if field.name != "arch"}
-        shown = (name if value is True else f"{name}={value}" for name, value in given.items() if value)
-        return " ".join((key.kernel, *shown))
+        return " ".join((key.kernel, *(f"{name}={value}" for name, value in key.macros.items())))
     plain = {"direction": "forward", "alignment": "bottom_right", "gqa_ratio": 1, "num_splits": 1, "page_size": 0}
     always = ("kernel", "layout", "dtype", "head_dim", "mask")
     parts = [str(getattr(key, name)) for name in always]

@@ -1,4 +1,4 @@
-"""The append kernel: which problems it takes, its key, what is compiled for it, its grid and its parameters.
+"""The append kernel: which problems it takes, what is compiled for it, its grid and its parameters.
 
 New rows of K and V of many sequences are written to the ends of their caches in one launch, rotated (RoPE) and
 quantised to fp8 on the way where that is asked for; q can be rotated in the same launch. The parameters are the struct
@@ -7,36 +7,35 @@ of kernels_cu/append/params.cuh.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.params import ITEMSIZES, Binder, Operand, ParamsLayout, struct_layout
 from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM, MAX_HEAD_DIM, check_capability
-from gpu_actors.values import StableText
 
 __all__ = [
-    "AppendKey",
     "AppendLayout",
     "AppendProblem",
     "Rope",
     "append_geometry",
-    "append_key",
     "append_layout",
+    "append_variant",
     "cut_rows",
     "pack_append",
 ]
 
 AppendLayout: TypeAlias = Literal["paged", "dense", "pointers"]
 
+_KERNEL = "append"
 _WARPS, _WARP = 4, 32
 _MAX_ROWS = 16  # of a thread block: their places and rotations lie in shared memory
 _BLOCK_UNITS = 4 * _WARPS * _WARP  # four a thread: enough in flight, and few enough to spread small batches
@@ -130,93 +129,61 @@ class AppendProblem:
         return self.max_blocks * self.page_size if self.layout == "paged" else self.max_seq
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppendKey(StableText):
-    """What picks and compiles the append kernel: equal keys run the same cubin. Stable, as `DispatchKey`."""
-
-    kernel: ClassVar[str] = "append"
-    arch: str
-    layout: AppendLayout
-    dtype: str
-    cache_dtype: str
-    head_dim: int
-    head_dim_v: int
-    rotary_dim: int
-    interleaved: bool
-    tables: bool
-    positions: bool
-    query: bool
-    descales: bool
-
-    @property
-    def macros(self) -> Macros:
-        """What the kernel is compiled for."""
-        units = _units(self)
-        macros: Macros = {
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "WARPS": _WARPS,
-            "MAX_ROWS": _MAX_ROWS,
-            "SHARED_BYTES": _shared_bytes(self),
-            "K_UNITS": units.k,
-            "V_UNITS": units.v,
-            "ELEMENT": ELEMENTS[self.dtype].c_type,
-            "CACHE_ELEMENT": ELEMENTS[self.cache_dtype].c_type,
-        }
-        macros |= flags(PAGED=self.layout == "paged", POINTERS=self.layout == "pointers", DESCALES=self.descales)
-        macros |= flags(INTERLEAVED=self.interleaved, TABLES=self.tables, POSITIONS=self.positions, QUERY=self.query)
-        if self.rotary_dim:
-            macros["ROTARY_DIM"] = self.rotary_dim
-        if self.query:
-            macros["Q_UNITS"] = units.q
-        return macros
-
-
-# The fields that a key takes from its problem.
-_CARRIED = tuple(field.name for field in dataclasses.fields(AppendKey) if hasattr(AppendProblem, field.name))
-
-
-@functools.lru_cache(maxsize=1024)
-def append_key(problem: AppendProblem, arch: str) -> AppendKey:
-    """The key of a problem on an architecture ("sm_90a", ...).
+def append_variant(problem: AppendProblem, arch: str) -> Variant:
+    """The kernel of a problem on an architecture ("sm_90a", ...). Sizes are not in it.
 
     Raises `Unsupported` for what the kernel does not take; InvalidRequest where ``arch`` is no architecture.
     """
+    p, rope, units = problem, problem.rope, _checked_units(problem, arch)
+    macros: Macros = {
+        "HEAD_DIM": p.head_dim,
+        "HEAD_DIM_V": p.head_dim_v,
+        "WARPS": _WARPS,
+        "MAX_ROWS": _MAX_ROWS,
+        "SHARED_BYTES": _shared_bytes(p),
+        "K_UNITS": units.k,
+        "V_UNITS": units.v,
+        "ELEMENT": ELEMENTS[p.dtype].c_type,
+        "CACHE_ELEMENT": ELEMENTS[p.cache_dtype].c_type,
+    }
+    macros |= flags(PAGED=p.layout == "paged", POINTERS=p.layout == "pointers", DESCALES=p.descales)
+    if rope is not None:
+        macros |= {"ROTARY_DIM": rope.dim} | flags(INTERLEAVED=rope.interleaved, TABLES=rope.table_rows > 0)
+    macros |= flags(POSITIONS=p.positions, QUERY=p.heads_q > 0)
+    if p.heads_q:
+        macros["Q_UNITS"] = units.q
+    return Variant(_KERNEL, arch, macros)
+
+
+def _checked_units(p: AppendProblem, arch: str) -> _Units:
+    """Raises as `append_variant`."""
     check_capability(arch)
-    rope = problem.rope
-    key = AppendKey(
-        **{name: getattr(problem, name) for name in _CARRIED},
-        arch=arch,
-        rotary_dim=0 if rope is None else rope.dim,
-        interleaved=rope is not None and rope.interleaved,
-        tables=rope is not None and rope.table_rows > 0,
-        query=problem.heads_q > 0,
-    )
-    fp8 = key.cache_dtype in ELEMENTS and ELEMENTS[key.cache_dtype].fp8
-    if key.dtype != key.cache_dtype or key.dtype not in ELEMENTS:
-        if key.dtype not in _CONVERTS:
-            raise Unsupported("dtype", key.dtype, "new rows are fp16, bf16, fp32, or as those of the cache", "bfloat16")
-        if not fp8 and key.cache_dtype not in _CONVERTS[key.dtype]:
-            reason = f"rows of {key.dtype} go to a cache of {', '.join(_CONVERTS[key.dtype])} or fp8"
-            raise Unsupported("cache_dtype", key.cache_dtype, reason, key.dtype)
-    for field, dim in (("head_dim", key.head_dim), ("latent_dim" if problem.latent else "head_dim_v", key.head_dim_v)):
+    rotary_dim = 0 if p.rope is None else p.rope.dim
+    fp8 = p.cache_dtype in ELEMENTS and ELEMENTS[p.cache_dtype].fp8
+    if p.dtype != p.cache_dtype or p.dtype not in ELEMENTS:
+        if p.dtype not in _CONVERTS:
+            raise Unsupported("dtype", p.dtype, "new rows are fp16, bf16, fp32, or as those of the cache", "bfloat16")
+        if not fp8 and p.cache_dtype not in _CONVERTS[p.dtype]:
+            reason = f"rows of {p.dtype} go to a cache of {', '.join(_CONVERTS[p.dtype])} or fp8"
+            raise Unsupported("cache_dtype", p.cache_dtype, reason, p.dtype)
+    for field, dim in (("head_dim", p.head_dim), ("latent_dim" if p.latent else "head_dim_v", p.head_dim_v)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise Unsupported(field, dim, f"the append kernel takes rows of 1 to {MAX_HEAD_DIM} columns", MAX_HEAD_DIM)
-    if problem.latent and problem.sides["k"] > LATENT_DIM:
+    if p.latent and p.sides["k"] > LATENT_DIM:
         reason = f"rows of a latent cache have up to {LATENT_DIM} columns"
-        raise Unsupported("head_dim", problem.sides["k"], reason, LATENT_DIM)
-    if key.rotary_dim > key.head_dim:
-        reason = f"at most head_dim columns can be rotated, {key.head_dim}"
-        raise Unsupported("rope.dim", key.rotary_dim, reason, key.head_dim // 2 * 2)
-    if key.rotary_dim and ELEMENTS[key.dtype].itemsize not in (2, 4):
-        raise Unsupported("dtype", key.dtype, "rows that are fp8 already cannot be rotated, nor fp64 ones", "float32")
-    if key.descales and (not fp8 or key.dtype == key.cache_dtype):
+        raise Unsupported("head_dim", p.sides["k"], reason, LATENT_DIM)
+    if rotary_dim > p.head_dim:
+        reason = f"at most head_dim columns can be rotated, {p.head_dim}"
+        raise Unsupported("rope.dim", rotary_dim, reason, p.head_dim // 2 * 2)
+    if rotary_dim and ELEMENTS[p.dtype].itemsize not in (2, 4):
+        raise Unsupported("dtype", p.dtype, "rows that are fp8 already cannot be rotated, nor fp64 ones", "float32")
+    if p.descales and (not fp8 or p.dtype == p.cache_dtype):
         reason = "descales are for rows that are quantised to fp8 here"
-        raise Unsupported("cache_dtype", key.cache_dtype, reason, "float8_e4m3fn")
-    if not key.rotary_dim and (key.query or key.positions):
-        field = "heads_q" if key.query else "positions"
+        raise Unsupported("cache_dtype", p.cache_dtype, reason, "float8_e4m3fn")
+    if not rotary_dim and (p.heads_q or p.positions):
+        field = "heads_q" if p.heads_q else "positions"
         raise Unsupported(field, True, "q and positions are given to be rotated, and no rope is asked for", None)
-    return key
+    return _units(p)
 
 
 class _Units(NamedTuple):
@@ -227,20 +194,21 @@ class _Units(NamedTuple):
     q: int
 
 
-def _units(key: AppendKey) -> _Units:
-    narrow = ELEMENTS[key.dtype].itemsize
-    to_cache = 16 // min(narrow, ELEMENTS[key.cache_dtype].itemsize)
+def _units(p: AppendProblem) -> _Units:
+    narrow = ELEMENTS[p.dtype].itemsize
+    to_cache = 16 // min(narrow, ELEMENTS[p.cache_dtype].itemsize)
+    rotary_dim, interleaved = (0, False) if p.rope is None else (p.rope.dim, p.rope.interleaved)
 
     def count(dim: int, rotated: int, vector: int) -> int:
-        span = rotated if key.interleaved else rotated // 2
+        span = rotated if interleaved else rotated // 2
         return -(-span // vector) + -(-(dim - rotated) // vector)
 
-    q = count(key.head_dim, key.rotary_dim, 16 // narrow) if key.query else 0
-    return _Units(count(key.head_dim, key.rotary_dim, to_cache), count(key.head_dim_v, 0, to_cache), q)
+    q = count(p.head_dim, rotary_dim, 16 // narrow) if p.heads_q else 0
+    return _Units(count(p.head_dim, rotary_dim, to_cache), count(p.head_dim_v, 0, to_cache), q)
 
 
-def _shared_bytes(key: AppendKey) -> int:
-    return _MAX_ROWS * (_PLACE_BYTES + key.rotary_dim // 2 * _ROTATION_BYTES)
+def _shared_bytes(p: AppendProblem) -> int:
+    return _MAX_ROWS * (_PLACE_BYTES + (0 if p.rope is None else p.rope.dim // 2 * _ROTATION_BYTES))
 
 
 class _Cut(NamedTuple):
@@ -251,9 +219,9 @@ class _Cut(NamedTuple):
     part_units: int
 
 
-def cut_rows(key: AppendKey, problem: AppendProblem) -> _Cut:
+def cut_rows(problem: AppendProblem) -> _Cut:
     """How the rows of a problem are dealt out to thread blocks."""
-    units_of = _units(key)
+    units_of = _units(problem)
     row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
     block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))
     units = block_rows * row_units
@@ -261,17 +229,17 @@ def cut_rows(key: AppendKey, problem: AppendProblem) -> _Cut:
     return _Cut(block_rows, parts, -(-units // (parts * _WARP)) * _WARP)
 
 
-def append_geometry(key: AppendKey, problem: AppendProblem) -> LaunchGeometry:
+def append_geometry(problem: AppendProblem) -> LaunchGeometry:
     """The grid, block and dynamic shared memory in bytes. Raises Unsupported as `flat_grid`."""
-    cut = cut_rows(key, problem)
+    cut = cut_rows(problem)
     blocks = -(-problem.total // cut.block_rows) * cut.parts
-    return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(key), "total", problem.total)
+    return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(problem), "total", problem.total)
 
 
 append_layout = functools.partial(struct_layout, "Params", "append/params.cuh")
 
 
-def pack_append(key: AppendKey, problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
+def pack_append(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
     """The parameters of a launch.
 
     buffers, by name; outer strides may be any, the last axis is contiguous:
@@ -286,7 +254,7 @@ def pack_append(key: AppendKey, problem: AppendProblem, buffers: Mapping[str, Bu
         k_descale, v_descale float32 (batch, heads_kv), positive; one of them may be missing.
     Raises InvalidRequest for an operand that is missing or not as described.
     """
-    packed = _binder(key, problem).pack(_columns(problem, buffers) if problem.latent else buffers)
+    packed = _binder(problem).pack(_columns(problem, buffers) if problem.latent else buffers)
     if problem.rope is not None and not problem.rope.table_rows:
         packed += struct.pack(f"<{problem.rope.dim // 2}Q", *_steps(problem.rope))
     return packed
@@ -313,9 +281,9 @@ def _steps(rope: Rope) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _binder(key: AppendKey, problem: AppendProblem) -> Binder:
+def _binder(problem: AppendProblem) -> Binder:
     layout = append_layout()
-    scalars = layout.named(problem) | layout.named(problem.rope) | layout.named(cut_rows(key, problem))
+    scalars = layout.named(problem) | layout.named(problem.rope) | layout.named(cut_rows(problem))
     if problem.layout == "pointers":
         for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
             scalars |= {f"{name}_cache_row": dim, f"{name}_cache_head": problem.max_seq * dim}

@@ -1,4 +1,4 @@
-"""The kernel that copies pages within a KV cache's pools, into them and out of them: its key, grid and parameters.
+"""The kernel that copies pages within a KV cache's pools, into them and out of them: its macros, grid and parameters.
 
 The pool is an `AppendProblem`, of which only the shape and dtype of the cache count.
 """
@@ -7,34 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.kernels.append import AppendProblem
-from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.params import Binder, struct_layout
 from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.values import StableText
 
-__all__ = ["PageCopyKey", "pack_page_copy", "page_copy_geometry"]
+__all__ = ["pack_page_copy", "page_copy_geometry", "page_copy_variant"]
 
 _WARPS, _WARP = 4, 32
 _PART_BYTES = 8192  # four rounds of 16 bytes a thread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopyKey(StableText):
-    """What compiles the kernel: one cubin an architecture."""
-
-    kernel: ClassVar[str] = "copy_pages"
-    arch: str
-
-    @property
-    def macros(self) -> Macros:
-        """What the kernel is compiled for."""
-        return {"WARPS": _WARPS, "PART_BYTES": _PART_BYTES}
+def page_copy_variant(arch: str) -> Variant:
+    """The kernel, which is one an architecture."""
+    return Variant("copy_pages", arch, {"WARPS": _WARPS, "PART_BYTES": _PART_BYTES})
 
 
 def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:

@@ -1,24 +1,19 @@
-"""Checks of kernels' keys that come from outside, as those given to ``ctx.nvrtc.warm``."""
+"""Checks of keys that come from outside, as those given to ``ctx.nvrtc.warm``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from gpu_actors.attention.key_mask import Alignment, MaskKind
 from gpu_actors.attention.problem import FLAGS, AttentionProblem, Direction, DispatchKey, Layout
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.source import check_arch
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import flag, integer, one_of
-from gpu_actors.kernels.append import AppendKey, AppendLayout, AppendProblem, Rope, append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
 from gpu_actors.kernels.dispatch import family_of
-from gpu_actors.kernels.merge import MergeKey, check_merge_key
-from gpu_actors.kernels.merge_gradients import MergeGradientKey, check_merge_gradient_key
 from gpu_actors.kernels.support import check_support
-from gpu_actors.kernels.variants import KernelKey
 
 __all__ = ["check_key"]
 
@@ -34,24 +29,27 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def check_key(key: object) -> KernelKey:
-    """``key`` itself if its kernel computes what its fields say.
+def check_key(key: object) -> DispatchKey | Variant:
+    """``key`` itself if its kernel computes what its fields say. `Variant.source` checks a variant's.
 
     Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it; both name
-    the field. What is no `KernelKey` is the field "key".
+    the field. What is no `DispatchKey` is the field "key".
     """
-    if isinstance(key, PageCopyKey):
-        check_arch(key.arch)
+    if isinstance(key, Variant):
         return key
-    if isinstance(key, AppendKey):
-        return _check_append(key)
-    if isinstance(key, MergeKey):
-        return check_merge_key(key)
-    if isinstance(key, MergeGradientKey):
-        return check_merge_gradient_key(key)
     if not isinstance(key, DispatchKey):
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
-    _check_domains(key, _CHOICES, _NAMES if key.bias is None else (*_NAMES, "bias"), _COUNTS, FLAGS)
+    check_arch(key.arch)
+    for field, literal in _CHOICES.items():
+        known = get_args(literal)
+        one_of(field, getattr(key, field), known, f"must be one of {', '.join(known)}")
+    for field in _NAMES if key.bias is None else (*_NAMES, "bias"):
+        if not isinstance(getattr(key, field), str):
+            raise InvalidRequest(field, getattr(key, field), "must be a name, such as a dtype's")
+    for field, low in _COUNTS.items():
+        integer(field, getattr(key, field), low)
+    for field in FLAGS:
+        flag(field, getattr(key, field))
     if key.score_mod is not None and not isinstance(key.score_mod, ScoreMod):
         raise InvalidRequest("score_mod", key.score_mod, "must be a ScoreMod, as a graph's plan has it, or None")
     one_of("summed", key.summed, _SUMMED, f"must be one of {', '.join(map(repr, _SUMMED))}")
@@ -71,43 +69,6 @@ def check_key(key: object) -> KernelKey:
         names = " or ".join(map(str, family.row_tiles))
         raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", family.row_tiles[0])
     return key
-
-
-def _check_append(key: AppendKey) -> AppendKey:
-    counts = dict.fromkeys(("head_dim", "head_dim_v", "rotary_dim"), 0)
-    flags = ("interleaved", "tables", "positions", "query", "descales")
-    _check_domains(key, {"layout": AppendLayout}, ("dtype", "cache_dtype"), counts, flags)
-    rotated = key.rotary_dim > 0
-    problem = AppendProblem(
-        layout=key.layout, batch=1, total=1, heads_kv=1, head_dim=key.head_dim, head_dim_v=key.head_dim_v,
-        dtype=key.dtype, cache_dtype=key.cache_dtype, page_size=8, num_blocks=1, max_blocks=1, max_seq=1,
-        rope=Rope(dim=key.rotary_dim, interleaved=key.interleaved, table_rows=int(key.tables)) if rotated else None,
-        positions=key.positions, heads_q=int(key.query), descales=key.descales,
-    )  # fmt: skip
-    if append_key(problem, key.arch) != key:
-        raise InvalidRequest("rotary_dim", key.rotary_dim, "nothing is rotated, so nothing is interleaved or in tables")
-    return key
-
-
-def _check_domains(
-    key: DispatchKey | AppendKey,
-    choices: Mapping[str, Any],
-    names: Sequence[str],
-    counts: Mapping[str, int],
-    flags: Sequence[str],
-) -> None:
-    """Raise InvalidRequest for a field outside its domain. counts: the least value of each."""
-    check_arch(key.arch)
-    for field, literal in choices.items():
-        known = get_args(literal)
-        one_of(field, getattr(key, field), known, f"must be one of {', '.join(known)}")
-    for field in names:
-        if not isinstance(getattr(key, field), str):
-            raise InvalidRequest(field, getattr(key, field), "must be a name, such as a dtype's")
-    for field, low in counts.items():
-        integer(field, getattr(key, field), low)
-    for field in flags:
-        flag(field, getattr(key, field))
 
 
 def _problem(key: DispatchKey) -> AttentionProblem:

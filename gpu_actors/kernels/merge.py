@@ -1,35 +1,34 @@
-"""The kernel that merges partial results: its problem, key, macros, grid and parameters."""
+"""The kernel that merges partial results: its problem, macros, grid and parameters."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
-from gpu_actors.fields import flag, one_of
+from gpu_actors.fields import one_of
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
 from gpu_actors.kernels.support import ELEMENTS, check_capability
-from gpu_actors.values import StableText
 
 __all__ = [
     "TERM_FIELDS",
-    "MergeKey",
+    "WARPS",
     "MergeProblem",
-    "check_merge_fields",
-    "check_merge_key",
+    "check_merge",
     "merge_geometry",
-    "merge_key",
+    "merge_macros",
+    "merge_variant",
     "merge_variants",
     "pack_merge",
     "pack_terms",
     "result_operands",
 ]
 
-_WARPS, _WARP = 4, 32
+WARPS, _WARP = 4, 32
 _MOST_UNITS = (1 << 31) - 1
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LSE_DTYPES = ("float32", "float64")
@@ -71,61 +70,44 @@ class MergeProblem:
         return -(-self.columns // (2 if max(sizes) == 8 else 16 // min(sizes)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeKey(StableText):
-    """What picks and compiles the merge kernel: equal keys run the same cubin."""
-
-    kernel: ClassVar[str] = "merge"
-    arch: str
-    dtype: str
-    lse_dtype: str
-    out_dtype: str
-    sinks: bool
-
-    @property
-    def macros(self) -> Macros:
-        """What the kernel is compiled for."""
-        types = {"ELEMENT": self.dtype, "OUT_ELEMENT": self.out_dtype, "LSE_ELEMENT": self.lse_dtype}
-        macros: Macros = {name: ELEMENTS[dtype].c_type for name, dtype in types.items()}
-        return macros | {"WARPS": _WARPS} | flags(SINKS=self.sinks)
-
-
-def merge_key(problem: MergeProblem, arch: str) -> MergeKey:
-    """The key of a problem on an architecture. Raises as `check_merge_key`."""
-    dtypes = {name: getattr(problem, name) for name in ("dtype", "lse_dtype", "out_dtype")}
-    return check_merge_key(MergeKey(arch=arch, sinks=problem.sinks is not None, **dtypes))
-
-
-def check_merge_key(key: MergeKey) -> MergeKey:
-    """``key`` itself if its kernel does what its fields say.
-
-    Raises InvalidRequest and Unsupported, naming the field.
-    """
-    check_merge_fields(key)
-    if key.dtype == "float64" and ELEMENTS[key.out_dtype].itemsize == 2:
+def merge_variant(problem: MergeProblem, arch: str) -> Variant:
+    """The kernel of a problem on an architecture. Sizes are not in it. Raises InvalidRequest and Unsupported."""
+    check_merge(problem, arch)
+    if problem.dtype == "float64" and ELEMENTS[problem.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
-        raise Unsupported("out_dtype", key.out_dtype, reason, "float32")
-    return key
+        raise Unsupported("out_dtype", problem.out_dtype, reason, "float32")
+    return Variant("merge", arch, merge_macros(problem))
 
 
-def check_merge_fields(key: MergeKey) -> None:
-    """Raise InvalidRequest and Unsupported for a field outside its domain."""
-    check_capability(key.arch)
+def merge_macros(problem: MergeProblem) -> Macros:
+    """What the kernel, and that of its gradient, are compiled for."""
+    p = problem
+    types = {"ELEMENT": p.dtype, "OUT_ELEMENT": p.out_dtype, "LSE_ELEMENT": p.lse_dtype}
+    macros: Macros = {name: ELEMENTS[dtype].c_type for name, dtype in types.items()}
+    return macros | {"WARPS": WARPS} | flags(SINKS=p.sinks is not None)
+
+
+def check_merge(problem: MergeProblem, arch: str) -> None:
+    """Raise Unsupported for an architecture, and InvalidRequest for a dtype, that neither kernel is for."""
+    check_capability(arch)
     for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
-        one_of(field, getattr(key, field), dtypes, f"must be one of {', '.join(dtypes)}")
-    flag("sinks", key.sinks)
+        one_of(field, getattr(problem, field), dtypes, f"must be one of {', '.join(dtypes)}")
 
 
-def merge_variants(arch: str) -> list[MergeKey]:
+def merge_variants(arch: str) -> list[Variant]:
     """What is worth compiling ahead: partials in 16 bits or float32 to either 16-bit type or float32."""
     pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
     pairs += [("float32", "bfloat16"), ("float32", "float16")]
-    return [MergeKey(arch=arch, dtype=a, lse_dtype="float32", out_dtype=b, sinks=False) for a, b in pairs]
+    one = MergeProblem(
+        count=2, batch=1, rows=1, heads=1, columns=64, dtype="float32", lse_dtype="float32", out_dtype="float32",
+        out_lse_dtype="float32",
+    )  # fmt: skip
+    return [merge_variant(replace(one, dtype=a, out_dtype=b), arch) for a, b in pairs]
 
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
     """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
-    units, threads = problem.units, _WARPS * _WARP
+    units, threads = problem.units, WARPS * _WARP
     if units > _MOST_UNITS:
         reason = f"a launch merges at most {_MOST_UNITS} groups of columns, and a row has {problem.groups}"
         raise Unsupported("partials", problem.results, reason, _MOST_UNITS // problem.groups)

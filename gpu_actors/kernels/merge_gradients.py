@@ -1,94 +1,46 @@
-"""The kernel of the merge's gradient: its key, macros, grids and parameters. Its problem is that of the merge."""
+"""The kernel of the merge's gradient: its macros, grids and parameters. Its problem is that of the merge."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
-from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.fields import flag
-from gpu_actors.kernels.macros import Macros, flags
-from gpu_actors.kernels.merge import MergeKey, MergeProblem, check_merge_fields, result_operands
+from gpu_actors.errors import Unsupported
+from gpu_actors.kernels.macros import flags
+from gpu_actors.kernels.merge import WARPS, MergeProblem, check_merge, merge_macros, result_operands
 from gpu_actors.kernels.params import Binder, struct_layout
 from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.values import StableText
 
 __all__ = [
     "GRADIENT_TERM_FIELDS",
-    "MergeGradientKey",
-    "check_merge_gradient_key",
-    "merge_gradient_geometry",
-    "merge_gradient_keys",
+    "merge_gradient_geometries",
+    "merge_gradient_variants",
     "pack_gradient_terms",
     "pack_merge_gradients",
     "sums_dtype",
 ]
 
-_WARPS, _WARP = 4, 32
+_WARP = 32
 _SOURCES = ("merge/terms.cuh", "merge/merge_gradients.cu")
 
 GRADIENT_TERM_FIELDS = 10
 """64-bit fields of an entry of the table of terms."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeGradientKey(StableText):
-    """What picks and compiles the kernel of the merge's gradient: equal keys run the same cubin.
+def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, ...]:
+    """The kernels of a problem on an architecture, in the order of its launches. out_dtype: of dout.
 
-    out_dtype: of dout. sum_sinks: the second launch, which sums the rows of each sink.
+    With sinks there is a second launch, which sums the rows of each sink. Raises InvalidRequest and Unsupported.
     """
-
-    arch: str
-    dtype: str
-    lse_dtype: str
-    out_dtype: str
-    sinks: bool
-    sum_sinks: bool = False
-
-    @property
-    def kernel(self) -> str:
-        """Its source's name."""
-        return "merge_gradients"
-
-    @property
-    def macros(self) -> Macros:
-        """What the kernel is compiled for."""
-        return self.merged.macros | flags(SUM_SINKS=self.sum_sinks)
-
-    @property
-    def merged(self) -> MergeKey:
-        """The key of the merge that is differentiated."""
-        return MergeKey(
-            arch=self.arch, dtype=self.dtype, lse_dtype=self.lse_dtype, out_dtype=self.out_dtype, sinks=self.sinks
-        )
-
-
-def merge_gradient_keys(problem: MergeProblem, arch: str) -> tuple[MergeGradientKey, ...]:
-    """The keys of a problem on an architecture, in the order of its launches. Raises as `check_merge_gradient_key`."""
-    dtypes = {name: getattr(problem, name) for name in ("dtype", "lse_dtype", "out_dtype")}
-    sinks = problem.sinks is not None
-    passes = (False, True) if sinks else (False,)
-    return tuple(
-        check_merge_gradient_key(MergeGradientKey(arch=arch, sinks=sinks, sum_sinks=last, **dtypes)) for last in passes
-    )
-
-
-def check_merge_gradient_key(key: MergeGradientKey) -> MergeGradientKey:
-    """``key`` itself if its kernel does what its fields say.
-
-    Raises InvalidRequest and Unsupported, naming the field.
-    """
-    check_merge_fields(key.merged)
-    flag("sum_sinks", key.sum_sinks)
-    if key.sum_sinks and not key.sinks:
-        raise InvalidRequest("sum_sinks", key.sum_sinks, "there are no sinks to sum")
-    if key.out_dtype == "float64" and ELEMENTS[key.dtype].itemsize == 2:
+    check_merge(problem, arch)
+    if problem.out_dtype == "float64" and ELEMENTS[problem.dtype].itemsize == 2:
         reason = "gradients in float64 would be rounded twice on their way to 16 bits"
-        raise Unsupported("dout", key.out_dtype, reason, "float32")
-    return key
+        raise Unsupported("dout", problem.out_dtype, reason, "float32")
+    macros, passes = merge_macros(problem), (False, True) if problem.sinks is not None else (False,)
+    return tuple(Variant("merge_gradients", arch, macros | flags(SUM_SINKS=last)) for last in passes)
 
 
 def sums_dtype(problem: MergeProblem) -> str:
@@ -101,14 +53,18 @@ def _lanes(problem: MergeProblem) -> int:
     return min(_WARP, 1 << (problem.groups - 1).bit_length())
 
 
-def merge_gradient_geometry(problem: MergeProblem, key: MergeGradientKey) -> LaunchGeometry:
-    """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
-    threads = _WARPS * _WARP
-    blocks = problem.heads if key.sum_sinks else -(-problem.results * _lanes(problem) // threads)
-    most = (1 << 31) - 1
+def merge_gradient_geometries(problem: MergeProblem) -> list[LaunchGeometry]:
+    """The grid and block of each launch; no dynamic shared memory.
+
+    Raises Unsupported where the rows are too many for 32 bits.
+    """
+    threads, most = WARPS * _WARP, (1 << 31) - 1
     if problem.results > most:
         raise Unsupported("partials", problem.results, f"a launch takes at most {most} rows of all heads", most)
-    return flat_grid(blocks, threads, 0, "partials", problem.results)
+    counts = [-(-problem.results * _lanes(problem) // threads)]
+    if problem.sinks is not None:
+        counts.append(problem.heads)
+    return [flat_grid(blocks, threads, 0, "partials", problem.results) for blocks in counts]
 
 
 def pack_gradient_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:

@@ -1,4 +1,4 @@
-"""From a key to the source that is compiled for it, and the keys that are worth compiling ahead.
+"""From a key to the variant that is compiled for it, and what is worth compiling ahead.
 
 A cubin serves every key with equal macros: what a kernel decides at run time (the GQA ratio, say) is not among them.
 """
@@ -8,44 +8,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar
 
 from gpu_actors.attention.key_mask import MaskKind
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.score_mod import SCORE_HEADER
-from gpu_actors.compiling.assets import asset_source, kernel_file
-from gpu_actors.compiling.source import KernelSource
-from gpu_actors.kernels.append import AppendKey, AppendProblem, Rope, append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey
+from gpu_actors.compiling.variant import Variant
+from gpu_actors.kernels.append import AppendProblem, Rope, append_variant
+from gpu_actors.kernels.copy_pages import page_copy_variant
 from gpu_actors.kernels.decode_mma import usual_decode_problems
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
-from gpu_actors.kernels.merge import MergeKey
-from gpu_actors.kernels.merge_gradients import MergeGradientKey
-from gpu_actors.kernels.program import ANYWHERE, Target
+from gpu_actors.kernels.program import ANYWHERE, Program, Target
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 
 __all__ = [
-    "KernelKey",
     "Prepare",
-    "SourceVariant",
     "block_threads",
-    "kernel_source",
     "kv_variants",
     "standard_variants",
     "usual_backward_keys",
+    "variant_of",
+    "variants_of",
 ]
 
-KernelKey: TypeAlias = DispatchKey | AppendKey | PageCopyKey | MergeKey | MergeGradientKey
-"""What a kernel is compiled and kept under."""
-
 _WARP = 32
-
-
-class SourceVariant(NamedTuple):
-    """A source of the caller's, where the package's own kernels have a key."""
-
-    source: KernelSource
-    arch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +43,34 @@ class Prepare:
 
     no_deadline: ClassVar[bool] = True
 
-    key: KernelKey | SourceVariant
+    variant: Variant
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_source(key: KernelKey) -> KernelSource:
-    """What is compiled for a key. Raises InvalidRequest for a key whose kernel is not compiled (the oracle's)."""
-    headers: dict[str, str] = {}
-    if isinstance(key, DispatchKey):
-        family = family_of(key)
-        macros = family.macros(key)
-        if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores
-            headers[SCORE_HEADER] = key.score_mod.header
-    else:
-        macros = key.macros
-    return asset_source(kernel_file(key.kernel), (key.kernel,), macros=macros, headers=headers, arch=key.arch)
+def variant_of(key: DispatchKey | Variant) -> Variant:
+    """What is compiled for a key. Keys that differ in what no macro depends on have one variant.
+
+    Raises InvalidRequest for a key whose kernel is not compiled (the oracle's).
+    """
+    if isinstance(key, Variant):
+        return key
+    family = family_of(key)
+    headers = {}
+    if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores
+        headers[SCORE_HEADER] = key.score_mod.header
+    return Variant(key.kernel, key.arch, family.macros(key), headers)
 
 
-def block_threads(key: KernelKey) -> int:
-    """Threads of a block of the key's kernel."""
+def variants_of(program: Program | None) -> tuple[Variant, ...]:
+    """The variants of the kernels that `Program.steps` takes, in that order; none for no program."""
+    return () if program is None else tuple(variant_of(key) for key in program.keys)
+
+
+def block_threads(key: DispatchKey | Variant) -> int:
+    """Threads of a block of a kernel."""
     if isinstance(key, DispatchKey):
         return family_of(key).threads(key)
-    return _WARP * int(kernel_source(key).macros["WARPS"])
+    return _WARP * int(key.macros["WARPS"])
 
 
 def standard_variants(arch: str) -> list[DispatchKey]:
@@ -111,7 +103,7 @@ def usual_backward_keys(arch: str) -> list[DispatchKey]:
     return _keys_of([replace(problem, direction="backward") for problem in problems], arch)
 
 
-def kv_variants(arch: str) -> list[AppendKey | PageCopyKey]:
+def kv_variants(arch: str) -> list[Variant]:
     """What a `KvCache` of the usual dtypes and head dims launches besides attention, with a `Rope` of halves or none.
 
     Every other variant compiles when it is first asked for.
@@ -130,15 +122,15 @@ def kv_variants(arch: str) -> list[AppendKey | PageCopyKey]:
             for problem in (rows, turned)
         ]
         problems.append(replace(turned, cache_dtype="float8_e4m3fn", descales=True))
-    return [*(append_key(problem, arch) for problem in problems), PageCopyKey(arch=arch)]
+    return [*(append_variant(problem, arch) for problem in problems), page_copy_variant(arch)]
 
 
 def _keys_of(problems: Sequence[AttentionProblem], arch: str, target: Target = ANYWHERE) -> list[DispatchKey]:
     """A key for each cubin that the problems launch."""
-    found: dict[KernelSource, DispatchKey] = {}
+    found: dict[Variant, DispatchKey] = {}
     for problem in problems:
         for key in program_of(problem, dispatch_key(problem, arch), target).keys:
-            found.setdefault(kernel_source(key), key)
+            found.setdefault(variant_of(key), key)
     return list(found.values())
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import PagedForward
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import (
     Buffer,
     Device,
@@ -45,16 +46,15 @@ from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
-    MergeKey,
     MergeProblem,
     merge_geometry,
-    merge_key,
+    merge_variant,
     pack_merge,
     pack_terms,
 )
 from gpu_actors.kernels.params import ITEMSIZES
 from gpu_actors.kernels.program import NO_VALUES, Pack, Program
-from gpu_actors.kernels.variants import KernelKey
+from gpu_actors.kernels.variants import variant_of
 from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
 from gpu_actors.planning.cached import cached_oracle, operands
@@ -83,12 +83,12 @@ class CascadeKeys(NamedTuple):
 
     prefix: tuple[DispatchKey, ...]
     tail: tuple[DispatchKey, ...]
-    merge: MergeKey
+    merge: Variant
 
     @property
-    def all(self) -> tuple[KernelKey, ...]:
+    def variants(self) -> tuple[Variant, ...]:
         """In the order in which `Cascader.bind` takes their kernels."""
-        return (*self.prefix, *self.tail, self.merge)
+        return (*map(variant_of, (*self.prefix, *self.tail)), self.merge)
 
 
 class Cascading(NamedTuple):
@@ -144,7 +144,7 @@ class Cascader:
                 if key.kernel not in _KERNELS or program is None:
                     return None
                 found.append(program.keys)
-            return CascadeKeys(found[0], found[1], merge_key(_merge_problem(p), info.arch))
+            return CascadeKeys(found[0], found[1], merge_variant(_merge_problem(p), info.arch))
         except Unsupported:
             return None
 
@@ -159,7 +159,7 @@ class Cascader:
     ) -> tuple[Launch | None, Cascading]:
         """A launch on the arrays of a request, or None where a cascade does not pay, and why.
 
-        kernels: of `CascadeKeys.all`, or none. padded: to few shapes, for launches that are recorded.
+        kernels: of `CascadeKeys.variants`, or none. padded: to few shapes, for launches that are recorded.
         """
         table, lengths, ends = request.block_table, request.cache_seqlens, request.cu_seqlens_q
         p = plan.problem

@@ -38,7 +38,7 @@ class GraphPlanner(AttentionPlanner):
         with reading(call.message):
             given = bind_arrays(graph, arrays, self.device_name, call.caller_notes)
             plan = self._graph_plan(graph, given)
-        kernels = () if self.kernels is None else self.kernels_of(call, plan.keys)
+        kernels = () if self.kernels is None else self.kernels_of(call, plan.variants)
         if kernels is None:
             return
         launch = plan.bind(graph, given, kernels)

@@ -16,6 +16,7 @@ import numpy as np
 from gpu_actors.arrays.adopt import AnyArray, restore
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.score_mod import ScoreMod
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import (
     Buffer,
     Device,
@@ -34,6 +35,7 @@ from gpu_actors.graph.tensor import packed_strides
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Program, Values
+from gpu_actors.kernels.variants import variants_of
 from gpu_actors.planning.plan import program_for
 
 __all__ = ["GraphPlan", "Result", "graph_plan"]
@@ -75,7 +77,7 @@ class Result:
 class GraphPlan:
     """match: the attention that the graph is, None where it is none and NumPy computes it. key: of its kernel.
 
-    program: what is launched; None where NumPy answers.
+    program: what is launched; None where NumPy answers. variants: of the kernels that `bind` takes, in that order.
     """
 
     signature: str
@@ -84,14 +86,15 @@ class GraphPlan:
     program: Program | None
     results: tuple[Result, ...]
     accumulate: str
+    variants: tuple[Variant, ...]
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
-        """The keys of the kernels that `bind` takes, in that order."""
+        """The keys of `variants`."""
         return () if self.program is None else self.program.keys
 
     def bind(self, graph: OperationGraph, given: Binding, kernels: Sequence[Kernel]) -> Launch:
-        """A launch on the arrays of one request. graph: any of this signature. kernels: of `keys`, or none."""
+        """A launch on the arrays of one request. graph: any of this signature. kernels: of `variants`, or none."""
         outputs = {result.name: result.spec for result in self.results}
         oracle = functools.partial(self._oracle, graph, {**given.arrays, **given.numbers})
         if self.match is None:
@@ -166,7 +169,7 @@ def graph_plan(
         match = key = program = None
     zeroed = frozenset() if program is None else program.zeroed
     results = _results(graph, match, zeroed, runs_kernels)
-    return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate)
+    return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate, variants_of(program))
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:

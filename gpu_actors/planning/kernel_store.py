@@ -12,9 +12,10 @@ from collections import OrderedDict
 from typing import Any
 
 from gpu_actors.compiling.source import Cubin
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel, Kernels
 from gpu_actors.errors import GpuActorsError
-from gpu_actors.kernels.variants import KernelKey, Prepare
+from gpu_actors.kernels.variants import Prepare
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 
@@ -37,12 +38,12 @@ class KernelStore:
     def __init__(self, cell: ActorCell, capacity: int = _CAPACITY) -> None:
         self._cell = cell
         self._capacity = capacity
-        self._kernels: OrderedDict[tuple[KernelKey, ...], Kernels] = OrderedDict()
-        self._products: OrderedDict[KernelKey, Cubin | Kernel] = OrderedDict()
-        self._parked: dict[KernelKey, list[Call[Any]]] = {}
+        self._kernels: OrderedDict[tuple[Variant, ...], Kernels] = OrderedDict()
+        self._products: OrderedDict[Variant, Cubin | Kernel] = OrderedDict()
+        self._parked: dict[Variant, list[Call[Any]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, keys: tuple[KernelKey, ...]) -> Kernels | None:
+    def get(self, keys: tuple[Variant, ...]) -> Kernels | None:
         """The loaded kernels, or None where one must be compiled first. Raises what ``Device.load`` raises."""
         kernels = self._kernels.get(keys)
         if kernels is not None:
@@ -64,10 +65,10 @@ class KernelStore:
         _let_go(self._kernels, self._capacity)
         return kernels
 
-    def wait_for(self, keys: tuple[KernelKey, ...], call: Call[Any]) -> None:
+    def wait_for(self, keys: tuple[Variant, ...], call: Call[Any]) -> None:
         """Park a call until its kernels are there, and have those compiled that are not asked for yet."""
         cell = self._cell
-        missing: list[KernelKey] = []
+        missing: list[Variant] = []
         with self._lock:
             awaited = [key for key in keys if key not in self._products]
             for key in awaited:
@@ -88,7 +89,7 @@ class KernelStore:
             compiling = cell.environment.compiler.send(Prepare(key), None, None, call.priority)
             compiling.when_done(functools.partial(self._compiled, key))
 
-    def _compiled(self, key: KernelKey, compiling: Call[Any]) -> None:
+    def _compiled(self, key: Variant, compiling: Call[Any]) -> None:
         error = compiling.error
         with self._lock:
             if error is None:

@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, ScratchSpec, Step, zero_launch
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
-    MergeKey,
     MergeProblem,
     merge_geometry,
-    merge_key,
+    merge_variant,
     pack_merge,
     pack_terms,
 )
 from gpu_actors.kernels.merge_gradients import (
     GRADIENT_TERM_FIELDS,
-    MergeGradientKey,
-    merge_gradient_geometry,
-    merge_gradient_keys,
+    merge_gradient_geometries,
+    merge_gradient_variants,
     pack_gradient_terms,
     pack_merge_gradients,
     sums_dtype,
@@ -41,10 +40,10 @@ __all__ = ["MergePlan", "bind_merge", "bind_merge_gradients", "merge_gradients_a
 
 
 class MergePlan(NamedTuple):
-    """keys: of the kernels that a launch takes; none where there is nothing to merge."""
+    """variants: of the kernels that a launch takes; none where there is nothing to merge."""
 
     problem: MergeProblem
-    keys: tuple[MergeKey, ...] | tuple[MergeGradientKey, ...]
+    variants: tuple[Variant, ...]
 
 
 def merge_plan(message: MergePartials | MergeBackward, device: Device) -> MergePlan:
@@ -68,18 +67,17 @@ def merge_plan(message: MergePartials | MergeBackward, device: Device) -> MergeP
         out_lse_dtype=out_lse_dtype,
         sinks=None if message.sinks is None else name_of(message.sinks.dtype),
     )
-    keys: tuple[MergeKey, ...] | tuple[MergeGradientKey, ...]
     if isinstance(message, MergeBackward):
-        keys = merge_gradient_keys(problem, device.info.arch)
-        merge_gradient_geometry(problem, keys[0])
+        variants = merge_gradient_variants(problem, device.info.arch)
+        merge_gradient_geometries(problem)
     else:
-        keys = (merge_key(problem, device.info.arch),)
+        variants = (merge_variant(problem, device.info.arch),)
         merge_geometry(problem)
-    return MergePlan(problem, keys if problem.results else ())
+    return MergePlan(problem, variants if problem.results else ())
 
 
 def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel]) -> Launch:
-    """A launch of a plan on the arrays of an adopted message. kernels: of the plan's key, or none."""
+    """A launch of a plan on the arrays of an adopted message. kernels: of the plan's variant, or none."""
     problem = plan.problem
     first = message.partials[0]
     inputs = _inputs(message)
@@ -118,7 +116,7 @@ def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Seque
         parts = (problem.heads, problem.results // problem.heads)
         scratch["sink_parts"] = ScratchSpec(parts, sums_dtype(problem))
     pack = functools.partial(pack_merge_gradients, problem)
-    grids = [merge_gradient_geometry(problem, key) for key in plan.keys if isinstance(key, MergeGradientKey)]
+    grids = merge_gradient_geometries(problem)
     steps = tuple(Step(kernel, grid, pack) for kernel, grid in zip(kernels, grids, strict=True))
     return Launch(None, inputs, outputs, oracle, steps, scratch)
 

@@ -9,10 +9,12 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.score_mod import ScoreMod
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, zero_launch
 from gpu_actors.kernels.dispatch import REFERENCE, program_of
 from gpu_actors.kernels.packing import packed_program
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
+from gpu_actors.kernels.variants import variants_of
 
 __all__ = [
     "Accumulate",
@@ -51,7 +53,7 @@ class Plan:
     program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
     outputs: what a launch makes when the caller gives no ``out``.
     vacuous: of the problem, asked once for all requests. undropped: the oracle of those without a seed, once one came.
-    keys: of the kernels that `launch` takes, in that order. block_mask: of the request, or None.
+    variants: of the kernels that `launch` takes, in that order. block_mask: of the request, or None.
     """
 
     problem: AttentionProblem
@@ -61,12 +63,12 @@ class Plan:
     accumulate: Accumulate
     block_mask: PlannedMask | None = None
     vacuous: bool = field(init=False)
-    keys: tuple[DispatchKey, ...] = field(init=False)
+    variants: tuple[Variant, ...] = field(init=False)
     undropped: Oracle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.vacuous = self.problem.vacuous
-        self.keys = () if self.program is None else self.program.keys
+        self.variants = variants_of(self.program)
 
     def launch(
         self,
@@ -78,7 +80,7 @@ class Plan:
     ) -> Launch:
         """A launch on the operands of one request. into: where its output goes, if the caller said.
 
-        kernels: of `keys`; empty where the device runs none.
+        kernels: of `variants`; empty where the device runs none.
         """
         outputs = self.outputs
         if into is not None:

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from gpu_actors.attention.requests import FlashBackward, FlashForward
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernels
-from gpu_actors.kernels.variants import KernelKey
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.backward import backward_plan, backward_signature, bind_backward
 from gpu_actors.planning.cached import Decoding
@@ -41,16 +41,16 @@ class Workbench:
         self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
         self.decoding: Decoding = Decoding(self.device, self.accumulate)
 
-    def kernels_of(self, call: Call[Any], keys: tuple[KernelKey, ...]) -> Kernels | None:
+    def kernels_of(self, call: Call[Any], variants: tuple[Variant, ...]) -> Kernels | None:
         """The loaded kernels of a launch, none where the device runs none.
 
         None where the call was parked until they are compiled.
         """
-        if self.kernels is None or not keys:
+        if self.kernels is None or not variants:
             return _NONE
-        kernels = self.kernels.get(keys)
+        kernels = self.kernels.get(variants)
         if kernels is None:
-            self.kernels.wait_for(keys, call)
+            self.kernels.wait_for(variants, call)
             return None
         return kernels if self.runs_kernels else _NONE
 
@@ -98,7 +98,7 @@ class AttentionPlanner(Workbench):
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
         plan = self.plan(request, plain) if call.prepared is None else self.plans.use(call.prepared)
-        kernels = _NONE if self.kernels is None else self.kernels_of(call, plan.keys)
+        kernels = _NONE if self.kernels is None else self.kernels_of(call, plan.variants)
         if kernels is None:
             return
         if call.prepared is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from inside.compiling import Variant
 from inside.kernels import variants
 
 from gpu_actors import KernelSource
@@ -25,11 +26,11 @@ def test_a_compile_is_timed_beside_cupys_and_what_cupy_cannot_compile_is_said(mo
     )
     keys = [plain, dataclasses.replace(plain, kernel="forward_sm90")]
     sources = {
-        plain.kernel: variants.kernel_source(plain),
+        plain.kernel: variants.variant_of(plain).source,
         "forward_sm90": KernelSource("own.cu", OWN, ("forward_sm90",)),
     }
     monkeypatch.setattr(variants, "standard_variants", lambda arch: keys)
-    monkeypatch.setattr(variants, "kernel_source", lambda key: sources[key.kernel])
+    monkeypatch.setattr(variants, "variant_of", lambda key: Variant.of(sources[key.kernel], "sm_90a"))
     result = suite.beside_cupy("sm_90a", times=1)
     both = result["forward_simple"]
     assert isinstance(both, dict)

@@ -37,9 +37,9 @@ class Store:
         self.store = KernelStore(cell, capacity)
 
     def send(self, message: Any, *_: Any) -> Call[Any]:
-        self.compiles.append(message.key)
-        self._pending[message.key] = Call(message, self._mailbox)
-        return self._pending[message.key]
+        self.compiles.append(message.variant)
+        self._pending[message.variant] = Call(message, self._mailbox)
+        return self._pending[message.variant]
 
     def compiled(self, key: str) -> None:
         self._pending.pop(key).resolve(Cubin(key.encode(), "sm_90a", (key,), "", {}))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases.block_lists import BLOCK, kinds_of, near, ordered, usually
 from emulated.forward import ml_dtype
-from inside.kernels import dispatch_key, explain, variants
+from inside.kernels import dispatch_key, explain, kernel_source
 from inside.reference import evaluate_graph
 from support.counting import counting
 
@@ -432,7 +432,7 @@ def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int
         problem = dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype, out_dtype=dtype, compute=compute)
         key = dispatch_key(problem, arch)
         assert key.kernel == ("forward_sm90" if arch == "sm_90a" and dtype == "bfloat16" else "forward_mma")
-        macros = variants.kernel_source(key).macros
+        macros = kernel_source(key).macros
         assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
 
 
@@ -471,7 +471,7 @@ def test_hidden_tiles_are_neither_loaded_nor_multiplied(
     with few_blocks(), ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
         key = ctx.cudnn.inspect_plan(graph).key
         ctx.cudnn.execute(graph, arrays).result(100.0)
-    macros = variants.kernel_source(key).macros
+    macros = kernel_source(key).macros
     rows, keys = (np.arange(0, n, int(macros[side])) for n, side in ((ROWS, "BLOCK_M"), (KEYS, "BLOCK_N")))
     seen = (KINDS > 0)[:, :, rows // BLOCK][:, :, :, keys // BLOCK]
     assert 0 < seen.sum() < 0.7 * seen.size

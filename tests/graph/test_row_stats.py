@@ -16,6 +16,7 @@ from inside.kernels import (
     dispatch_key,
     example_problem,
     forward_layout,
+    kernel_source,
     option_cell,
     row_stats_layout,
     variants,
@@ -348,7 +349,7 @@ def test_nothing_is_spilled_and_parameters_lie_as_they_are_packed(variant: tuple
     arch, dtype, dim, options = variant
     problem = example_problem(dtype, dim, score_max=True, score_sum_exp=True, return_lse=True, **options)
     key = dispatch_key(problem, arch)
-    source = variants.kernel_source(key)
+    source = kernel_source(key)
     layout, own = row_stats_layout(), forward_layout().size
     places = {"sizeof(LaunchParams)": own + layout.size, "__builtin_offsetof(LaunchParams, row_stats)": own}
     places |= {f"__builtin_offsetof(RowStats, {field.name})": field.offset for field in layout.fields}

@@ -27,7 +27,6 @@ from gpu_actors.kernels.append import (
     AppendProblem,
     Rope,
     append_geometry,
-    append_key,
     append_layout,
     cut_rows,
     pack_append,
@@ -145,7 +144,7 @@ class TestPacking:
         buffers |= {"q_rotated": buffers["q"], "k_cache": buffer_of(operands.caches[0], 4096)}
         buffers["v_cache"] = buffers["k_cache"]
         buffers = {name: buffer for name, buffer in {**buffers, **changes}.items() if buffer is not None}
-        return pack_append(append_key(operands.problem, "sm_90a"), operands.problem, buffers)
+        return pack_append(operands.problem, buffers)
 
     def test_the_struct_is_as_large_as_the_compilers(self):
         assert len(self.pack()) == append_layout().size
@@ -182,8 +181,7 @@ class TestPacking:
 
 def test_small_batches_spread_over_blocks_and_large_ones_fill_them():
     def cut(**given):
-        problem = Operands(AppendCase(**given)).problem
-        return cut_rows(append_key(problem, "sm_90a"), problem)
+        return cut_rows(Operands(AppendCase(**given)).problem)
 
     assert cut(new=(1,) * 9, before=(0,) * 9).block_rows == 1
     assert cut(new=(300, 4000), before=(0, 9), heads_kv=1, head_dim=8, rope=Rope(dim=4)).block_rows == 16
@@ -192,4 +190,4 @@ def test_small_batches_spread_over_blocks_and_large_ones_fill_them():
 
 def test_no_rows_at_all_launch_nothing():
     problem = Operands(AppendCase(new=(0, 0), before=(3, 0))).problem
-    assert append_geometry(append_key(problem, "sm_90a"), problem).grid[0] == 0
+    assert append_geometry(problem).grid[0] == 0

@@ -11,6 +11,7 @@ import pytest
 from inside.compiling import Compiler
 from inside.devices import Buffer, Kernel, Kernels, LaunchGeometry
 from inside.emulation import build_module
+from inside.kernels import kernel_source
 from support.structs import fields_of
 
 from gpu_actors.errors import CompileError, InvalidRequest
@@ -18,7 +19,6 @@ from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
 from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values
 from gpu_actors.kernels.support import example_problem
-from gpu_actors.kernels.variants import kernel_source
 
 DENSE = example_problem(
     "float16",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from emulated.mask_probe import module_of
 from inside.emulation import EmulatedBuffer
+from inside.kernels import kernel_source
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
@@ -16,7 +17,7 @@ from gpu_actors import KernelSource
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.support import example_problem
-from gpu_actors.kernels.variants import block_threads, kernel_source
+from gpu_actors.kernels.variants import block_threads
 from gpu_actors.testing import check_gradients, check_output
 
 RNG = np.random.default_rng(0)

@@ -11,13 +11,13 @@ import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, module_of, problem_of
 from inside.emulation import EmulatedBuffer
+from inside.kernels import kernel_source
 
 from benchmarks.order import SECTION_BLOCKS, ranked, section_size
 from gpu_actors import KernelSource
 from gpu_actors.kernels.forward_sm90 import COUNTER, Sections, _schedule_binder, section_heads
 from gpu_actors.kernels.params import Buffer
 from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.kernels.variants import kernel_source
 
 PROBE = """
 #include "backward/keys.cuh"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, key_of, problem_of
+from inside.kernels import kernel_source
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
@@ -17,7 +18,7 @@ from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import example_problem
-from gpu_actors.kernels.variants import block_threads, kernel_source
+from gpu_actors.kernels.variants import block_threads
 
 
 def placed() -> DecodeCase:

@@ -7,13 +7,14 @@ import itertools
 from typing import Any
 
 import pytest
+from inside.kernels import kernel_source
 
 from gpu_actors import AttentionProblem, DispatchKey
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, dispatch_key, explain, program_of
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import ELEMENTS, capability, example_problem
-from gpu_actors.kernels.variants import kernel_source, standard_variants, usual_backward_keys
+from gpu_actors.kernels.variants import standard_variants, usual_backward_keys
 
 BASE = example_problem(
     "bfloat16", 64, batch=2, seqlen_q=100, seqlen_k=300, total_q=200, total_k=600, heads_q=6, heads_kv=2

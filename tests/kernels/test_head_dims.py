@@ -8,6 +8,7 @@ import pytest
 from emulated import backward as emulated_backward
 from emulated.gradients import case_of as gradient_case_of
 from emulated.sweeps import Sweep, launch_of
+from inside.kernels import kernel_source
 from inside.testing import poison_unseen_backward
 from support.gate import code_faults, code_of, register_limit
 
@@ -17,7 +18,6 @@ from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.kernels.variants import kernel_source
 
 WIDE = (
     Sweep("bfloat16", 512, None, "causal", arch="sm_80"),

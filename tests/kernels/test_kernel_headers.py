@@ -11,9 +11,9 @@ import pytest
 from emulated.forward import key_of, ml_dtype, module_of, problem_of
 from inside.compiling import Compiler
 from inside.emulation import EmulatedBuffer
+from inside.kernels import kernel_source
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.variants import kernel_source
 
 # Functions of the shared headers, one kernel each.
 PROBE = """

@@ -7,16 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from gates.merge import problem_of
 from gates.rows import NVRTC
 from gates.table import FAMILIES
 from inside.compiling import asset_text
 from inside.emulation import Toolchain
+from inside.kernels import kernel_source
 from support.service import KERNELS_CU
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.merge import merge_variants
-from gpu_actors.kernels.merge_gradients import MergeGradientKey
-from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants, usual_backward_keys
+from gpu_actors.kernels.merge_gradients import merge_gradient_variants
+from gpu_actors.kernels.variants import kv_variants, standard_variants, usual_backward_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name != "emulation")
@@ -31,8 +33,7 @@ def sources() -> list[KernelSource]:
     keys = [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found += [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
-    dtypes = {"dtype": "float32", "lse_dtype": "float32", "out_dtype": "float32"}
-    found.append(kernel_source(MergeGradientKey(arch="sm_80", sinks=True, sum_sinks=True, **dtypes)))
+    found += map(kernel_source, merge_gradient_variants(problem_of("float32", "float32", True), "sm_80"))
     return found
 
 

@@ -11,9 +11,9 @@ import pytest
 from emulated import mask_probe
 from emulated.forward import key_of, module_of, problem_of
 from inside.emulation import EmulatedBuffer
+from inside.kernels import kernel_source
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.variants import kernel_source
 
 # Each function of a mask with each of its ways; the other combinations are for the sweep.
 USUAL = {

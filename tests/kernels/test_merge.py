@@ -1,22 +1,19 @@
-"""The merge of partials on the device: what stays visible, the order of its sums, and its keys."""
+"""The merge of partials on the device: what stays visible, the order of its sums, and what it refuses."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from emulated.merge import merge_problem, run_merge, run_merge_gradients
-from inside.package import StableText
 from matrix.merge import check_merge, gradients_of, partials_of
 
 import gpu_actors as ga
-from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.merge import MergeKey, merge_variants
-from gpu_actors.kernels.merge_gradients import MergeGradientKey, merge_gradient_keys
+from gpu_actors.kernels.merge import MergeProblem, merge_variant
+from gpu_actors.kernels.merge_gradients import merge_gradient_geometries, merge_gradient_variants
 from gpu_actors.partial import Partial, merge
-
-FIELDS = ("arch", "dtype", "lse_dtype", "out_dtype", "sinks")
 
 
 def test_what_a_partial_saw_stays_nan_or_infinite_however_small_its_weight() -> None:
@@ -59,33 +56,32 @@ def test_what_a_partial_saw_stays_nan_in_gradients_however_small_its_weight() ->
     assert np.count_nonzero(~seen) == 2
 
 
-MERGE = merge_variants("sm_80")[0]
-GRADIENT = merge_gradient_keys(merge_problem(partials_of(4, "float32"), np.zeros(4, np.float32)), "sm_80")[0]
+PROBLEM = merge_problem(partials_of(4, "float32"), np.zeros(4, np.float32))
 
 
-@pytest.mark.parametrize(("key", "flag"), [(MERGE, "sinks"), (GRADIENT, "sum_sinks")], ids=["merge", "gradient"])
-def test_a_key_is_checked(key: MergeKey | MergeGradientKey, flag: str) -> None:
-    assert isinstance(key, StableText)
-    wrong = {"dtype": "int8", "lse_dtype": "float16", flag: 1, "arch": "sm_75"}
-    for field, value in wrong.items():
-        with pytest.raises(ga.Unsupported if field == "arch" else ga.InvalidRequest) as caught:
-            check_key(with_(key, **{field: value}))
+@pytest.mark.parametrize("variants", [merge_variant, merge_gradient_variants], ids=["merge", "gradient"])
+def test_a_problem_is_checked(variants: Callable[[MergeProblem, str], object]) -> None:
+    for field, wrong in {"dtype": "int8", "lse_dtype": "float16", "out_dtype": "int8"}.items():
+        with pytest.raises(ga.InvalidRequest) as caught:
+            variants(dataclasses.replace(PROBLEM, **{field: wrong}), "sm_80")
         assert caught.value.field == field
-
-
-def test_a_key_of_dtypes_that_do_not_go_together_is_refused() -> None:
     with pytest.raises(ga.Unsupported) as refused:
-        check_key(with_(MERGE, dtype="float64", lse_dtype="float32", out_dtype="float16", sinks=False))
+        variants(PROBLEM, "sm_75")
+    assert refused.value.field == "arch"
+
+
+def test_dtypes_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ga.Unsupported) as refused:
+        merge_variant(dataclasses.replace(PROBLEM, dtype="float64", out_dtype="float16"), "sm_80")
     assert (refused.value.field, refused.value.nearest) == ("out_dtype", "float32")
-    options: dict[str, Any] = {"lse_dtype": "float32", "sinks": False}
     with pytest.raises(ga.Unsupported) as refused:
-        check_key(with_(GRADIENT, dtype="float16", out_dtype="float64", sum_sinks=False, **options))
+        merge_gradient_variants(dataclasses.replace(PROBLEM, dtype="float16", out_dtype="float64"), "sm_80")
     assert (refused.value.field, refused.value.nearest) == ("dout", "float32")
-    with pytest.raises(ga.InvalidRequest) as caught:
-        check_key(with_(GRADIENT, dtype="float32", out_dtype="float32", sum_sinks=True, **options))
-    assert caught.value.field == "sum_sinks"
 
 
-def with_(key: MergeKey | MergeGradientKey, **changes: Any) -> MergeKey | MergeGradientKey:
-    names = FIELDS if isinstance(key, MergeKey) else (*FIELDS, "sum_sinks")
-    return type(key)(**{**{name: getattr(key, name) for name in names}, **changes})
+def test_sinks_are_summed_by_a_launch_of_their_own() -> None:
+    plain = dataclasses.replace(PROBLEM, sinks=None)
+    for problem, sums in ((PROBLEM, [False, True]), (plain, [False])):
+        variants = merge_gradient_variants(problem, "sm_80")
+        assert ["SUM_SINKS" in variant.macros for variant in variants] == sums
+        assert len(merge_gradient_geometries(problem)) == len(sums)

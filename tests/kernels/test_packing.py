@@ -15,6 +15,7 @@ from emulated.memory import run_launch
 from emulated.sweeps import LAUNCHES
 from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
+from inside.kernels import kernel_source
 from inside.testing import FEATURES, poison_unseen
 
 from gpu_actors import AttentionProblem
@@ -27,7 +28,6 @@ from gpu_actors.kernels.packing import (
 )
 from gpu_actors.kernels.program import NO_VALUES, Target
 from gpu_actors.kernels.support import example_problem
-from gpu_actors.kernels.variants import kernel_source
 from gpu_actors.testing import ForwardCase, check_output, random_forward
 
 ARCHES = ("sm_80", "sm_90a")

@@ -6,12 +6,12 @@ import dataclasses
 
 from gates.score_mods import Modified, matched
 from inside.compiling import Compiler
+from inside.kernels import kernel_source
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.params import forward_layout
 from gpu_actors.kernels.score_params import score_layout
-from gpu_actors.kernels.variants import kernel_source
 
 
 def variant(name: str) -> Modified:

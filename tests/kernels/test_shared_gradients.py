@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
+from inside.kernels import kernel_source
 from inside.reference import rounder
 from inside.testing import COMPUTE, UNIT_ROUNDOFF, compare, poison_unseen_backward
 from support.gate import code_faults, code_of, register_limit
 
 import gpu_actors as ga
-from gpu_actors.kernels import variants
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.shared_gradients import SUM
@@ -238,7 +238,7 @@ def test_hoppers_own_kernel_leaves_them_to_mma() -> None:
     assert [part.key.kernel for part in program.parts][-2:] == [SUM, SUM]
     assert {"dk_parts", "dv_parts"} < program.scratch.keys()
     assert program.scratch["dk_parts"].dtype == "float32"
-    assert len({variants.kernel_source(part.key) for part in program.parts[-2:]}) == 1
+    assert len({kernel_source(part.key) for part in program.parts[-2:]}) == 1
 
 
 def test_keys_of_sums_can_be_compiled_ahead() -> None:
@@ -291,4 +291,4 @@ def test_nothing_is_spilled(variant: tuple[str, str, int, str]) -> None:
     problem = example_problem(dtype, dim, direction="backward", causal=True, summed=summed)
     for part in program_of(problem, dispatch_key(problem, arch)).parts:
         limit = register_limit(part.geometry.block[0])
-        assert code_faults(code_of(variants.kernel_source(part.key), part.key.kernel), limit) == []
+        assert code_faults(code_of(kernel_source(part.key), part.key.kernel), limit) == []

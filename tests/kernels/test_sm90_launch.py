@@ -21,6 +21,7 @@ from inside.cuda import CudaFailure
 from inside.cuda import tensor_map as driver_maps
 from inside.devices import Buffer, TensorMap
 from inside.emulation import EmulatedBuffer, build_module
+from inside.kernels import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain, program_of
@@ -28,7 +29,6 @@ from gpu_actors.kernels.forward_sm90 import COUNTER, FORWARD_SM90, pack_sm90, sc
 from gpu_actors.kernels.params import divider, forward_layout
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.tiles import tile_of
-from gpu_actors.kernels.variants import kernel_source
 
 KERNEL = "forward_sm90"
 Q = np.zeros((2, 200, 4, 64), np.float16)

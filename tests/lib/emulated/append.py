@@ -14,13 +14,13 @@ from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
 from inside.kernels import (
     AppendProblem,
-    PageCopyKey,
     append_geometry,
-    append_key,
+    append_variant,
     kernel_source,
     pack_append,
     pack_page_copy,
     page_copy_geometry,
+    page_copy_variant,
 )
 from inside.reference import append_rows, appended_rows, apply_rope, inverse_frequencies, rope_angles
 
@@ -178,15 +178,14 @@ def launch_append(
     problem: AppendProblem, buffers: dict[str, Buffer], memory: Sequence[EmulatedBuffer], **launch: Any
 ) -> None:
     """Nothing where there are no rows. launch: as EmulatedModule.launch takes it."""
-    key = append_key(problem, "sm_90a")
-    geometry = append_geometry(key, problem)
+    geometry = append_geometry(problem)
     if all(geometry.grid):
-        module_of(kernel_source(key)).launch(
+        module_of(kernel_source(append_variant(problem, "sm_90a"))).launch(
             "append",
             geometry.grid,
             geometry.block,
             geometry.shared_bytes,
-            pack_append(key, problem, buffers),
+            pack_append(problem, buffers),
             memory,
             **{"arithmetic": contraction.arithmetic(), **launch},
         )
@@ -365,7 +364,7 @@ def launch_copy(
     )  # fmt: skip
     geometry = page_copy_geometry(pairs, pool)
     if all(geometry.grid):
-        module_of(kernel_source(PageCopyKey(arch="sm_90a"))).launch(
+        module_of(kernel_source(page_copy_variant("sm_90a"))).launch(
             "copy_pages",
             geometry.grid,
             geometry.block,

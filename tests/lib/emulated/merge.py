@@ -13,11 +13,10 @@ from inside.kernels import (
     GRADIENT_TERM_FIELDS,
     TERM_FIELDS,
     MergeProblem,
-    kernel_source,
     merge_geometry,
-    merge_gradient_geometry,
-    merge_gradient_keys,
-    merge_key,
+    merge_gradient_geometries,
+    merge_gradient_variants,
+    merge_variant,
     pack_gradient_terms,
     pack_merge,
     pack_merge_gradients,
@@ -84,7 +83,7 @@ def run_merge(partials: Sequence[Partial], sinks: Any = None, out_dtype: str | N
     memory["terms"] = EmulatedBuffer.of(table, "terms")
     buffers["terms"] = buffer_of(table, memory["terms"].address)
     geometry = merge_geometry(problem)
-    module = module_of(kernel_source(merge_key(problem, "sm_90a")))
+    module = module_of(merge_variant(problem, "sm_90a").source)
     packed = pack_merge(problem, buffers)
     module.launch("merge", geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
     return Partial(*(memory[name].view(arrays[name].dtype, arrays[name].shape) for name in ("out", "lse")))
@@ -112,10 +111,10 @@ def run_merge_gradients(
     memory["terms"] = EmulatedBuffer.of(table, "terms")
     buffers["terms"] = buffer_of(table, memory["terms"].address)
     packed = pack_merge_gradients(problem, buffers)
-    for key in merge_gradient_keys(problem, "sm_90a"):
-        geometry = merge_gradient_geometry(problem, key)
-        module = build(kernel_source(key))
-        module.launch(key.kernel, geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
+    variants = merge_gradient_variants(problem, "sm_90a")
+    for variant, geometry in zip(variants, merge_gradient_geometries(problem), strict=True):
+        module = build(variant.source)
+        module.launch(variant.kernel, geometry.grid, geometry.block, 0, packed, list(memory.values()), **launch)
 
     def result(name: str) -> Any:
         return memory[name].view(arrays[name].dtype, arrays[name].shape)

@@ -7,7 +7,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from gates.rows import Family, Plan, at_least, reader, rows_of
-from inside.kernels import AppendProblem, KernelKey, PageCopyKey, append_key, kernel_source
+from inside.kernels import AppendProblem, append_variant, page_copy_variant
 from support.gate import ARCHS
 
 from gpu_actors import Rope
@@ -67,15 +67,12 @@ class Variant(NamedTuple):
         return f"{self.arch} {self.option}"
 
 
-def key_of(variant: Variant) -> KernelKey:
-    if variant.option == PAGES:
-        return PageCopyKey(arch=variant.arch)
-    return append_key(dataclasses.replace(PROBLEM, **OPTIONS[variant.option]), variant.arch)
-
-
 def plan(variant: Variant) -> Plan:
-    key = key_of(variant)
-    return Plan(kernel_source(key), key.kernel, REGISTERS, dict.fromkeys(WIDE, at_least(1)), {}, reader(WIDE))
+    if variant.option == PAGES:
+        compiled = page_copy_variant(variant.arch)
+    else:
+        compiled = append_variant(dataclasses.replace(PROBLEM, **OPTIONS[variant.option]), variant.arch)
+    return Plan(compiled.source, compiled.kernel, REGISTERS, dict.fromkeys(WIDE, at_least(1)), {}, reader(WIDE))
 
 
 APPEND = Family(

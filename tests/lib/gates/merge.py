@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gates.append import WIDE
 from gates.rows import Family, Plan, at_least, reader, rows_of
-from inside.kernels import MergeGradientKey, MergeKey, kernel_source, merge_variants
+from inside.compiling import Variant
+from inside.kernels import MergeProblem, merge_gradient_variants, merge_variant, merge_variants
 from support.gate import ARCHS
 
 __all__ = ["MERGE"]
@@ -22,38 +21,52 @@ GRADIENTS = (
 )
 
 
-def merge_of(arch: str, dtype: str, out_dtype: str, sinks: bool) -> MergeKey:
-    return MergeKey(arch=arch, dtype=dtype, lse_dtype="float32", out_dtype=out_dtype, sinks=sinks)
+def problem_of(dtype: str, out_dtype: str, sinks: bool) -> MergeProblem:
+    return MergeProblem(
+        count=2,
+        batch=1,
+        rows=1,
+        heads=1,
+        columns=64,
+        dtype=dtype,
+        lse_dtype="float32",
+        out_dtype=out_dtype,
+        out_lse_dtype="float32",
+        sinks="float32" if sinks else None,
+    )
 
 
-def gradient_of(arch: str, dtype: str, out_dtype: str, sinks: bool, sum_sinks: bool = False) -> MergeGradientKey:
-    kind: dict[str, Any] = {"dtype": dtype, "lse_dtype": "float32", "out_dtype": out_dtype}
-    return MergeGradientKey(arch=arch, **kind, sinks=sinks, sum_sinks=sum_sinks)
+def merge_of(arch: str, dtype: str, out_dtype: str, sinks: bool) -> Variant:
+    return merge_variant(problem_of(dtype, out_dtype, sinks), arch)
 
 
-def variants(arch: str) -> list[Any]:
-    sums = [gradient_of(arch, *kind, sum_sinks=True) for kind in GRADIENTS if kind[2]]
+def gradients_of(arch: str, dtype: str, out_dtype: str, sinks: bool) -> tuple[Variant, ...]:
+    return merge_gradient_variants(problem_of(dtype, out_dtype, sinks), arch)
+
+
+def variants(arch: str) -> list[Variant]:
     merges = [*merge_variants(arch), *(merge_of(arch, *kind) for kind in MORE)]
-    return [*merges, *(gradient_of(arch, *kind) for kind in GRADIENTS), *sums]
+    return [*merges, *(variant for kind in GRADIENTS for variant in gradients_of(arch, *kind))]
 
 
-def plan(key: Any) -> Plan:
-    wide = "float64" not in (key.dtype, key.out_dtype) and not getattr(key, "sum_sinks", False)
+def plan(variant: Variant) -> Plan:
+    macros = variant.macros
+    wide = "double" not in (macros["ELEMENT"], macros["OUT_ELEMENT"]) and "SUM_SINKS" not in macros
     limits = dict.fromkeys(WIDE, at_least(1)) if wide else {}
-    return Plan(kernel_source(key), key.kernel, REGISTERS[key.kernel], limits, {}, reader(WIDE))
+    return Plan(variant.source, variant.kernel, REGISTERS[variant.kernel], limits, {}, reader(WIDE))
 
 
 MERGE = Family(
     "merge",
     rows_of(
         "merge",
-        [key for arch in ARCHS for key in variants(arch)],
+        [variant for arch in ARCHS for variant in variants(arch)],
         plan,
         [
             merge_of("sm_80", *MORE[0]),
             merge_of("sm_90a", *MORE[1]),
-            gradient_of("sm_80", *GRADIENTS[0], sum_sinks=True),
-            gradient_of("sm_90a", *GRADIENTS[2]),
+            gradients_of("sm_80", *GRADIENTS[0])[1],
+            gradients_of("sm_90a", *GRADIENTS[2])[0],
         ],
     ),
 )

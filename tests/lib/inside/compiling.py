@@ -7,3 +7,4 @@ from gpu_actors.compiling.parameter_sizes import parameter_sizes
 from gpu_actors.compiling.signature import kernel_signature
 from gpu_actors.compiling.source import exact_arch, parse_resources
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
+from gpu_actors.compiling.variant import Variant

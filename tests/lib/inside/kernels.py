@@ -1,10 +1,15 @@
 """What tests of other rooms take from inside `kernels`."""
 
+import functools
+
+from gpu_actors.attention.problem import DispatchKey
+from gpu_actors.compiling.source import KernelSource
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.kernels import forward_sm90, merge, variants
-from gpu_actors.kernels.append import AppendProblem, append_geometry, append_key, pack_append
+from gpu_actors.kernels.append import AppendProblem, append_geometry, append_variant, pack_append
 from gpu_actors.kernels.backward_mma import BACKWARD_MMA, query_slots
 from gpu_actors.kernels.backward_sm90 import BACKWARD_SM90, sm90_backward_refuses
-from gpu_actors.kernels.copy_pages import PageCopyKey, pack_page_copy, page_copy_geometry
+from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry, page_copy_variant
 from gpu_actors.kernels.decode_mma import (
     COMBINE,
     DECODE,
@@ -24,19 +29,17 @@ from gpu_actors.kernels.forward_sm90 import COUNTER, pack_sm90
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
-    MergeKey,
     MergeProblem,
     merge_geometry,
-    merge_key,
+    merge_variant,
     merge_variants,
     pack_merge,
     pack_terms,
 )
 from gpu_actors.kernels.merge_gradients import (
     GRADIENT_TERM_FIELDS,
-    MergeGradientKey,
-    merge_gradient_geometry,
-    merge_gradient_keys,
+    merge_gradient_geometries,
+    merge_gradient_variants,
     pack_gradient_terms,
     pack_merge_gradients,
     sums_dtype,
@@ -57,4 +60,10 @@ from gpu_actors.kernels.tiles import (
     tile_of,
     value_pieces,
 )
-from gpu_actors.kernels.variants import KernelKey, Prepare, block_threads, kernel_source, standard_variants
+from gpu_actors.kernels.variants import Prepare, block_threads, standard_variants, variant_of
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_source(key: DispatchKey | Variant) -> KernelSource:
+    """What is compiled for a key."""
+    return variant_of(key).source

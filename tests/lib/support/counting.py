@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
 
 import pytest
-from inside.actors import nvrtc
+from inside.compiling import Variant
 
 from gpu_actors import KernelSource
 
@@ -27,11 +26,11 @@ def counting(patch: pytest.MonkeyPatch, file: str, place: str, thread: int = 0) 
     def counted(name: str, text: str) -> str:
         return declared + text.replace(place, raised + place) if name == file else text
 
-    def changed(key: Any) -> KernelSource:
-        source = kernel_source(key)
+    def changed(variant: Variant) -> KernelSource:
+        source = made(variant)
         headers = {name: counted(name, text) for name, text in source.headers.items()}
         return dataclasses.replace(source, source=counted("", source.source), headers=headers)
 
-    kernel_source = nvrtc.kernel_source  # a seeded one, perhaps
-    patch.setattr("gpu_actors.actors.nvrtc.kernel_source", changed)
+    made = Variant.source.__get__
+    patch.setattr(Variant, "source", property(changed))
     return count

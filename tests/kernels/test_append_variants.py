@@ -1,4 +1,4 @@
-"""The keys of the append and page-copy kernels: what they take, what they refuse, and that they are compiled ahead."""
+"""The variants of the append and page-copy kernels: what they take and refuse, and which are compiled ahead."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from gates.append import PROBLEM
 from support.gate import ARCHS
 
 import gpu_actors as ga
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.append import AppendKey, Rope, append_key
-from gpu_actors.kernels.copy_pages import PageCopyKey, page_copy_geometry
+from gpu_actors.kernels.append import Rope, append_variant
+from gpu_actors.kernels.copy_pages import page_copy_geometry
 from gpu_actors.kernels.keys import check_key
-from gpu_actors.kernels.variants import kernel_source, kv_variants, standard_variants
+from gpu_actors.kernels.variants import kv_variants, standard_variants
 
 
-def key(**changes: Any) -> AppendKey:
-    return append_key(dataclasses.replace(PROBLEM, **changes), "sm_80")
+def variant(**changes: Any) -> Variant:
+    return append_variant(dataclasses.replace(PROBLEM, **changes), "sm_80")
 
 
 class TestSupport:
-    def test_keys_hold_what_is_compiled_and_no_sizes(self):
-        assert key() == key(batch=9, total=99, heads_kv=7, page_size=64, num_blocks=8)
-        assert key() != key(rope=Rope(dim=8))
-        assert key(rope=Rope(dim=8)) == key(rope=Rope(dim=8, base=3.0))
-        assert len({key(layout=layout, max_seq=4).digest for layout in ("paged", "dense", "pointers")}) == 3
-        assert str(key()).startswith("kernel=append,arch=sm_80,layout=paged")
-        assert kernel_source(key()) == kernel_source(key(batch=5))
+    def test_variants_hold_what_is_compiled_and_no_sizes(self):
+        assert variant() == variant(batch=9, total=99, heads_kv=7, page_size=64, num_blocks=8)
+        assert variant() != variant(rope=Rope(dim=8))
+        assert variant(rope=Rope(dim=8)) == variant(rope=Rope(dim=8, base=3.0))
+        assert len({variant(layout=layout, max_seq=4) for layout in ("paged", "dense", "pointers")}) == 3
+        assert str(variant()).startswith("kernel=append,arch=sm_80,CACHE_ELEMENT=bfloat16_t")
+        assert variant().source == variant(batch=5).source
 
     @pytest.mark.parametrize(
         ("field", "changes"),
@@ -53,13 +54,13 @@ class TestSupport:
     )
     def test_what_the_kernel_does_not_take_is_refused_by_name(self, field, changes):
         with pytest.raises(Unsupported) as caught:
-            key(**changes)
+            variant(**changes)
         assert caught.value.field == field
 
     def test_an_architecture_without_the_kernel_is_refused(self):
         for arch, error in (("sm_75", Unsupported), ("sm_90", Unsupported), ("gpu", InvalidRequest)):
             with pytest.raises(error, match="arch"):
-                append_key(PROBLEM, arch)
+                append_variant(PROBLEM, arch)
 
     @pytest.mark.parametrize(
         ("field", "given"),
@@ -88,19 +89,20 @@ class TestSupport:
 class TestWarming:
     @pytest.mark.parametrize("arch", ARCHS)
     def test_usual_variants_pass_and_are_compiled_once_each(self, arch):
-        keys = kv_variants(arch)
-        assert [check_key(key) for key in keys] == keys
-        assert len({kernel_source(key) for key in keys}) == len(keys)
+        variants = kv_variants(arch)
+        assert [check_key(variant) for variant in variants] == variants
+        assert len({variant.source for variant in variants}) == len(variants)
 
     def test_a_warmed_cache_serves_where_nothing_may_be_compiled(self, tmp_path):
         """Of pages of the request's own dtype."""
         facts = {"layout": "paged", "dtype": "bfloat16", "head_dim": 128, "descales": False}
-
-        def usual(key: Any) -> bool:
-            return isinstance(key, PageCopyKey) or all(getattr(key, fact) == wanted for fact, wanted in facts.items())
-
-        decode = [key for key in standard_variants("sm_90a") if key.kernel.startswith("decode")]
-        keys = [key for key in (*decode, *kv_variants("sm_90a")) if usual(key)]
+        macros = {"PAGED": 1, "ELEMENT": "bfloat16_t", "CACHE_ELEMENT": "bfloat16_t", "HEAD_DIM": 128}
+        keys: list[Any] = [
+            key
+            for key in standard_variants("sm_90a")
+            if key.kernel.startswith("decode") and all(getattr(key, fact) == wanted for fact, wanted in facts.items())
+        ]
+        keys += [v for v in kv_variants("sm_90a") if v.kernel == "copy_pages" or macros.items() <= v.macros.items()]
         options = ga.ContextOptions(arch="sm_90a", cache_dir=tmp_path)
         with ga.open_context("mock", options) as ctx:
             assert [variant.key for variant in ctx.nvrtc.warm(keys).result(100)] == keys
@@ -120,19 +122,15 @@ class TestWarming:
         ("field", "changes"),
         [
             ("arch", {"arch": "sm_90"}),
-            ("layout", {"layout": "heap"}),
-            ("dtype", {"dtype": 3}),
-            ("dtype", {"dtype": "int8"}),
-            ("head_dim", {"head_dim": "64"}),
-            ("head_dim", {"head_dim": 513}),
-            ("rotary_dim", {"rotary_dim": -2}),
-            ("rope.dim", {"rotary_dim": 7}),
-            ("query", {"query": 1}),
-            ("heads_q", {"query": True}),
-            ("rotary_dim", {"interleaved": True}),
+            ("arch", {"arch": 80}),
+            ("kernel", {"kernel": "appendix"}),
+            ("kernel", {"kernel": 3}),
+            ("macros", {"macros": {"HEAD DIM": 64}}),
+            ("macros['HEAD_DIM']", {"macros": {"HEAD_DIM": None}}),
+            ("headers", {"headers": {"/etc/passwd": ""}}),
         ],
     )
-    def test_a_key_of_no_kernel_is_refused_by_name(self, field, changes):
-        with pytest.raises((InvalidRequest, Unsupported)) as caught:
-            check_key(dataclasses.replace(key(), **changes))
+    def test_a_variant_of_no_kernel_is_refused_by_name(self, field, changes):
+        with ga.open_context("mock") as ctx, pytest.raises((InvalidRequest, Unsupported)) as caught:
+            ctx.nvrtc.warm([dataclasses.replace(variant(), **changes)]).result(30)
         assert caught.value.field == field

@@ -1,0 +1,67 @@
+"""Variant: what decides a cubin. Plans, caches, loaded kernels and events are told apart by it alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpu_actors.compiling.assets import asset_source, kernel_file
+from gpu_actors.compiling.source import FrozenMap, KernelSource, MacroValue
+
+__all__ = ["Variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel as it is compiled: equal variants are one cubin, one compile and one loaded kernel.
+
+    kernel: the entry point, after which the package's own source files are named.
+    arch: the exact architecture.
+    macros: as in `KernelSource`.
+    headers: of the package's own kernels, text in place of the package's headers, by name.
+    own: the source of a user's kernel, None for the package's kernels.
+    """
+
+    kernel: str
+    arch: str
+    macros: Mapping[str, MacroValue] = field(default_factory=FrozenMap)
+    headers: Mapping[str, str] = field(default_factory=FrozenMap, repr=False)
+    own: KernelSource | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fix = object.__setattr__
+        fix(self, "macros", FrozenMap(self.macros))
+        fix(self, "headers", FrozenMap(self.headers))
+        # Cached because every request looks its kernels up.
+        fix(self, "_hash", hash(self._fields))
+
+    @classmethod
+    def of(cls, source: KernelSource, arch: str) -> Variant:
+        """The variant of a user's source. Raises InvalidRequest for an architecture that the source is not for."""
+        source = dataclasses.replace(source, arch=source.resolve_arch(arch))
+        return cls(source.entry_points[0], arch, source.macros, source.headers, source)
+
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return self.kernel, self.arch, self.macros, self.headers, self.own
+
+    @property
+    def source(self) -> KernelSource:
+        """What is compiled. Raises InvalidRequest naming the field at fault, "kernel" for a name that has no file."""
+        if self.own is not None:
+            return self.own
+        file = kernel_file(self.kernel)
+        return asset_source(file, (self.kernel,), macros=self.macros, headers=self.headers, arch=self.arch)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        parts = {"kernel": self.kernel, "arch": self.arch, **self.macros}
+        return ",".join(f"{name}={value}" for name, value in parts.items())
+
+    def __reduce__(self) -> tuple[type[Variant], tuple[object, ...]]:
+        # It is rebuilt and not copied: string hashes differ between processes.
+        return Variant, self._fields
