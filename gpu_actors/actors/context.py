@@ -23,6 +23,7 @@ from gpu_actors.actors.probing import Probing
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError, caused
 from gpu_actors.options import ContextOptions
+from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.children import Children
@@ -139,6 +140,7 @@ class ContextActor(ThreadActor):
             supervise=lambda *report: self._run(lambda: self._heed(*report)),
             carry_context=spans is not None,
         )
+        children.kernels = KernelStore(children)
         self._supervisor = Supervisor(
             children.cells.values(), options.restart, options.clock, children.trace, self._after, self._escalate
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
-from gpu_actors.actors.nvrtc import NvrtcActor
 from gpu_actors.arrays.adopt import adopt, check_device, describe, dtype_of
 from gpu_actors.arrays.device_array import AnyArray, DeviceArray
 from gpu_actors.compiling.assets import completed_headers
@@ -20,15 +18,14 @@ from gpu_actors.compiling.signature import KernelParameter, kernel_signature
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, LaunchGeometry, Outputs, Params, Step
-from gpu_actors.errors import GpuActorsError, InvalidRequest, MockModeError
+from gpu_actors.errors import InvalidRequest, MockModeError
 from gpu_actors.fields import integer
 from gpu_actors.kernels.call_arguments import argument_field, arguments_by_place, value_bytes, written_places
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.support import capability
-from gpu_actors.kernels.variants import Prepare
+from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.handle import ActorHandle
 from gpu_actors.runtime.reply import Reply
@@ -88,7 +85,7 @@ class KernelActor(ServiceActor):
         self._device_name = info.device_name
         self._arch = info.arch
         self._runs = info.runs_kernels
-        self._compiles = environment.compiles
+        self._kernels: KernelStore | None = environment.kernels if environment.compiles else None
         self._most_shared = shared_mem_limit(capability(info.arch))
 
     def handle(self, call: Call[Any]) -> None:
@@ -104,24 +101,19 @@ class KernelActor(ServiceActor):
 
     def _open(self, call: Call[Any], message: OpenKernel) -> None:
         source, parameters = _read(message)
-        if not self._compiles:
+        if self._kernels is None:
             call.resolve(CompiledKernel(self.cell, message.entry, parameters, None, None, None), self.outbox)
-        elif call.prepared is None:
-            self._compile(call, source, message.entry)
-        else:
-            call.resolve(self._kernel(message.entry, parameters, call.prepared), self.outbox)
-
-    def _compile(self, call: Call[Any], source: KernelSource, entry: str) -> None:
-        cell = self.cell
-        if cell.environment.device.builds_kernels:
+            return
+        if self.cell.environment.device.builds_kernels:
             # A device that makes no cubin learns from this how large the parameters are.
-            told = f"{source.source}\nGPU_ACTORS_PARAMETERS({entry})\n"
-            source = dataclasses.replace(source, source=told)
+            text = f"{source.source}\nGPU_ACTORS_PARAMETERS({message.entry})\n"
+            source = dataclasses.replace(source, source=text)
         variant = Variant.of(source, source.arch or self._arch)
-        cell.mailbox.park(call)
-        # The compile has no deadline: other calls may wait for it later.
-        compiling = cell.environment.handle(NvrtcActor).send(Prepare(variant), None, None, call.priority)
-        compiling.when_done(functools.partial(_compiled, cell, call))
+        product = self._kernels.product(variant)
+        if product is None:
+            self._kernels.wait_for((variant,), call, self.cell)
+        else:
+            call.resolve(self._kernel(message.entry, parameters, product), self.outbox)
 
     def _kernel(self, entry: str, parameters: tuple[KernelParameter, ...], product: Cubin | Kernel) -> CompiledKernel:
         cubin = product if isinstance(product, Cubin) else None
@@ -155,15 +147,6 @@ class KernelActor(ServiceActor):
         launch = Launch(None, bound.inputs, {}, _no_oracle, (step,), returned=bound.returned)
         if call.claim():
             self.launch((call,), launch, lambda outputs: (bound.results,))
-
-
-def _compiled(cell: ActorCell, call: Call[Any], compiling: Call[Any]) -> None:
-    error = compiling.error
-    if error is None:
-        call.prepared = compiling.answer()
-        cell.mailbox.requeue((call,))
-    else:
-        call.fail(error if isinstance(error, GpuActorsError) else GpuActorsError(repr(error)))
 
 
 def _no_oracle(inputs: Mapping[str, Any]) -> Outputs:

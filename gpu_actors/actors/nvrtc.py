@@ -198,7 +198,6 @@ def _keys(keys: object) -> Sequence[DispatchKey | Variant]:
 
 _COMPILE_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-Job = tuple[KernelSource, str, bool]
 Product = Cubin | Kernel
 Done = Callable[[Product | None, GpuActorsError | None, float], None]
 
@@ -206,7 +205,8 @@ Done = Callable[[Product | None, GpuActorsError | None, float], None]
 class KernelUse(NamedTuple):
     """A kernel that requests have asked for. digest: of its whole source. source: "cache", "compiled" or "built".
 
-    asked: how often it was asked for, by one actor once. resources: of each entry point, empty where it is not known.
+    asked: how often it was made ready, which is once while the context keeps it. resources: of each entry point, empty
+    where it is not known.
     """
 
     name: str
@@ -243,7 +243,6 @@ class _Workshop:
         self.compile_seconds: Histogram = Histogram(_COMPILE_SECONDS)
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
-        self._waiting: dict[Job, list[Done]] = {}
         self._uses: OrderedDict[tuple[str, str], KernelUse] = OrderedDict()
 
     def uses(self) -> list[KernelUse]:
@@ -256,41 +255,30 @@ class _Workshop:
 
         for_device: what the device loads or has built for itself, rather than a cubin in any case.
         """
-        job: Job = (source, arch, for_device)
-        with self._lock:
-            waiting = self._waiting.get(job)
-            if waiting is not None:
-                waiting.append(done)
-                return
-            self._waiting[job] = [done]
+        waiting = [done]
         try:
-            self._pool.submit(self._work, job)
+            self._pool.submit(self._work, source, arch, waiting, for_device)
         except RuntimeError as error:  # no worker could be started, or the pool is shut down
-            self._finish(job, None, GpuActorsError(f"compiling {source.name} could not begin: {error}"), 0.0)
+            waiting.clear()  # the pool may have kept the work all the same
+            done(None, GpuActorsError(f"compiling {source.name} could not begin: {error}"), 0.0)
 
     def close(self) -> None:
         # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, source: KernelSource, arch: str, waiting: list[Done], for_device: bool) -> None:
         began = time.monotonic()
         product: Product | None = None
         failure: GpuActorsError | None = None
         try:
-            product = self._make(*job)
+            product = self._make(source, arch, for_device)
         except GpuActorsError as error:
             failure = error.with_traceback(None)
         except BaseException as error:
-            logger.exception("compiling %s raised", job[0].name)
-            failure = caused(GpuActorsError(f"compiling {job[0].name} raised {error!r}"), error.with_traceback(None))
-        self._finish(job, product, failure, time.monotonic() - began)
-
-    def _finish(self, job: Job, product: Product | None, failure: GpuActorsError | None, seconds: float) -> None:
-        with self._lock:
-            # No call waits where the job could not be submitted.
-            waiting = self._waiting.pop(job, [])
+            logger.exception("compiling %s raised", source.name)
+            failure = caused(GpuActorsError(f"compiling {source.name} raised {error!r}"), error.with_traceback(None))
         for done in waiting:
-            done(product, failure, seconds)
+            done(product, failure, time.monotonic() - began)
 
     def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
         if for_device and self._cell.environment.device.builds_kernels:

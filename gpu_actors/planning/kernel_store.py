@@ -1,7 +1,7 @@
-"""KernelStore: the loaded kernels of an actor, and the calls that wait for one to be compiled.
+"""KernelStore: the kernels of a context, and the calls of its actors that wait for one to be compiled.
 
-A miss never holds the mailbox: the call is parked, the NvrtcActor compiles, and when the cubin is there every call
-parked for it goes back to its place in the queue. The store outlives the actor, so no parked call is forgotten.
+A miss never holds a mailbox: the call is parked, the NvrtcActor compiles, and when the kernel is there every call
+parked for it goes back to its place in its queue. The store outlives the actors, so no parked call is forgotten.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_actors.compiling.source import Cubin
@@ -18,6 +19,7 @@ from gpu_actors.errors import GpuActorsError
 from gpu_actors.kernels.variants import Prepare
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.environment import Environment
 
 __all__ = ["KernelStore"]
 
@@ -26,85 +28,115 @@ __all__ = ["KernelStore"]
 _CAPACITY = 256
 
 
-class KernelStore:
-    """Kernels by dispatch key, as many as ``capacity``. `get` and `wait_for` are for the thread that does the
-    actor's work.
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """The kernel of a variant. product: None while it is compiled. parked: calls that wait, by their cell."""
 
-    A request may take several kernels, so keys come in tuples: a call waits for all of them. Those used longest ago are
-    let go first; the device unloads a kernel once no plan and no launch holds it either. One that is asked for again
-    comes from the cubin cache.
+    product: Cubin | Kernel | None = None
+    parked: dict[ActorCell, list[Call[Any]]] = field(default_factory=dict)
+
+
+class KernelStore:
+    """Kernels by variant, as many as ``capacity``, for all actors of a context and from any of their threads.
+
+    A request may take several kernels, so variants come in tuples: a call waits for all of them. Those used longest ago
+    are dropped first; the device unloads a kernel once no plan and no launch holds it either. One that is asked for
+    again comes from the cubin cache.
     """
 
-    def __init__(self, cell: ActorCell, capacity: int = _CAPACITY) -> None:
-        self._cell = cell
+    def __init__(self, environment: Environment, capacity: int = _CAPACITY) -> None:
+        self._environment = environment
         self._capacity = capacity
-        self._kernels: OrderedDict[tuple[Variant, ...], Kernels] = OrderedDict()
-        self._products: OrderedDict[Variant, Cubin | Kernel] = OrderedDict()
-        self._parked: dict[Variant, list[Call[Any]]] = {}
-        self._lock = threading.Lock()
+        self._entries: OrderedDict[Variant, _Entry] = OrderedDict()
+        self._together: dict[tuple[Variant, ...], Kernels] = {}
+        # Re-entrant: the garbage collector may end a task, whose request then asks for its kernels here.
+        self._lock = threading.RLock()
 
-    def get(self, keys: tuple[Variant, ...]) -> Kernels | None:
-        """The loaded kernels, or None where one must be compiled first. Raises what ``Device.load`` raises."""
-        kernels = self._kernels.get(keys)
-        if kernels is not None:
-            self._kernels.move_to_end(keys)
-            return kernels
+    def get(self, variants: tuple[Variant, ...], cell: ActorCell) -> Kernels | None:
+        """The loaded kernels, or None if one must be compiled first. Raises what ``Device.load`` raises.
+
+        Called on the thread of the cell's actor, which loads those that no actor has loaded yet.
+        """
         with self._lock:
-            if not all(key in self._products for key in keys):
-                return None
-            for key in keys:
-                self._products.move_to_end(key)
-            products = [self._products[key] for key in keys]
+            kernels = self._together.get(variants)
+            if kernels is not None:
+                for variant in variants:
+                    self._entries.move_to_end(variant)
+                return kernels
+            products = [product for variant in variants if (product := self.product(variant)) is not None]
+        if len(products) < len(variants):
+            return None
         try:
-            load = self._cell.environment.device.load
-            kernels = Kernels(load(one, one.entry_points[0]) if isinstance(one, Cubin) else one for one in products)
+            kernels = Kernels(map(self._load, variants, products))
         except GpuActorsError as error:
-            self._cell.progress.launch_ended(error)
+            cell.progress.launch_ended(error)
             raise
-        self._kernels[keys] = kernels
-        _let_go(self._kernels, self._capacity)
+        with self._lock:
+            if all(variant in self._entries for variant in variants):
+                self._together[variants] = kernels
         return kernels
 
-    def wait_for(self, keys: tuple[Variant, ...], call: Call[Any]) -> None:
-        """Park a call until its kernels are there, and have those compiled that are not asked for yet."""
-        cell = self._cell
+    def product(self, variant: Variant) -> Cubin | Kernel | None:
+        """What was compiled, or what a device has built or loaded of it. None if it must be compiled first."""
+        with self._lock:
+            entry = self._entries.get(variant)
+            if entry is None or entry.product is None:
+                return None
+            self._entries.move_to_end(variant)
+            return entry.product
+
+    def wait_for(self, variants: tuple[Variant, ...], call: Call[Any], cell: ActorCell) -> None:
+        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet."""
         missing: list[Variant] = []
         with self._lock:
-            awaited = [key for key in keys if key not in self._products]
-            for key in awaited:
-                if key not in self._parked:
-                    self._parked[key] = []
-                    missing.append(key)
+            awaited = [variant for variant in variants if self.product(variant) is None]
+            for variant in awaited:
+                if variant not in self._entries:
+                    self._entries[variant] = _Entry()
+                    missing.append(variant)
             if awaited:
-                # Where several are missing, the call is given back when the first is there, and waits for the next.
+                # If several are missing, the call is given back when the first is there, and waits for the next.
                 cell.mailbox.park(call)
-                self._parked[awaited[0]].append(call)
+                self._entries[awaited[0]].parked.setdefault(cell, []).append(call)
         if not awaited:  # compiled since the actor looked
             cell.mailbox.requeue([call])
             return
+        environment = self._environment
         if call.traced:
-            cell.environment.trace.emit("request.compiling", actor=cell.name, request=call.number, key=awaited[0])
-        for key in missing:
+            environment.trace.emit("request.compiling", actor=cell.name, request=call.number, key=awaited[0])
+        for variant in missing:
             # The compile has its caller's priority, and no deadline: other calls may wait for it later.
-            compiling = cell.environment.compiler.send(Prepare(key), None, None, call.priority)
-            compiling.when_done(functools.partial(self._compiled, key))
+            compiling = environment.compiler.send(Prepare(variant), None, None, call.priority)
+            compiling.when_done(functools.partial(self._compiled, variant))
 
-    def _compiled(self, key: Variant, compiling: Call[Any]) -> None:
+    def _load(self, variant: Variant, product: Cubin | Kernel) -> Kernel:
+        if isinstance(product, Kernel):
+            return product
+        kernel = self._environment.device.load(product, product.entry_points[0])
+        with self._lock:
+            if variant in self._entries:
+                self._entries[variant].product = kernel
+        return kernel
+
+    def _compiled(self, variant: Variant, compiling: Call[Any]) -> None:
         error = compiling.error
         with self._lock:
+            # The next request for a variant that failed has it compiled again.
+            parked = self._entries.pop(variant).parked
             if error is None:
-                self._products[key] = compiling.answer()
-                # Kernels that no call asks for any more are let go of; those of one request are among the newest.
-                _let_go(self._products, self._capacity)
-            parked = self._parked.pop(key)
-        if error is None:
-            self._cell.mailbox.requeue(parked)
-            return
-        self._cell.progress.launch_ended(error)
-        for call in parked:
-            call.fail(error if isinstance(error, GpuActorsError) else GpuActorsError(repr(error)))
+                self._entries[variant] = _Entry(compiling.answer())
+                self._drop_oldest()
+        for cell, calls in parked.items():
+            if error is None:
+                cell.mailbox.requeue(calls)
+                continue
+            if variant.own is None:  # a user's kernel that does not compile is no fault of the service
+                cell.progress.launch_ended(error)
+            for call in calls:
+                call.fail(error if isinstance(error, GpuActorsError) else GpuActorsError(repr(error)))
 
-
-def _let_go(held: OrderedDict[Any, Any], capacity: int) -> None:
-    while len(held) > capacity:
-        held.popitem(last=False)
+    def _drop_oldest(self) -> None:
+        compiled = [variant for variant, entry in self._entries.items() if entry.product is not None]
+        for variant in compiled[: max(0, len(compiled) - self._capacity)]:
+            del self._entries[variant]
+            self._together = {key: kernels for key, kernels in self._together.items() if variant not in key}

@@ -27,7 +27,8 @@ _NONE = Kernels(())
 
 
 class Workbench:
-    """What an actor that launches attention has in all its incarnations: kernels, and plans of requests over caches.
+    """What an actor that launches attention has in all its incarnations: plans of requests over caches, and the kernels
+    of the context.
 
     accumulate: the dtype that the NumPy oracle sums in.
     """
@@ -38,7 +39,8 @@ class Workbench:
         self.device_name: str = self.device.info.device_name
         self.runs_kernels: bool = self.device.info.runs_kernels
         self.accumulate = (environment.options.mock or MockOptions()).dtype
-        self.kernels: KernelStore | None = KernelStore(cell) if environment.compiles else None
+        self.kernels: KernelStore | None = environment.kernels if environment.compiles else None
+        self._cell = cell
         self.decoding: Decoding = Decoding(self.device, self.accumulate)
 
     def kernels_of(self, call: Call[Any], variants: tuple[Variant, ...]) -> Kernels | None:
@@ -48,9 +50,9 @@ class Workbench:
         """
         if self.kernels is None or not variants:
             return _NONE
-        kernels = self.kernels.get(variants)
+        kernels = self.kernels.get(variants, self._cell)
         if kernels is None:
-            self.kernels.wait_for(variants, call)
+            self.kernels.wait_for(variants, call, self._cell)
             return None
         return kernels if self.runs_kernels else _NONE
 

@@ -33,6 +33,7 @@ class Environment(ABC):
     failure: why the context has failed, None while it has not.
     draining: whether the context closes and takes no more requests.
     compiler: the handle of the actor that compiles kernels, once the children are made.
+    kernels: the `KernelStore` that the actors share.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
     """
 
@@ -47,6 +48,7 @@ class Environment(ABC):
     failure: GpuActorsError | None = None
     draining: bool = False
     compiler: Any = None
+    kernels: Any = None
     on_failing: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from inside.devices import Kernel
 from support.service import Gate, ask, eventually, has_handled, rows
@@ -60,6 +61,40 @@ def test_requests_of_one_kernel_wait_for_one_compilation_and_others_go_on(compil
         assert len(compiling.compiled) == 1
         ask(ctx).result(30.0)
         assert len(compiling.compiled) == 1
+
+
+def test_actors_and_keys_of_one_variant_wait_for_one_compilation(compiling: Compilations) -> None:
+    keys = []
+    options = ga.ContextOptions(arch="sm_80", compile_on_mock=True, drain_timeout=2.0)
+    with ga.open_context("mock", options) as ctx:
+        q, k = np.zeros((1, 64, 4, 64), np.float16), np.zeros((1, 64, 2, 64), np.float16)
+        waiting: list[ga.Reply[Any]] = []
+        for heads in (1, 2):
+            request = ga.FlashForward(q, k[:, :, :heads], k[:, :, :heads])
+            keys.append(ctx.flash_attn.inspect_key(request))
+            waiting.append(ctx.flash_attn.submit(request))
+        params = ga.AttentionParams(batch=1, seq_q=64, seq_kv=64, heads_q=4, heads_kv=2, head_dim=64)
+        waiting.append(ctx.cudnn.mha_forward(params, *(x.transpose(0, 2, 1, 3) for x in (q, k, k))))
+        assert compiling.entered.wait(30.0)
+        for handle in (ctx.flash_attn, ctx.cudnn):
+            has_handled(handle)
+        assert not any(reply.done() for reply in waiting)
+        compiling.open()
+        for reply in waiting:
+            reply.result(30.0)
+        assert keys[0] != keys[1]  # in the ratio of heads, which no macro depends on
+        assert len(compiling.compiled) == 1
+
+
+def test_a_compilation_that_failed_is_tried_again_by_the_next_request(compiling: Compilations) -> None:
+    compiling.open()
+    with ga.open_context("mock", COMPILING) as ctx:
+        compiling.outcome = ga.CompileError("line 3")
+        with pytest.raises(ga.CompileError):
+            ask(ctx).result(30.0)
+        compiling.outcome = None
+        assert ask(ctx).result(30.0).out.shape == (1, 1, 1, 8)
+        assert len(compiling.compiled) == 2
 
 
 def test_the_default_time_limit_is_of_who_waits_and_not_of_the_compilation(compiling: Compilations) -> None:

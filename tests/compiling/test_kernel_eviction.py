@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from fakes.bench import KERNELS, Bench, floats
+from inside.compiling import Variant
 from inside.devices import Kernel
 from inside.emulation import EmulatedBuffer, build_module
 from inside.planning import KernelStore
@@ -19,8 +20,19 @@ from gpu_actors import Call
 from gpu_actors.compiling.source import Cubin
 
 
+def variants(*kernels: str) -> tuple[Variant, ...]:
+    return tuple(Variant(kernel, "sm_90a") for kernel in kernels)
+
+
 def cubin(image: bytes) -> Cubin:
     return Cubin(image, "sm_90a", tuple(KERNELS), "", {})
+
+
+class Actor:
+    """The cell of an actor."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self.mailbox = mailbox
 
 
 class Store:
@@ -31,24 +43,24 @@ class Store:
         self.compiles: list[str] = []
         self._pending: dict[str, Call[Any]] = {}
         self._mailbox = Mailbox("test", 64, 8)
-        environment = SimpleNamespace(device=SimpleNamespace(load=self._load), compiler=self)
+        environment: Any = SimpleNamespace(device=SimpleNamespace(load=self._load), compiler=self)
         mailbox = SimpleNamespace(requeue=lambda calls: None, park=lambda call: None)
-        cell: Any = SimpleNamespace(environment=environment, mailbox=mailbox, progress=None)
-        self.store = KernelStore(cell, capacity)
+        self.cell: Any = Actor(mailbox)
+        self.store = KernelStore(environment, capacity)
 
     def send(self, message: Any, *_: Any) -> Call[Any]:
-        self.compiles.append(message.variant)
-        self._pending[message.variant] = Call(message, self._mailbox)
-        return self._pending[message.variant]
+        self.compiles.append(message.variant.kernel)
+        self._pending[message.variant.kernel] = Call(message, self._mailbox)
+        return self._pending[message.variant.kernel]
 
     def compiled(self, key: str) -> None:
         self._pending.pop(key).resolve(Cubin(key.encode(), "sm_90a", (key,), "", {}))
 
     def take(self, *keys: str) -> tuple[Kernel, ...]:
         """As an actor does: ask, have compiled what is missing, ask again."""
-        expected: Any = keys
-        while (result := self.store.get(expected)) is None:
-            self.store.wait_for(expected, Call("request", self._mailbox))
+        expected = variants(*keys)
+        while (result := self.store.get(expected, self.cell)) is None:
+            self.store.wait_for(expected, Call("request", self._mailbox), self.cell)
             for key in list(self._pending):
                 self.compiled(key)
         return result
@@ -72,19 +84,41 @@ def test_the_kernel_used_longest_ago_is_let_go() -> None:
 def test_a_kernel_that_no_request_came_back_for_is_let_go_too() -> None:
     held = Store(2)
     for number in range(10):
-        held.store.wait_for((f"k{number}",), Call("request", Mailbox("test", 64, 8)))  # type: ignore[arg-type]
+        held.store.wait_for(variants(f"k{number}"), Call("request", Mailbox("test", 64, 8)), held.cell)
         held.compiled(f"k{number}")
-    assert len(held.store._products) == 2
+    assert len(held.store._entries) == 2
     held.take("k0")
     assert held.compiles.count("k0") == 2
 
 
 def test_kernels_of_one_request_are_held_together() -> None:
-    held = Store(2)
-    assert len(held.take("plan", "combine")) == 2
+    held = Store(3)
+    both = held.take("plan", "combine")
+    assert [kernel.entry for kernel in both] == ["plan", "combine"]
     held.take("other")
-    assert [kernel.entry for kernel in held.take("plan", "combine")] == ["plan", "combine"]
-    assert held.loads == ["plan", "combine", "other"]
+    assert held.take("plan", "combine") is both
+    held.take("another")  # in the place of the other
+    assert held.take("plan", "combine") is both
+    assert held.loads == ["plan", "combine", "other", "another"]
+
+
+def test_a_kernel_is_one_for_all_that_take_it_with_others() -> None:
+    held = Store(3)
+    (alone,) = held.take("attend")
+    assert held.take("append", "attend")[1] is alone
+    assert held.loads == ["attend", "append"]
+
+
+def test_a_set_of_kernels_goes_with_the_first_of_them() -> None:
+    held = Store(2)
+    (alone,) = held.take("attend")
+    held.take("append", "attend")
+    held.take("attend")
+    held.take("other")  # in the place of append
+    assert held.take("attend")[0] is alone
+    assert held.loads == ["attend", "append", "other"]
+    held.take("append", "attend")
+    assert held.loads == ["attend", "append", "other", "append"]
 
 
 # On CUDA
