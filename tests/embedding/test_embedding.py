@@ -14,8 +14,9 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from inside.kernels import kernel_source, standard_variants
+from inside.kernels import standard_variants
 from support.service import eventually
+from support.sources import kernel_source
 
 from gpu_actors import ContextOptions, GpuContext, MockOptions, TraceEvent, open_context
 from gpu_actors.embedding import (

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import pytest
 from emulated.forward import key_of, problem_of
 from inside.attention import ScoreMod
-from inside.kernels import COUNTER, ELEMENTS, TILES, kernel_source, pack_sm90, padded_head_dim, tile_of, value_pieces
+from inside.kernels import COUNTER, ELEMENTS, TILES, pack_sm90, padded_head_dim, tile_of, value_pieces
 from isa import swizzle, tma, wgmma
 from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
+from support.sources import kernel_source
 
 from gpu_actors import AttentionProblem
 from gpu_actors.devices.emulation import EmulatedModule

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from cases.block_lists import BLOCK, kinds_of, near, ordered, usually
 from emulated.forward import ml_dtype
-from inside.kernels import dispatch_key, explain, kernel_source
+from inside.kernels import dispatch_key, explain
 from inside.reference import evaluate_graph
 from support.counting import counting
+from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

@@ -16,13 +16,13 @@ from inside.kernels import (
     dispatch_key,
     example_problem,
     forward_layout,
-    kernel_source,
     option_cell,
     row_stats_layout,
     variants,
 )
 from inside.reference import evaluate_graph
 from support.gate import code_faults, code_of, register_limit
+from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

@@ -28,8 +28,9 @@ from cases.score_mods import (
     no_extras,
 )
 from emulated.contraction import arithmetic
-from inside.kernels import dispatch_key, kernel_source
+from inside.kernels import dispatch_key
 from inside.reference import evaluate_graph
+from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

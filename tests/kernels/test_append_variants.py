@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gates.append import PROBLEM
+from inside.compiling import Variant
 from support.gate import ARCHS
 
 import gpu_actors as ga
-from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import Rope, append_variant
 from gpu_actors.kernels.copy_pages import page_copy_geometry

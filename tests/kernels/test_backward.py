@@ -18,12 +18,12 @@ from emulated.gradients import (
     problem_and_operands,
 )
 from emulated.sweeps import Sweep, assert_same_bits, launch_of
-from inside.kernels import kernel_source
 from matrix.backward import SIMPLE_SWEEPS
 from matrix.backward import SWEEPS as MMA_SWEEPS
 from matrix.backward_sm90 import SWEEPS as SM90_SWEEPS
 from matrix.backward_sm90 import cancelling
 from support.gate import code_faults, code_of, register_limit
+from support.sources import kernel_source
 
 from gpu_actors.testing import BackwardCase, check_gradients
 

@@ -16,8 +16,8 @@ from cases.many_keys import E4M3
 from emulated.forward import OPERANDS, Strided, gaussian, key_of, ml_dtype, problem_of, run
 from emulated.sweeps import LAUNCHES, assert_same_bits, case_of, launch_of
 from inside.attention import ScoreMod
-from inside.kernels import kernel_source
 from matrix import forward_sm90_fp8
+from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key

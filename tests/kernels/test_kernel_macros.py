@@ -12,8 +12,8 @@ from gates.rows import NVRTC
 from gates.table import FAMILIES
 from inside.compiling import asset_text
 from inside.emulation import Toolchain
-from inside.kernels import kernel_source
 from support.service import KERNELS_CU
+from support.sources import kernel_source
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.merge import merge_variants

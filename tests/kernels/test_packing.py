@@ -15,8 +15,8 @@ from emulated.memory import run_launch
 from emulated.sweeps import LAUNCHES
 from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
-from inside.kernels import kernel_source
 from inside.testing import FEATURES, poison_unseen
+from support.sources import kernel_source
 
 from gpu_actors import AttentionProblem
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, dispatch_key

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
-from inside.kernels import kernel_source
 from inside.reference import rounder
 from inside.testing import COMPUTE, UNIT_ROUNDOFF, compare, poison_unseen_backward
 from support.gate import code_faults, code_of, register_limit
+from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of

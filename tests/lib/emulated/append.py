@@ -16,13 +16,13 @@ from inside.kernels import (
     AppendProblem,
     append_geometry,
     append_variant,
-    kernel_source,
     pack_append,
     pack_page_copy,
     page_copy_geometry,
     page_copy_variant,
 )
 from inside.reference import append_rows, appended_rows, apply_rope, inverse_frequencies, rope_angles
+from support.sources import kernel_source
 
 from gpu_actors import KernelSource, Rope
 

@@ -9,8 +9,9 @@ import numpy as np
 from emulated import contraction
 from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of, program_on
 from inside.emulation import EmulatedBuffer
-from inside.kernels import Values, kernel_source
+from inside.kernels import Values
 from inside.testing import poison_unseen_backward
+from support.sources import kernel_source
 
 from gpu_actors import AttentionGradients, AttentionProblem
 from gpu_actors.testing import BackwardCase, check_gradients

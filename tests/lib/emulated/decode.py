@@ -24,13 +24,13 @@ from inside.kernels import (
     Target,
     decode_keys,
     dispatch_key,
-    kernel_source,
     pack_decode,
     program_of,
     step_geometry,
 )
 from inside.testing import POISON_PAGE, nan_filled
 from inside.validation import own_positions
+from support.sources import kernel_source
 
 from gpu_actors import AttentionProblem, ContextOptions, DispatchKey, EmulationOptions, KernelSource
 from gpu_actors.testing import check_output

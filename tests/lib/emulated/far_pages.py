@@ -12,7 +12,8 @@ from emulated.decode import DecodeCase, check_results, key_of, problem_of
 from emulated.forward import module_of
 from inside.devices import Buffer, Kernel
 from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping, encode_tensor_map
-from inside.kernels import DECODE, NO_VALUES, Target, kernel_source, program_of
+from inside.kernels import DECODE, NO_VALUES, Target, program_of
+from support.sources import kernel_source
 
 __all__ = ["check_far_pages", "check_far_rows"]
 

@@ -10,7 +10,8 @@ import numpy as np
 from emulated import contraction
 from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, encode_tensor_map
-from inside.kernels import COUNTER, ELEMENTS, FAMILIES, Program, Target, Values, dispatch_key, kernel_source, program_of
+from inside.kernels import COUNTER, ELEMENTS, FAMILIES, Program, Target, Values, dispatch_key, program_of
+from support.sources import kernel_source
 
 from gpu_actors import AttentionProblem, DispatchKey, KernelSource
 from gpu_actors.testing import ForwardCase, check_output

@@ -24,9 +24,10 @@ from emulated.backward import backward_problem_of
 from emulated.forward import key_of, ml_dtype
 from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT, WgmmaVariant
 from gates.rows import SHARED, Family, Plan, Row, at_most, exactly, numbers_of, plain_plan, rows_of
-from inside.kernels import BACKWARD_SM90, Tile, kernel_source, padded_backward_dims, shares_keys, sm90_backward_refuses
+from inside.kernels import BACKWARD_SM90, Tile, padded_backward_dims, shares_keys, sm90_backward_refuses
 from support.gate import Code
 from support.hopper_sass import instructions_of, opcodes, step_of
+from support.sources import kernel_source
 
 __all__ = ["BACKWARD_SM90_ROWS"]
 

@@ -35,13 +35,13 @@ from inside.kernels import (
     SIMPLE_COMBINE,
     decode_tile,
     dispatch_key,
-    kernel_source,
     occupancy,
     program_of,
     shared_a_multiprocessor,
 )
 from inside.planning import prefix_problem, tail_problem
 from support.gate import ARCHS, Code, register_limit
+from support.sources import kernel_source
 
 from gpu_actors import DispatchKey, KernelSource
 

@@ -14,8 +14,9 @@ import numpy as np
 from emulated.forward import key_of, ml_dtype, problem_of
 from gates.exponents import exponential_limits, exponentials
 from gates.rows import SHARED, Family, Plan, at_most, dims_of, exactly, numbers_of, rows_of
-from inside.kernels import TILES, capability, dispatch_key, example_problem, kernel_source, shared_mem_limit
+from inside.kernels import TILES, capability, dispatch_key, example_problem, shared_mem_limit
 from support.gate import ARCHS, Code, register_limit
+from support.sources import kernel_source
 
 from gpu_actors import KernelSource
 

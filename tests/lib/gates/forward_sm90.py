@@ -38,9 +38,10 @@ from gates.hopper import ARCH, REGISTERS, SHARED_LIMIT, WgmmaVariant
 from gates.rows import COMPILERS, SHARED, Family, Plan, at_least, at_most, exactly, numbers_of, rows_of
 from inside.attention import ScoreMod
 from inside.graph import match_attention
-from inside.kernels import ELEMENTS, kernel_source, padded_head_dim
+from inside.kernels import ELEMENTS, padded_head_dim
 from support.gate import Code
 from support.hopper_sass import instructions_of, main_loops, opcodes
+from support.sources import kernel_source
 
 from gpu_actors import KernelSource
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from inside.compiling import Compiler, parse_resources
-from inside.kernels import TILES, block_threads, kernel_source
+from inside.kernels import TILES, block_threads
 from support.gate import ARCHS, Code, code_faults, register_limit
+from support.sources import kernel_source
 
 from benchmarks.sass import disassemble
 from gpu_actors import KernelSource

@@ -1,10 +1,5 @@
 """What tests of other rooms take from inside `kernels`."""
 
-import functools
-
-from gpu_actors.attention.problem import DispatchKey
-from gpu_actors.compiling.source import KernelSource
-from gpu_actors.compiling.variant import Variant
 from gpu_actors.kernels import forward_sm90, merge, variants
 from gpu_actors.kernels.append import AppendProblem, append_geometry, append_variant, pack_append
 from gpu_actors.kernels.backward_mma import BACKWARD_MMA, query_slots
@@ -61,9 +56,3 @@ from gpu_actors.kernels.tiles import (
     value_pieces,
 )
 from gpu_actors.kernels.variants import Prepare, block_threads, standard_variants, variant_of
-
-
-@functools.lru_cache(maxsize=4096)
-def kernel_source(key: DispatchKey | Variant) -> KernelSource:
-    """What is compiled for a key."""
-    return variant_of(key).source

@@ -4,4 +4,3 @@ from gpu_actors.clock import SystemClock
 from gpu_actors.extras import cuda_hint, install_hint
 from gpu_actors.fields import DTYPES, FP8, output_dtype
 from gpu_actors.options import Arithmetic, Delivery, Schedule
-from gpu_actors.values import StableText
