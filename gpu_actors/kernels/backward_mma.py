@@ -7,7 +7,6 @@ The parameters are struct BackwardParams of kernels_cu/backward/params.cuh, whic
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -18,6 +17,7 @@ from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
 from gpu_actors.kernels.macros import Macros, flags, forward_macros
 from gpu_actors.kernels.params import (
     Binder,
+    LazyBinder,
     Operand,
     ParamsLayout,
     forward_operands,
@@ -26,7 +26,7 @@ from gpu_actors.kernels.params import (
     struct_layout,
 )
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values, flat_grid
-from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.shared_gradients import part_dtype, sum_parts, sum_scratch
 from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import backward_warp_tile, shared_bytes_of, tile_for, tile_of
@@ -35,12 +35,12 @@ __all__ = [
     "BACKWARD_MMA",
     "NAMES",
     "backward_macros",
+    "backward_packer",
     "backward_threads",
     "dq_floats",
     "gradient_macros",
     "gradient_program",
     "keys_of",
-    "pack_backward",
     "query_slots",
 ]
 
@@ -121,34 +121,37 @@ _FORWARD = "forward."
 _SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets", "ds_bounds")
 
 
-def pack_backward(
-    problem: AttentionProblem, scored: bool, buffers: Mapping[str, Buffer], values: Values, number: int = 0
-) -> bytes:
-    """The parameters of one of the kernels of a gradient.
+def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) -> Pack:
+    """What packs the parameters of one of the kernels of a gradient.
 
     scored: those of the problem's score modification included, which the kernels before and after the products do not
         know. number: of the pass, for backward_simple.
-    buffers: the forward's operands, out and lse as `pack_forward` describes them, and by name: dout like out; dq, dk
-        and dv like q, k and v, or in the place of those that sequences share what `sum_scratch` gives; dbias like bias,
-        without gaps; dsinks like sinks; dlse like lse, or missing; the scratch of `backward_scratch`. Only what the
+    Its buffers: the forward's operands, out and lse as `forward_packer` describes them, and by name: dout like out; dq,
+        dk and dv like q, k and v, or in the place of those that sequences share what `sum_scratch` gives; dbias like
+        bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch of the program. Only what the
         problem asks for is looked at.
-    Raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
+    It raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
     """
-    more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
-    more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
-    if problem.bias is not None and problem.bias[0] == "float32" and "dbias" in buffers:
-        more["dbias_sums"] = buffers["dbias"].address
-    packed = _binder(problem).pack(buffers, more | {"pass": number})
-    if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
-        raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
-    return packed + pack_score(problem, buffers, values.score_scalars) if scored else packed
+    binder, score = LazyBinder(lambda: _binder(problem, number)), score_packer(problem) if scored else None
+    summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
+        more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
+        if summed_in_place and "dbias" in buffers:
+            more["dbias_sums"] = buffers["dbias"].address
+        packed = binder.pack(buffers, more)
+        if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
+            raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
+        return packed if score is None else packed + score(buffers, values)
+
+    return pack
 
 
-@functools.lru_cache(maxsize=1024)
-def _binder(problem: AttentionProblem) -> Binder:
+def _binder(problem: AttentionProblem, number: int) -> Binder:
     layout = struct_layout("BackwardParams", "common/params.cuh", "backward/params.cuh")
     operands = tuple(_operands(problem, layout))
-    scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch}
+    scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch, "pass": number}
     for operand in operands:
         if operand.name == "dbias":
             # The kernels use the same strides for its sums, which have no gaps either.
@@ -183,7 +186,7 @@ _BOUNDS = 3  # that kernels_cu/backward/bounds.cuh keeps of each sequence and KV
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
-    pack = functools.partial(pack_backward, problem, True)
+    pack = backward_packer(problem, True)
     return gradient_program(problem, key, NAMES, backward_threads, pack, dq_floats(key))
 
 
@@ -201,7 +204,7 @@ def gradient_program(
     pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one.
     Raises Unsupported where a grid cannot hold the blocks.
     """
-    tile, outer = tile_of(key), functools.partial(pack_backward, problem, False)
+    tile, outer = tile_of(key), backward_packer(problem, False)
     row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q
     key_blocks = -(-problem.seqlen_k // tile.block_n) * problem.heads_kv
     parts = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.backward_mma import pack_backward, query_slots
+from gpu_actors.kernels.backward_mma import backward_packer, query_slots
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
@@ -47,7 +45,7 @@ def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target:
     parts = []
     for number, blocks in enumerate((queries, keys, options) if options else (queries, keys)):
         geometry = flat_grid(blocks, threads, shared_bytes, "batch", problem.batch)
-        parts.append(Part(key, geometry, functools.partial(pack_backward, problem, True, number=number)))
+        parts.append(Part(key, geometry, backward_packer(problem, True, number)))
     dtype = "float64" if key.dtype == "float64" else "float32"
     slots = query_slots(problem, tile.block_m)
     scratch = {"statistics": ScratchSpec((slots, tile.block_m), dtype)} | sum_scratch(problem)

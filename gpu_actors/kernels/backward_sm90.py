@@ -7,17 +7,16 @@ backward_prepare_sm90 and backward_finish_sm90 share its tile, and their keys ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.backward_mma import gradient_macros, gradient_program, keys_of, pack_backward
+from gpu_actors.kernels.backward_mma import backward_packer, gradient_macros, gradient_program, keys_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward_sm90 import folded_factor_refusal, pad_to_maps, rows_map
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.program import EncodeTensorMap, Program, Target, Values
+from gpu_actors.kernels.program import EncodeTensorMap, Pack, Program, Target, Values
 from gpu_actors.kernels.support import bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
 
@@ -25,8 +24,8 @@ __all__ = [
     "BACKWARD_SM90",
     "CONSUMERS",
     "NAMES",
-    "pack_sm90_backward",
     "sm90_backward_macros",
+    "sm90_backward_packer",
     "sm90_backward_refuses",
     "sm90_backward_threads",
     "sm90_dq_floats",
@@ -73,35 +72,34 @@ def sm90_dq_floats(key: DispatchKey) -> int:
     return tile.block_m * padded_backward_dims(tile, key.head_dim, key.head_dim_v)[0]
 
 
-def pack_sm90_backward(
-    problem: AttentionProblem,
-    key: DispatchKey,
-    encode: EncodeTensorMap | None,
-    buffers: Mapping[str, Buffer],
-    values: Values,
-) -> bytes:
-    """The parameters of backward_sm90.
+def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
+    """What packs the parameters of backward_sm90.
 
-    buffers: as `gpu_actors.kernels.backward_mma.pack_backward` wants them. encode: the device's own tensor maps.
-    Raises InvalidRequest as pack_backward does, and for what TMA cannot move.
+    Its buffers are as `gpu_actors.kernels.backward_mma.backward_packer` wants them. encode: the device's own tensor
+    maps. It raises InvalidRequest as backward_packer's does, and for what TMA cannot move.
     """
-    assert encode is not None, "a launch by TMA is packed for a device"
-    params = pack_backward(problem, True, buffers, values)
-    tile = tile_of(key)
+    params, tile = backward_packer(problem, True), tile_of(key)
     dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
     share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
-    maps = (
-        rows_map("q", buffers["q"], dim // share, tile.block_m, encode),
-        rows_map("k", buffers["k"], dim, tile.block_n, encode),
-        rows_map("v", buffers["v"], dim_v, tile.block_n, encode),
-        rows_map("dout", buffers["dout"], dim_v // share, tile.block_m, encode),
+    boxes = (
+        ("q", dim // share, tile.block_m),
+        ("k", dim, tile.block_n),
+        ("v", dim_v, tile.block_n),
+        ("dout", dim_v // share, tile.block_m),
     )
-    return pad_to_maps(b"".join((*maps, params)))
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        assert encode is not None, "a launch by TMA is packed for a device"
+        packed = params(buffers, values)  # first, because it checks the operands
+        maps = [rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
+        return pad_to_maps(b"".join((*maps, packed)))
+
+    return pack
 
 
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
-    pack = functools.partial(pack_sm90_backward, problem, key, target.encode)
+    pack = sm90_backward_packer(problem, key, target.encode)
     turns = (CONSUMERS,)  # one for each one's share of a slot
     return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns)
 

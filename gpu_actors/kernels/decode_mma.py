@@ -36,6 +36,7 @@ from gpu_actors.kernels.macros import Macros, bias_macros, flags, mask_macros, s
 from gpu_actors.kernels.params import (
     ITEMSIZES,
     Binder,
+    LazyBinder,
     Operand,
     ParamsLayout,
     divider,
@@ -44,7 +45,7 @@ from gpu_actors.kernels.params import (
     launch_values,
     struct_layout,
 )
-from gpu_actors.kernels.program import NO_VALUES, Part, Program, Target, Values
+from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import (
     ELEMENTS,
     FIRST_FP8_CAPABILITY,
@@ -65,16 +66,16 @@ __all__ = [
     "decode_keys",
     "decode_layout",
     "decode_macros",
+    "decode_packer",
     "decode_refuses",
     "decode_threads",
     "pack_cache_layouts",
-    "pack_decode",
     "pack_pointers",
-    "pack_split",
     "query_macros",
     "ranges_of",
     "rows_refusal",
     "split_macros",
+    "split_packer",
     "split_program",
     "step_geometry",
     "usual_decode_problems",
@@ -195,13 +196,11 @@ CHUNK = 16
 decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.cuh", "decode/params.cuh")
 
 
-def pack_decode(
-    problem: AttentionProblem, key: DispatchKey, ranges: int, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
-) -> bytes:
-    """The parameters of the kernels of a launch over a cache.
+def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Pack:
+    """What packs the parameters of the kernels of a launch over a cache.
 
     key: of any of the kernels. ranges: that the work is split into.
-    buffers: by name, of shapes as in `AttentionProblem`, any outer strides:
+    Its buffers, by name, have shapes as in `AttentionProblem` and any outer strides:
         q, out (batch, seqlen_q, heads_q, dim), or (total_q, heads_q, dim) where varlen_q, with cu_seqlens_q int32
         (batch + 1,); lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
         cache_seqlens int32 (batch,).
@@ -211,34 +210,31 @@ def pack_decode(
         alibi_slopes float32 (heads_q,) or (batch, heads_q); sinks (heads_q,) float32 or of the output's dtype;
         tree_mask uint64 (batch, seqlen_q) or (total_q,); k_descale, v_descale float32 (batch, heads_kv).
         plan int32 (ranges + 1, 4); sums int64, partial_out, partial_sums float32, where the launch has them.
-    Raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples of
-    16 bytes.
+    It raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples
+    of 16 bytes.
     """
     ranged = {"ranges": ranges, "min_units": min_units(key)}
-    packed = _pack(problem, key.row_tile, problem.num_splits, buffers, ranged)
-    _check_rows(problem, buffers, CHUNK)
-    return packed
+    return _packer(problem, LazyBinder(lambda: _binder(problem, key.row_tile, problem.num_splits, ranged)), CHUNK)
 
 
-def pack_split(
-    problem: AttentionProblem, key: DispatchKey, splits: int, buffers: Mapping[str, Buffer], values: Values = NO_VALUES
-) -> bytes:
-    """The parameters of the kernels that cut every item into pieces of equal length: of decode_simple and its merge.
+def split_packer(problem: AttentionProblem, key: DispatchKey, splits: int) -> Pack:
+    """What packs the parameters of decode_simple and its merge, which cut every item into pieces of equal length.
 
-    splits: the most pieces of an item. buffers: as of `pack_decode`; partial_out and partial_sums are float64 where q
-    is. Rows of caches may begin anywhere. Raises as `pack_decode`.
+    splits: the most pieces of an item. Its buffers are as of `decode_packer`; partial_out and partial_sums are float64
+    where q is. Rows of caches may begin anywhere. It raises as decode_packer's.
     """
-    packed = _pack(problem, key.row_tile, splits, buffers, {})
-    _check_rows(problem, buffers, ITEMSIZES[problem.kv_dtype])
-    return packed
+    binder = LazyBinder(lambda: _binder(problem, key.row_tile, splits, {}))
+    return _packer(problem, binder, ITEMSIZES[problem.kv_dtype])
 
 
-def _pack(
-    problem: AttentionProblem, row_tile: int, splits: int, buffers: Mapping[str, Buffer], more: Mapping[str, int]
-) -> bytes:
-    scratch = {name: buffers[name].address for name in _SCRATCH if name in buffers}
-    own = launch_values(problem, buffers, prefix=_ATTENTION)
-    return _binder(problem, row_tile, splits).pack(buffers, {**own, **more, **scratch})
+def _packer(problem: AttentionProblem, binder: LazyBinder, alignment: int) -> Pack:
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        scratch = {name: buffers[name].address for name in _SCRATCH if name in buffers}
+        packed = binder.pack(buffers, launch_values(problem, buffers, prefix=_ATTENTION) | scratch)
+        _check_rows(problem, buffers, alignment)
+        return packed
+
+    return pack
 
 
 def _check_rows(problem: AttentionProblem, buffers: Mapping[str, Buffer], alignment: int) -> None:
@@ -284,10 +280,10 @@ def pack_cache_layouts(problem: AttentionProblem, buffers: Mapping[str, Buffer])
     return b"".join(packed)
 
 
-@functools.lru_cache(maxsize=1024)
-def _binder(problem: AttentionProblem, row_tile: int, splits: int) -> Binder:
+def _binder(problem: AttentionProblem, row_tile: int, splits: int, ranged: Mapping[str, int]) -> Binder:
     layout = decode_layout()
     scalars = forward_scalars(problem, _ATTENTION) | {
+        **ranged,
         "batch": problem.batch,
         "capacity": problem.seqlen_k,
         "row_tiles": row_tiles(problem, row_tile),
@@ -348,18 +344,17 @@ UNKNOWN_MULTIPROCESSORS = 4
 def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
     ranges = ranges_of(key, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
-    pack = functools.partial(pack_decode, problem, key, ranges)
+    pack = decode_packer(problem, key, ranges)
     planned = target.lengths_on_host and not (problem.positions or problem.cache_leftpad)  # the host knows neither
-    return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), ranges, planned)
+    return split_program(problem, Part(key, step_geometry(key, problem, ranges), pack), pack, ranges, planned)
 
 
-def split_program(problem: AttentionProblem, main: Part, ranges: int, lengths_on_host: bool) -> Program:
+def split_program(problem: AttentionProblem, main: Part, pack: Pack, ranges: int, lengths_on_host: bool) -> Program:
     """A kernel that attends ranges of the work, with what splits the work before it and merges pieces behind it.
 
-    main: of a grid of ``ranges`` blocks.
+    main: of a grid of ``ranges`` blocks. pack: for the kernels beside it.
     """
     keys = decode_keys(problem, main.key, lengths_on_host)
-    pack = functools.partial(pack_decode, problem, main.key, ranges)
     return Program(
         tuple(main if part == main.key else Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
         _scratch(problem, main.key, keys, ranges),

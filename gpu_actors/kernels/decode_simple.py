@@ -15,7 +15,7 @@ import functools
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry, ScratchSpec
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.decode_mma import UNKNOWN_MULTIPROCESSORS, cache_tables, pack_split, split_macros
+from gpu_actors.kernels.decode_mma import UNKNOWN_MULTIPROCESSORS, cache_tables, split_macros, split_packer
 from gpu_actors.kernels.decode_tiles import items_of, packed_rows
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, bias_macros, compute_macros, flags, score_macros, tile_macros
@@ -94,7 +94,7 @@ def simple_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     """The kernels of ``key``, which names decode_simple. Raises Unsupported as `flat_grid`."""
     splits = splits_of(problem, key.row_tile, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     items = items_of(problem, key.row_tile)
-    pack = functools.partial(pack_split, problem, key, splits)
+    pack = split_packer(problem, key, splits)
     parts = [
         Part(key, flat_grid(items * splits, simple_threads(key), simple_tile(key)[1], "batch", problem.batch), pack)
     ]

@@ -15,8 +15,8 @@ from gpu_actors.devices.interface import Buffer, LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode_mma import (
     UNKNOWN_MULTIPROCESSORS,
+    decode_packer,
     decode_refuses,
-    pack_decode,
     query_macros,
     split_macros,
     split_program,
@@ -26,7 +26,7 @@ from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward_sm90 import SWIZZLE_ROWS, pad_to_maps, rows_map
 from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_mem_limit
-from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Part, Program, Target, Values
+from gpu_actors.kernels.program import EncodeTensorMap, Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
 
@@ -34,9 +34,9 @@ __all__ = [
     "DECODE_SM90",
     "NAME",
     "SM90_ROW_TILES",
-    "pack_sm90_decode",
     "part_of",
     "sm90_decode_macros",
+    "sm90_decode_packer",
     "sm90_decode_refuses",
     "sm90_decode_threads",
     "sm90_decode_tile",
@@ -111,28 +111,25 @@ def part_of(page_size: int, keys: int) -> int:
     return min(keys, page_size & -page_size) if page_size else keys
 
 
-def pack_sm90_decode(
-    problem: AttentionProblem,
-    key: DispatchKey,
-    ranges: int,
-    encode: EncodeTensorMap | None,
-    buffers: Mapping[str, Buffer],
-    values: Values = NO_VALUES,
-) -> bytes:
-    """The parameters of decode_sm90.
+def sm90_decode_packer(
+    problem: AttentionProblem, key: DispatchKey, params: Pack, encode: EncodeTensorMap | None
+) -> Pack:
+    """What packs the parameters of decode_sm90.
 
-    buffers: as `gpu_actors.kernels.decode_mma.pack_decode` wants them. encode: the device's own tensor maps.
-    Raises InvalidRequest as pack_decode does, and for what TMA cannot move.
+    params: `gpu_actors.kernels.decode_mma.decode_packer` of the launch, which says what the buffers are. encode: the
+    device's own tensor maps. It raises InvalidRequest as ``params`` does, and for what TMA cannot move.
     """
-    assert encode is not None, "a launch by TMA is packed for a device"
-    params = pack_decode(problem, key, ranges, buffers, values)
     part = part_of(problem.page_size, sm90_decode_tile(key).tile.block_n)
     dims = {"k_cache": problem.head_dim, "v_cache": problem.head_dim_v}
-    maps = (
-        rows_map(name, buffers[name], padded_head_dim(dim, problem.kv_dtype), part, encode)
-        for name, dim in dims.items()
-    )
-    return pad_to_maps(b"".join((*maps, params)))
+    columns = {name: padded_head_dim(dim, problem.kv_dtype) for name, dim in dims.items()}
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        assert encode is not None, "a launch by TMA is packed for a device"
+        packed = params(buffers, values)  # first, because it checks the operands
+        maps = [rows_map(name, buffers[name], count, part, encode) for name, count in columns.items()]
+        return pad_to_maps(b"".join((*maps, packed)))
+
+    return pack
 
 
 def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
@@ -140,8 +137,9 @@ def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Tar
     tile = sm90_decode_tile(key)
     ranges = max(1, target.multiprocessors or UNKNOWN_MULTIPROCESSORS) * tile.blocks
     geometry = LaunchGeometry((ranges, 1, 1), (sm90_decode_threads(key), 1, 1), tile.shared_bytes)
-    pack = functools.partial(pack_sm90_decode, problem, key, ranges, target.encode)
-    return split_program(problem, Part(key, geometry, pack), ranges, target.lengths_on_host)
+    params = decode_packer(problem, key, ranges)
+    pack = sm90_decode_packer(problem, key, params, target.encode)
+    return split_program(problem, Part(key, geometry, pack), params, ranges, target.lengths_on_host)
 
 
 DECODE_SM90 = KernelFamily(

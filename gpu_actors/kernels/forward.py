@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey, Layout
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.params import pack_forward
-from gpu_actors.kernels.program import Part, Program, Target, Values, flat_grid
-from gpu_actors.kernels.row_stats import pack_row_stats
-from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.params import forward_packer
+from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
+from gpu_actors.kernels.row_stats import row_stats_packer
+from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
 
-__all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE"]
+__all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE", "scored_packer"]
 
 _WARP = 32
 
@@ -35,12 +31,16 @@ def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target)
     """The kernel of ``key``, with a block for each tile of query rows of a head. Raises Unsupported as `flat_grid`."""
     blocks = -(-problem.seqlen_q // tile_of(key).block_m) * problem.heads_q * problem.batch
     geometry = flat_grid(blocks, forward_threads(key), shared_bytes_of(key), "batch", problem.batch)
-    return Program((Part(key, geometry, functools.partial(_pack, problem)),))
+    return Program((Part(key, geometry, scored_packer(problem)),))
 
 
-def _pack(problem: AttentionProblem, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    packed = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
-    return packed + pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
+def scored_packer(problem: AttentionProblem) -> Pack:
+    """What packs Params and, behind them, RowStats and ScoreParams of launches of a problem."""
+    more = [pack for pack in (row_stats_packer(problem), score_packer(problem)) if pack is not None]
+    first = forward_packer(problem)
+    if not more:
+        return first
+    return lambda buffers, values: b"".join(pack(buffers, values) for pack in (first, *more))
 
 
 _LAYOUTS: tuple[Layout, ...] = ("dense", "varlen")

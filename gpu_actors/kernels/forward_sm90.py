@@ -16,11 +16,10 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, ScratchSpec, TensorMap
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.family import KernelFamily
+from gpu_actors.kernels.forward import scored_packer
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.params import Binder, divider, pack_forward, struct_layout
-from gpu_actors.kernels.program import NO_VALUES, EncodeTensorMap, Part, Program, Target, Values
-from gpu_actors.kernels.row_stats import pack_row_stats
-from gpu_actors.kernels.score_params import pack_score
+from gpu_actors.kernels.params import Binder, LazyBinder, divider, struct_layout
+from gpu_actors.kernels.program import EncodeTensorMap, Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import Tile, output_is_direct, padded_head_dim, shared_bytes_of, tile_of, value_pieces
 
@@ -33,7 +32,6 @@ __all__ = [
     "TMA_ALIGNMENT",
     "Sections",
     "folded_factor_refusal",
-    "pack_sm90",
     "pad_to_maps",
     "rows_map",
     "schedule_layout",
@@ -41,6 +39,7 @@ __all__ = [
     "sections_of",
     "sm90_geometry",
     "sm90_macros",
+    "sm90_packer",
     "sm90_refuses",
     "sm90_threads",
     "tma_refusal",
@@ -184,7 +183,6 @@ class Sections(NamedTuple):
     heads: int
 
 
-@functools.lru_cache(maxsize=1024)
 def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
     """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
     row_tiles = -(-problem.seqlen_q // tile.block_m)
@@ -244,35 +242,29 @@ def tma_refusal(
     return None
 
 
-def pack_sm90(
-    problem: AttentionProblem,
-    key: DispatchKey,
-    encode: EncodeTensorMap | None,
-    buffers: Mapping[str, Buffer],
-    values: Values = NO_VALUES,
-) -> bytes:
-    """The parameters of a launch.
+def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
+    """What packs the parameters of launches of a problem.
 
-    buffers: as `gpu_actors.kernels.params.pack_forward` wants them, and the scratch memory `COUNTER`. Over a cache,
-        k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens int32
-        (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
-    encode: the device's own tensor maps. Raises InvalidRequest as pack_forward does, and for what TMA cannot move.
+    Its buffers are as `gpu_actors.kernels.params.forward_packer` wants them, and the scratch memory `COUNTER`. Over a
+        cache, k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens
+        int32 (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
+    encode: the device's own tensor maps. It raises InvalidRequest as forward_packer's does, and for what TMA cannot
+        move.
     """
-    assert encode is not None, "a launch by TMA is packed for a device"
-    params = pack_forward(problem, buffers, dropout_seed=values.dropout_seed)
-    params += pack_row_stats(problem, buffers) + pack_score(problem, buffers, values.score_scalars)
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
     keys = min(tile.block_n, problem.page_size or tile.block_n)
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
-    maps = (
-        rows_map("q", buffers["q"], dim, ROWS, encode),
-        rows_map(k, buffers[k], dim, keys, encode),
-        rows_map(v, buffers[v], dim_v, keys, encode),
-        rows_map("out", buffers["out"], dim_v, ROWS, encode),
-    )
-    schedule = _schedule_binder(problem, sections_of(problem, tile)).pack(buffers)
-    return pad_to_maps(b"".join((*maps, params, schedule)))
+    boxes = (("q", dim, ROWS), (k, dim, keys), (v, dim_v, keys), ("out", dim_v, ROWS))
+    params, schedule = scored_packer(problem), LazyBinder(lambda: _schedule_binder(problem, sections_of(problem, tile)))
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        assert encode is not None, "a launch by TMA is packed for a device"
+        packed = params(buffers, values)  # first, because it checks the operands
+        maps = [rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
+        return pad_to_maps(b"".join((*maps, packed, schedule.pack(buffers))))
+
+    return pack
 
 
 def pad_to_maps(packed: bytes) -> bytes:
@@ -318,7 +310,6 @@ def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeT
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
     layout = schedule_layout()
     operands = [layout.operand(COUNTER, ".", (1,), "int32", field="counter")]
@@ -344,7 +335,7 @@ def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
 
 def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernel of ``key``, which names forward_sm90. A cache takes it alone, too, whatever its lengths are."""
-    pack = functools.partial(pack_sm90, problem, key, target.encode)
+    pack = sm90_packer(problem, key, target.encode)
     part = Part(key, sm90_geometry(key, problem, target.multiprocessors), pack)
     return Program((part,), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})
 

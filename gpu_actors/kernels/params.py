@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.compiling.assets import asset_text
 from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.kernels.program import Pack, Values
 from gpu_actors.kernels.support import ELEMENTS
 
 __all__ = [
@@ -26,15 +27,16 @@ __all__ = [
     "UNBOUNDED",
     "Binder",
     "Field",
+    "LazyBinder",
     "Operand",
     "ParamsLayout",
     "divider",
     "forward_layout",
     "forward_operands",
+    "forward_packer",
     "forward_scalars",
     "key_rows",
     "launch_values",
-    "pack_forward",
     "parse_layout",
     "struct_layout",
 ]
@@ -248,26 +250,41 @@ class Binder(NamedTuple):
         return self.layout.pack(values)
 
 
-def pack_forward(problem: AttentionProblem, buffers: Mapping[str, Buffer], *, dropout_seed: int = 0) -> bytes:
-    """The parameters of a forward launch.
+class LazyBinder:
+    """A `Binder` that is made with the first launch, because a device that runs no kernels needs none."""
 
-    buffers: by name, of shapes as in `AttentionProblem`:
+    def __init__(self, make: Callable[[], Binder]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _binder(self) -> Binder:
+        return self._make()
+
+    def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
+        """As `Binder.pack`."""
+        return self._binder.pack(buffers, more)
+
+
+def forward_packer(problem: AttentionProblem) -> Pack:
+    """What packs the parameters of forward launches of a problem.
+
+    Its buffers, by name, have shapes as in `AttentionProblem`:
         q (batch, seqlen_q, heads_q, head_dim), k and v alike, out (batch, seqlen_q, heads_q, head_dim_v), or packed
         (total, heads, dim) where varlen, with cu_seqlens_q and cu_seqlens_k int32 (batch + 1,); any outer strides.
         lse of ``lse_dtype`` (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
         bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
         sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
         of which some may be missing. Only what the problem asks for is looked at.
-    dropout_seed: 0 <= seed < 2^64.
-    Raises InvalidRequest for an operand that is missing or not as described; axes of extent 1 may have any stride.
+    It raises InvalidRequest for an operand that is missing or not as described, and for a dropout_seed outside of
+    0 <= seed < 2^64; axes of extent 1 may have any stride.
     """
-    return _binder(problem).pack(buffers, launch_values(problem, buffers, dropout_seed))
-
-
-@functools.lru_cache(maxsize=1024)
-def _binder(problem: AttentionProblem) -> Binder:
     layout = forward_layout()
-    return Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem))
+    binder = LazyBinder(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        return binder.pack(buffers, launch_values(problem, buffers, values.dropout_seed))
+
+    return pack
 
 
 def launch_values(

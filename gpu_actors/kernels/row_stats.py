@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.kernels.params import Binder, struct_layout
+from gpu_actors.kernels.program import Pack
 
-__all__ = ["pack_row_stats", "row_stats_layout"]
+__all__ = ["row_stats_layout", "row_stats_packer"]
 
 row_stats_layout = functools.partial(struct_layout, "RowStats", "common/params.cuh", "common/row_stats.cuh")
 
 
-def pack_row_stats(problem: AttentionProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The bytes that follow a launch's Params where the problem has one of these outputs, else none.
+def row_stats_packer(problem: AttentionProblem) -> Pack | None:
+    """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs.
 
-    buffers: score_max and score_sum_exp, float32 of the LSE's shape, of which the problem may have one alone.
-    Raises InvalidRequest for one that is missing or not as described.
+    Its buffers: score_max and score_sum_exp, float32 of the LSE's shape, of which the problem may have one alone.
+    It raises InvalidRequest for one that is missing or not as described.
     """
-    return _binder(problem).pack(buffers) if problem.row_stats else b""
-
-
-@functools.lru_cache(maxsize=256)
-def _binder(problem: AttentionProblem) -> Binder:
+    if not problem.row_stats:
+        return None
     layout, shape = row_stats_layout(), problem.lse_shape
     names = [name for name in ("score_max", "score_sum_exp") if getattr(problem, name)]
-    return Binder.of(layout, [layout.operand(name, "bhr"[3 - len(shape) :], shape, "float32") for name in names])
+    operands = [layout.operand(name, "bhr"[3 - len(shape) :], shape, "float32") for name in names]
+    binder = Binder.of(layout, operands)
+    return lambda buffers, values: binder.pack(buffers)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.params import Binder, ParamsLayout, parse_layout
+from gpu_actors.kernels.params import Binder, LazyBinder, ParamsLayout, parse_layout
+from gpu_actors.kernels.program import Pack, Values
 
-__all__ = ["pack_score", "score_layout"]
+__all__ = ["score_layout", "score_packer"]
 
 _ALIGNMENT = 8  # of the struct that holds Params and ScoreParams
 _AXES = "bhrk"
 
 
-@functools.lru_cache(maxsize=1024)
 def score_layout(mod: ScoreMod) -> ParamsLayout | None:
     """struct ScoreParams of the modification's header, or None where it reads nothing."""
     if not mod.tensors and not mod.scalars:
@@ -24,22 +23,25 @@ def score_layout(mod: ScoreMod) -> ParamsLayout | None:
     return parse_layout(mod.header, "ScoreParams")
 
 
-def pack_score(problem: AttentionProblem, buffers: Mapping[str, Buffer], scalars: Sequence[float]) -> bytes:
-    """The bytes that follow a launch's own parameters.
+def score_packer(problem: AttentionProblem) -> Pack | None:
+    """What packs the bytes that follow a launch's own parameters, or None if there are none.
 
-    buffers: ``ScoreMod.tensor_name(n)`` of every tensor, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), any
-    strides. scalars: of every scalar, in order. Raises InvalidRequest for a tensor that is not as the modification
-    reads it.
+    Its buffers: ``ScoreMod.tensor_name(n)`` of every tensor, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1),
+    any strides. It raises InvalidRequest for a tensor that is not as the modification reads it.
     """
     mod = problem.score_mod
     layout = None if mod is None else score_layout(mod)
     if mod is None or layout is None:
-        return b""
-    packed = _binder(problem, mod, layout).pack(buffers, {f"v{n}": value for n, value in enumerate(scalars)})
-    return packed + bytes(-len(packed) % _ALIGNMENT)
+        return None
+    binder = LazyBinder(lambda: _binder(problem, mod, layout))
+
+    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
+        packed = binder.pack(buffers, {f"v{n}": value for n, value in enumerate(values.score_scalars)})
+        return packed + bytes(-len(packed) % _ALIGNMENT)
+
+    return pack
 
 
-@functools.lru_cache(maxsize=1024)
 def _binder(problem: AttentionProblem, mod: ScoreMod, layout: ParamsLayout) -> Binder:
     lengths = (problem.seqlen_q, problem.seqlen_k)
     extents = dict(zip(_AXES, (problem.batch, problem.heads_q, *lengths), strict=True))

@@ -6,15 +6,13 @@ The others store theirs unrounded, (batch, rows, heads, dim), in scratch memory 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
-from gpu_actors.devices.interface import Buffer, ScratchSpec
+from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.params import Binder, struct_layout
-from gpu_actors.kernels.program import Part, Values, flat_grid
+from gpu_actors.kernels.params import Binder, LazyBinder, struct_layout
+from gpu_actors.kernels.program import Pack, Part, flat_grid
 from gpu_actors.kernels.support import ELEMENTS
 
 __all__ = ["SUM", "SUM_THREADS", "part_dtype", "part_shapes", "sum_macros", "sum_parts", "sum_scratch"]
@@ -59,15 +57,15 @@ def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
     for name, (_, *shape) in part_shapes(problem).items():
         blocks = -(-math.prod(shape) // SUM_THREADS)
         geometry = flat_grid(blocks, SUM_THREADS, 0, f"d{name}", shape[0])
-        parts.append(Part(own, geometry, functools.partial(_pack, problem, name)))
+        parts.append(Part(own, geometry, _packer(problem, name)))
     return tuple(parts)
 
 
-def _pack(problem: AttentionProblem, name: str, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    return _binder(problem, name).pack(buffers)
+def _packer(problem: AttentionProblem, name: str) -> Pack:
+    binder = LazyBinder(lambda: _binder(problem, name))
+    return lambda buffers, values: binder.pack(buffers)
 
 
-@functools.lru_cache(maxsize=256)
 def _binder(problem: AttentionProblem, name: str) -> Binder:
     layout = struct_layout("SumParams", "backward/backward_sum.cu")
     batch, *shape = part_shapes(problem)[name]

@@ -1,7 +1,7 @@
 """forward_sm90's tensor maps, boxes and descriptors, decoded by the second reading alone.
 
 Where TMA puts an element, wgmma must find it. What is decoded is what the product makes: the tensor maps of
-`pack_sm90`, and the descriptors, steps and places of kernels_cu/forward_sm90/boxes.cuh, run on the emulated device.
+`sm90_packer`, and the descriptors, steps and places of kernels_cu/forward_sm90/boxes.cuh, run on the emulated device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import numpy.typing as npt
 import pytest
 from emulated.forward import key_of, problem_of
 from inside.attention import ScoreMod
-from inside.kernels import COUNTER, ELEMENTS, TILES, pack_sm90, padded_head_dim, tile_of, value_pieces
+from inside.kernels import (
+    COUNTER,
+    ELEMENTS,
+    NO_VALUES,
+    TILES,
+    padded_head_dim,
+    sm90_packer,
+    tile_of,
+    value_pieces,
+)
 from isa import swizzle, tma, wgmma
 from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
 from support.sources import kernel_source
@@ -151,7 +160,7 @@ def variants() -> tuple[Variant, ...]:
             taken.append(given)
             return bytes(128)
 
-        pack_sm90(problem, key, encode, buffers_of(problem))
+        sm90_packer(problem, key, encode)(buffers_of(problem), NO_VALUES)
         by_box = [decoded(given) for given in taken]
         assert len(by_box) == 4
         dim, dim_v = (padded_head_dim(d, problem.dtype) for d in (problem.head_dim, problem.head_dim_v))

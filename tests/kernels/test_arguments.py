@@ -16,7 +16,7 @@ from support.structs import fields_of
 
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.params import UNBOUNDED, forward_layout, pack_forward, parse_layout
+from gpu_actors.kernels.params import UNBOUNDED, forward_layout, forward_packer, parse_layout
 from gpu_actors.kernels.program import NO_VALUES, Part, Program, Values
 from gpu_actors.kernels.support import example_problem
 
@@ -126,27 +126,27 @@ class TestPacking:
     def test_bounds_that_are_unbounded_or_huge_stay_addable(self):
         for window, expected in [((-1, 7), (UNBOUNDED, 7)), ((1 << 40, -1), (UNBOUNDED, UNBOUNDED)), ((0, 0), (0, 0))]:
             problem = dataclasses.replace(DENSE, window_size=window, sink_tokens=1 << 40)
-            packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES)))
+            packed = unpack(forward_packer(problem)(buffers(DENSE_SHAPES), NO_VALUES))
             assert (packed["window_left"], packed["window_right"]) == expected
             assert packed["sink_tokens"] == UNBOUNDED
 
     def test_dropout_packs_all_of_its_seed_with_threshold_and_scale(self):
         seed = (1 << 64) - 3
         problem = dataclasses.replace(DENSE, dropout_p=0.25)
-        packed = unpack(pack_forward(problem, buffers(DENSE_SHAPES), dropout_seed=seed))
+        packed = unpack(forward_packer(problem)(buffers(DENSE_SHAPES), Values(seed)))
         names = ("dropout_seed", "dropout_threshold", "dropout_scale")
         assert [packed[name] for name in names] == [seed, 1 << 30, 1 / 0.75]
 
     @pytest.mark.parametrize("seed", [-1, 1 << 64])
     def test_a_seed_outside_64_bits_is_refused(self, seed):
         with pytest.raises(InvalidRequest, match="dropout_seed"):
-            pack_forward(dataclasses.replace(DENSE, dropout_p=0.5), buffers(DENSE_SHAPES), dropout_seed=seed)
+            forward_packer(dataclasses.replace(DENSE, dropout_p=0.5))(buffers(DENSE_SHAPES), Values(seed))
 
     def test_a_missing_operand_is_refused(self):
         given = buffers(DENSE_SHAPES)
         del given["k"]
         with pytest.raises(InvalidRequest) as refused:
-            pack_forward(DENSE, given)
+            forward_packer(DENSE)(given, NO_VALUES)
         assert refused.value.field == "k"
 
     @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ class TestPacking:
         given = buffers(DENSE_SHAPES)
         given["q"] = given["q"]._replace(**changes)
         with pytest.raises(InvalidRequest, match=words) as refused:
-            pack_forward(DENSE, given)
+            forward_packer(DENSE)(given, NO_VALUES)
         assert refused.value.field == "q"
 
     def test_an_axis_of_extent_1_may_have_any_stride(self):
         problem = dataclasses.replace(DENSE, head_dim=1)
         given = buffers({**DENSE_SHAPES, "q": (2, 3, 4, 1), "k": (2, 5, 2, 1)})
         given["q"] = given["q"]._replace(strides=(12, 4, 1, 99))
-        assert unpack(pack_forward(problem, given))["q_strides.head"] == 1
+        assert unpack(forward_packer(problem)(given, NO_VALUES))["q_strides.head"] == 1
 
 
 def test_launches_of_the_same_kernels_have_the_same_steps() -> None:

@@ -25,9 +25,16 @@ from support.sources import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain, program_of
-from gpu_actors.kernels.forward_sm90 import COUNTER, FORWARD_SM90, pack_sm90, schedule_layout, sections_of, tma_refusal
+from gpu_actors.kernels.forward_sm90 import (
+    COUNTER,
+    FORWARD_SM90,
+    schedule_layout,
+    sections_of,
+    sm90_packer,
+    tma_refusal,
+)
 from gpu_actors.kernels.params import divider, forward_layout
-from gpu_actors.kernels.program import Target
+from gpu_actors.kernels.program import NO_VALUES, Target
 from gpu_actors.kernels.tiles import tile_of
 
 KERNEL = "forward_sm90"
@@ -154,7 +161,7 @@ class TestOperands:
             return bytes(128)
 
         counter = Buffer(64, (1,), (1,), "int32")
-        pack_sm90(problem, key_of(problem, "sm_90a", KERNEL), encode, {**buffers, COUNTER: counter})
+        sm90_packer(problem, key_of(problem, "sm_90a", KERNEL), encode)({**buffers, COUNTER: counter}, NO_VALUES)
         found = sorted((given.shape[1], given.strides) for given in maps)
         assert found == [(1, (row, row, row))] * 2 + [(200, (16 * head_dim, row, row))] * 2
 
@@ -180,7 +187,7 @@ OPERANDS = {
 
 def packed(**changed: Buffer) -> bytes:
     key = key_of(BASE, "sm_90a", KERNEL)
-    return pack_sm90(BASE, key, lambda tensor_map: bytes(128), {**OPERANDS, **changed})
+    return sm90_packer(BASE, key, lambda tensor_map: bytes(128))({**OPERANDS, **changed}, NO_VALUES)
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from inside.kernels import (
     PLAN,
     Target,
     decode_keys,
+    decode_packer,
     dispatch_key,
-    pack_decode,
     program_of,
     step_geometry,
 )
@@ -301,9 +301,11 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
         "sums": OutputSpec((10_000,), "int64"),
     }
 
+    packed = decode_packer(problem, key, ranges)
+
     def pack(buffers: Any) -> bytes:
         pointers = {f"{side}_ptrs": buffers["cache_seqlens"]._replace(dtype="uint64") for side in "kv"}
-        return pack_decode(problem, key, ranges, {**buffers, **(pointers if problem.layout == "pointers" else {})})
+        return packed({**buffers, **(pointers if problem.layout == "pointers" else {})}, NO_VALUES)
 
     step = Step(kernel_of(device_of(), kernel_source(key)), step_geometry(key, problem, ranges), pack)
     return run_launch(device_of(), Launch(key, operands, outputs, lambda _: {}, (step,)))["plan"]

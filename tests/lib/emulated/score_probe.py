@@ -10,7 +10,7 @@ from inside.attention import SCORE_HEADER
 from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, build_module
 from inside.graph import Modification
-from inside.kernels import example_problem, pack_score
+from inside.kernels import Values, example_problem, score_packer
 
 SOURCE = """
 #include "common/score_mod.cuh"
@@ -69,6 +69,7 @@ def run_probe(modification: Modification, inputs: dict[int, Any], scores: Any, d
         softmax_scale=1.0,
         score_mod=mod,
     )
-    parameters += pack_score(problem, buffers, numbers)
+    score = score_packer(problem)
+    parameters += b"" if score is None else score(buffers, Values(score_scalars=numbers))
     module.launch("probe", (batch * heads, 1, 1), (32, 1, 1), 0, parameters, list(memory.values()))
     return tuple(memory[name].view(dtype, scores.shape).copy() for name in ("values", "gradients"))

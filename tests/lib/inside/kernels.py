@@ -11,7 +11,7 @@ from gpu_actors.kernels.decode_mma import (
     PLAN,
     decode_keys,
     decode_layout,
-    pack_decode,
+    decode_packer,
     step_geometry,
     usual_decode_problems,
 )
@@ -20,7 +20,7 @@ from gpu_actors.kernels.decode_simple import SIMPLE, SIMPLE_COMBINE
 from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key, explain, program_of
-from gpu_actors.kernels.forward_sm90 import COUNTER, pack_sm90
+from gpu_actors.kernels.forward_sm90 import COUNTER, sm90_packer
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
@@ -44,7 +44,7 @@ from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cel
 from gpu_actors.kernels.params import ParamsLayout, forward_layout
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
 from gpu_actors.kernels.row_stats import row_stats_layout
-from gpu_actors.kernels.score_params import pack_score, score_layout
+from gpu_actors.kernels.score_params import score_layout, score_packer
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 from gpu_actors.kernels.tiles import (
     TILES,

@@ -188,7 +188,6 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if row in _SECTIONS:
             patch.setattr(sm90_kernel, "_L2_BYTES", _SECTIONS[row])
-        sm90_kernel.sections_of.cache_clear()
         out, lse = run_kernel(
             problem,
             operands,
@@ -197,7 +196,6 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
             limit_seconds=60.0,
             **launch,
         )
-    sm90_kernel.sections_of.cache_clear()
     check_output(out, lse, *case.inputs, repro=case.repro, **case.options)
 
 
