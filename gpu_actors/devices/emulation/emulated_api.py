@@ -92,9 +92,10 @@ class EmulatedApi(HostApi):
     def properties(self) -> DeviceProperties:
         return DeviceProperties(self.info.name, 0, 0, 0)
 
-    @driver_call
     def allocate(self, nbytes: int) -> EmulatedBuffer:
-        block = EmulatedBuffer(nbytes)
+        with self._lock:
+            self.called("allocate")
+        block = EmulatedBuffer(nbytes)  # without the lock: poisoning a pool takes long
         _MEMORY.add(block)
         return block
 
