@@ -17,7 +17,6 @@ from gpu_actors import ContextOptions, EmulationOptions, KernelSource
 from gpu_actors.devices.cuda import CudaDevice, stream
 from gpu_actors.devices.cuda.host_api import HostOrder
 from gpu_actors.devices.cuda.operands import Operands
-from gpu_actors.devices.cuda.stream import CudaStream, Flight
 from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, Step
 from gpu_actors.errors import ContextLost
@@ -103,15 +102,15 @@ def test_an_output_holds_nothing_of_the_launch_before(index: int) -> None:
 
 
 def staging_given_back_before_the_event(patch: pytest.MonkeyPatch) -> None:
-    enqueue = CudaStream._enqueue
+    compute = stream._compute
 
-    def early(self: CudaStream, flight: Flight, operands: Operands) -> None:
-        enqueue(self, flight, operands)
+    def early(api: Any, handle: int, operands: Operands) -> None:
+        compute(api, handle, operands)
         if operands._staging_in is not None:
-            self._pools.release_staging(operands._staging_in)
+            operands._pools.release_staging(operands._staging_in)
             operands._staging_in = None
 
-    patch.setattr(CudaStream, "_enqueue", early)
+    patch.setattr(stream, "_compute", early)
 
 
 def event_recorded_before_the_kernel(patch: pytest.MonkeyPatch) -> None:

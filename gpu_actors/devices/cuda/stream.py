@@ -95,16 +95,7 @@ class CudaStream(Stream):
         if key is not None:
             return self._launch_recorded(key, launch)
         operands = Operands(self._pools, launch, self._placement(launch), self._memory)
-        flight = Flight(driver, self.name, operands, self._events)
-        event = CudaEvent(flight)
-        with self._lock:
-            if self._closed or self.handle is None:
-                flight.release()
-                if self.handle is None:
-                    self._memory.release()
-                raise self._stopped()
-            self._enqueue(flight, operands)
-        return event
+        return self._submit(operands, operands.bound.kernels, lambda api, stream: _compute(api, stream, operands))
 
     def recording_stats(self) -> RecordingStats:
         return self.recordings.stats()
@@ -155,39 +146,13 @@ class CudaStream(Stream):
         return Placement.of(launch, self, _checked(self._driver, launch), arms=arms, emulated=emulated)
 
     def _launch_recorded(self, key: Hashable, launch: Launch) -> Event:
-        driver = self._driver
         recorded = self.recordings.acquire(key)
         if recorded is None:
             recorded = self._record(key, launch)
         else:
             recorded.rebind(launch)
-        flight = Flight(driver, self.name, recorded, self._events)
-        event = CudaEvent(flight)
-        with self._lock:
-            if self._closed or self.handle is None:
-                flight.release()
-                raise self._stopped()
-            api, stream = driver.api, self.handle
-            try:
-                flight.event = self._events.take()
-            except CudaFailure as failure:
-                error = driver.failed(failure)
-                flight.release()
-                raise error from failure
-            try:
-                for producer in recorded.producers:
-                    self._events.order_after(producer, stream)
-                api.launch_graph(recorded.graph, stream)
-                api.record_event(flight.event, stream)
-            except CudaFailure as failure:
-                error = driver.failed(failure)
-                self._keep_until_over(flight)
-                raise error from failure
-            except BaseException:  # Ctrl-C: part of the work may be enqueued
-                self._keep_until_over(flight)
-                raise
-            self._flights.append(flight)
-        return event
+        graph = recorded.graph
+        return self._submit(recorded, (), lambda api, stream: api.launch_graph(graph, stream))
 
     def _record(self, key: Hashable, launch: Launch) -> RecordedLaunch:
         """Record a launch as a graph, with its own memory for the launch's operands."""
@@ -213,33 +178,43 @@ class CudaStream(Stream):
             raise
         return RecordedLaunch(key, graph, placement.functions, operands, self.recordings)
 
-    def _enqueue(self, flight: Flight, operands: Operands) -> None:
-        driver, stream = self._driver, self.handle
-        assert stream is not None
-        api = driver.api
-        try:
-            flight.event = self._events.take()
-            _prepare(api, operands.bound.kernels)
-        except CudaFailure as failure:
-            error = driver.failed(failure)
-            flight.release()
-            raise error from failure
-        except BaseException:
-            flight.release()
-            raise
-        try:
-            for producer in operands.producers:
-                self._events.order_after(producer, stream)
-            _compute(api, stream, operands)
-            api.record_event(flight.event, stream)
-        except CudaFailure as failure:
-            error = driver.failed(failure)
-            self._keep_until_over(flight)
-            raise error from failure
-        except BaseException:  # Ctrl-C: part of the work may be enqueued
-            self._keep_until_over(flight)
-            raise
-        self._flights.append(flight)
+    def _submit(
+        self, operands: Operands | RecordedLaunch, kernels: Kernels, enqueue: Callable[[CudaApi, int], None]
+    ) -> Event:
+        """Enqueue a launch between the waits for its producers and the record of its event."""
+        driver, api = self._driver, self._driver.api
+        flight = Flight(driver, self.name, operands, self._events)
+        event = CudaEvent(flight)
+        with self._lock:
+            if self._closed or self.handle is None:
+                flight.release()
+                if self.handle is None:
+                    self._memory.release()
+                raise self._stopped()
+            try:
+                flight.event = self._events.take()
+                _prepare(api, kernels)
+            except CudaFailure as failure:
+                error = driver.failed(failure)
+                flight.release()
+                raise error from failure
+            except BaseException:
+                flight.release()
+                raise
+            try:
+                for producer in operands.producers:
+                    self._events.order_after(producer, self.handle)
+                enqueue(api, self.handle)
+                api.record_event(flight.event, self.handle)
+            except CudaFailure as failure:
+                error = driver.failed(failure)
+                self._keep_until_over(flight)
+                raise error from failure
+            except BaseException:  # Ctrl-C: part of the work may be enqueued
+                self._keep_until_over(flight)
+                raise
+            self._flights.append(flight)
+        return event
 
     def _keep_until_over(self, flight: Flight) -> None:
         """Hold the memory of an aborted launch: the part of it that was enqueued goes on."""
