@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gpu_actors.compiling.cubin_entry import CorruptEntry, VariantKey, decode_entry, encode_entry, variant_key
+from gpu_actors.compiling.cubin_entry import CorruptEntry, EntryName, decode_entry, encode_entry, entry_name
 from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
@@ -113,11 +113,11 @@ class CubinCache:
         self._toolchain = toolchain
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("hits", "misses", "compiles", "corrupt", "evicted"), 0)
-        self._keys: dict[tuple[KernelSource, str], VariantKey] = {}
-        self._memory: OrderedDict[VariantKey, Cubin] = OrderedDict()
+        self._keys: dict[tuple[KernelSource, str], EntryName] = {}
+        self._memory: OrderedDict[EntryName, Cubin] = OrderedDict()
         self._memory_bytes = 0
         self._warned: set[tuple[str, int | None]] = set()
-        self._flights: dict[VariantKey, Future[Entry]] = {}
+        self._flights: dict[EntryName, Future[Entry]] = {}
         self._folder = CacheFolder(Path(directory), writable=True) if directory is not None else None
         self._folders = [CacheFolder(Path(path), writable=False, field="prewarmed") for path in readonly_paths]
         for folder in self._folders:
@@ -130,13 +130,13 @@ class CubinCache:
             with contextlib.suppress(OSError, InvalidRequest):
                 self._prune(self._folder)
 
-    def key(self, source: KernelSource, arch: str | None = None) -> VariantKey:
-        """The variant's key. Raises what `KernelSource.resolve_arch` and `variant_key` raise."""
+    def key(self, source: KernelSource, arch: str | None = None) -> EntryName:
+        """The variant's key. Raises what `KernelSource.resolve_arch` and `entry_name` raise."""
         try:
             return self._keys[source, arch or ""]
         except KeyError:
             pass
-        key = variant_key(source, source.resolve_arch(arch), self._toolchain())
+        key = entry_name(source, source.resolve_arch(arch), self._toolchain())
         if len(self._keys) >= _MAX_KEYS:
             self._keys.clear()
         self._keys[source, arch or ""] = key
@@ -196,7 +196,7 @@ class CubinCache:
 
     # One compile for many callers
 
-    def _lead(self, flight: Future[Entry], key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _lead(self, flight: Future[Entry], key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         """Find or compile the cubin for all threads that joined the flight. A later thread starts a new one."""
         try:
             try:
@@ -213,7 +213,7 @@ class CubinCache:
         flight.set_result(result)
         return result[0]
 
-    def _find_or_compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Entry:
+    def _find_or_compile(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Entry:
         cubin = self._from_memory(key, source) or self._from_folders(key, source, arch)
         if cubin is not None:
             return cubin, True
@@ -225,7 +225,7 @@ class CubinCache:
         self._store_in_memory(key, cubin)
         return cubin, False
 
-    def _compiled_key(self, key: VariantKey, source: KernelSource, arch: str) -> VariantKey:
+    def _compiled_key(self, key: EntryName, source: KernelSource, arch: str) -> EntryName:
         """The key of a cubin that is compiled here: the loaded compiler may not be the installed one."""
         if self._offline or key.build is None:
             return key
@@ -233,12 +233,12 @@ class CubinCache:
             toolchain = self._toolchain(load=True)
         except CompileError:  # compiling raises it too
             return key
-        compiled = variant_key(source, arch, toolchain)
+        compiled = entry_name(source, arch, toolchain)
         if compiled != key:
             self._keys.clear()
         return compiled
 
-    def _compile_locked(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _compile_locked(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         if self._offline:
             raise self._missing(key, source, arch)
         with contextlib.ExitStack() as lock:
@@ -251,12 +251,12 @@ class CubinCache:
                     self._publish(key, source, cubin)
             return cubin
 
-    def _compile(self, key: VariantKey, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _compile(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
         self._count("compiles")
         emit = functools.partial(self._emit, logging.INFO, key=key, source=source, arch=arch)
         return traced_compile(emit, lambda: compile(source, arch))
 
-    def _locked(self, lock: contextlib.ExitStack, key: VariantKey, source: KernelSource) -> bool:
+    def _locked(self, lock: contextlib.ExitStack, key: EntryName, source: KernelSource) -> bool:
         """Take the lock that keeps other processes from compiling the variant. Without it nothing is published."""
         if self._folder is None or key.build is None:
             return False
@@ -274,7 +274,7 @@ class CubinCache:
             return False
         return True
 
-    def _missing(self, key: VariantKey, source: KernelSource, arch: str) -> CompileError:
+    def _missing(self, key: EntryName, source: KernelSource, arch: str) -> CompileError:
         macros = " ".join(f"{name}={value}" for name, value in source.macros.items()) or "none"
         folders = [str(folder.path) for folder in self._folders] or ["no folder at all"]
         others = sorted({nvrtc for folder in self._folders for nvrtc in _builds(folder, key, source, arch)})
@@ -286,7 +286,7 @@ class CubinCache:
 
     # Memory and folders
 
-    def _from_memory(self, key: VariantKey, source: KernelSource) -> Cubin | None:
+    def _from_memory(self, key: EntryName, source: KernelSource) -> Cubin | None:
         with self._lock:
             cubin = self._memory.get(key)
             if cubin is None:
@@ -295,7 +295,7 @@ class CubinCache:
         self._hit(key, source, "memory")
         return cubin
 
-    def _store_in_memory(self, key: VariantKey, cubin: Cubin) -> None:
+    def _store_in_memory(self, key: EntryName, cubin: Cubin) -> None:
         with self._lock:
             if key not in self._memory:
                 self._memory[key] = cubin
@@ -303,7 +303,7 @@ class CubinCache:
             while self._memory_bytes > self._max_memory_bytes:
                 self._memory_bytes -= len(self._memory.popitem(last=False)[1].data)
 
-    def _from_folders(self, key: VariantKey, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
+    def _from_folders(self, key: EntryName, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
         """The cubin from the first folder that has a sound entry."""
         for folder in self._folders:
             try:
@@ -319,7 +319,7 @@ class CubinCache:
                 self._warn_once(error, "cubin cache %s cannot be read: %s", folder.path, error)
         return None
 
-    def _read(self, folder: CacheFolder, name: str, key: VariantKey, source: KernelSource, arch: str) -> Cubin | None:
+    def _read(self, folder: CacheFolder, name: str, key: EntryName, source: KernelSource, arch: str) -> Cubin | None:
         stored = folder.read(name)
         if stored is None:
             return None
@@ -337,7 +337,7 @@ class CubinCache:
                 folder.quarantine(name, stored.inode)
         return None
 
-    def _publish(self, key: VariantKey, source: KernelSource, cubin: Cubin) -> None:
+    def _publish(self, key: EntryName, source: KernelSource, cubin: Cubin) -> None:
         toolchain = self._toolchain()
         if self._folder is None or key.build is None or toolchain is None:
             return
@@ -371,12 +371,12 @@ class CubinCache:
 
     # Counts and events
 
-    def _hit(self, key: VariantKey, source: KernelSource, layer: str) -> None:
+    def _hit(self, key: EntryName, source: KernelSource, layer: str) -> None:
         self._count("hits")
         if self._on_event is not None or _log.isEnabledFor(logging.DEBUG):
             self._emit(logging.DEBUG, "cache.hit", key, source, layer=layer)
 
-    def _miss(self, key: VariantKey, source: KernelSource) -> None:
+    def _miss(self, key: EntryName, source: KernelSource) -> None:
         self._count("misses")
         self._emit(logging.DEBUG, "cache.miss", key, source)
 
@@ -384,7 +384,7 @@ class CubinCache:
         with self._lock:
             self._counts[what] += by
 
-    def _emit(self, level: int, event: str, key: VariantKey, source: KernelSource, **fields: object) -> None:
+    def _emit(self, level: int, event: str, key: EntryName, source: KernelSource, **fields: object) -> None:
         digest = key.build or key.variant
         fields = {"variant": f"{source.name}:{digest[:12]}", "digest": digest, **fields}
         if self._on_event is None:
@@ -411,7 +411,7 @@ def traced_compile(emit: Callable[..., None], make: Callable[[], T]) -> T:
         emit("compile.completed", seconds=time.perf_counter() - start, error=failure)
 
 
-def _builds(folder: CacheFolder, key: VariantKey, source: KernelSource, arch: str) -> Iterator[str]:
+def _builds(folder: CacheFolder, key: EntryName, source: KernelSource, arch: str) -> Iterator[str]:
     """The NVRTC versions whose builds of the variant are in the folder."""
     with contextlib.suppress(OSError):
         for name in folder.names(key.prefix):

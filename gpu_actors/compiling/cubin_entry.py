@@ -20,7 +20,7 @@ from gpu_actors.compiling.compiler import compile_inputs
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.toolchain import Toolchain
 
-__all__ = ["CorruptEntry", "VariantKey", "decode_entry", "digest_of", "encode_entry", "variant_key"]
+__all__ = ["CorruptEntry", "EntryName", "decode_entry", "digest_of", "encode_entry", "entry_name"]
 
 # Raise it when the key's parts, the entry's layout or the meaning of the cubins change.
 SCHEMA = 1
@@ -34,8 +34,8 @@ class CorruptEntry(Exception):
     """The bytes are not a whole entry of the requested key. The cache catches it."""
 
 
-class VariantKey(NamedTuple):
-    """The digests of a variant, 64 hexadecimal digits each.
+class EntryName(NamedTuple):
+    """The name of a cubin's entry: the digests of its variant, 64 hexadecimal digits each.
 
     variant: of the source's own parts.
     build: of these, the compiler, its options and the toolkit's headers. None if no compiler is installed.
@@ -59,14 +59,14 @@ class VariantKey(NamedTuple):
         return f"{self.variant}-"
 
 
-def variant_key(source: KernelSource, arch: str, toolchain: Toolchain | None) -> VariantKey:
-    """The key of ``source`` compiled for ``arch`` by ``toolchain``. A process hashes each header once."""
+def entry_name(source: KernelSource, arch: str, toolchain: Toolchain | None) -> EntryName:
+    """The name of ``source`` compiled for ``arch`` by ``toolchain``. A process hashes each header once."""
     inputs = compile_inputs(source, arch, toolchain)
     variant = _digest(source, arch, "", source.options, inputs.own_headers.items())
     if toolchain is None:
-        return VariantKey(variant, None)
+        return EntryName(variant, None)
     build = _digest(source, arch, toolchain.version, inputs.options, inputs.headers.items())
-    return VariantKey(variant, build)
+    return EntryName(variant, build)
 
 
 def _digest(

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from support.cubins import ARCH, fake_toolchain, kernel
 
-from gpu_actors.compiling.cubin_entry import variant_key
+from gpu_actors.compiling.cubin_entry import entry_name
 from gpu_actors.compiling.toolchain import Toolchain
 
 
 def build(source, arch=ARCH, toolchain=None):
-    return variant_key(source, arch, toolchain or fake_toolchain()).build
+    return entry_name(source, arch, toolchain or fake_toolchain()).build
 
 
 INCLUDING = '#include "a.cuh"\n#include <toolkit.h>\n'
@@ -90,8 +90,8 @@ class TestKeys:
 
     def test_the_variant_without_its_build_ignores_the_compiler_alone(self, toolkit):
         source = kernel(source=INCLUDING, headers={"a.cuh": ""})
-        with_compiler = variant_key(source, ARCH, toolkit)
-        without = variant_key(source, ARCH, None)
+        with_compiler = entry_name(source, ARCH, toolkit)
+        without = entry_name(source, ARCH, None)
         assert without == (with_compiler.variant, None)
-        assert variant_key(kernel(source=INCLUDING, headers={"a.cuh": "x"}), ARCH, None) != without
-        assert variant_key(source, "sm_80", None) != without
+        assert entry_name(kernel(source=INCLUDING, headers={"a.cuh": "x"}), ARCH, None) != without
+        assert entry_name(source, "sm_80", None) != without

@@ -14,7 +14,7 @@ from support.cubins import ARCH, fake_toolchain, kernel, run_child
 
 from gpu_actors.compiling import toolchain
 from gpu_actors.compiling.compiler import Compiler, compile_inputs, supported_archs, whole_cubin
-from gpu_actors.compiling.cubin_entry import variant_key
+from gpu_actors.compiling.cubin_entry import entry_name
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
@@ -249,10 +249,10 @@ class TestToolchain:
             "import pickle, sys; from support.cubins import ARCH, fake_toolchain, kernel\n"
             "import gpu_actors.compiling.cubin_cache, gpu_actors.compiling.assets\n"
             "from gpu_actors.compiling.compiler import Compiler; from gpu_actors.compiling.source import KernelSource\n"
-            "from gpu_actors.compiling.cubin_entry import variant_key; from gpu_actors.errors import CompileError\n"
+            "from gpu_actors.compiling.cubin_entry import entry_name; from gpu_actors.errors import CompileError\n"
             "from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc\n"
             "print([m for m in sys.modules if m.startswith(('cupy', 'platformdirs'))])\n"
-            "print(*variant_key(kernel(), ARCH, fake_toolchain()))\n"
+            "print(*entry_name(kernel(), ARCH, fake_toolchain()))\n"
             "s = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
             "new = type(s)(s.name, s.source, s.entry_points, s.headers, s.macros, s.options, s.arch)\n"
             "print(s == new, hash(s) == hash(new))\n"
@@ -265,7 +265,7 @@ class TestToolchain:
         )
         imported, key, pickled, refusal, version = run_child(code, pickle.dumps(kernel_source).hex()).splitlines()
         assert imported == "[]"
-        assert key.split() == list(variant_key(kernel(), ARCH, fake_toolchain()))
+        assert key.split() == list(entry_name(kernel(), ARCH, fake_toolchain()))
         assert [len(part) for part in key.split()] == [64, 64]
         assert pickled == "True True"
         assert cuda_hint() in refusal
