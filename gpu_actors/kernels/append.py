@@ -129,6 +129,7 @@ class AppendProblem:
         return self.max_blocks * self.page_size if self.layout == "paged" else self.max_seq
 
 
+@functools.lru_cache(maxsize=1024)
 def append_variant(problem: AppendProblem, arch: str) -> Variant:
     """The kernel of a problem on an architecture ("sm_90a", ...). Sizes are not in it.
 

@@ -21,6 +21,7 @@ _WARPS, _WARP = 4, 32
 _PART_BYTES = 8192  # four rounds of 16 bytes a thread
 
 
+@functools.cache
 def page_copy_variant(arch: str) -> Variant:
     """The kernel, which is one an architecture."""
     return Variant("copy_pages", arch, {"WARPS": _WARPS, "PART_BYTES": _PART_BYTES})

@@ -7,7 +7,6 @@ To add a kernel, name its family here; its folder says the rest, but for the til
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +88,6 @@ _BY_KERNEL = {kernel: family for family in FAMILIES for kernel in (family.name, 
 _OTHER_KINDS = ("direction", "layout")
 
 
-@functools.lru_cache(maxsize=4096)
 def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
     """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
 

@@ -170,7 +170,8 @@ def sm90_threads(key: DispatchKey) -> int:
 
 def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
     """One block a multiprocessor, and no more than there are tiles."""
-    blocks = min(sections_of(problem, tile_of(key)).tiles, multiprocessors or MULTIPROCESSORS)
+    tiles = -(-problem.seqlen_q // tile_of(key).block_m) * problem.batch * problem.heads_q
+    blocks = min(tiles, multiprocessors or MULTIPROCESSORS)
     return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
 
 

@@ -255,13 +255,12 @@ class LazyBinder:
 
     def __init__(self, make: Callable[[], Binder]) -> None:
         self._make = make
-
-    @functools.cached_property
-    def _binder(self) -> Binder:
-        return self._make()
+        self._binder: Binder | None = None
 
     def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
         """As `Binder.pack`."""
+        if self._binder is None:
+            self._binder = self._make()
         return self._binder.pack(buffers, more)
 
 
