@@ -80,6 +80,10 @@ class FrozenMap(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __eq__(self, other: object) -> bool:
+        # Mapping's own copies both, and variants are compared at every launch.
+        return self._items == other._items if isinstance(other, FrozenMap) else super().__eq__(other)
+
     def __hash__(self) -> int:
         return hash(tuple(self._items.items()))
 

@@ -7,8 +7,8 @@ parked for it goes back to its place in its queue. The store outlives the actors
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,13 @@ _CAPACITY = 256
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """The kernel of a variant. product: None while it is compiled. parked: calls that wait, by their cell."""
+    """The kernel of a variant.
+
+    product: None while it is compiled. parked: calls that wait, by their cell. used: when it was, by the store's count.
+    """
 
     product: Cubin | Kernel | None = None
+    used: int = 0
     parked: dict[ActorCell, list[Call[Any]]] = field(default_factory=dict)
 
 
@@ -47,8 +51,9 @@ class KernelStore:
     def __init__(self, environment: Environment, capacity: int = _CAPACITY) -> None:
         self._environment = environment
         self._capacity = capacity
-        self._entries: OrderedDict[Variant, _Entry] = OrderedDict()
-        self._together: dict[tuple[Variant, ...], Kernels] = {}
+        self._entries: dict[Variant, _Entry] = {}
+        self._together: dict[tuple[Variant, ...], tuple[Kernels, list[_Entry]]] = {}
+        self._count = itertools.count(1)
         # Re-entrant: the garbage collector may end a task, whose request then asks for its kernels here.
         self._lock = threading.RLock()
 
@@ -57,39 +62,37 @@ class KernelStore:
 
         Called on the thread of the cell's actor, which loads those that no actor has loaded yet.
         """
-        with self._lock:
-            kernels = self._together.get(variants)
-            if kernels is not None:
-                for variant in variants:
-                    self._entries.move_to_end(variant)
-                return kernels
-            products = [product for variant in variants if (product := self.product(variant)) is not None]
-        if len(products) < len(variants):
-            return None
-        try:
-            kernels = Kernels(map(self._load, variants, products))
-        except GpuActorsError as error:
-            cell.progress.launch_ended(error)
-            raise
-        with self._lock:
-            if all(variant in self._entries for variant in variants):
-                self._together[variants] = kernels
-        return kernels
+        together = self._together.get(variants)
+        if together is None:
+            entries = [entry for variant in variants if (entry := self._compiled_entry(variant)) is not None]
+            if len(entries) < len(variants):
+                return None
+            try:
+                together = Kernels(map(self._load, entries)), entries
+            except GpuActorsError as error:
+                cell.progress.launch_ended(error)
+                raise
+            with self._lock:
+                if all(self._entries.get(variant) is entry for variant, entry in zip(variants, entries, strict=True)):
+                    self._together[variants] = together
+        used = next(self._count)
+        for entry in together[1]:
+            entry.used = used
+        return together[0]
 
     def product(self, variant: Variant) -> Cubin | Kernel | None:
         """What was compiled, or what a device has built or loaded of it. None if it must be compiled first."""
-        with self._lock:
-            entry = self._entries.get(variant)
-            if entry is None or entry.product is None:
-                return None
-            self._entries.move_to_end(variant)
-            return entry.product
+        entry = self._compiled_entry(variant)
+        if entry is None:
+            return None
+        entry.used = next(self._count)
+        return entry.product
 
     def wait_for(self, variants: tuple[Variant, ...], call: Call[Any], cell: ActorCell) -> None:
         """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet."""
         missing: list[Variant] = []
         with self._lock:
-            awaited = [variant for variant in variants if self.product(variant) is None]
+            awaited = [variant for variant in variants if self._compiled_entry(variant) is None]
             for variant in awaited:
                 if variant not in self._entries:
                     self._entries[variant] = _Entry()
@@ -109,14 +112,16 @@ class KernelStore:
             compiling = environment.compiler.send(Prepare(variant), None, None, call.priority)
             compiling.when_done(functools.partial(self._compiled, variant))
 
-    def _load(self, variant: Variant, product: Cubin | Kernel) -> Kernel:
-        if isinstance(product, Kernel):
-            return product
-        kernel = self._environment.device.load(product, product.entry_points[0])
-        with self._lock:
-            if variant in self._entries:
-                self._entries[variant].product = kernel
-        return kernel
+    def _compiled_entry(self, variant: Variant) -> _Entry | None:
+        entry = self._entries.get(variant)
+        return None if entry is None or entry.product is None else entry
+
+    def _load(self, entry: _Entry) -> Kernel:
+        product = entry.product  # another actor's thread may load it, too: the device gives both the same
+        if isinstance(product, Cubin):
+            product = entry.product = self._environment.device.load(product, product.entry_points[0])
+        assert product is not None
+        return product
 
     def _compiled(self, variant: Variant, compiling: Call[Any]) -> None:
         error = compiling.error
@@ -124,7 +129,7 @@ class KernelStore:
             # The next request for a variant that failed has it compiled again.
             parked = self._entries.pop(variant).parked
             if error is None:
-                self._entries[variant] = _Entry(compiling.answer())
+                self._entries[variant] = _Entry(compiling.answer(), next(self._count))
                 self._drop_oldest()
         for cell, calls in parked.items():
             if error is None:
@@ -137,6 +142,7 @@ class KernelStore:
 
     def _drop_oldest(self) -> None:
         compiled = [variant for variant, entry in self._entries.items() if entry.product is not None]
+        compiled.sort(key=lambda variant: self._entries[variant].used)
         for variant in compiled[: max(0, len(compiled) - self._capacity)]:
             del self._entries[variant]
             self._together = {key: kernels for key, kernels in self._together.items() if variant not in key}
