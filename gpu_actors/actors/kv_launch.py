@@ -46,7 +46,10 @@ def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
     if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
         rows = pad_rows(rows)
     copies = [write.copy for work in group for write in work.writes if write.copy is not None]
-    inputs = {**cache.descales_of(len(rows.counts)), **launch.inputs, "k": rows.k, "v": rows.v}
+    # The first input, q where there is one, decides whether the outputs are on the host.
+    inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
+    for name, factors in cache.descales_of(len(rows.counts)).items():
+        inputs.setdefault(name, factors)
     if not rows.rows:
         inputs["cu_seqlens_new"] = rows.ends
     for name in ("positions", "turned_positions", "rope_cos", "rope_sin"):

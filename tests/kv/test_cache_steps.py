@@ -12,6 +12,7 @@ from support.kv_cache import PAGE, Rows, attention, contents, opened, outcome, s
 from support.service import eventually
 
 import gpu_actors as ga
+from gpu_actors import ServiceActor
 
 
 def test_a_sequence_that_grows_over_pages_is_answered_right_at_each_length() -> None:
@@ -152,3 +153,22 @@ def test_kernels_append_to_a_growing_table() -> None:
         wait(*[cache.append(seq, k, v) for k, v in kept[4:]])
         for got, wanted in zip(contents(cache, seq), zip(*kept, strict=True), strict=True):
             np.testing.assert_array_equal(got, np.concatenate(wanted))
+
+
+def test_q_is_the_first_input_which_decides_where_the_output_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    firsts: list[str] = []
+    launch = ServiceActor.launch
+
+    def noted(self: ServiceActor, calls: Any, made: Any, *arguments: Any) -> None:
+        firsts.append(next(iter(made.inputs)))
+        launch(self, calls, made, *arguments)
+
+    monkeypatch.setattr(ServiceActor, "launch", noted)
+    factors = np.ones(2, np.float32)
+    rows = Rows()
+    with opened(dtype="float8_e4m3fn", k_descale=factors, v_descale=factors) as (_, cache):
+        seq = wait(cache.create())
+        for _ in range(3):
+            k, v = (side.astype(np.float16) for side in rows.new(1, 1))
+            wait(cache.attend(rows.q(1, 1).astype(np.float16), [seq], k=k, v=v))
+    assert firsts == ["q"] * 3
