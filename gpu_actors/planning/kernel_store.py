@@ -74,6 +74,8 @@ class KernelStore:
                 raise
             with self._lock:
                 if all(self._entries.get(variant) is entry for variant, entry in zip(variants, entries, strict=True)):
+                    if len(self._together) >= self._capacity:
+                        self._together.clear()
                     self._together[variants] = together
         used = next(self._count)
         for entry in together[1]:
