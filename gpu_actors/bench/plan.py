@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.kernels.decode_mma import ranges_of
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, before, split_decode
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, before, splitter
 from gpu_actors.kernels.dispatch import dispatch_key
 from gpu_actors.kernels.support import example_problem
 
@@ -92,7 +92,7 @@ def _measure(lengths: npt.NDArray[np.int32]) -> dict[str, object]:
     ranges = ranges_of(key, _MULTIPROCESSORS)
 
     def plan() -> Schedule:
-        return split_decode(problem, key, ranges, lengths, None)
+        return splitter(problem, key, ranges)(lengths, None)
 
     times = []
     for _ in range(_REPEATS):

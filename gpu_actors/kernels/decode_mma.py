@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, ScratchSpec
 from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, min_units, split_decode
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, min_units, splitter
 from gpu_actors.kernels.decode_tiles import (
     ROW_TILES,
     decode_tile,
@@ -358,16 +358,19 @@ def split_program(problem: AttentionProblem, main: Part, pack: Pack, ranges: int
     return Program(
         tuple(main if part == main.key else Part(part, step_geometry(part, problem, ranges), pack) for part in keys),
         _scratch(problem, main.key, keys, ranges),
-        split=functools.partial(_split, problem, main.key, ranges) if lengths_on_host else None,
+        split=_split(problem, main.key, ranges) if lengths_on_host else None,
     )
 
 
-def _split(
-    problem: AttentionProblem, key: DispatchKey, ranges: int, cache_seqlens: Any, cu_seqlens_q: Any
-) -> dict[str, Any]:
-    """The ranges, int32 (ranges + 1, 4), from lengths that are NumPy arrays."""
-    rows = None if cu_seqlens_q is None else np.diff(cu_seqlens_q)
-    return {"plan": split_decode(problem, key, ranges, cache_seqlens, rows).positions}
+def _split(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Callable[[Any, Any], dict[str, Any]]:
+    """From lengths that are NumPy arrays to the ranges, int32 (ranges + 1, 4)."""
+    split = splitter(problem, key, ranges)
+
+    def plan(cache_seqlens: Any, cu_seqlens_q: Any) -> dict[str, Any]:
+        rows = None if cu_seqlens_q is None else np.diff(cu_seqlens_q)
+        return {"plan": split(cache_seqlens, rows).positions}
+
+    return plan
 
 
 def cache_tables(problem: AttentionProblem, alignment: int = CHUNK) -> dict[str, ScratchSpec]:

@@ -7,6 +7,7 @@ the device where lengths lie there. Splitting by equal ranges of the whole is st
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy.typing as npt
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.kernels.decode_tiles import decode_tile, row_tiles
 
-__all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "split_decode"]
+__all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "splitter"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 _MIN_KEYS = 128  # of a range: docs/kernels_decode.md weighs a smaller one against the merge of more pieces
 _MIN_UNITS = 2  # of a range: one alone may be an item's beginning, without keys
+_LENGTHS = 64  # of a batch, whose ranges a plan keeps
 ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
 
 
@@ -51,28 +53,33 @@ class Schedule(NamedTuple):
     workload: Workload
 
 
-def split_decode(
-    problem: AttentionProblem, key: DispatchKey, ranges: int, lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None
-) -> Schedule:
-    """The ranges of a launch. lengths: keys of each sequence, (batch,). rows: new rows of each, None where all have
-    ``seqlen_q``. Both within what the problem says."""
-    if rows is None and problem.mask in ("full", "causal") and row_tiles(problem, key.row_tile) == 1:
+Split: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any] | None], Schedule]
+"""From lengths, keys of each sequence (batch,), and new rows of each, None if all have ``seqlen_q``, to the ranges."""
+
+
+def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
+    """What splits the launches of a problem. Its lengths and rows are within what the problem says."""
+    tile = decode_tile(key).tile.block_n
+
+    @functools.lru_cache(maxsize=_LENGTHS)
+    def of_tiles(counts: bytes) -> Schedule:
+        """Of sequences of so many tiles of keys, int64 (batch,), whose rows fit into a block."""
+        schedule = split(np.frombuffer(counts, np.int64) * tile, None)
+        schedule.positions.flags.writeable = False
+        return schedule
+
+    def split(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
+        return _split(key, ranges, workload(problem, key, lengths, rows))
+
+    def split_by_tiles(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
         # The last row sees all keys. A step of decoding adds one, and most steps no tile.
-        counts = -(-lengths.astype(np.int64) // decode_tile(key).tile.block_n)
-        return _split_tiles(problem, key, ranges, counts.tobytes())
-    return _split(problem, key, ranges, workload(problem, key, lengths, rows))
+        return split(lengths, rows) if rows is not None else of_tiles((-(-lengths.astype(np.int64) // tile)).tobytes())
+
+    in_tiles = problem.mask in ("full", "causal") and row_tiles(problem, key.row_tile) == 1
+    return split_by_tiles if in_tiles else split
 
 
-@functools.lru_cache(maxsize=256)
-def _split_tiles(problem: AttentionProblem, key: DispatchKey, ranges: int, counts: bytes) -> Schedule:
-    """The ranges of sequences of so many tiles of keys, int64 (batch,), whose rows fit into a block."""
-    lengths = np.frombuffer(counts, np.int64) * decode_tile(key).tile.block_n
-    found = _split(problem, key, ranges, workload(problem, key, lengths, None))
-    found.positions.flags.writeable = False
-    return found
-
-
-def _split(problem: AttentionProblem, key: DispatchKey, ranges: int, load: Workload) -> Schedule:
+def _split(key: DispatchKey, ranges: int, load: Workload) -> Schedule:
     units = load.units
     sums = before(units * load.heads)
     total, entries = int(sums[-1]), units.size

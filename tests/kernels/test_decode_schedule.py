@@ -17,7 +17,7 @@ from support.timing import below, median_seconds, yardsticks
 
 from gpu_actors import AttentionProblem
 from gpu_actors.kernels.decode_mma import ranges_of
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, split_decode, workload
+from gpu_actors.kernels.decode_schedule import ITEM_UNITS, Schedule, min_units, splitter, workload
 from gpu_actors.kernels.decode_tiles import ROW_TILES, decode_tile, row_tile_of
 from gpu_actors.kernels.dispatch import program_of
 from gpu_actors.kernels.occupancy import shared_a_multiprocessor, shared_mem_limit
@@ -29,7 +29,7 @@ def planned(case: DecodeCase, ranges: int) -> tuple[AttentionProblem, Any, Sched
     problem = problem_of(case, case.operands())
     key = key_of(problem, "sm_80")
     rows = None if case.rows is None else np.array(case.rows)
-    return problem, key, split_decode(problem, key, ranges, case.batch.lengths, rows)
+    return problem, key, splitter(problem, key, ranges)(case.batch.lengths, rows)
 
 
 def walk(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
@@ -110,7 +110,7 @@ def split_on_hopper(lengths: Any, **changes: Any) -> Schedule:
     problem = dataclasses.replace(plan.problem_of(lengths), **changes)
     key = key_of(problem, "sm_90a")
     assert min_units(key) >= 2
-    return split_decode(problem, key, ranges_of(key, 132), lengths, None)
+    return splitter(problem, key, ranges_of(key, 132))(lengths, None)
 
 
 def test_a_short_sequence_alone_keeps_nearly_all_multiprocessors_busy():
@@ -138,7 +138,7 @@ def test_four_thousand_sequences_are_planned_in_a_millisecond():
     lengths = plan.batches()["mixed_4096"]
     problem = plan.problem_of(lengths)
     key = key_of(problem, "sm_90a")
-    below(4.5, lambda: yardsticks(median_seconds(lambda: split_decode(problem, key, 264, lengths, None), 31)))
+    below(4.5, lambda: yardsticks(median_seconds(lambda: splitter(problem, key, 264)(lengths, None), 31)))
 
 
 def test_the_benchmark_says_what_it_measured():
@@ -189,11 +189,12 @@ def test_lengths_of_as_many_tiles_share_a_split_that_is_as_any_other(causal: boo
     problem = problem_of(case, case.operands())
     key = key_of(problem, "sm_80")
     rng = np.random.default_rng(0)
+    split = splitter(problem, key, 40)
     for lengths in [case.batch.lengths, *rng.integers(0, 700, (40, 4), np.int32)]:
-        every = split_decode(problem, key, 40, lengths, np.full(4, rows))
-        found = split_decode(problem, key, 40, lengths, None)
+        every = split(lengths, np.full(4, rows))
+        found = split(lengths, None)
         np.testing.assert_array_equal(found.positions, every.positions)
         tile = decode_tile(key).tile.block_n
-        alike = split_decode(problem, key, 40, -(-lengths // tile) * tile, None)
+        alike = split(-(-lengths // tile) * tile, None)
         assert alike.positions is found.positions
         assert not found.positions.flags.writeable

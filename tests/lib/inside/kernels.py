@@ -15,7 +15,7 @@ from gpu_actors.kernels.decode_mma import (
     step_geometry,
     usual_decode_problems,
 )
-from gpu_actors.kernels.decode_schedule import split_decode
+from gpu_actors.kernels.decode_schedule import splitter
 from gpu_actors.kernels.decode_simple import SIMPLE, SIMPLE_COMBINE
 from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.decode_tiles import decode_tile

@@ -15,7 +15,7 @@ from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, check, key_of, positions_on_the_device, problem_of
 from emulated.far_pages import check_far_pages, check_far_rows
 from emulated.sweeps import launch_of
-from inside.kernels import split_decode
+from inside.kernels import splitter
 
 KERNELS = ("decode_mma", "decode_plan", "decode_combine")
 LAUNCHES = (("late", "greedy", 0), ("eager", "greedy", 1), ("late", "lane", 1), ("random", "random", 2))
@@ -256,7 +256,7 @@ def _check_plans() -> None:
     for case, ranges in itertools.product(cases, (1, 7)):
         problem = problem_of(case, case.operands())
         rows = None if case.rows is None else np.array(case.rows)
-        host = split_decode(problem, key_of(problem, "sm_80"), ranges, case.batch.lengths, rows).positions
+        host = splitter(problem, key_of(problem, "sm_80"), ranges)(case.batch.lengths, rows).positions
         np.testing.assert_array_equal(positions_on_the_device(case, ranges), host, "plan differs")
 
 
