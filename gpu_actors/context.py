@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import anyio
 
+from gpu_actors.catching import shielded
 from gpu_actors.devices.interface import Device
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import GpuActorsError, InvalidRequest
@@ -21,7 +22,7 @@ from gpu_actors.fields import one_of
 from gpu_actors.handles.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local, refuse_on_loop
-from gpu_actors.runtime.opening import Opening, run_in_thread, shielded
+from gpu_actors.runtime.opening import Opening, run_in_thread
 from gpu_actors.runtime.reply import need_asyncio
 
 __all__ = ["GpuContext", "open_context", "open_contexts"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent / "gpu_actors"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_version", "values", "clock"),
+    ("_version", "catching", "clock", "values"),
     ("extras",),
     ("errors",),
     ("process",),

@@ -20,6 +20,7 @@ from typing import Any
 
 from gpu_actors.actors.nvrtc import NvrtcActor
 from gpu_actors.actors.probing import Probing
+from gpu_actors.catching import hand_error_to, log_errors
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError, caused
 from gpu_actors.options import ContextOptions
@@ -86,20 +87,13 @@ class ContextActor(ThreadActor):
         return [] if self._children is None else list(self._children.cells.values())
 
     def on_start(self) -> None:
-        try:
+        with hand_error_to(self._abandon):
             self._start_children()
-        except BaseException as error:
-            self._abandon(error)
 
     def on_receive(self, message: Any) -> None:
-        try:
+        with hand_error_to(self._give_up_children):
             if isinstance(message, Run):
                 message.function(self)
-        except BaseException as error:
-            # A supervisor that dies leaves its children's callers without answers: close instead.
-            logger.exception("the ContextActor failed")
-            self._fail(ActorFailed(f"the ContextActor failed: {error!r}"))
-            self._check_stopped()
 
     def on_stop(self) -> None:
         # Pykka stops every actor there is when asked to, or when one of them raises SystemExit.
@@ -182,6 +176,12 @@ class ContextActor(ThreadActor):
             logger.error("%s; the context goes on without it", failure)
             cell.retire(failure)
 
+    def _give_up_children(self, error: BaseException) -> None:
+        """This actor failed. A supervisor that dies leaves its children's callers without answers: close instead."""
+        logger.error("the ContextActor failed", exc_info=error)
+        self._fail(ActorFailed(f"the ContextActor failed: {error!r}"))
+        self._check_stopped()
+
     def _fail(self, error: ActorFailed) -> None:
         """Fail the context: stop every actor and answer every call. Health gives the reason."""
         children = self._children
@@ -251,14 +251,18 @@ class ContextActor(ThreadActor):
             return
         self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
+        # What raises here is logged, since the others have to be closed too. Pykka would answer a KeyboardInterrupt by
+        # stopping the actors of every other context.
         for cell in self._cells:
             cell.stop()
             close = getattr(cell.shared, "close", None)
             if close is not None:
-                _close(f"what {cell.name} shared", close)
+                with log_errors("closing what %s shared raised", cell.name):
+                    close()
         # No caller waits for launches under way, but a device that is closed before they end cannot free its memory.
         self._end_completions(_LAST_MOMENT)
-        _close("the device", children.device.close)
+        with log_errors("closing the device raised"):
+            children.device.close()
         ended = self._end_completions(_DRAIN_SECONDS)
         for cell in self._cells:
             if cell not in ended:
@@ -291,13 +295,3 @@ class ContextActor(ThreadActor):
 
     def _run(self, function: Callable[[], None]) -> None:
         self.post_message(Run(lambda _: function()))
-
-
-def _close(what: str, close: Callable[[], object]) -> None:
-    """Close one thing. Its error is logged, because the others have to be closed too and waiters told."""
-    try:
-        close()
-    except BaseException:
-        # KeyboardInterrupt and SystemExit too: Ctrl-C comes on the main thread, so what is closed raised this one, and
-        # Pykka would answer it by stopping the actors of every other context.
-        logger.exception("closing %s raised", what)

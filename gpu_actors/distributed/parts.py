@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gpu_actors.arrays.adopt import Adopted, adopt, check_device
+from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import Unsupported
@@ -46,13 +47,14 @@ async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     If one fails, the others are cancelled, and its error is raised once they have ended.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
+    async with undo_on_error(_cancel, tasks):
         return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def host_operands(request: Any, names: Sequence[str]) -> dict[str, Adopted]:

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack
 
 from gpu_actors.attention.requests import Array
+from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.pooled_cache import PooledKvCache
 from gpu_actors.distributed.remote.context import open_remote
@@ -25,7 +26,6 @@ from gpu_actors.isolation.serialization import side_effect_free
 from gpu_actors.kv.requests import KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
-from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 __all__ = ["ContextPool", "open_pool"]
@@ -179,13 +179,8 @@ class open_pool(Local):
     async def __aenter__(self) -> ContextPool:
         need_asyncio("open_pool()")
         tasks = [asyncio.create_task(_opened(opening)) for opening in self._openings]
-        try:
+        async with undo_on_error(_closed, tasks):
             await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await shielded(_closed(tasks))
-            raise
         for task in tasks:
             self._pool.add(task.result(), owned=True)
         return self._pool
@@ -200,6 +195,8 @@ async def _opened(opening: open_remote) -> GpuContext:
     return await opening
 
 
-async def _closed(tasks: Iterable[asyncio.Task[GpuContext]]) -> None:
+async def _closed(tasks: Sequence[asyncio.Task[GpuContext]]) -> None:
+    for task in tasks:
+        task.cancel()
     contexts = await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.gather(*(context.aclose() for context in contexts if isinstance(context, GpuContext)))

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpu_actors.attention.requests import Array, AttentionOutput
+from gpu_actors.catching import shielded, undo_on_error
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.migration import copy_sequence
 from gpu_actors.distributed.remote.context import RemoteContext
@@ -26,7 +27,6 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
-from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.values import show
 
@@ -94,13 +94,10 @@ class PooledKvCache(Local):
         if self._entered:
             raise GpuActorsError("this cache has been entered already; make one for each use")
         self._entered = True
-        try:
+        async with undo_on_error(self._leave):
             # A bad spec is refused here, and not by the first sequence.
             for member in self._pool.candidates().values():
                 await self._shard(member)
-        except BaseException:
-            await shielded(self._leave())
-            raise
         return self
 
     async def __aexit__(

@@ -24,6 +24,7 @@ import numpy as np
 from gpu_actors.arrays.adopt import name_of
 from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
 from gpu_actors.attention.requests import Array, AttentionOutput
+from gpu_actors.catching import shielded, undo_on_error
 from gpu_actors.distributed.key_split import KeySplit, RowRequest
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.parts import all_of
@@ -36,7 +37,6 @@ from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.requests import AttendCache, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
-from gpu_actors.runtime.opening import shielded
 from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.values import show
 
@@ -136,13 +136,10 @@ class ShardedKvCache(Local):
         if self._state != "new":
             raise GpuActorsError("this cache has been entered already; make one for each use")
         self._state = "open"
-        try:
+        async with undo_on_error(self.__aexit__, None, None, None):
             for member in self._pool.candidates().values():
                 self._caches.append(await member.context.kv_cache(**self._spec).__aenter__())
                 self._members.append(member)
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
         return self
 
     async def __aexit__(
@@ -167,14 +164,14 @@ class ShardedKvCache(Local):
         """Begin an empty sequence."""
         self._check()
         handles: list[KvSequence] = []
-        try:
+        with undo_on_error(self._free, handles):
             for cache in self._caches:
                 handles.append(await cache.create())  # noqa: PERF401  what was begun before one fails is freed
-        except BaseException:
-            for cache, handle in zip(self._caches, handles, strict=False):
-                cache.free(handle)
-            raise
         return ShardedSequence(next(_NUMBERS), 0, self, handles)
+
+    def _free(self, handles: list[KvSequence]) -> None:
+        for cache, handle in zip(self._caches, handles, strict=False):
+            cache.free(handle)
 
     async def free(self, seq: ShardedSequence) -> None:
         """Forget a sequence on every worker."""
@@ -393,11 +390,8 @@ class ShardedKvCache(Local):
         prefix = seq._prefixes.get((rank, keys))
         if prefix is None:
             prefix = await self._caches[rank].fork(seq._handles[rank])
-            try:
+            with undo_on_error(self._caches[rank].free, prefix):
                 await self._caches[rank].truncate(prefix, keys)
-            except BaseException:
-                self._caches[rank].free(prefix)
-                raise
             seq._prefixes[rank, keys] = prefix
         return prefix
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple, TypedDict, TypeVar
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.budget import RetryBudget
 from gpu_actors.distributed.member import Member, WorkerStats
 from gpu_actors.distributed.routing import DIRECTORY, Homes
@@ -137,21 +138,15 @@ class WorkerPool(Local):
 
         member.watch(look)
         try:
-            async with asyncio.timeout(timeout):
-                while not member.idle:
-                    # Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that comes as the event is set,
-                    # that of ``timeout`` too. A lost generation loses its sequences without a notification here.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_IDLE_POLL_SECONDS):
-                            await news.wait()
-                    news.clear()
-        except TimeoutError:
-            pass
-        except BaseException:
-            member.leavers -= 1
-            if not member.leaving and self._members.get(name) is member:
-                self.homes.ring.add(name)
-            raise
+            with undo_on_error(self._keep, member), contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while not member.idle:
+                        # Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that comes as the event is
+                        # set, that of ``timeout`` too. A lost generation loses its sequences without a notification.
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(_IDLE_POLL_SECONDS):
+                                await news.wait()
+                        news.clear()
         finally:
             member.forget_watcher(look)
         if self._members.get(name) is member:  # and not another one that has its name by now
@@ -159,6 +154,11 @@ class WorkerPool(Local):
             self.homes.forget(name)
         if member.owned:
             await member.context.aclose()
+
+    def _keep(self, member: Member) -> None:
+        member.leavers -= 1
+        if not member.leaving and self._members.get(member.name) is member:
+            self.homes.ring.add(member.name)
 
     def health(self) -> Mapping[str, Health]:
         """The health of each worker."""

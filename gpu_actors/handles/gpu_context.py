@@ -25,6 +25,7 @@ from gpu_actors.actors.kernels import CompilesKernels, KernelActor
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle
 from gpu_actors.actors.probing import probe
+from gpu_actors.catching import undo_on_error
 from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest
 from gpu_actors.fields import real
@@ -237,11 +238,8 @@ def start_context(open_device: Callable[[], Device], options: ContextOptions) ->
     """
     opened: Future[Children] = Future()
     ref = ContextActor.start(open_device, options, (*BUILT_IN, *options.actors), opened)
-    try:
+    with undo_on_error(lambda: ref.stop(block=False)):
         children = opened.result()
-    except BaseException:
-        ref.stop(block=False)
-        raise
     return registered(GpuContext(children, _Root(ref)))
 
 

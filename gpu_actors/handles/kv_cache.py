@@ -16,6 +16,7 @@ import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.attention.requests import Array, AttentionOutput
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.fields import describe, expect
 from gpu_actors.kv.requests import (
@@ -91,11 +92,8 @@ class KvCache(Local):
     async def __aenter__(self) -> Self:
         need_asyncio("ctx.kv_cache()")
         opening = self._open()
-        try:
+        with undo_on_error(self._abandon, opening):
             self._number = await opening
-        except BaseException:
-            self._abandon(opening)
-            raise
         return self
 
     async def __aexit__(
@@ -110,11 +108,8 @@ class KvCache(Local):
     def __enter__(self) -> Self:
         refuse_on_loop("with ctx.kv_cache()", "async with")
         opening = self._open()
-        try:
+        with undo_on_error(self._abandon, opening):
             self._number = opening.result()
-        except BaseException:
-            self._abandon(opening)
-            raise
         return self
 
     def __exit__(

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from gpu_actors.catching import undo_on_error
+
 __all__ = ["Arena", "Host"]
 
 Host = np.ndarray[Any, Any]
@@ -205,7 +207,7 @@ def _new(size: int | None) -> tuple[int, mmap.mmap]:
     least = _LEAST if size is None else size
     nbytes = _memory() if size is None else size
     fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)
-    try:
+    with undo_on_error(os.close, fd):
         while True:
             try:
                 os.ftruncate(fd, _page_up(nbytes))
@@ -214,9 +216,6 @@ def _new(size: int | None) -> tuple[int, mmap.mmap]:
                 nbytes //= 2
                 if nbytes < least:
                     raise
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def _memory() -> int:

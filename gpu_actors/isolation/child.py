@@ -8,6 +8,7 @@ import socket
 import threading
 from typing import Any
 
+from gpu_actors.catching import hand_error_to
 from gpu_actors.isolation.arena import Arena
 from gpu_actors.isolation.context_worker import ContextWorker
 from gpu_actors.isolation.imports import Unpickler, enter_child
@@ -39,12 +40,8 @@ def main(descriptors: list[int], spec: bytes) -> None:
     # Found in a class, a partial is bound from Python 3.14 on.
     Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
-    try:
-        worker_spec = WorkerSpec(*Unpickler(spec).load())
-    except BaseException as error:  # such as an error while the actor's module is imported
-        worker.refuse(error)
-    else:
-        worker.open(worker_spec)
+    with hand_error_to(worker.refuse):  # such as an error while the actor's module is imported
+        worker.open(WorkerSpec(*Unpickler(spec).load()))
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that hangs may keep the process alive: the driver frees what it had.
     os._exit(0)

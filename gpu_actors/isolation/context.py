@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
 from gpu_actors.handles.gpu_context import BUILT_IN, GpuContext, registered
 from gpu_actors.handles.health import Health
@@ -124,11 +125,8 @@ def start_isolated(
 def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
     """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. As `start_isolated`."""
     launcher = ChildProcess()
-    try:
+    with undo_on_error(launcher.arena.unmap):  # no request was made, so nothing lies in it
         children, generations, obstacle = start_isolated(device, options, launcher)
-    except BaseException:
-        launcher.arena.unmap()  # no request was made, so nothing lies in it
-        raise
     return registered(IsolatedContext(children, generations)), obstacle
 
 

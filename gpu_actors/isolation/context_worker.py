@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_actors.catching import hand_error_to
 from gpu_actors.isolation.channel import Channel, Link
 from gpu_actors.isolation.launcher import WorkerSpec
 from gpu_actors.isolation.pipe import Unreadable
@@ -30,10 +31,8 @@ class ContextWorker:
 
     def open(self, order: WorkerSpec) -> None:
         """Open the context, and send that it is open, or why not; then `ended` is true. Blocks."""
-        try:
+        with hand_error_to(self.refuse):
             self._worker.open(*order)
-        except BaseException as error:
-            self.refuse(error)
 
     def refuse(self, error: BaseException) -> None:
         """Send that the context does not open, and why; then `ended` is true."""

@@ -6,8 +6,10 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.isolation.arena import Arena, Host
 from gpu_actors.isolation.launcher import Received, WorkerSpec
@@ -38,15 +40,8 @@ class ChildProcess:
         answers = Arena()
         ours, theirs = socket.socketpair()
         channel = PipeChannel(ours, True, self.arena, answers, received)
-        try:
+        with closing(answers), theirs, undo_on_error(answers.unmap), undo_on_error(channel.close):
             process = spawn((theirs.fileno(), self.arena.fd, answers.fd), tuple(order))
-        except BaseException:
-            channel.close()
-            answers.unmap()
-            raise
-        finally:
-            theirs.close()
-            answers.close()
         return _Child(self, channel, process, answers)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:

@@ -7,7 +7,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_actors.actors.kv_cache import KvCacheActor
@@ -107,15 +107,15 @@ def _run_function(function: Any, context: Any, arguments: list[Any]) -> Any:
 
 
 def _outcome(done: Future[Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return done.result(), None
-    except CancelledError:
+    if done.cancelled():
         return None, RequestCancelled("cancelled where it ran")
-    except BaseException as error:
-        if not isinstance(error, GpuActorsError):
-            # The frames stay in the worker.
-            error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)).rstrip())
-        return None, error
+    error = done.exception()
+    if error is None:
+        return done.result(), None
+    if not isinstance(error, GpuActorsError):
+        # The frames stay in the worker.
+        error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)).rstrip())
+    return None, error
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, Unsupported
 from gpu_actors.isolation.zygote import ANSWER, GO, STARTED_BY
 
@@ -58,7 +59,7 @@ class _Zygote:
         code = f"from gpu_actors.isolation.zygote import main; main({theirs.fileno()}, {os.getpid()})"
         path = os.pathsep.join(path or _folder() for path in _search_path())
         environ = {**os.environ, "PYTHONPATH": path, STARTED_BY: str(os.getpid())}
-        try:
+        with theirs, undo_on_error(ours.close):
             # In a session of its own: the terminal's Ctrl-C is for the program.
             self.process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]
@@ -68,11 +69,6 @@ class _Zygote:
                 cwd=_folder() if _is_deleted() else None,
                 start_new_session=True,
             )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         ours.setblocking(False)
         self.socket = ours
         self._limit = _STARTING

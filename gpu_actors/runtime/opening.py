@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from gpu_actors.catching import hand_error_to
 from gpu_actors.errors import GpuActorsError
 
-__all__ = ["Opening", "run_in_thread", "shielded"]
+__all__ = ["Opening", "run_in_thread", "start_thread"]
 
 T = TypeVar("T")
 
@@ -52,9 +53,17 @@ class Opening(Generic[C]):
             return self._context
 
 
-async def shielded(work: Coroutine[Any, Any, object]) -> None:
-    """Run ``work`` to its end, even if the task that waits for it is cancelled."""
-    await asyncio.shield(asyncio.create_task(work))
+def start_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a thread that the end of the process does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            with hand_error_to(future.set_exception):
+                future.set_result(function())
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 async def run_in_thread(function: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn
 import pykka
 from pykka import ActorDeadError, ActorRef
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
 
@@ -32,11 +33,9 @@ class ThreadActor(pykka.ThreadingActor):
     use_daemon_thread: ClassVar[bool] = True
 
     def _start_actor_loop(self) -> None:
-        try:
+        # If no thread can be started, Pykka's registry would keep the actor and its objects alive.
+        with undo_on_error(pykka.ActorRegistry.unregister, self.actor_ref):
             super()._start_actor_loop()
-        except BaseException:  # no thread can be started: Pykka's registry would keep the actor and its objects alive
-            pykka.ActorRegistry.unregister(self.actor_ref)
-            raise
 
     def post_message(self, message: Any) -> None:
         """Put a message in the inbox. For any thread; a message to an actor that has stopped is dropped."""

@@ -17,6 +17,7 @@ from typing import IO, NamedTuple, Self
 import anyio
 import anyio.to_thread
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
@@ -156,14 +157,11 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
         return
     target = path.resolve()
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    with undo_on_error(lambda: part.unlink(missing_ok=True)):
         with part.open("w", encoding="utf-8") as opened:
             opened.writelines(pieces)
             _flush(opened)
         part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _flush(opened: IO[str]) -> None:

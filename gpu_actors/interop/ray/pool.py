@@ -13,12 +13,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from gpu_actors.catching import shielded, undo_on_error
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.distributed.worker_pool import PoolOptions
 from gpu_actors.fields import expect, integer, real
 from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.options import ContextOptions
-from gpu_actors.runtime.opening import shielded
 
 __all__ = ["ray_pool"]
 
@@ -72,12 +72,9 @@ class ray_pool(open_pool):
     async def __aenter__(self) -> ContextPool:
         check_connected()
         self._group = placement_group([self._asked] * self._count, strategy=self._strategy)
-        try:
+        async with undo_on_error(self._remove):
             await self._wait_for_group(self._group)
             return await super().__aenter__()
-        except BaseException:
-            await shielded(self._remove())
-            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +30,7 @@ from gpu_actors.interop.ray.channel import first_line
 from gpu_actors.isolation.serialization import sendable_error
 from gpu_actors.isolation.side_tasks import SideTasks
 from gpu_actors.options import ContextOptions
+from gpu_actors.runtime.opening import start_thread
 
 __all__ = ["ContextDeployment", "Outcome", "as_value", "ask"]
 
@@ -176,16 +175,7 @@ def _translated(error: Exception) -> GpuActorsError | None:
 
 def _in_a_thread(function: Callable[[], T]) -> T:
     """Call what blocks: Serve makes and ends a replica on the thread of its event loop."""
-    done: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            done.set_result(function())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=call, name="gpu-actors-replica", daemon=True).start()
-    return done.result()
+    return start_thread(function, "gpu-actors-replica").result()
 
 
 def _dropped(_: Any, __: Any) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +25,7 @@ from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, model_name, with_blocks
 from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.runtime.opening import start_thread
 from gpu_actors.server.http.problems import NotFound
 from gpu_actors.server.openai.engines import Engines, PoolAttention
 from gpu_actors.server.openai.responses import ModelCard
@@ -186,18 +185,7 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
 
 async def _in_thread(load: Callable[[], T]) -> T:
     """What a thread loads, for which neither a cancellation nor the end of the process waits."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(load())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="gpu-actors-loading", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(start_thread(load, "gpu-actors-loading"))
 
 
 def _source(argument: str) -> tuple[str, str]:
