@@ -8,9 +8,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
-from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.pooled_cache import PooledKvCache
@@ -23,9 +22,10 @@ from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.isolation.launcher import Launcher
 from gpu_actors.isolation.processes import ChildProcess
 from gpu_actors.isolation.serialization import side_effect_free
-from gpu_actors.kv.requests import KvCacheSpec
+from gpu_actors.kv.requests import KvCacheKeywords, KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
+from gpu_actors.runtime.handle import takes_options
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 __all__ = ["ContextPool", "open_pool"]
@@ -92,37 +92,13 @@ class ContextPool(WorkerPool):
 
         return await self.attempt(choose or self._less_loaded, make, may_repeat)
 
-    def kv_cache(
-        self,
-        *,
-        num_blocks: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        dtype: Any = "bfloat16",
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        latent_dim: int = 0,
-        cascade: bool | Literal["auto"] = "auto",
-    ) -> PooledKvCache:
+    @takes_options(KvCacheSpec, KvCacheKeywords)
+    def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> PooledKvCache:
         """A paged KV cache on every worker. Each sequence lives on one of them. Enter it with ``async with``.
 
         The arguments are those of `KvCacheSpec`, for each worker's cache.
         """
-        spec = KvCacheSpec(
-            num_blocks=num_blocks,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            latent_dim=latent_dim,
-            cascade=cascade,
-        )
-        return PooledKvCache(self, spec)
+        return PooledKvCache(self, KvCacheSpec(**options))
 
     def _less_loaded(self, members: Mapping[str, Member]) -> Member:
         loads = {name: member.outstanding for name, member in members.items()}

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 
@@ -34,9 +34,10 @@ from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, Stale
 from gpu_actors.fields import FP8, describe, expect, integer, optional_array, output_dtype
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.append import AppendProblem, Rope
-from gpu_actors.kv.requests import AttendCache, KvSequence
+from gpu_actors.kv.requests import AttendCache, KvCacheKeywords, KvCacheSpec, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
+from gpu_actors.runtime.handle import takes_options
 from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.values import show
 
@@ -82,50 +83,30 @@ class ShardedKvCache(Local):
     lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
     """
 
-    def __init__(
-        self,
-        pool: ContextPool,
-        *,
-        num_blocks: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        dtype: str = "bfloat16",
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        latent_dim: int = 0,
-        interleave: int | None = None,
-        cascade: bool | Literal["auto"] = "auto",
-    ) -> None:
+    @takes_options(KvCacheSpec, KvCacheKeywords)
+    def __init__(self, pool: ContextPool, *, interleave: int | None = None, **options: Unpack[KvCacheKeywords]) -> None:
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
-        if latent_dim != 0:
+        spec = KvCacheSpec(**options)
+        dtype = spec.dtype
+        if spec.latent_dim != 0:
             reason = "new rows attend to each other in a forward request, which takes no latents: use a PooledKvCache"
-            raise Unsupported("latent_dim", latent_dim, reason, 0)
+            raise Unsupported("latent_dim", spec.latent_dim, reason, 0)
         if dtype == "float64":
             reason = "the answers of workers are merged by their LSE, which is fp32: use a PooledKvCache"
             raise Unsupported("dtype", dtype, reason, "float32")
         expect(isinstance(dtype, str), "dtype", show(dtype), "must be the name of a dtype")
         self._pool = pool
         self._dtype = dtype
-        descales = (("k_descale", k_descale), ("v_descale", v_descale))
+        descales = (("k_descale", spec.k_descale), ("v_descale", spec.v_descale))
         self._descales = {name: on_host(name, factors) for name, factors in descales if factors is not None}
-        self._dim_v = head_dim if head_dim_v is None else head_dim_v
-        self._kv_heads = kv_heads
-        self.interleave: int = integer("interleave", page_size if interleave is None else interleave, 1)
-        self._spec: dict[str, Any] = {
-            "num_blocks": num_blocks,
-            "page_size": page_size,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim_v,
-            "dtype": dtype,
-            **self._descales,
-            "cascade": cascade,
-        }
+        self._dim_v = spec.head_dim if spec.head_dim_v is None else spec.head_dim_v
+        self._kv_heads = spec.kv_heads
+        self.interleave: int = integer("interleave", spec.page_size if interleave is None else interleave, 1)
+        self._spec: dict[str, Any] = {**options, **self._descales}
         self._layout = AppendProblem(
-            layout="paged", batch=1, total=1, rows=1, heads_kv=kv_heads, head_dim=head_dim, head_dim_v=self._dim_v,
-            dtype=dtype, cache_dtype=dtype, page_size=page_size, num_blocks=num_blocks, max_blocks=1,
+            layout="paged", batch=1, total=1, rows=1, heads_kv=spec.kv_heads, head_dim=spec.head_dim,
+            head_dim_v=self._dim_v, dtype=dtype, cache_dtype=dtype, page_size=spec.page_size,
+            num_blocks=spec.num_blocks, max_blocks=1,
         )  # fmt: skip
         self._members: list[Member] = []
         self._caches: list[KvCache] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import anyio
 
@@ -30,6 +30,7 @@ from gpu_actors.kv.requests import (
     ForkSequence,
     FreeSequence,
     ImportSequence,
+    KvCacheKeywords,
     KvCacheSpec,
     KvSequence,
     OpenCache,
@@ -374,35 +375,11 @@ class OpensKvCaches:
     def __init__(self, children: Children) -> None:
         self._children = children
 
-    def kv_cache(
-        self,
-        *,
-        num_blocks: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        dtype: Any = "bfloat16",
-        k_descale: Array | None = None,
-        v_descale: Array | None = None,
-        latent_dim: int = 0,
-        cascade: bool | Literal["auto"] = "auto",
-    ) -> KvCache:
+    @takes_options(KvCacheSpec, KvCacheKeywords)
+    def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> KvCache:
         """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
 
         Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
         `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
         """
-        spec = KvCacheSpec(
-            num_blocks=num_blocks,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            latent_dim=latent_dim,
-            cascade=cascade,
-        )
-        return KvCache(self._children, self._children.handle(KvCacheActor), spec)
+        return KvCache(self._children, self._children.handle(KvCacheActor), KvCacheSpec(**options))

@@ -24,6 +24,7 @@ __all__ = [
     "ForkSequence",
     "FreeSequence",
     "ImportSequence",
+    "KvCacheKeywords",
     "KvCacheSpec",
     "KvSequence",
     "OpenCache",
@@ -55,6 +56,24 @@ class KvCacheSpec:
     v_descale: Array | None = None
     latent_dim: int = 0
     cascade: bool | Literal["auto"] = "auto"
+
+
+class _PoolKeywords(TypedDict):
+    num_blocks: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+
+
+class KvCacheKeywords(_PoolKeywords, total=False):
+    """`KvCacheSpec` as keyword arguments of a call."""
+
+    head_dim_v: int | None
+    dtype: Any
+    k_descale: Array | None
+    v_descale: Array | None
+    latent_dim: int
+    cascade: bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]:
     """For a method that makes a message of its ``**options``: a signature that shows each of them.
 
-    keywords: the TypedDict of the options. Each has the default of the field of ``message`` that bears its name.
+    keywords: the TypedDict of the options. Each has the default, if any, of the field of ``message`` of its name.
     The method raises TypeError for an option that is not among them, and names the nearest one.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(message)}
+    defaults = {
+        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(message)
+    }
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
         for name, kind in keywords.__annotations__.items()

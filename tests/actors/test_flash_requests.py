@@ -15,6 +15,7 @@ from cases.rejections import backward as sound_request
 from inside.reference import rounder
 
 import gpu_actors as ga
+from gpu_actors.distributed import ContextPool, ShardedKvCache
 from gpu_actors.reference import attention_backward, attention_forward
 from gpu_actors.testing import random_backward
 
@@ -101,6 +102,9 @@ CALLS = {
     ga.FlashAttnHandle.decode: (ga.BatchedDecode, set()),
     ga.KvCache.append: (ga.AppendRows, {"cache"}),
     ga.KvCache.attend: (ga.AttendCache, {"cache"}),
+    ga.GpuContext.kv_cache: (ga.KvCacheSpec, set()),
+    ContextPool.kv_cache: (ga.KvCacheSpec, set()),
+    ShardedKvCache.__init__: (ga.KvCacheSpec, set()),
 }
 
 
@@ -115,7 +119,8 @@ def test_the_options_of_a_call_are_those_of_its_message(call: Any) -> None:
     for name, hint in typing.get_type_hints(keywords, include_extras=True).items():
         assert hint == hints[name], name
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default == fields[name].default, name
+        required = fields[name].default is dataclasses.MISSING
+        assert parameters[name].default == (inspect.Parameter.empty if required else fields[name].default), name
 
 
 def test_an_unknown_option_is_told_the_nearest(ctx: ga.GpuContext) -> None:
@@ -128,6 +133,8 @@ def test_an_unknown_option_is_told_the_nearest(ctx: ga.GpuContext) -> None:
         ctx.flash_attn.forward(q, k, v, zzz=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'return_lse'"):
         ctx.flash_attn.backward(v, q, k, v, v, q, return_lse=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"kv_cache\(\) got .* 'page_sise'; the nearest option is 'page_size'"):
+        ctx.kv_cache(num_blocks=1, page_sise=1, kv_heads=1, head_dim=8)  # type: ignore[call-arg]
 
 
 def test_inspect_key_tells_without_launching(ctx: ga.GpuContext) -> None:
