@@ -11,15 +11,10 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import IO, NamedTuple, Self
-
-import anyio
-import anyio.to_thread
+from typing import IO, NamedTuple
 
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
@@ -77,25 +72,10 @@ class ChromeTrace(Recorder):
         spans += [_Span(begin, last, begin["args"]) for begin in open_spans]
         replace_file(self.path, _document(spans, rows, dropped))
 
-    async def __aenter__(self) -> Self:
+    def _start(self) -> None:
         add_sink(self.host_span)
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        remove_sink(self.host_span)
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.write)
-
-    def __enter__(self) -> Self:
-        refuse_on_loop("with ChromeTrace()", "async with")
-        add_sink(self.host_span)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _finish(self) -> None:
         remove_sink(self.host_span)
         self.write()
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
+import anyio
+import anyio.to_thread
+
+from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import HostSpan
 
@@ -25,7 +29,7 @@ _GROUPS = {ACTORS: "actors", THREADS: "threads", SERVICE: "service"}
 
 
 class Recorder(ABC):
-    """A listener for ``ContextOptions.on_event`` and a sink of host spans, for any thread."""
+    """A listener for ``ContextOptions.on_event`` and a sink of host spans, for any thread, entered around a context."""
 
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
@@ -77,6 +81,32 @@ class Recorder(ABC):
         begin |= {"id": f"{span.thread_name}:{self._works}", "ts": span.begin / 1000, "args": args}
         if self._span_began(begin):
             self._span_ended(begin, span.end / 1000, args)
+
+    def __enter__(self) -> Self:
+        refuse_on_loop(f"with {type(self).__name__}()", "async with")
+        self._start()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._finish()
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._finish)
+
+    # For subclasses
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Collect from now on."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Collect no more, and end the file. May block while a disk works."""
 
     # For subclasses. Called under the lock.
 

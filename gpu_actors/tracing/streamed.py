@@ -14,14 +14,11 @@ import threading
 import time
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-import anyio
 import anyio.to_thread
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, Record, Recorder, row_names
 
@@ -69,25 +66,9 @@ class StreamedTrace(Recorder):
         self._thread: threading.Thread | None = None
         self._process = 0
 
-    def __enter__(self) -> Self:
-        refuse_on_loop("with StreamedTrace()", "async with")
-        self._open_file()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-
     async def __aenter__(self) -> Self:
-        await anyio.to_thread.run_sync(self._open_file)
+        await anyio.to_thread.run_sync(self._start)  # it opens the file
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close)
 
     # Records, under the lock
 
@@ -117,7 +98,7 @@ class StreamedTrace(Recorder):
 
     # The file
 
-    def _open_file(self) -> None:
+    def _start(self) -> None:
         if self._thread is not None:
             raise GpuActorsError("this trace is entered already; make one for each file")
         self._ending.clear()
@@ -134,7 +115,7 @@ class StreamedTrace(Recorder):
         self._thread.start()
         add_sink(self.host_span)
 
-    def _close(self) -> None:
+    def _finish(self) -> None:
         remove_sink(self.host_span)
         thread = self._thread
         if thread is None or self._process != os.getpid():
