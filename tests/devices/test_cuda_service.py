@@ -189,9 +189,10 @@ def test_a_main_thread_that_a_handler_may_interrupt_leaves_the_launch_to_the_act
             await asyncio.sleep(0.02)
         assert (threading.get_ident() in cuda.launching) is (handled is None)
 
-    before = signal.getsignal(signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
     with service(cuda, monkeypatch) as ctx, asyncio.Runner() as runner:
         loop = runner.get_loop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background processes lack
         signal.signal(signal.SIGALRM, (lambda *_: None) if handled == "SIGALRM" else signal.SIG_DFL)
         try:
             if handled == "SIGINT":
@@ -199,7 +200,8 @@ def test_a_main_thread_that_a_handler_may_interrupt_leaves_the_launch_to_the_act
             else:
                 runner.run(requests())
         finally:
-            signal.signal(signal.SIGALRM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def test_a_deep_stack_leaves_the_launch_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
