@@ -169,7 +169,7 @@ class ActorHandle(Local):
         except GpuActorsError as error:
             mailbox.refuse(call, error.with_traceback(None))
             return call
-        direct = _can_work() and cell.may_work_here(message)
+        direct = cell.may_work_here(message) and _can_work()
         mailbox.put(call, direct)
         return call
 
