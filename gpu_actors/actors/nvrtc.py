@@ -146,32 +146,31 @@ class NvrtcActor(ServiceActor):
     def _compile(self, call: Call[Any], message: Compile) -> None:
         workshop = self._workshop
         named = message.arch is not None or message.source.arch is not None
-        arch = message.source.resolve_arch(message.arch if named else self.cell.environment.device.info.arch)
-        cubin = workshop.cache.peek(message.source, arch)
+        variant = Variant.of(message.source, message.arch if named else self.cell.environment.device.info.arch)
+        cubin = workshop.cache.peek(variant)
         if cubin is not None:
             call.resolve(cubin, self.outbox)
         elif call.claim():
-            workshop.start(message.source, arch, self._hand_over(call))
+            workshop.start(variant, self._hand_over(call))
 
     def _prepare(self, call: Call[Any], variant: Variant) -> None:
         if not isinstance(variant, Variant):
             raise InvalidRequest("variant", variant, "must be a Variant")
-        source = variant.source
         if call.claim():
-            self._workshop.start(source, variant.arch, self._hand_over(call), for_device=True)
+            self._workshop.start(variant, self._hand_over(call), for_device=True)
 
     def _warm(self, call: Call[Any], message: Warm) -> None:
         if message.progress is not None and not callable(message.progress):
             raise InvalidRequest("progress", message.progress, "must be a function of (done, total, key), or None")
-        sources = [(key, variant_of(check_key(key)).source) for key in _keys(message.keys)]
-        if not sources:
+        variants = [variant_of(check_key(key)) for key in _keys(message.keys)]
+        if not variants:
             call.resolve([], self.outbox)
             return
         if call.claim():
             self._hand_over(call)
             batch = _WarmBatch(call, self.cell.mailbox)
-            for index, (key, source) in enumerate(sources):
-                self._workshop.start(source, key.arch, functools.partial(batch.done, index))
+            for index, variant in enumerate(variants):
+                self._workshop.start(variant, functools.partial(batch.done, index))
 
     def _hand_over(self, call: Call[Any]) -> Done:
         """From here on the workshop answers the call, by what this gives, whatever becomes of this actor."""
@@ -243,47 +242,48 @@ class _Workshop:
         self.compile_seconds: Histogram = Histogram(_COMPILE_SECONDS)
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
         self._lock = threading.Lock()
-        self._uses: OrderedDict[tuple[str, str], KernelUse] = OrderedDict()
+        self._uses: OrderedDict[Variant, KernelUse] = OrderedDict()
 
     def uses(self) -> list[KernelUse]:
         """The kernels that requests have asked for, the latest last: 256 at most."""
         with self._lock:
             return list(self._uses.values())
 
-    def start(self, source: KernelSource, arch: str, done: Done, for_device: bool = False) -> None:
+    def start(self, variant: Variant, done: Done, for_device: bool = False) -> None:
         """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
 
         for_device: what the device loads or has built for itself, rather than a cubin in any case.
         """
         waiting = [done]
         try:
-            self._pool.submit(self._work, source, arch, waiting, for_device)
+            self._pool.submit(self._work, variant, waiting, for_device)
         except RuntimeError as error:  # no worker could be started, or the pool is shut down
             waiting.clear()  # the pool may have kept the work all the same
-            done(None, GpuActorsError(f"compiling {source.name} could not begin: {error}"), 0.0)
+            done(None, GpuActorsError(f"compiling {variant.source.name} could not begin: {error}"), 0.0)
 
     def close(self) -> None:
         # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, source: KernelSource, arch: str, waiting: list[Done], for_device: bool) -> None:
+    def _work(self, variant: Variant, waiting: list[Done], for_device: bool) -> None:
         began = time.monotonic()
         product: Product | None = None
         failure: GpuActorsError | None = None
         try:
-            product = self._make(source, arch, for_device)
+            product = self._make(variant, for_device)
         except GpuActorsError as error:
             failure = error.with_traceback(None)
         except BaseException as error:
-            logger.exception("compiling %s raised", source.name)
-            failure = caused(GpuActorsError(f"compiling {source.name} raised {error!r}"), error.with_traceback(None))
+            name = variant.source.name
+            logger.exception("compiling %s raised", name)
+            failure = caused(GpuActorsError(f"compiling {name} raised {error!r}"), error.with_traceback(None))
         for done in waiting:
             done(product, failure, time.monotonic() - began)
 
-    def _make(self, source: KernelSource, arch: str, for_device: bool) -> Product:
+    def _make(self, variant: Variant, for_device: bool) -> Product:
         if for_device and self._cell.environment.device.builds_kernels:
-            built = self._build(source, arch)
-            self._use(source, arch, "built", {})
+            built = self._build(variant)
+            self._use(variant, "built", {})
             return built
         origin = "cache"
 
@@ -292,26 +292,27 @@ class _Workshop:
             origin = "compiled"
             return self._compiler.compile(source, arch)
 
-        cubin = self.cache.get_or_compile(source, arch, compile)
+        cubin = self.cache.get_or_compile(variant, compile)
         if for_device:
-            self._use(source, arch, origin, cubin.resources)
+            self._use(variant, origin, cubin.resources)
         return cubin
 
-    def _use(self, source: KernelSource, arch: str, origin: str, resources: Mapping[str, KernelResources]) -> None:
-        digest = _digest(source)
+    def _use(self, variant: Variant, origin: str, resources: Mapping[str, KernelResources]) -> None:
+        source, digest = variant.source, _digest(variant.source)
         with self._lock:
-            former = self._uses.pop((digest, arch), None)
+            former = self._uses.pop(variant, None)
             asked = 1 if former is None else former.asked + 1
             first = origin if former is None else former.source
-            self._uses[digest, arch] = KernelUse(
-                source.name, arch, digest, first, asked, dict(source.macros), dict(resources)
+            self._uses[variant] = KernelUse(
+                source.name, variant.arch, digest, first, asked, dict(source.macros), dict(resources)
             )
             if len(self._uses) > _MOST_USES:
                 self._uses.popitem(last=False)
 
-    def _build(self, source: KernelSource, arch: str) -> Product:
+    def _build(self, variant: Variant) -> Product:
         from gpu_actors.compiling.cubin_cache import traced_compile
 
+        source, arch = variant.source, variant.arch
         about = {"variant": f"{source.name}:{_digest(source)}", "arch": arch}
         return traced_compile(
             lambda name, **fields: self._event(name, about | fields),

@@ -22,6 +22,7 @@ from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.cubin_cache import CubinCache
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.emulation.unit import write_headers
 
 __all__ = ["beside_cupy", "main", "measure", "run"]
@@ -41,15 +42,15 @@ def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dic
     load_nvrtc()
     load = time.perf_counter() - start
     toolchain = find_toolchain()
-    sources = [_variant(number) for number in range(compiles + 1)]
+    variants = [_variant(number, arch) for number in range(compiles + 1)]
     compiler = Compiler()
     with tempfile.TemporaryDirectory() as folder:
         cache = CubinCache(folder)
-        cache.get_or_compile(sources[0], arch, compiler.compile)  # reads the toolkit's headers once
-        cold = [_seconds(partial(cache.get_or_compile, s, arch, compiler.compile)) for s in sources[1:]]
-        memory = [_seconds(lambda: cache.get(sources[1], arch)) for _ in range(lookups)]
-        disk = list(_disk_lookups(folder, sources[1], arch, lookups // 10))
-        fresh = [_seconds(lambda: CubinCache(folder).get(sources[1], arch)) for _ in range(lookups // 10)]
+        cache.get_or_compile(variants[0], compiler.compile)  # reads the toolkit's headers once
+        cold = [_seconds(partial(cache.get_or_compile, variant, compiler.compile)) for variant in variants[1:]]
+        memory = [_seconds(lambda: cache.get(variants[1])) for _ in range(lookups)]
+        disk = list(_disk_lookups(folder, variants[1], lookups // 10))
+        fresh = [_seconds(lambda: CubinCache(folder).get(variants[1])) for _ in range(lookups // 10)]
         entry_bytes = cache.stats().bytes // cache.stats().entries
     return {
         "nvrtc": toolchain.version if toolchain else None,
@@ -155,16 +156,16 @@ def _short(seconds: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(seconds), 3), "least": round(min(seconds), 3)}
 
 
-def _variant(number: int) -> KernelSource:
-    return KernelSource("scale.cu", _SOURCE, ("scale",), macros={"VARIANT": number})
+def _variant(number: int, arch: str) -> Variant:
+    return Variant.of(KernelSource("scale.cu", _SOURCE, ("scale",), macros={"VARIANT": number}), arch)
 
 
-def _disk_lookups(folder: str, source: KernelSource, arch: str, rounds: int) -> Iterator[float]:
+def _disk_lookups(folder: str, variant: Variant, rounds: int) -> Iterator[float]:
     """Lookups from disk: the memory's bound is smaller than any cubin. The key is cached."""
     cache = CubinCache(folder, max_memory_bytes=0)
-    cache.key(source, arch)
+    cache.key(variant)
     for _ in range(rounds):
-        yield _seconds(lambda: cache.get(source, arch))
+        yield _seconds(lambda: cache.get(variant))
 
 
 def _seconds(call: Callable[[], object]) -> float:

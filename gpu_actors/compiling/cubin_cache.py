@@ -23,6 +23,7 @@ from gpu_actors.compiling.cubin_entry import CorruptEntry, EntryName, decode_ent
 from gpu_actors.compiling.cubin_folder import CacheFolder, user_cache_folder
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.toolchain import FindToolchain, find_toolchain
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import CompileError, InvalidRequest
 from gpu_actors.tracing.events import log_record
 
@@ -72,7 +73,7 @@ def default_cache_dir() -> Path:
 
 
 class CubinCache:
-    """Cubins by kernel source and architecture. Every method may be called from any thread.
+    """Cubins by variant. Every method may be called from any thread.
 
     directory: the user's folder (see `default_cache_dir`), or None to cache cubins in memory alone.
     max_bytes: bound of the folder. The least recently read entries are evicted first.
@@ -113,7 +114,7 @@ class CubinCache:
         self._toolchain = toolchain
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("hits", "misses", "compiles", "corrupt", "evicted"), 0)
-        self._keys: dict[tuple[KernelSource, str], EntryName] = {}
+        self._keys: dict[Variant, EntryName] = {}
         self._memory: OrderedDict[EntryName, Cubin] = OrderedDict()
         self._memory_bytes = 0
         self._warned: set[tuple[str, int | None]] = set()
@@ -130,59 +131,58 @@ class CubinCache:
             with contextlib.suppress(OSError, InvalidRequest):
                 self._prune(self._folder)
 
-    def key(self, source: KernelSource, arch: str | None = None) -> EntryName:
-        """The variant's key. Raises what `KernelSource.resolve_arch` and `entry_name` raise."""
+    def key(self, variant: Variant) -> EntryName:
+        """The name of the variant's entry. Raises what `Variant.source` and `entry_name` raise."""
         try:
-            return self._keys[source, arch or ""]
+            return self._keys[variant]
         except KeyError:
             pass
-        key = entry_name(source, source.resolve_arch(arch), self._toolchain())
+        key = entry_name(variant.source, variant.arch, self._toolchain())
         if len(self._keys) >= _MAX_KEYS:
             self._keys.clear()
-        self._keys[source, arch or ""] = key
+        self._keys[variant] = key
         return key
 
-    def peek(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
+    def peek(self, variant: Variant) -> Cubin | None:
         """The cubin if it is in memory. Reads no disk and computes no key: for threads that must not wait."""
-        key = self._keys.get((source, arch or ""))
-        return None if key is None else self._from_memory(key, source)
+        key = self._keys.get(variant)
+        return None if key is None else self._from_memory(key, variant)
 
-    def get(self, source: KernelSource, arch: str | None = None) -> Cubin | None:
+    def get(self, variant: Variant) -> Cubin | None:
         """The cubin, or None if neither memory nor a folder has it. Compiles nothing and does not wait."""
-        key = self.key(source, arch)
-        cubin = self._from_memory(key, source) or self._from_folders(key, source, source.resolve_arch(arch))
+        key = self.key(variant)
+        cubin = self._from_memory(key, variant) or self._from_folders(key, variant)
         if cubin is None:
-            self._miss(key, source)
+            self._miss(key, variant)
         return cubin
 
-    def get_or_compile(self, source: KernelSource, arch: str | None, compile: Compile) -> Cubin:
-        """The cubin. ``compile(source, arch)`` runs at most once for all threads and processes that need it.
+    def get_or_compile(self, variant: Variant, compile: Compile) -> Cubin:
+        """The cubin. ``compile(source, arch)`` runs at most once for all threads and processes that need the variant.
 
         Raises CompileError as ``compile`` does, to every waiter, or, offline, with the name of the missing variant.
         """
-        key = self.key(source, arch)
-        cubin = self._from_memory(key, source)
+        key = self.key(variant)
+        cubin = self._from_memory(key, variant)
         if cubin is not None:
             return cubin
-        arch = source.resolve_arch(arch)
         while True:
             with self._lock:
                 joined = self._flights.get(key)
                 if joined is None:
                     flight = self._flights[key] = Future()
             if joined is None:
-                return self._lead(flight, key, source, arch, compile)
+                return self._lead(flight, key, variant, compile)
             try:
                 cubin, at_once = joined.result()
             except Exception:
                 if joined.cancelled():  # the leading thread was interrupted, which is no fault of the kernel
                     continue
-                self._miss(key, source)
+                self._miss(key, variant)
                 raise
             if at_once:
-                self._hit(key, source, "another thread")
+                self._hit(key, variant, "another thread")
             else:
-                self._miss(key, source)
+                self._miss(key, variant)
             return cubin
 
     def stats(self) -> CacheStats:
@@ -196,11 +196,11 @@ class CubinCache:
 
     # One compile for many callers
 
-    def _lead(self, flight: Future[Entry], key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _lead(self, flight: Future[Entry], key: EntryName, variant: Variant, compile: Compile) -> Cubin:
         """Find or compile the cubin for all threads that joined the flight. A later thread starts a new one."""
         try:
             try:
-                result = self._find_or_compile(key, source, arch, compile)
+                result = self._find_or_compile(key, variant, compile)
             finally:
                 with self._lock:
                     del self._flights[key]
@@ -213,19 +213,19 @@ class CubinCache:
         flight.set_result(result)
         return result[0]
 
-    def _find_or_compile(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Entry:
-        cubin = self._from_memory(key, source) or self._from_folders(key, source, arch)
+    def _find_or_compile(self, key: EntryName, variant: Variant, compile: Compile) -> Entry:
+        cubin = self._from_memory(key, variant) or self._from_folders(key, variant)
         if cubin is not None:
             return cubin, True
-        compiled = self._compiled_key(key, source, arch)
+        compiled = self._compiled_key(key, variant)
         if compiled != key:
-            return self._find_or_compile(compiled, source, arch, compile)
-        self._miss(key, source)
-        cubin = self._compile_locked(key, source, arch, compile)
+            return self._find_or_compile(compiled, variant, compile)
+        self._miss(key, variant)
+        cubin = self._compile_locked(key, variant, compile)
         self._store_in_memory(key, cubin)
         return cubin, False
 
-    def _compiled_key(self, key: EntryName, source: KernelSource, arch: str) -> EntryName:
+    def _compiled_key(self, key: EntryName, variant: Variant) -> EntryName:
         """The key of a cubin that is compiled here: the loaded compiler may not be the installed one."""
         if self._offline or key.build is None:
             return key
@@ -233,30 +233,30 @@ class CubinCache:
             toolchain = self._toolchain(load=True)
         except CompileError:  # compiling raises it too
             return key
-        compiled = entry_name(source, arch, toolchain)
+        compiled = entry_name(variant.source, variant.arch, toolchain)
         if compiled != key:
             self._keys.clear()
         return compiled
 
-    def _compile_locked(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _compile_locked(self, key: EntryName, variant: Variant, compile: Compile) -> Cubin:
         if self._offline:
-            raise self._missing(key, source, arch)
+            raise self._missing(key, variant)
         with contextlib.ExitStack() as lock:
-            locked = self._locked(lock, key, source)
+            locked = self._locked(lock, key, variant)
             # Another process may have compiled it while this one waited.
-            cubin = self._from_folders(key, source, arch, counted=False) if locked else None
+            cubin = self._from_folders(key, variant, counted=False) if locked else None
             if cubin is None:
-                cubin = self._compile(key, source, arch, compile)
+                cubin = self._compile(key, variant, compile)
                 if locked:
-                    self._publish(key, source, cubin)
+                    self._publish(key, variant, cubin)
             return cubin
 
-    def _compile(self, key: EntryName, source: KernelSource, arch: str, compile: Compile) -> Cubin:
+    def _compile(self, key: EntryName, variant: Variant, compile: Compile) -> Cubin:
         self._count("compiles")
-        emit = functools.partial(self._emit, logging.INFO, key=key, source=source, arch=arch)
-        return traced_compile(emit, lambda: compile(source, arch))
+        emit = functools.partial(self._emit, logging.INFO, key=key, variant=variant, arch=variant.arch)
+        return traced_compile(emit, lambda: compile(variant.source, variant.arch))
 
-    def _locked(self, lock: contextlib.ExitStack, key: EntryName, source: KernelSource) -> bool:
+    def _locked(self, lock: contextlib.ExitStack, key: EntryName, variant: Variant) -> bool:
         """Take the lock that keeps other processes from compiling the variant. Without it nothing is published."""
         if self._folder is None or key.build is None:
             return False
@@ -265,34 +265,34 @@ class CubinCache:
         except TimeoutError:
             _log.warning(
                 "%s is compiled elsewhere for %g s now: compiled here too, not published",
-                source.name,
+                variant.source.name,
                 self._lock_timeout,
             )
             return False
         except OSError as error:
-            self._warn_unwritable(source, error)
+            self._warn_unwritable(variant, error)
             return False
         return True
 
-    def _missing(self, key: EntryName, source: KernelSource, arch: str) -> CompileError:
-        macros = " ".join(f"{name}={value}" for name, value in source.macros.items()) or "none"
+    def _missing(self, key: EntryName, variant: Variant) -> CompileError:
+        macros = " ".join(f"{name}={value}" for name, value in variant.macros.items()) or "none"
         folders = [str(folder.path) for folder in self._folders] or ["no folder at all"]
-        others = sorted({nvrtc for folder in self._folders for nvrtc in _builds(folder, key, source, arch)})
+        others = sorted({nvrtc for folder in self._folders for nvrtc in _builds(folder, key, variant)})
         hint = f"; it is there built by NVRTC {', '.join(others)}, not the one installed" if others else ""
         return CompileError(
-            f"offline, and kernel {source.name!r} for {arch} (macros {macros}) is not in "
+            f"offline, and kernel {variant.source.name!r} for {variant.arch} (macros {macros}) is not in "
             f"{', '.join(folders)}: no entry {key.prefix}{key.build or '*'}.cubin{hint}"
         )
 
     # Memory and folders
 
-    def _from_memory(self, key: EntryName, source: KernelSource) -> Cubin | None:
+    def _from_memory(self, key: EntryName, variant: Variant) -> Cubin | None:
         with self._lock:
             cubin = self._memory.get(key)
             if cubin is None:
                 return None
             self._memory.move_to_end(key)
-        self._hit(key, source, "memory")
+        self._hit(key, variant, "memory")
         return cubin
 
     def _store_in_memory(self, key: EntryName, cubin: Cubin) -> None:
@@ -303,53 +303,53 @@ class CubinCache:
             while self._memory_bytes > self._max_memory_bytes:
                 self._memory_bytes -= len(self._memory.popitem(last=False)[1].data)
 
-    def _from_folders(self, key: EntryName, source: KernelSource, arch: str, *, counted: bool = True) -> Cubin | None:
+    def _from_folders(self, key: EntryName, variant: Variant, *, counted: bool = True) -> Cubin | None:
         """The cubin from the first folder that has a sound entry."""
         for folder in self._folders:
             try:
                 names = [key.file_name] if key.build is not None else folder.names(key.prefix)
                 for name in names:
-                    cubin = self._read(folder, name, key, source, arch)
+                    cubin = self._read(folder, name, key, variant)
                     if cubin is not None:
                         self._store_in_memory(key, cubin)
                         if counted:
-                            self._hit(key, source, str(folder.path))
+                            self._hit(key, variant, str(folder.path))
                         return cubin
             except OSError as error:
                 self._warn_once(error, "cubin cache %s cannot be read: %s", folder.path, error)
         return None
 
-    def _read(self, folder: CacheFolder, name: str, key: EntryName, source: KernelSource, arch: str) -> Cubin | None:
+    def _read(self, folder: CacheFolder, name: str, key: EntryName, variant: Variant) -> Cubin | None:
         stored = folder.read(name)
         if stored is None:
             return None
         try:
             if stored.fault:
                 raise CorruptEntry(stored.fault)
-            return decode_entry(key.build_of(name), stored.data, arch, source.entry_points)[0]
+            return decode_entry(key.build_of(name), stored.data, variant.arch, variant.source.entry_points)[0]
         except CorruptEntry as error:
             self._count("corrupt")
             path = folder.path / name
-            self._emit(logging.DEBUG, "cache.corrupt", key, source, path=str(path), reason=str(error))
+            self._emit(logging.DEBUG, "cache.corrupt", key, variant, path=str(path), reason=str(error))
             _log.warning("cubin cache entry %s is refused: %s", path, error)
         if folder.writable:
             with contextlib.suppress(OSError):  # a miss either way
                 folder.quarantine(name, stored.inode)
         return None
 
-    def _publish(self, key: EntryName, source: KernelSource, cubin: Cubin) -> None:
+    def _publish(self, key: EntryName, variant: Variant, cubin: Cubin) -> None:
         toolchain = self._toolchain()
         if self._folder is None or key.build is None or toolchain is None:
             return
         entry = encode_entry(key.build, cubin, toolchain.version)
         if len(entry) > self._max_bytes:
-            _log.warning("%s has %d bytes, more than the whole cubin cache may hold", source.name, len(entry))
+            _log.warning("%s has %d bytes, more than the whole cubin cache may hold", variant.source.name, len(entry))
             return
         try:
             self._folder.publish(key.file_name, entry)
             self._prune(self._folder, keep=key.file_name)
         except (OSError, InvalidRequest) as error:
-            self._warn_unwritable(source, error)
+            self._warn_unwritable(variant, error)
 
     def _prune(self, folder: CacheFolder, keep: str = "") -> None:
         evicted = folder.prune(self._max_bytes, keep)
@@ -357,10 +357,10 @@ class CubinCache:
             self._count("evicted", evicted)
             _log.debug("cubin cache %s: %d entries evicted", folder.path, evicted)
 
-    def _warn_unwritable(self, source: KernelSource, error: Exception) -> None:
+    def _warn_unwritable(self, variant: Variant, error: Exception) -> None:
         folder = self._folder.path if self._folder is not None else None
         text = "cubin cache %s cannot be written, %s stays in memory: %s"
-        self._warn_once(error, text, folder, source.name, error)
+        self._warn_once(error, text, folder, variant.source.name, error)
 
     def _warn_once(self, error: Exception, text: str, *values: object) -> None:
         """Warn of the first failure of a kind: a read-only disk fails for every kernel."""
@@ -371,22 +371,22 @@ class CubinCache:
 
     # Counts and events
 
-    def _hit(self, key: EntryName, source: KernelSource, layer: str) -> None:
+    def _hit(self, key: EntryName, variant: Variant, layer: str) -> None:
         self._count("hits")
         if self._on_event is not None or _log.isEnabledFor(logging.DEBUG):
-            self._emit(logging.DEBUG, "cache.hit", key, source, layer=layer)
+            self._emit(logging.DEBUG, "cache.hit", key, variant, layer=layer)
 
-    def _miss(self, key: EntryName, source: KernelSource) -> None:
+    def _miss(self, key: EntryName, variant: Variant) -> None:
         self._count("misses")
-        self._emit(logging.DEBUG, "cache.miss", key, source)
+        self._emit(logging.DEBUG, "cache.miss", key, variant)
 
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
             self._counts[what] += by
 
-    def _emit(self, level: int, event: str, key: EntryName, source: KernelSource, **fields: object) -> None:
+    def _emit(self, level: int, event: str, key: EntryName, variant: Variant, **fields: object) -> None:
         digest = key.build or key.variant
-        fields = {"variant": f"{source.name}:{digest[:12]}", "digest": digest, **fields}
+        fields = {"variant": f"{variant.source.name}:{digest[:12]}", "digest": digest, **fields}
         if self._on_event is None:
             if _log.isEnabledFor(level):
                 log_record(_log, level, "%s %s", (event, fields), {"event": event, "fields": fields})
@@ -411,11 +411,11 @@ def traced_compile(emit: Callable[..., None], make: Callable[[], T]) -> T:
         emit("compile.completed", seconds=time.perf_counter() - start, error=failure)
 
 
-def _builds(folder: CacheFolder, key: EntryName, source: KernelSource, arch: str) -> Iterator[str]:
+def _builds(folder: CacheFolder, key: EntryName, variant: Variant) -> Iterator[str]:
     """The NVRTC versions whose builds of the variant are in the folder."""
     with contextlib.suppress(OSError):
         for name in folder.names(key.prefix):
             stored = folder.read(name)
             if stored is not None:
                 with contextlib.suppress(CorruptEntry):
-                    yield decode_entry(key.build_of(name), stored.data, arch, source.entry_points)[1]
+                    yield decode_entry(key.build_of(name), stored.data, variant.arch, variant.source.entry_points)[1]

@@ -29,6 +29,7 @@ class Variant:
     headers: Mapping[str, str] = field(default_factory=FrozenMap, repr=False)
     own: KernelSource | None = None
     _hash: int = field(init=False, repr=False, compare=False)
+    _source: KernelSource | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -36,11 +37,13 @@ class Variant:
         fix(self, "headers", FrozenMap(self.headers))
         # Cached because every request looks its kernels up.
         fix(self, "_hash", hash(self._fields))
+        fix(self, "_source", self.own)
 
     @classmethod
-    def of(cls, source: KernelSource, arch: str) -> Variant:
-        """The variant of a user's source. Raises InvalidRequest for an architecture that the source is not for."""
-        source = dataclasses.replace(source, arch=source.resolve_arch(arch))
+    def of(cls, source: KernelSource, arch: str | None) -> Variant:
+        """The variant of a user's source. Raises as `KernelSource.resolve_arch`."""
+        arch = source.resolve_arch(arch)
+        source = dataclasses.replace(source, arch=arch)
         return cls(source.entry_points[0], arch, source.macros, source.headers, source)
 
     @property
@@ -50,10 +53,12 @@ class Variant:
     @property
     def source(self) -> KernelSource:
         """What is compiled. Raises InvalidRequest naming the field at fault, "kernel" for a name that has no file."""
-        if self.own is not None:
-            return self.own
-        file = kernel_file(self.kernel)
-        return asset_source(file, (self.kernel,), macros=self.macros, headers=self.headers, arch=self.arch)
+        source = self._source
+        if source is None:
+            file = kernel_file(self.kernel)
+            source = asset_source(file, (self.kernel,), macros=self.macros, headers=self.headers, arch=self.arch)
+            object.__setattr__(self, "_source", source)
+        return source
 
     def __hash__(self) -> int:
         return self._hash

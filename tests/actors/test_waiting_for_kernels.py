@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 class Compilations(Gate):
-    """Holds compilations back until it is opened. They end with `outcome`; `compiled` holds the macros of each."""
+    """Holds compilations back until it is opened. They end with `outcome`; `compiled` holds the variant of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
     """Compilations on the mock device that end when the gate is opened."""
     gate = Compilations()
 
-    def make(workshop: Any, source: Any, arch: str, for_device: bool) -> Kernel:
-        gate.compiled.append(source.macros)
+    def make(workshop: Any, variant: Any, for_device: bool) -> Kernel:
+        gate.compiled.append(variant)
         gate()
         if gate.outcome is not None:
             raise gate.outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cubins import ARCH, CountingCompiler, Fork, entries, fake_toolchain, kernel
+from support.cubins import CountingCompiler, Fork, entries, fake_toolchain, kernel, variant
 
 import gpu_actors as ga
 from gpu_actors.compiling import cubin_folder as cache_folder
@@ -28,10 +28,10 @@ class TestDisksThatFail:
 
     def assert_memory_serves(self, shared, caplog, words):
         compile = CountingCompiler()
-        cubin = shared.get_or_compile(kernel(), ARCH, compile)
-        assert shared.get_or_compile(kernel(), ARCH, compile) is cubin
+        cubin = shared.get_or_compile(variant(), compile)
+        assert shared.get_or_compile(variant(), compile) is cubin
         assert len(compile.calls) == 1
-        assert shared.get_or_compile(kernel(2), ARCH, compile) is not None
+        assert shared.get_or_compile(variant(2), compile) is not None
         records = [record for record in caplog.records if "cannot be written" in record.getMessage()]
         assert [record.levelno for record in records if record.levelno > logging.DEBUG] == [logging.WARNING]
         assert "fill.cu stays in memory" in records[0].getMessage()
@@ -48,21 +48,21 @@ class TestDisksThatFail:
         monkeypatch.undo()
         assert list(tmp_path.iterdir()) == []
         for value in (1, 2):
-            assert cache(tmp_path).get_or_compile(kernel(value), ARCH, CountingCompiler()) is not None
+            assert cache(tmp_path).get_or_compile(variant(value), CountingCompiler()) is not None
         assert {path.suffix for path in tmp_path.iterdir()} == {".cubin"}
 
     def test_a_write_that_takes_a_part_at_a_time_is_finished(self, tmp_path, monkeypatch):
         write = os.write
         monkeypatch.setattr(cache_folder.os, "write", lambda handle, data: write(handle, data[:100]))
-        cubin = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
-        assert cache(tmp_path).get(kernel(), ARCH) == cubin
+        cubin = cache(tmp_path).get_or_compile(variant(), CountingCompiler())
+        assert cache(tmp_path).get(variant()) == cubin
 
     def test_a_real_limit_on_the_files_size(self, tmp_path, caplog):
         def store(pipe):
             shared = cache(tmp_path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-            cubin = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
-            pipe.send((caplog.text, shared.peek(kernel(), ARCH) is cubin))
+            cubin = shared.get_or_compile(variant(), CountingCompiler())
+            pipe.send((caplog.text, shared.peek(variant()) is cubin))
 
         with Fork(store) as pipe:
             warning, kept = pipe.recv()
@@ -81,14 +81,14 @@ class TestDisksThatFail:
 
     def test_a_folder_that_this_user_may_read_and_not_write(self, caplog):
         def store(pipe):
-            cache(folder).get_or_compile(kernel(), ARCH, CountingCompiler())
+            cache(folder).get_or_compile(variant(), CountingCompiler())
             folder.chmod(0o500)
             if os.getuid() == 0:
                 os.chown(folder, 65534, -1)
                 os.setuid(65534)
             shared = cache(folder)
-            cubin = shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
-            pipe.send((caplog.text, shared.peek(kernel(2), ARCH) is cubin, shared.stats().entries))
+            cubin = shared.get_or_compile(variant(2), CountingCompiler())
+            pipe.send((caplog.text, shared.peek(variant(2)) is cubin, shared.stats().entries))
 
         with tempfile.TemporaryDirectory() as parent:  # not tmp_path: other users cannot enter it
             os.chmod(parent, 0o755)
@@ -101,11 +101,11 @@ class TestDisksThatFail:
 
     def test_a_folder_that_goes_away_is_made_again(self, tmp_path):
         shared = cache(tmp_path / "c")
-        shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+        shared.get_or_compile(variant(1), CountingCompiler())
         for path in (tmp_path / "c").iterdir():
             path.unlink()
         (tmp_path / "c").rmdir()
-        shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
+        shared.get_or_compile(variant(2), CountingCompiler())
         assert len(entries(tmp_path / "c")) == 1
 
 
@@ -144,11 +144,11 @@ class TestHostileFolders:
 
     def test_one_that_turns_hostile_later_is_refused_then(self, tmp_path):
         shared = cache(tmp_path)
-        shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+        shared.get_or_compile(variant(1), CountingCompiler())
         tmp_path.chmod(0o777)
-        assert shared.get(kernel(1), ARCH) is not None  # from memory
+        assert shared.get(variant(1)) is not None  # from memory
         with pytest.raises(InvalidRequest, match="others can write"):
-            shared.get_or_compile(kernel(2), ARCH, CountingCompiler())
+            shared.get_or_compile(variant(2), CountingCompiler())
 
     @pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o770, True), (0o1777, False), (0o755, False)])
     def test_one_that_others_could_replace_is_refused(self, tmp_path, mode, refused):
@@ -229,10 +229,10 @@ class TestHostileFolders:
         before = os.umask(0)
         try:
             shared = cache(tmp_path / "a" / "b" / "c")
-            shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+            shared.get_or_compile(variant(1), CountingCompiler())
         finally:
             os.umask(before)
-        assert cache(tmp_path / "a" / "b" / "c").get(kernel(1), ARCH) is not None
+        assert cache(tmp_path / "a" / "b" / "c").get(variant(1)) is not None
 
     def test_one_that_nobody_chose_is_refused_by_the_lookup(self, tmp_path):
         tmp_path.chmod(0o777)
@@ -240,7 +240,7 @@ class TestHostileFolders:
         assert shared.stats().entries == 0
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="others can write") as caught:
-                shared.get_or_compile(kernel(1), ARCH, CountingCompiler())
+                shared.get_or_compile(variant(1), CountingCompiler())
             assert caught.value.field == "cache_dir"
 
     def test_a_prewarmed_folder_that_is_missing_is_told(self, tmp_path, caplog):

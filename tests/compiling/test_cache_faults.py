@@ -12,7 +12,7 @@ import struct
 import time
 
 import pytest
-from support.cubins import ARCH, CountingCompiler, Fork, entries, fake_toolchain, kernel
+from support.cubins import ARCH, CountingCompiler, Fork, entries, fake_toolchain, variant
 from support.service import eventually
 
 from gpu_actors.compiling import cubin_folder as cache_folder
@@ -26,20 +26,20 @@ def cache(folder, **options):
 @pytest.fixture
 def stored(tmp_path):
     """(folder, the path of its one entry, the cubin in it)."""
-    cubin = cache(tmp_path / "c").get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
+    cubin = cache(tmp_path / "c").get_or_compile(variant(), CountingCompiler(size=200))
     return tmp_path / "c", entries(tmp_path / "c")[0], cubin
 
 
 def assert_refused_once(folder, entry):
     """The damaged entry is a miss, is set aside, and its place can be filled again."""
     shared = cache(folder)
-    assert shared.get(kernel(), ARCH) is None
+    assert shared.get(variant()) is None
     assert (shared.stats().corrupt, shared.stats().entries) == (1, 0)
     assert entry.with_name(entry.name + ".corrupt").exists()
     compile = CountingCompiler(size=200)
-    assert shared.get_or_compile(kernel(), ARCH, compile) is not None
+    assert shared.get_or_compile(variant(), compile) is not None
     assert len(compile.calls) == 1
-    assert cache(folder).get(kernel(), ARCH) is not None
+    assert cache(folder).get(variant()) is not None
 
 
 def about(**changes):
@@ -103,14 +103,14 @@ class TestDamagedEntries:
             flipped = bytearray(whole)
             flipped[bit // 8] ^= 1 << bit % 8
             entry.write_bytes(flipped)
-            assert shared.get(kernel(), ARCH) is None, f"bit {bit} of byte {bit // 8}"
+            assert shared.get(variant()) is None, f"bit {bit} of byte {bit // 8}"
             assert shared.stats().corrupt == number
         entry.write_bytes(whole)
-        assert shared.get(kernel(), ARCH) is not None
+        assert shared.get(variant()) is not None
 
     def test_a_sound_entry_of_another_variant_is_refused(self, stored):
         folder, entry, _ = stored
-        cache(folder).get_or_compile(kernel(2), ARCH, CountingCompiler())
+        cache(folder).get_or_compile(variant(2), CountingCompiler())
         other = next(path for path in entries(folder) if path != entry)
         os.replace(other, entry)
         assert_refused_once(folder, entry)
@@ -138,21 +138,21 @@ class TestDamagedEntries:
         os.replace(entry, outside)
         entry.symlink_to(outside)
         shared = cache(folder)
-        assert shared.get(kernel(), ARCH) is None
+        assert shared.get(variant()) is None
         assert "cannot be read" in caplog.text
-        shared.get_or_compile(kernel(), ARCH, CountingCompiler(size=200))
+        shared.get_or_compile(variant(), CountingCompiler(size=200))
         assert not entry.is_symlink()
-        assert cache(folder).get(kernel(), ARCH) == cubin
+        assert cache(folder).get(variant()) == cubin
 
     def test_few_set_aside_entries_are_kept(self, stored):
         folder, _, _ = stored
         for value in range(12):
-            cache(folder).get_or_compile(kernel(value), ARCH, CountingCompiler())
+            cache(folder).get_or_compile(variant(value), CountingCompiler())
         for entry in entries(folder):
             entry.write_bytes(b"rotten")
         shared = cache(folder)
         for value in range(12):
-            shared.get(kernel(value), ARCH)
+            shared.get(variant(value))
         assert shared.stats().corrupt == 12
         cache(folder)
         assert len(list(folder.glob("*.corrupt"))) == 8
@@ -164,7 +164,7 @@ class TestDamagedEntries:
         shared = cache(
             tmp_path / "own", readonly_paths=[folder], on_event=lambda name, fields: seen.append((name, fields))
         )
-        shared.get_or_compile(kernel(), ARCH, CountingCompiler())
+        shared.get_or_compile(variant(), CountingCompiler())
         assert entry.read_bytes() == b"rotten"
         assert seen[0][0] == "cache.corrupt"
         assert seen[0][1]["path"] == str(entry)
@@ -177,7 +177,7 @@ def test_six_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
     def race(pipe):
         pipe.recv()
         compile = CountingCompiler()
-        cubin = shared.get_or_compile(kernel(), ARCH, compile)
+        cubin = shared.get_or_compile(variant(), compile)
         pipe.send((len(compile.calls), cubin.data))
 
     racers = [Fork(race) for _ in range(6)]
@@ -203,14 +203,14 @@ def holding(folder, build):
 
 def test_a_process_that_waits_too_long_compiles_too_and_publishes_nothing(tmp_path, caplog):
     shared = cache(tmp_path, lock_timeout=0.1)
-    with holding(tmp_path, shared.key(kernel(), ARCH).build) as pipe:
+    with holding(tmp_path, shared.key(variant()).build) as pipe:
         assert pipe.recv() == "held"
-        assert shared.get_or_compile(kernel(), ARCH, CountingCompiler()) is not None
+        assert shared.get_or_compile(variant(), CountingCompiler()) is not None
         assert "is compiled elsewhere" in caplog.text
         assert entries(tmp_path) == []
-        assert shared.peek(kernel(), ARCH) is not None
+        assert shared.peek(variant()) is not None
     # The dead holder's lock is free again.
-    cache(tmp_path, lock_timeout=0.1).get_or_compile(kernel(), ARCH, CountingCompiler())
+    cache(tmp_path, lock_timeout=0.1).get_or_compile(variant(), CountingCompiler())
     assert len(entries(tmp_path)) == 1
 
 
@@ -221,7 +221,7 @@ def test_a_writer_killed_before_the_rename_leaves_nothing_that_stays(tmp_path, c
             os.kill(os.getpid(), signal.SIGSTOP)
 
         setattr(os, call, stop)
-        cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+        cache(tmp_path).get_or_compile(variant(), CountingCompiler())
 
     writer = Fork(write)
     os.waitpid(writer.pid, os.WUNTRACED)
@@ -229,13 +229,13 @@ def test_a_writer_killed_before_the_rename_leaves_nothing_that_stays(tmp_path, c
         assert len(list(tmp_path.glob("*.tmp"))) == 1
         bystander = cache(tmp_path)
         assert len(list(tmp_path.glob("*.tmp"))) == 1, "a living writer's file was swept"
-        assert bystander.get(kernel(), ARCH) is None
+        assert bystander.get(variant()) is None
     after = cache(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
     compile = CountingCompiler()
-    assert after.get_or_compile(kernel(), ARCH, compile) is not None
+    assert after.get_or_compile(variant(), compile) is not None
     assert len(compile.calls) == 1
-    assert cache(tmp_path).get(kernel(), ARCH) is not None
+    assert cache(tmp_path).get(variant()) is not None
 
 
 def test_a_file_swept_between_its_creation_and_its_lock_is_made_again(tmp_path, monkeypatch):
@@ -249,9 +249,9 @@ def test_a_file_swept_between_its_creation_and_its_lock_is_made_again(tmp_path, 
         flock(handle, how)
 
     monkeypatch.setattr(cache_folder.fcntl, "flock", late)
-    cubin = cache(tmp_path).get_or_compile(kernel(), ARCH, CountingCompiler())
+    cubin = cache(tmp_path).get_or_compile(variant(), CountingCompiler())
     assert len(swept) == 1
-    assert cache(tmp_path).get(kernel(), ARCH) == cubin
+    assert cache(tmp_path).get(variant()) == cubin
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
@@ -259,7 +259,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
         shared = cache(tmp_path)
         pipe.send("ready")
         for value in range(100000):
-            shared.get_or_compile(kernel(value), ARCH, CountingCompiler(size=200_000))
+            shared.get_or_compile(variant(value), CountingCompiler(size=200_000))
 
     moments = random.Random(1)
     for killed in range(4):
@@ -270,7 +270,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
             time.sleep(moments.uniform(0.0, 0.1))  # no event: the moment is to be any at all
     shared = cache(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
-    result = [shared.get(kernel(value), ARCH) for value in range(len(entries(tmp_path)))]
+    result = [shared.get(variant(value)) for value in range(len(entries(tmp_path)))]
     assert all(cubin is not None and len(cubin.data) == 200_000 for cubin in result)
     assert shared.stats().corrupt == 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from inside.emulation import ModuleCache, module_cache
-from support.cubins import ARCH, CountingCompiler, fake_toolchain, kernel
+from support.cubins import CountingCompiler, fake_toolchain, variant
 
 from gpu_actors import InvalidRequest, open_context
 from gpu_actors.compiling import cubin_folder, toolchain
@@ -62,8 +62,8 @@ def test_a_file_system_without_locks_costs_the_cache_alone(
 
     monkeypatch.setattr(cubin_folder.fcntl, "flock", flock)
     shared = CubinCache(tmp_path, toolchain=fake_toolchain)
-    cubin = shared.get_or_compile(kernel(), ARCH, CountingCompiler())
-    assert shared.peek(kernel(), ARCH) is cubin
+    cubin = shared.get_or_compile(variant(), CountingCompiler())
+    assert shared.peek(variant()) is cubin
     assert "fill.cu stays in memory" in caplog.text
     built = ModuleCache(tmp_path / "emulated").build(C, lambda kept: (b"object", 0.0))
     assert built.content() == b"object"

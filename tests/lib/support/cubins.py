@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from inside.compiling import Toolchain, cubin_cache
+from inside.compiling import Toolchain, Variant, cubin_cache
 
 from gpu_actors import Cubin, KernelResources, KernelSource
 
@@ -27,6 +27,11 @@ def kernel(value: int = 1, **changes: object) -> KernelSource:
     """A kernel that stores ``value``; equal values are equal variants."""
     fields = {"name": "fill.cu", "source": KERNEL, "entry_points": ("fill",), "macros": {"VALUE": value}}
     return KernelSource(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def variant(value: int = 1, arch: str | None = ARCH, **changes: object) -> Variant:
+    """`kernel` for an architecture."""
+    return Variant.of(kernel(value, **changes), arch)
 
 
 def fake_toolchain(*, load: bool = False) -> Toolchain:

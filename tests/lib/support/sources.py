@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from inside.compiling import Variant
 from inside.kernels import variant_of
 
@@ -12,7 +10,6 @@ from gpu_actors import DispatchKey, KernelSource
 __all__ = ["kernel_source"]
 
 
-@functools.lru_cache(maxsize=4096)
 def kernel_source(key: DispatchKey | Variant) -> KernelSource:
     """What is compiled for a key."""
     return variant_of(key).source
