@@ -133,14 +133,11 @@ class CubinCache:
 
     def key(self, variant: Variant) -> EntryName:
         """The name of the variant's entry. Raises what `Variant.source` and `entry_name` raise."""
-        try:
-            return self._keys[variant]
-        except KeyError:
-            pass
-        key = entry_name(variant.source, variant.arch, self._toolchain())
-        if len(self._keys) >= _MAX_KEYS:
-            self._keys.clear()
-        self._keys[variant] = key
+        key = self._keys.get(variant)
+        if key is None:
+            if len(self._keys) >= _MAX_KEYS:
+                self._keys.clear()
+            key = self._keys[variant] = entry_name(variant.source, variant.arch, self._toolchain())
         return key
 
     def peek(self, variant: Variant) -> Cubin | None:

@@ -141,7 +141,6 @@ class KernelSource:
     macros: Mapping[str, MacroValue] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     arch: str | None = None
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -154,19 +153,6 @@ class KernelSource:
         _check_text("source", self.source)
         if self.arch is not None:
             check_arch(self.arch)
-        # Cached because a lookup hashes the source, and tuples of strings do not cache their hash.
-        fix(self, "_hash", hash(self._fields))
-
-    @property
-    def _fields(self) -> tuple[object, ...]:
-        return self.name, self.source, self.entry_points, self.headers, self.macros, self.options, self.arch
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
-        # It is rebuilt and not copied: string hashes differ between processes.
-        return KernelSource, self._fields
 
     def resolve_arch(self, arch: str | None = None) -> str:
         """The exact architecture to compile for, from the argument or the source itself.

@@ -17,6 +17,7 @@ from gpu_actors.compiling.compiler import Compiler, compile_inputs, supported_ar
 from gpu_actors.compiling.cubin_entry import entry_name
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
 
 BODY = 'extern "C" __global__ void k(int* p) { p[threadIdx.x] = 1; }\n'
@@ -243,8 +244,8 @@ class TestRefusals:
 
 class TestToolchain:
     def test_a_new_process_knows_the_version_before_it_loads_the_compiler_and_imports_no_more(self):
-        """Nor a library that only a lookup needs. Keys and hashes of sources are those of its own."""
-        kernel_source = source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",), arch="sm_90a")
+        """Nor a library that only a lookup needs. Names of entries and hashes of variants are those of its own."""
+        pickled = pickle.dumps(Variant.of(source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",)), "sm_90a"))
         code = (
             "import pickle, sys; from support.cubins import ARCH, fake_toolchain, kernel\n"
             "import gpu_actors.compiling.cubin_cache, gpu_actors.compiling.assets\n"
@@ -254,7 +255,7 @@ class TestToolchain:
             "print([m for m in sys.modules if m.startswith(('cupy', 'platformdirs'))])\n"
             "print(*entry_name(kernel(), ARCH, fake_toolchain()))\n"
             "s = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-            "new = type(s)(s.name, s.source, s.entry_points, s.headers, s.macros, s.options, s.arch)\n"
+            "new = type(s)(s.kernel, s.arch, s.macros, s.headers, s.own)\n"
             "print(s == new, hash(s) == hash(new))\n"
             "found = find_toolchain(); early = [m for m in sys.modules if m.startswith('cupy')]\n"
             "sys.modules['cupy_backends'] = None\n"
@@ -263,11 +264,11 @@ class TestToolchain:
             "del sys.modules['cupy_backends']\n"
             "print(early, found.release == tuple(load_nvrtc().getVersion()))\n"
         )
-        imported, key, pickled, refusal, version = run_child(code, pickle.dumps(kernel_source).hex()).splitlines()
+        imported, key, alike, refusal, version = run_child(code, pickled.hex()).splitlines()
         assert imported == "[]"
         assert key.split() == list(entry_name(kernel(), ARCH, fake_toolchain()))
         assert [len(part) for part in key.split()] == [64, 64]
-        assert pickled == "True True"
+        assert alike == "True True"
         assert cuda_hint() in refusal
         assert version == "[] True"
 
