@@ -1,15 +1,14 @@
-"""How values are shown, short and without raising, and the text that identifies a key."""
+"""How values are shown, short and without raising."""
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
-import hashlib
 import numbers
 import reprlib
-from typing import Any, cast
+from typing import Any
 
-__all__ = ["StableText", "brief", "show"]
+__all__ = ["brief", "show"]
 
 _WIDTH = 160
 
@@ -82,21 +81,3 @@ def brief(record: Any) -> str:
     # By identity: an array compares to an array.
     told = [f"{name}={show(value)}" for name, value in given if value is not defaults.get(name, dataclasses.MISSING)]
     return f"{type(record).__name__}({', '.join(told)})"
-
-
-class StableText:
-    """For dataclasses that name a ``kernel``: a text that tells two of them apart, and its digest.
-
-    Both depend on the field values alone, so they are stable across processes, versions of Python and machines.
-    """
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        names = dict.fromkeys(("kernel", *(field.name for field in dataclasses.fields(cast("Any", self)))))
-        return ",".join(f"{name}={getattr(self, name)}" for name in names)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal."""
-        return hashlib.sha256(str(self).encode()).hexdigest()

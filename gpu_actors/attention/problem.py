@@ -8,12 +8,12 @@ with equal problems are answered by the same code in the same way.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gpu_actors.attention.key_mask import Alignment, KeyMask, MaskKind
 from gpu_actors.attention.score_mod import ScoreMod
-from gpu_actors.values import StableText
 
 __all__ = ["FLAGS", "AttentionProblem", "DispatchKey"]
 
@@ -190,7 +190,7 @@ class AttentionProblem(KeyMask):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchKey(StableText):
+class DispatchKey:
     """Names the kernel of a problem and its options: equal keys run the same cubin.
 
     Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.
@@ -237,6 +237,14 @@ class DispatchKey(StableText):
     row_stats: bool = False
     wide_lse: bool = False
     summed: str = ""
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the string form, hexadecimal: the same in every process, version of Python and machine."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
 
     @property
     def causal(self) -> bool:
