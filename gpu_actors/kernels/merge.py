@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
@@ -19,6 +19,7 @@ __all__ = [
     "WARPS",
     "MergeProblem",
     "check_merge",
+    "example_merge",
     "merge_geometry",
     "merge_macros",
     "merge_variant",
@@ -94,15 +95,19 @@ def check_merge(problem: MergeProblem, arch: str) -> None:
         one_of(field, getattr(problem, field), dtypes, f"must be one of {', '.join(dtypes)}")
 
 
+def example_merge(dtype: str, out_dtype: str, sinks: str | None = None) -> MergeProblem:
+    """The merge of two partials of one row."""
+    return MergeProblem(
+        count=2, batch=1, rows=1, heads=1, columns=64, dtype=dtype, lse_dtype="float32", out_dtype=out_dtype,
+        out_lse_dtype="float32", sinks=sinks,
+    )  # fmt: skip
+
+
 def merge_variants(arch: str) -> list[Variant]:
     """What is worth compiling ahead: partials in 16 bits or float32 to either 16-bit type or float32."""
     pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
     pairs += [("float32", "bfloat16"), ("float32", "float16")]
-    one = MergeProblem(
-        count=2, batch=1, rows=1, heads=1, columns=64, dtype="float32", lse_dtype="float32", out_dtype="float32",
-        out_lse_dtype="float32",
-    )  # fmt: skip
-    return [merge_variant(replace(one, dtype=a, out_dtype=b), arch) for a, b in pairs]
+    return [merge_variant(example_merge(*pair), arch) for pair in pairs]
 
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:

@@ -7,16 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from gates.merge import problem_of
 from gates.rows import NVRTC
 from gates.table import FAMILIES
 from inside.compiling import asset_text
 from inside.emulation import Toolchain
+from support.gate import kernel_source
 from support.service import KERNELS_CU
-from support.sources import kernel_source
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.merge import merge_variants
+from gpu_actors.kernels.merge import example_merge, merge_variants
 from gpu_actors.kernels.merge_gradients import merge_gradient_variants
 from gpu_actors.kernels.variants import kv_variants, standard_variants, usual_backward_keys
 
@@ -33,7 +32,7 @@ def sources() -> list[KernelSource]:
     keys = [*standard_variants("sm_90a"), *usual_backward_keys("sm_80")]
     found += [*map(kernel_source, keys), *map(kernel_source, kv_variants("sm_80"))]
     found += map(kernel_source, merge_variants("sm_80"))
-    found += map(kernel_source, merge_gradient_variants(problem_of("float32", "float32", True), "sm_80"))
+    found += map(kernel_source, merge_gradient_variants(example_merge("float32", "float32", "float32"), "sm_80"))
     return found
 
 

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gates.append import WIDE
 from gates.rows import Family, Plan, at_least, reader, rows_of
 from inside.compiling import Variant
-from inside.kernels import MergeProblem, merge_gradient_variants, merge_variant, merge_variants
+from inside.kernels import example_merge, merge_gradient_variants, merge_variant, merge_variants
 from support.gate import ARCHS
 
 __all__ = ["MERGE"]
 
 REGISTERS = {"merge": 102, "merge_gradients": 128}  # five and four blocks of 128 threads on a multiprocessor
-# Of partials and of the result or its gradient, and whether there are sinks.
-MORE = (("float16", "float16", True), ("float64", "float64", True))
+# Of partials, of the result or its gradient, and of sinks.
+MORE = (("float16", "float16", "float32"), ("float64", "float64", "float32"))
 GRADIENTS = (
-    ("float32", "float32", True),
-    ("float64", "float64", True),
-    ("bfloat16", "bfloat16", False),
-    ("float32", "bfloat16", False),
+    ("float32", "float32", "float32"),
+    ("float64", "float64", "float32"),
+    ("bfloat16", "bfloat16", None),
+    ("float32", "bfloat16", None),
 )
 
 
-def problem_of(dtype: str, out_dtype: str, sinks: bool) -> MergeProblem:
-    return MergeProblem(
-        count=2,
-        batch=1,
-        rows=1,
-        heads=1,
-        columns=64,
-        dtype=dtype,
-        lse_dtype="float32",
-        out_dtype=out_dtype,
-        out_lse_dtype="float32",
-        sinks="float32" if sinks else None,
-    )
+def merge_of(arch: str, *kind: Any) -> Variant:
+    return merge_variant(example_merge(*kind), arch)
 
 
-def merge_of(arch: str, dtype: str, out_dtype: str, sinks: bool) -> Variant:
-    return merge_variant(problem_of(dtype, out_dtype, sinks), arch)
-
-
-def gradients_of(arch: str, dtype: str, out_dtype: str, sinks: bool) -> tuple[Variant, ...]:
-    return merge_gradient_variants(problem_of(dtype, out_dtype, sinks), arch)
+def gradients_of(arch: str, *kind: Any) -> tuple[Variant, ...]:
+    return merge_gradient_variants(example_merge(*kind), arch)
 
 
 def variants(arch: str) -> list[Variant]:

@@ -25,6 +25,7 @@ from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
     MergeProblem,
+    example_merge,
     merge_geometry,
     merge_variant,
     merge_variants,
