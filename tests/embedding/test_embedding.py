@@ -15,8 +15,8 @@ import anyio
 import numpy as np
 import pytest
 from inside.kernels import standard_variants
+from support.gate import kernel_source
 from support.service import eventually
-from support.sources import kernel_source
 
 from gpu_actors import ContextOptions, GpuContext, MockOptions, TraceEvent, open_context
 from gpu_actors.embedding import (

@@ -32,7 +32,7 @@ from inside.kernels import (
 )
 from isa import swizzle, tma, wgmma
 from kernel_runs import KernelRun, emulated_module, launch_emulated, pointer
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem
 from gpu_actors.devices.emulation import EmulatedModule

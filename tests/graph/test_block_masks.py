@@ -16,7 +16,7 @@ from emulated.forward import ml_dtype
 from inside.kernels import dispatch_key, explain
 from inside.reference import evaluate_graph
 from support.counting import counting
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

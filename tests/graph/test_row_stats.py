@@ -21,8 +21,7 @@ from inside.kernels import (
     variants,
 )
 from inside.reference import evaluate_graph
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

@@ -30,7 +30,7 @@ from cases.score_mods import (
 from emulated.contraction import arithmetic
 from inside.kernels import dispatch_key
 from inside.reference import evaluate_graph
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention

@@ -11,7 +11,7 @@ import pytest
 from inside.compiling import Compiler
 from inside.devices import Buffer, Kernel, Kernels, LaunchGeometry
 from inside.emulation import build_module
-from support.sources import kernel_source
+from support.gate import kernel_source
 from support.structs import fields_of
 
 from gpu_actors.errors import CompileError, InvalidRequest

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from emulated.mask_probe import module_of
 from inside.emulation import EmulatedBuffer
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors import KernelSource

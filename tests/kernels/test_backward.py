@@ -22,8 +22,7 @@ from matrix.backward import SIMPLE_SWEEPS
 from matrix.backward import SWEEPS as MMA_SWEEPS
 from matrix.backward_sm90 import SWEEPS as SM90_SWEEPS
 from matrix.backward_sm90 import cancelling
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 from gpu_actors.testing import BackwardCase, check_gradients
 

@@ -11,7 +11,7 @@ import pytest
 from emulated.backward import backward_problem_of
 from emulated.forward import key_of, module_of, problem_of
 from inside.emulation import EmulatedBuffer
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from benchmarks.order import SECTION_BLOCKS, ranked, section_size
 from gpu_actors import KernelSource

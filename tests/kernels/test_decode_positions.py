@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from cases.cached_batches import random_batch
 from emulated.decode import DecodeCase, check_results, key_of, problem_of
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors.kernels.decode_mma import decode_keys

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem, DispatchKey
 from gpu_actors.errors import InvalidRequest, Unsupported

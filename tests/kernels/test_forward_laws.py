@@ -17,7 +17,7 @@ from emulated.forward import OPERANDS, Strided, gaussian, key_of, ml_dtype, prob
 from emulated.sweeps import LAUNCHES, assert_same_bits, case_of, launch_of
 from inside.attention import ScoreMod
 from matrix import forward_sm90_fp8
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key

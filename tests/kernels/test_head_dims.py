@@ -9,8 +9,7 @@ from emulated import backward as emulated_backward
 from emulated.gradients import case_of as gradient_case_of
 from emulated.sweeps import Sweep, launch_of
 from inside.testing import poison_unseen_backward
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors import DispatchKey

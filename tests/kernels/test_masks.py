@@ -11,7 +11,7 @@ import pytest
 from emulated import mask_probe
 from emulated.forward import key_of, module_of, problem_of
 from inside.emulation import EmulatedBuffer
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 

@@ -16,7 +16,7 @@ from emulated.sweeps import LAUNCHES
 from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
 from inside.testing import FEATURES, poison_unseen
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, dispatch_key

@@ -6,7 +6,7 @@ import dataclasses
 
 from gates.score_mods import Modified, matched
 from inside.compiling import Compiler
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.dispatch import dispatch_key

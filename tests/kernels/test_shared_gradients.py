@@ -14,8 +14,7 @@ from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
 from inside.reference import rounder
 from inside.testing import COMPUTE, UNIT_ROUNDOFF, compare, poison_unseen_backward
-from support.gate import code_faults, code_of, register_limit
-from support.sources import kernel_source
+from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of

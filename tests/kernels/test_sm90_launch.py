@@ -21,7 +21,7 @@ from inside.cuda import CudaFailure
 from inside.cuda import tensor_map as driver_maps
 from inside.devices import Buffer, TensorMap
 from inside.emulation import EmulatedBuffer, build_module
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import dispatch_key, explain, program_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from cases.packed_block_masks import BATCH, BLOCK, KEYS, KINDS, ROWS
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 import gpu_actors as ga
 

@@ -22,7 +22,7 @@ from inside.kernels import (
     page_copy_variant,
 )
 from inside.reference import append_rows, appended_rows, apply_rope, inverse_frequencies, rope_angles
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import KernelSource, Rope
 

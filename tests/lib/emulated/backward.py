@@ -11,7 +11,7 @@ from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, modu
 from inside.emulation import EmulatedBuffer
 from inside.kernels import Values
 from inside.testing import poison_unseen_backward
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionGradients, AttentionProblem
 from gpu_actors.testing import BackwardCase, check_gradients

@@ -30,7 +30,7 @@ from inside.kernels import (
 )
 from inside.testing import POISON_PAGE, nan_filled
 from inside.validation import own_positions
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem, ContextOptions, DispatchKey, EmulationOptions, KernelSource
 from gpu_actors.testing import check_output

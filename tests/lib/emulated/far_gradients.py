@@ -11,7 +11,7 @@ from emulated.far_tensors import AXES, far_buffer, far_halves
 from emulated.forward import describe, gaussian, key_of, module_of, program_on
 from inside.emulation import EmulatedBuffer
 from inside.kernels import NO_VALUES, program_of, query_slots, tile_of
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionGradients
 from gpu_actors.reference import attention_forward

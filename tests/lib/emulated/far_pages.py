@@ -13,7 +13,7 @@ from emulated.forward import module_of
 from inside.devices import Buffer, Kernel
 from inside.emulation import PAGE, POISON, EmulatedBuffer, Mapping, encode_tensor_map
 from inside.kernels import DECODE, NO_VALUES, Target, program_of
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 __all__ = ["check_far_pages", "check_far_rows"]
 

@@ -11,7 +11,7 @@ from emulated.forward import gaussian, key_of, problem_of
 from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, Mapping
 from inside.kernels import COUNTER, NO_VALUES
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors.testing import check_output
 

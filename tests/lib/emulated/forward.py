@@ -11,7 +11,7 @@ from emulated import contraction
 from inside.devices import Buffer
 from inside.emulation import EmulatedBuffer, EmulatedModule, Toolchain, build_module, encode_tensor_map
 from inside.kernels import COUNTER, ELEMENTS, FAMILIES, Program, Target, Values, dispatch_key, program_of
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem, DispatchKey, KernelSource
 from gpu_actors.testing import ForwardCase, check_output

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from emulated.forward import key_of, problem_of
 from inside.emulation import EmulatedBuffer, EmulatedModule, build_module
-from support.sources import kernel_source
+from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 

@@ -15,8 +15,7 @@ from emulated.forward import key_of, ml_dtype
 from gates.forward import MMA_SHAPES, MmaVariant, Shape
 from gates.rows import SHARED, Family, Plan, Row, at_most, between, numbers_of, plain_plan, rows_of
 from inside.kernels import BACKWARD_MMA, capability, shared_mem_limit, tile_of
-from support.gate import ARCHS, Code, register_limit
-from support.sources import kernel_source
+from support.gate import ARCHS, Code, kernel_source, register_limit
 
 from benchmarks.sass import main_step
 from gpu_actors import DispatchKey, KernelSource

@@ -25,9 +25,8 @@ from emulated.forward import key_of, ml_dtype
 from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT, WgmmaVariant
 from gates.rows import SHARED, Family, Plan, Row, at_most, exactly, numbers_of, plain_plan, rows_of
 from inside.kernels import BACKWARD_SM90, Tile, padded_backward_dims, shares_keys, sm90_backward_refuses
-from support.gate import Code
+from support.gate import Code, kernel_source
 from support.hopper_sass import instructions_of, opcodes, step_of
-from support.sources import kernel_source
 
 __all__ = ["BACKWARD_SM90_ROWS"]
 

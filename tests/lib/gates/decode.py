@@ -40,8 +40,7 @@ from inside.kernels import (
     shared_a_multiprocessor,
 )
 from inside.planning import prefix_problem, tail_problem
-from support.gate import ARCHS, Code, register_limit
-from support.sources import kernel_source
+from support.gate import ARCHS, Code, kernel_source, register_limit
 
 from gpu_actors import DispatchKey, KernelSource
 

@@ -23,9 +23,8 @@ from gates.decode import BASE
 from gates.hopper import ARCH, REGISTERS, SHARED_BYTES_A_CLOCK, SHARED_LIMIT
 from gates.rows import SHARED, Family, Plan, at_least, at_most, dims_of, exactly, numbers_of, rows_of
 from inside.kernels import ELEMENTS, NAME, padded_head_dim
-from support.gate import Code
+from support.gate import Code, kernel_source
 from support.hopper_sass import instructions_of, opcodes, step_of
-from support.sources import kernel_source
 
 from benchmarks.model import MACHINES
 

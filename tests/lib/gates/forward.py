@@ -15,8 +15,7 @@ from emulated.forward import key_of, ml_dtype, problem_of
 from gates.exponents import exponential_limits, exponentials
 from gates.rows import SHARED, Family, Plan, at_most, dims_of, exactly, numbers_of, rows_of
 from inside.kernels import TILES, capability, dispatch_key, example_problem, shared_mem_limit
-from support.gate import ARCHS, Code, register_limit
-from support.sources import kernel_source
+from support.gate import ARCHS, Code, kernel_source, register_limit
 
 from gpu_actors import KernelSource
 

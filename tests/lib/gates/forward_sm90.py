@@ -39,9 +39,8 @@ from gates.rows import COMPILERS, SHARED, Family, Plan, at_least, at_most, exact
 from inside.attention import ScoreMod
 from inside.graph import match_attention
 from inside.kernels import ELEMENTS, padded_head_dim
-from support.gate import Code
+from support.gate import Code, kernel_source
 from support.hopper_sass import instructions_of, main_loops, opcodes
-from support.sources import kernel_source
 
 from gpu_actors import KernelSource
 

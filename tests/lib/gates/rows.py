@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from inside.compiling import Compiler, parse_resources
 from inside.kernels import TILES, block_threads
-from support.gate import ARCHS, Code, code_faults, register_limit
-from support.sources import kernel_source
+from support.gate import ARCHS, Code, code_faults, kernel_source, register_limit
 
 from benchmarks.sass import disassemble
 from gpu_actors import KernelSource

@@ -6,12 +6,13 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from inside.compiling import Compiler, supported_archs
+from inside.compiling import Compiler, Variant, supported_archs
+from inside.kernels import variant_of
 
 from benchmarks.sass import disassemble, find_disassembler
-from gpu_actors import KernelResources, KernelSource
+from gpu_actors import DispatchKey, KernelResources, KernelSource
 
-__all__ = ["ARCHS", "Code", "code_faults", "code_of", "register_limit", "with_bug"]
+__all__ = ["ARCHS", "Code", "code_faults", "code_of", "kernel_source", "register_limit", "with_bug"]
 
 _WITH_KERNELS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 ARCHS = tuple(arch for arch in _WITH_KERNELS if arch in supported_archs())
@@ -28,6 +29,11 @@ class Code(NamedTuple):
     def count(self, pattern: str) -> int | None:
         """How many instructions match, None where no disassembler is installed."""
         return None if self.text is None else len(re.findall(pattern, self.text))
+
+
+def kernel_source(key: DispatchKey | Variant) -> KernelSource:
+    """What is compiled for a key."""
+    return variant_of(key).source
 
 
 def code_of(source: KernelSource, entry: str) -> Code:
