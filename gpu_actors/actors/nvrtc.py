@@ -106,7 +106,6 @@ class NvrtcHandle(ActorHandle):
                     break  # the actor refuses it, so that the reply tells, and what follows may have no end
         except Exception:
             given = keys  # which the actor refuses as well
-        given = tuple(given) if isinstance(given, list) else given
         return self.submit(Warm(given, progress), deadline=deadline, timeout=timeout, priority=priority)
 
     def cache_stats(self) -> CacheStats:

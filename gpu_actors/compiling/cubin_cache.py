@@ -260,11 +260,8 @@ class CubinCache:
         try:
             lock.enter_context(self._folder.locked(key.build, self._lock_timeout))
         except TimeoutError:
-            _log.warning(
-                "%s is compiled elsewhere for %g s now: compiled here too, not published",
-                variant.source.name,
-                self._lock_timeout,
-            )
+            text = "%s is compiled elsewhere for %g s now: compiled here too, not published"
+            _log.warning(text, variant.source.name, self._lock_timeout)
             return False
         except OSError as error:
             self._warn_unwritable(variant, error)

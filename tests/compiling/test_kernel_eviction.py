@@ -28,15 +28,8 @@ def cubin(image: bytes) -> Cubin:
     return Cubin(image, "sm_90a", tuple(KERNELS), "", {})
 
 
-class Actor:
-    """The cell of an actor."""
-
-    def __init__(self, mailbox: Any) -> None:
-        self.mailbox = mailbox
-
-
 class Store:
-    """A KernelStore whose kernels are compiled when the test says so."""
+    """A KernelStore whose kernels are compiled when the test says so, and the cell of the actor that asks for them."""
 
     def __init__(self, capacity: int) -> None:
         self.loads: list[str] = []
@@ -44,8 +37,8 @@ class Store:
         self._pending: dict[str, Call[Any]] = {}
         self._mailbox = Mailbox("test", 64, 8)
         environment: Any = SimpleNamespace(device=SimpleNamespace(load=self._load), compiler=self)
-        mailbox = SimpleNamespace(requeue=lambda calls: None, park=lambda call: None)
-        self.cell: Any = Actor(mailbox)
+        self.mailbox = SimpleNamespace(requeue=lambda calls: None, park=lambda call: None)
+        self.cell: Any = self
         self.store = KernelStore(environment, capacity)
 
     def send(self, message: Any, *_: Any) -> Call[Any]:
