@@ -16,20 +16,12 @@ from starlette.types import Receive, Scope, Send
 from gpu_actors.errors import DeadlineExceeded
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.problems import problem
+from gpu_actors.server.http.sent_events import STREAM_HEADERS, sent_event
 from gpu_actors.server.openai.errors import error_object
 
 __all__ = ["EventStream", "Writer"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
-
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back until its buffer is full
-]
-
-_LINES = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-"""What some clients take for the end of a line, as JSON also spells it."""
 
 _GRACE = 15.0
 """Seconds that a client has to read the end of its stream, from the deadline, or from when the stream ends after it."""
@@ -49,11 +41,10 @@ class Writer:
     async def write_text(self, data: str) -> None:
         """One event of one line."""
         if not self.started:
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            headers = [*STREAM_HEADERS, (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self.started = True  # only now: a deadline may pass while the connection still sends an earlier answer
-        if not data.isascii():
-            data = data.translate(_LINES)
-        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await self._send({"type": "http.response.body", "body": sent_event(data), "more_body": True})
 
     async def close(self) -> None:
         """The last event, and the end of the answer."""

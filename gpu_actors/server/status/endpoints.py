@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.http.sent_events import STREAM_HEADERS, sent_event
 from gpu_actors.server.status.board import StatusBoard, Viewer
 from gpu_actors.server.status.files import POLICY, page_file
 
@@ -124,8 +125,7 @@ class _Stream(Response):
 
     async def _send(self, send: Send, viewer: Viewer) -> None:
         headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-        headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, *STREAM_HEADERS]})
         async for text in self._texts(viewer):
             with anyio.move_on_after(READER_TIMEOUT) as waited:
                 await send({"type": "http.response.body", "body": text, "more_body": True})
@@ -148,11 +148,11 @@ class _Stream(Response):
                 boot = board.event_log.boot
                 content = {"boot": boot, "items": events.items, "missed": events.missed}
                 data = json.dumps(content, separators=(",", ":"))
-                parts.append(f"id: {boot}.{events.newest}\nevent: happened\ndata: {data}\n\n".encode())
+                parts.append(sent_event(data, f"id: {boot}.{events.newest}\nevent: happened\n"))
             self._last = events.newest
             if number != last_number:
                 last_number = number
-                parts.append(b"event: state\ndata: " + latest + b"\n\n")
+                parts.append(sent_event(latest.decode(), "event: state\n"))
             if parts:
                 yield b"".join(parts)
             left = self._end - time.monotonic()
