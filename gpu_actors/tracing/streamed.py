@@ -6,7 +6,6 @@ file of a process that was killed opens in Perfetto as it is.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 import anyio.to_thread
 
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, Record, Recorder, row_names
@@ -105,12 +105,8 @@ class StreamedTrace(Recorder):
         self._written = 0
         self._process = os.getpid()
         self._file = self.path.open("wb", buffering=0)
-        try:
+        with undo_on_error(self._file.close):
             _put_all(self._file, "[\n")
-        except OSError:
-            with contextlib.suppress(OSError):  # closing tries the failed write again
-                self._file.close()
-            raise
         self._thread = threading.Thread(target=self._run, name="gpu-actors-trace", daemon=True)
         self._thread.start()
         add_sink(self.host_span)
