@@ -16,7 +16,6 @@ from typing import IO, NamedTuple
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.tracing.events import TraceEvent
-from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
 
 __all__ = ["ChromeTrace", "replace_file"]
@@ -72,11 +71,8 @@ class ChromeTrace(Recorder):
         spans += [_Span(begin, last, begin["args"]) for begin in open_spans]
         replace_file(self.path, _document(spans, rows, dropped))
 
-    def _start(self) -> None:
-        add_sink(self.host_span)
-
     def _finish(self) -> None:
-        remove_sink(self.host_span)
+        super()._finish()
         self.write()
 
     # Records, under the lock

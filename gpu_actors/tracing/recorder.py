@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
-from gpu_actors.tracing.host import HostSpan
+from gpu_actors.tracing.host import HostSpan, add_sink, remove_sink
 
 __all__ = ["Record", "Recorder", "row_names"]
 
@@ -98,15 +98,13 @@ class Recorder(ABC):
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._finish)
 
-    # For subclasses
-
-    @abstractmethod
     def _start(self) -> None:
         """Collect from now on."""
+        add_sink(self.host_span)
 
-    @abstractmethod
     def _finish(self) -> None:
-        """Collect no more, and end the file. May block while a disk works."""
+        """Collect no more. A subclass ends its file too, which may block while a disk works."""
+        remove_sink(self.host_span)
 
     # For subclasses. Called under the lock.
 

@@ -19,7 +19,6 @@ import anyio.to_thread
 
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.tracing.host import add_sink, remove_sink
 from gpu_actors.tracing.recorder import ACTORS, Record, Recorder, row_names
 
 __all__ = ["StreamedTrace"]
@@ -109,10 +108,10 @@ class StreamedTrace(Recorder):
             _put_all(self._file, "[\n")
         self._thread = threading.Thread(target=self._run, name="gpu-actors-trace", daemon=True)
         self._thread.start()
-        add_sink(self.host_span)
+        super()._start()
 
     def _finish(self) -> None:
-        remove_sink(self.host_span)
+        super()._finish()
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return
