@@ -23,7 +23,8 @@
 #ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
 #define TOP_LEFT 0
 #endif
-#ifndef POSITIONS  // rows and keys have positions in a larger problem: see common/positions.cuh
+#ifndef POSITIONS  // rows and keys have positions in a larger problem: see common/positions.cuh. Of append: a row has a
+                   // position to be rotated by; else it is the row's place in its sequence
 #define POSITIONS 0
 #endif
 #ifndef SOFTCAP
@@ -140,9 +141,6 @@
 #endif
 #ifndef TABLES  // cosines and sines are given; else they follow from the position and the pair's step
 #define TABLES 0
-#endif
-#ifndef POSITIONS  // of the rotation, a row; else the row's place in its sequence
-#define POSITIONS 0
 #endif
 #ifndef QUERY  // q is rotated, too
 #define QUERY 0
