@@ -8,6 +8,7 @@ order that a test is about.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -275,21 +276,27 @@ def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows
     return asked
 
 
+def refusing(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[int, int], bool]) -> list[int]:
+    """Refuse launches by how many calls they have and by their number, from 1. Gives the calls of each."""
+    launch, made = ServiceActor.launch, []
+
+    def launching(self: ServiceActor, calls: Any, *arguments: Any) -> None:
+        made.append(len(calls))
+        if refuses(len(calls), len(made)):
+            raise ga.OutOfDeviceMemory("no memory for scratch")
+        launch(self, calls, *arguments)
+
+    monkeypatch.setattr(ServiceActor, "launch", launching)
+    return made
+
+
 def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad_one_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A device refuses a launch at once where it has no memory for it, and nothing can have been launched behind it."""
     rows = Rows(23)
     clock, options = slow(FaultPlan(), 1, max_in_flight=1)
-    launch, made = ServiceActor.launch, []
-
-    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
-        made.append(len(calls))
-        if len(calls) > 1 or len(made) == 4:
-            raise ga.OutOfDeviceMemory("no memory for scratch")
-        launch(self, calls, *arguments)
-
-    monkeypatch.setattr(ServiceActor, "launch", refusing)
+    made = refusing(monkeypatch, lambda calls, number: calls > 1 or number == 4)
     with opened(options) as (ctx, cache):
         asked = shared_appends(ctx, cache, clock, rows)
         behind = cache.append(asked[0][0], *rows.new(1))
@@ -307,15 +314,8 @@ def test_a_request_that_is_launched_again_attends_to_the_pages_that_it_has_then(
 ) -> None:
     rows = Rows(29)
     clock, options = slow(FaultPlan(), 1, max_in_flight=1)
-    launch, made = ServiceActor.launch, []
-
-    def refusing(self: ServiceActor, calls: Any, *arguments: Any) -> None:
-        made.append(len(calls))
-        if len(made) in (3, 4):  # shared, and the first alone, whose page the next one takes
-            raise ga.OutOfDeviceMemory("no memory for scratch")
-        launch(self, calls, *arguments)
-
-    monkeypatch.setattr(ServiceActor, "launch", refusing)
+    # Shared, and the first alone, whose page the next one takes.
+    made = refusing(monkeypatch, lambda calls, number: number in (3, 4))
     with opened(options, num_blocks=16) as (ctx, cache):
         seqs = [wait(cache.create()) for _ in range(4)]
         first = cache.append(seqs[3], *rows.new(1))
