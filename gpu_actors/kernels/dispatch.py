@@ -1,7 +1,7 @@
 """Picks the kernel that answers a problem, and says why.
 
 `FAMILIES` lists the kernels from the most to the least specialised; the first that does not refuse a problem takes it.
-To add a kernel, name its family here; its folder says the rest, but for the tiles, which are in `tiles`.
+To add a kernel, name its family here; its file says the rest, but for the tiles, which are in `tiles`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)
 
 
 def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `sm90_arguments`."""
+    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `tma_refusal`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
     if problem.bias is not None and problem.layout != "dense":

@@ -1,7 +1,7 @@
 """Forward requests: what decides their plan, how it is made, and how a request is bound to it.
 
 A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are
-bound. Shared by the actors that answer attention requests. `gradients` has the same for backward requests.
+bound. Shared by the actors that answer attention requests. `planning.backward` has the same for backward requests.
 """
 
 from __future__ import annotations
