@@ -14,9 +14,17 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from softgpu.images import Images
+
+if TYPE_CHECKING:
+    from gpu_actors.compiling.compiler import Compiler
+    from gpu_actors.compiling.cubin_cache import Compile, CubinCache
+    from gpu_actors.compiling.source import Cubin, KernelSource
+    from gpu_actors.compiling.variant import Variant
+    from gpu_actors.devices.cuda.api import MemoryBlock
+    from gpu_actors.devices.cuda.cupy_api import CupyApi
 
 __all__ = ["FOLDER_VARIABLE", "activate", "driver"]
 
@@ -76,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Changed(importlib.abc.Loader):
-    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+    def __init__(self, loader: Any, change: Callable[[], None]) -> None:
         self._loader = loader
         self._change = change
 
@@ -86,61 +94,72 @@ class _Changed(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._change(module)
+        self._change()
 
 
-def _note_compiled(module: Any) -> None:
-    original = module.Compiler.compile
+# The changes import the module that they change, which is executed by then: so mypy compares their calls with it.
+
+
+def _note_compiled() -> None:
+    from gpu_actors.compiling.compiler import Compiler
+
+    original = Compiler.compile
 
     @functools.wraps(original)
-    def compile(self: Any, source: Any, arch: str | None = None) -> Any:
+    def compile(self: Compiler, source: KernelSource, arch: str | None = None) -> Cubin:
         cubin = original(self, source, arch)
         images.note(source, cubin)
         return cubin
 
-    module.Compiler.compile = compile
+    Compiler.compile = compile  # type: ignore[method-assign]
 
 
-def _note_cached(module: Any) -> None:
-    original = module.CubinCache.get_or_compile
+def _note_cached() -> None:
+    from gpu_actors.compiling.cubin_cache import CubinCache
+
+    original = CubinCache.get_or_compile
 
     @functools.wraps(original)
-    def get_or_compile(self: Any, source: Any, arch: str | None, compile: Any) -> Any:
-        cubin = original(self, source, arch, compile)
-        images.note(source, cubin)
+    def get_or_compile(self: CubinCache, variant: Variant, compile: Compile) -> Cubin:
+        cubin = original(self, variant, compile)
+        images.note(variant.source, cubin)
         return cubin
 
-    module.CubinCache.get_or_compile = get_or_compile
+    CubinCache.get_or_compile = get_or_compile  # type: ignore[method-assign]
 
 
 _POOL_UNIT = 512
 """Bytes in which CuPy's pool gives memory out."""
 
 
-def _watch_pool(module: Any) -> None:
+def _watch_pool() -> None:
     """Tells the driver what the device's pool gives out and takes back, which only the pool knows."""
-    allocate, free = module.CupyApi.allocate, module.CupyApi.free
+    from gpu_actors.devices.cuda.cupy_api import CupyApi
+
+    allocate, free = CupyApi.allocate, CupyApi.free
 
     @functools.wraps(allocate)
-    def watched_allocate(self: Any, nbytes: int) -> Any:
+    def watched_allocate(self: CupyApi, nbytes: int) -> MemoryBlock:
         block = allocate(self, nbytes)
         driver().softgpu_lease(ctypes.c_uint64(block.address), ctypes.c_uint64(nbytes), ctypes.c_uint64(_POOL_UNIT))
         return block
 
     @functools.wraps(free)
-    def watched_free(self: Any, block: Any) -> None:
+    def watched_free(self: CupyApi, block: MemoryBlock) -> None:
         driver().softgpu_release(ctypes.c_uint64(block.address))
         free(self, block)
 
-    module.CupyApi.allocate, module.CupyApi.free = watched_allocate, watched_free
+    CupyApi.allocate, CupyApi.free = watched_allocate, watched_free  # type: ignore[method-assign]
 
 
-def _note_cupys(module: Any) -> None:
+def _note_cupys() -> None:
     """Notes what CuPy compiles.
 
     NVRTC's own cache is off: for it NVRTC asks a driver that is there for a table which is not documented.
     """
-    original = module._NVRTCProgram.compile
+    from cupy.cuda.compiler import _NVRTCProgram
+
+    original = _NVRTCProgram.compile
 
     @functools.wraps(original)
     def compile(self: Any, options: tuple[str, ...] = (), log_stream: Any = None) -> Any:
@@ -149,10 +168,10 @@ def _note_cupys(module: Any) -> None:
             images.note_cupys(self.src, result)
         return result, mapping
 
-    module._NVRTCProgram.compile = compile
+    _NVRTCProgram.compile = compile
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
+_CHANGES: dict[str, Callable[[], None]] = {
     "cupy.cuda.compiler": _note_cupys,
     "gpu_actors.compiling.compiler": _note_compiled,
     "gpu_actors.compiling.cubin_cache": _note_cached,
