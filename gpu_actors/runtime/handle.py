@@ -8,6 +8,9 @@ import inspect
 import signal
 import sys
 import threading
+
+# signal.getsignal looks the handler up in an enum, whose error for a function takes its repr and several us.
+from _signal import getsignal  # type: ignore[import-not-found]
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -83,8 +86,7 @@ def _can_work() -> bool:
     except ValueError:  # there are not so many frames
         pass
     return threading.get_ident() != threading.main_thread().ident or not (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        or (_ALARM is not None and callable(signal.getsignal(_ALARM)))
+        getsignal(signal.SIGINT) is signal.default_int_handler or (_ALARM is not None and callable(getsignal(_ALARM)))
     )
 
 
