@@ -181,7 +181,7 @@ class KvCacheActor(ServiceActor):
             step, (request, rows) = pose(self._store, cache, message, tables)
             if key is not None:
                 cache.steps.add(key, step)
-        if rows is not None and rows.counts.any():
+        if rows is not None and len(tables) > 1 and rows.counts.any():
             _check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=step.plan, rows=rows, step=step)
         work.single, work.template, work.expected = single, template, _expected(message)

@@ -226,7 +226,8 @@ class OpenedCache:
             raise InvalidRequest("expect_length", work.expected, reason)
         if rows is not None:
             counts = rows.counts.tolist()
-            rows.check_reach(np.array(lengths, np.int32) + rows.counts)
+            if rows.rope is not None:
+                rows.check_reach(np.array(lengths, np.int32) + rows.counts)
         if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
             own = np.array(lengths, np.int32) + (0 if rows is None else rows.counts)
             check_bias(work.plan.problem, dataclasses.replace(work.request, cache_seqlens=own))

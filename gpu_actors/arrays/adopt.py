@@ -307,15 +307,18 @@ def _adopt_dlpack(array: Any, field: str, kind: Kind) -> Adopted:
 
 def _check_placement(array: DeviceArray, field: str) -> None:
     """Kernels count in elements, and a GPU reads one where its address is a multiple of its size."""
-    size = array.itemsize
-    if size == 1 or not array.size:
+    size = array.dtype.itemsize
+    step = _odd_step(array.shape, array.strides, size)
+    if (step is None and not array.address % size) or 0 in array.shape:
         return
-    reason = f"must be a multiple of the element's {size} bytes: copy the array"
-    if array.address % size:
-        raise InvalidRequest(field, f"an address of {array.address:#x}", reason)
-    for extent, step in zip(array.shape, array.strides, strict=True):
-        if extent > 1 and step % size:
-            raise InvalidRequest(field, f"a stride of {step} bytes", reason)
+    what = f"an address of {array.address:#x}" if array.address % size else f"a stride of {step} bytes"
+    raise InvalidRequest(field, what, f"must be a multiple of the element's {size} bytes: copy the array")
+
+
+@functools.lru_cache(maxsize=1024)
+def _odd_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int | None:
+    """The first stride that is no multiple of the element's size."""
+    return next((step for extent, step in zip(shape, strides, strict=True) if extent > 1 and step % size), None)
 
 
 def _check_dtype(dtype: Dtype | str, array: Any, field: str) -> Dtype:

@@ -14,7 +14,8 @@ launch in flight still uses them: the device runs launches in order, so the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class KvCacheStats(NamedTuple):
 class PageTable:
     """One sequence.
 
+    pages: int32, so that a block table takes them in at once.
     digests: names of the pages whose tokens are known, from the first on.
     named: how many of them the index of prefixes has.
     tail: the known tokens behind them.
@@ -60,7 +62,7 @@ class PageTable:
     """
 
     number: int
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     digests: list[bytes] = field(default_factory=list)
     named: int = 0
@@ -174,7 +176,7 @@ class CacheTables:
             for page in table.pages:
                 self._pool.retain(page)
             self._sharing = True
-            child = self._add(list(table.pages), table.length)
+            child = self._add(table.pages, table.length)
             child.digests, child.named, child.tail = list(table.digests), table.named, list(table.tail)
             return child
 
@@ -185,7 +187,7 @@ class CacheTables:
                 return  # freed already, perhaps by another thread
             for page in reversed(table.pages):
                 self._pool.release(page)
-            table.pages = []
+            table.pages = array("i")
 
     def adopt(self, length: int, digests: Sequence[bytes], tail: Sequence[int]) -> Write:
         """A new sequence of ``length`` rows: it begins with the indexed pages of ``digests``, and has new ones behind.
@@ -241,7 +243,8 @@ class CacheTables:
                     # The old page's reference moves from the table to the write, which may return it.
                     write.copy = _Copy(len(table.pages) - 1, table.pages[-1], destination)
                     table.pages[-1] = destination
-                table.pages += [new_pages.pop() for _ in range(count)]
+                for _ in range(count):
+                    table.pages.append(new_pages.pop())
                 if ids is not None:
                     self._extend_digests(table, ids)
                 table.length = write.stop
@@ -270,8 +273,8 @@ class CacheTables:
 
     # Under the lock
 
-    def _add(self, pages: list[int], length: int) -> PageTable:
-        table = PageTable(self._next, pages, length)
+    def _add(self, pages: Iterable[int], length: int) -> PageTable:
+        table = PageTable(self._next, array("i", pages), length)
         self._next += 1
         self._tables[table.number] = table
         return table
@@ -322,7 +325,8 @@ def table_width(pages: int, most: int) -> int:
 def block_table(tables: Sequence[PageTable], most: int) -> Any:
     """int32 (batch, columns), as wide as `table_width` says. Behind a sequence's last page it is -1."""
     width = table_width(max((len(table.pages) for table in tables), default=0), most)
-    block_ids = np.full((len(tables), width), -1, np.int32)
+    block_ids = np.empty((len(tables), width), np.int32)
+    block_ids.fill(-1)
     for row, table in zip(block_ids, tables, strict=True):
         row[: len(table.pages)] = table.pages
     return block_ids

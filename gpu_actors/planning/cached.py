@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from collections.abc import Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,8 +61,11 @@ _DECODE = ("q", "seq_lens", *_OPTIONAL, "out")
 _PAGED_READ, _READ = _PAGED_ARRAYS[:-1], _DECODE[:-1]
 _PLANS = 4096
 _MAX_LENGTH = (1 << 31) - 1
-_SCALARS = scalars_of(BatchedDecode)
-_PAGED_SCALARS = tuple(name for name in scalars_of(PagedForward) if name != "block_mask")
+_Values: TypeAlias = Callable[[CacheRequest], tuple[Any, ...]]
+_scalars: _Values = operator.attrgetter(*scalars_of(BatchedDecode))
+_paged_scalars: _Values = operator.attrgetter(*(name for name in scalars_of(PagedForward) if name != "block_mask"))
+_arrays: _Values = operator.attrgetter(*_DECODE)
+_paged_arrays: _Values = operator.attrgetter(*_PAGED_ARRAYS)
 
 
 def adopt_cache_request(
@@ -86,11 +90,11 @@ def adopt_cache_request(
 def signature(request: CacheRequest) -> Hashable:
     """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
     paged = isinstance(request, PagedForward)
-    scalars = tuple(getattr(request, name) for name in (_PAGED_SCALARS if paged else _SCALARS))
+    scalars = (_paged_scalars if paged else _scalars)(request)
     # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
     # The window is not checked yet, so it may be of any length.
     kinds = (*map(type, scalars), type(request.window_size[0]), type(request.window_size[1]))
-    arrays = tuple(_described(getattr(request, name)) for name in (_PAGED_ARRAYS if paged else _DECODE))
+    arrays = tuple(map(_described, (_paged_arrays if paged else _arrays)(request)))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
         return scalars, kinds, arrays, caches, between_chunks(_caches(request)), lengths_on_host(request)

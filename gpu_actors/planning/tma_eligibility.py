@@ -28,7 +28,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 def alignments(*operands: Any) -> tuple[int | None, ...]:
     """What decides, beside shapes and strides, which kernels are eligible for adopted operands. For signatures."""
     # None for each that lies on the host: which operands lie on the device is part of the signature.
-    return tuple(array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands)
+    return tuple([array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands])
 
 
 def key_for(problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str]) -> DispatchKey:

@@ -7,10 +7,9 @@ the class in ``ContextOptions(actors=...)``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from gpu_actors.devices.interface import Launch
@@ -183,20 +182,26 @@ class ServiceActor(MailboxActor, ActorType):
             del call
 
 
-@contextlib.contextmanager
-def reading(request: object) -> Iterator[None]:
+class reading:  # a function to its callers
     """Refuse a request that raises while it is read, rather than fail the actor.
 
     Its arrays and options bring code of their own, which may raise anything. One program's bad argument must not cost
     every other program the actor. Raises `InvalidRequest`. A `GpuActorsError` passes unchanged.
     """
-    try:
-        yield
-    except GpuActorsError:
-        raise
-    except Exception as error:
-        kind = type(request).__name__
-        logger.warning("a %s could not be read", kind, exc_info=error)
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: object) -> None:
+        self._request = request
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, GpuActorsError):
+            return
+        name = type(self._request).__name__
+        logger.warning("a %s could not be read", name, exc_info=error)
         # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
         error.__traceback__ = None
-        raise InvalidRequest("message", kind, f"could not be read, it raised {show(error)}") from error
+        raise InvalidRequest("message", name, f"could not be read, it raised {show(error)}") from error

@@ -19,15 +19,20 @@ def check_lengths(field: str, lengths: Any, capacity: int | Sequence[int]) -> No
     """Raise `InvalidRequest` unless each length lies in [0, capacity]. capacity: of each sequence, or of all."""
     if not isinstance(lengths, np.ndarray):
         return
+    if isinstance(capacity, int) and _all_within(lengths, capacity):
+        return
     least = int(lengths.min(initial=0))
     expect(least >= 0, field, least, "must not be negative")
-    if isinstance(capacity, int) and int(lengths.max(initial=0)) <= capacity:
-        return
     room = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
     if lengths.size:
         worst = int(np.argmax(lengths - room))
         most, limit = int(lengths[worst]), int(room[worst])
         expect(most <= limit, field, most, f"must be at most the keys that a sequence has room for, {limit}")
+
+
+def _all_within(numbers: Any, most: int) -> bool:
+    """Whether each lies in [0, most]: as an unsigned number, a negative one is larger than any limit."""
+    return int(numbers.view(f"u{numbers.itemsize}").max(initial=0)) <= most
 
 
 def check_leftpad(leftpad: Any, lengths: Any, capacity: int) -> None:
@@ -56,6 +61,8 @@ def check_block_table(block_table: Any, lengths: Any, page_size: int, blocks: in
     leftpad: rows before each sequence's first key, whose pages are not read.
     """
     if not isinstance(block_table, np.ndarray) or not isinstance(lengths, np.ndarray):
+        return
+    if _all_within(block_table, blocks - 1):
         return
     pages = -(-lengths.astype(np.int64) // page_size)
     columns = np.arange(block_table.shape[1])

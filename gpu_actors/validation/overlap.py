@@ -26,12 +26,17 @@ def check_output_memory(out: Any, inputs: dict[str, Any]) -> None:
     if not _lies_apart(out.shape, out.strides, out.itemsize):
         reason = "must have a place of its own for every element: not a broadcast or overlapping view"
         raise InvalidRequest("out", describe(out), reason)
+    if isinstance(out, np.ndarray):
+        for name, array in inputs.items():
+            if isinstance(array, np.ndarray):  # and not on the device, while out is on the host
+                _check_host(out, name, array)
+        return
+    low, high = _bounds_of(out)
     for name, array in inputs.items():
-        if isinstance(out, np.ndarray) != isinstance(array, np.ndarray):
-            continue  # one on the host, the other on the device
-        if isinstance(out, np.ndarray):
-            _check_host(out, name, array)
-        elif _meet(_bounds_of(out), _bounds_of(array)):
+        if isinstance(array, np.ndarray):
+            continue
+        first, end = _bounds_of(array)
+        if low < end and first < high:
             raise InvalidRequest("out", describe(out), f"may share memory with {name}: their address ranges meet")
 
 
@@ -60,7 +65,7 @@ def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
 
 def _bounds_of(array: Any) -> tuple[int, int]:
     """First and past-the-last byte of a `DeviceArray`."""
-    low, high = _bounds(array.shape, array.strides, array.itemsize)
+    low, high = _bounds(array.shape, array.strides, array.dtype.itemsize)
     return array.address + low, array.address + high
 
 
@@ -71,7 +76,3 @@ def _bounds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     low = sum(step for step in steps if step < 0)
     high = sum(step for step in steps if step > 0) + itemsize
     return low, (high if 0 not in shape else low)
-
-
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
