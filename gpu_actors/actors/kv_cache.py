@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
+from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
-from gpu_actors.actors.kv_step import bind, pose, step_key, step_launch
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
@@ -112,7 +112,7 @@ class KvCacheActor(ServiceActor):
             adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
             work = self._checked(call, cache, adopted, template)
         if self._has_kernels(work):
-            self._coalescer.add(work, None if work.step is None else work.step.shared, work.tables)
+            self._coalescer.add(work, None if work.kind is None else work.kind.shared, work.tables)
 
     # Sequences
 
@@ -171,32 +171,32 @@ class KvCacheActor(ServiceActor):
         """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
         try:
-            key = step_key(cache, message, tables)
-            step = None if key is None else cache.steps.find(key)
+            key = kind_key(cache, message, tables)
+            kind = None if key is None else cache.kinds.find(key)
         except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
-            key = step = None
-        if step is not None:
-            request, rows = bind(cache, step, message)
+            key = kind = None
+        if kind is not None:
+            request, rows = bind(cache, kind, message)
         else:
-            step, (request, rows) = pose(self._store, cache, message, tables)
+            kind, (request, rows) = pose(self._store, cache, message, tables)
             if key is not None:
-                cache.steps.add(key, step)
+                cache.kinds.add(key, kind)
         if rows is not None and len(tables) > 1 and rows.counts.any():
             _check_once(tables)
-        work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=step.plan, rows=rows, step=step)
+        work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
         work.single, work.template, work.expected = single, template, _expected(message)
-        if request is not None and step.plan is not None:
+        if request is not None and kind.plan is not None:
             work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
             if cache.cascade and (again := cache.tables.most_shared(tables)):
-                work.cascade = self._store.cascader.keys(step.plan, request, again, cache.cascade is True)
+                work.cascade = self._store.cascader.keys(kind.plan, request, again, cache.cascade is True)
         return work
 
     def _has_kernels(self, work: KvWork) -> bool:
         """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
         if self._store.kernels is None:
             return True
-        assert work.step is not None
-        variants = work.step.variants
+        assert work.kind is not None
+        variants = work.kind.variants
         attending = cascading = 0 if work.plan is None else len(work.plan.variants)
         if isinstance(work.cascade, CascadeKeys):
             of_cascade = work.cascade.variants
@@ -223,12 +223,12 @@ class _KvCoalescer(Coalescer[KvWork]):
         for work, error in group[0].cache.begin(group, begun):
             self._actor.answer_failure((work.call,), error)
         for work in begun:
-            request, step = work.request, work.step
+            request, kind = work.request, work.kind
             if request is not None and work.plan is not None:
                 request.block_table, request.cache_seqlens = work.table, work.lengths
-                # Launches since then may have changed the pages. A launch that failed is made again without a step.
-                if step is None or work.table.shape[1] != step.columns:
-                    work.plan, work.step = self._decoding.plan(request, work.plan.key), None
+                # Launches since then may have changed the pages. A launch that failed is made again without a kind.
+                if kind is None or work.table.shape[1] != kind.columns:
+                    work.plan, work.kind = self._decoding.plan(request, work.plan.key), None
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
         first, begun = group[0], group
@@ -237,8 +237,8 @@ class _KvCoalescer(Coalescer[KvWork]):
             group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
         answers: Finished | None = None
-        if len(group) == 1 and first.step is not None and self._is_plain(first):
-            launch = step_launch(first.step, first)
+        if len(group) == 1 and first.kind is not None and self._is_plain(first):
+            launch = kind_launch(first.kind, first)
         else:
             if first.request is None:
                 launch = append_launch(group)
@@ -257,7 +257,7 @@ class _KvCoalescer(Coalescer[KvWork]):
         return launch, finish
 
     def _is_plain(self, work: KvWork) -> bool:
-        """Whether the launch of a request is just what its step says."""
+        """Whether the launch of a request is just what its kind says."""
         recorded = self._records and work.recording() is not None
         return not recorded and work.cascade is None and all(write.copy is None for write in work.writes)
 

@@ -39,24 +39,24 @@ from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
 
-__all__ = ["CacheLook", "CacheStep", "CacheStore", "KvWork", "OpenedCache"]
+__all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache", "RequestKind"]
 
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
 
-_STEPS = 256  # of a cache: shapes and options of its requests
+_KINDS = 256  # of a cache: shapes and options of its requests
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
 @dataclass(slots=True, eq=False)
-class CacheStep:
-    """What requests of one kind on a cache have in common (see `kv_step`). It does not refer to the cache, whose it is.
+class RequestKind:
+    """What requests of one kind on a cache have in common (see `kv_kind`). It does not refer to the cache, whose it is.
 
     request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request that
-    the step was made for. variants: of the kernels of a `KvWork`, in order. shared: the key of work that may share a
+    the kind was made for. variants: of the kernels of a `KvWork`, in order. shared: the key of work that may share a
     launch, or None. columns: of the block table that the plan is for. number: unique in the process. launches: where
-    there are no kernels, what `kv_step` remembers with them otherwise.
+    there are no kernels, what `kv_kind` remembers with them otherwise.
     """
 
     request: PagedForward | None
@@ -81,7 +81,7 @@ class CacheStep:
 class KvWork(Work):
     """A request on a cache that waits for its launch, or is in flight.
 
-    request, plan: None where it only appends. rows: new ones, or None. step: of its kind, while its plan is the step's.
+    request, plan: None where it only appends. rows: new ones, or None. kind: while its plan is the kind's.
     expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
     none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
     sequence was not in a list. table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has
@@ -92,7 +92,7 @@ class KvWork(Work):
     cache: OpenedCache
     tables: list[PageTable]
     rows: NewRows | None = None
-    step: CacheStep | None = None
+    kind: RequestKind | None = None
     loaded: Kernels | None = None
     expected: list[int] | None = None
     appending: tuple[Kernel, ...] = ()
@@ -136,7 +136,7 @@ class OpenedCache:
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
-    steps: PlanCache[CacheStep] = field(init=False, default_factory=lambda: PlanCache(_STEPS))
+    kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
 
     @property
     def pools(self) -> dict[str, Any]:

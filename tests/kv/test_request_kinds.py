@@ -1,4 +1,4 @@
-"""Requests of a kind that a cache has answered before are bound to its step: checked and answered as the first was."""
+"""Requests of a kind that a cache has answered before are bound to its kind: checked and answered as the first was."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_options_of_one_value_and_several_types_are_told_apart() -> None:
         assert windowed.tobytes() != results[0].tobytes()
 
 
-def test_a_step_keeps_no_array_of_a_request() -> None:
+def test_a_kind_keeps_no_array_of_a_request() -> None:
     rows = Rows()
     with opened() as (_, cache):
         seq = wait(cache.create())

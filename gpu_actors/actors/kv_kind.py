@@ -1,4 +1,4 @@
-"""Steps of a cache: requests of one kind differ in their arrays, sequences and pages only. A CacheStep holds the rest.
+"""Kinds of requests on a cache. Those of one kind differ in their arrays, sequences and pages only.
 
 A model asks a cache the same thing for every layer and every token. The first request of a kind is checked and planned
 in full (`pose`). Those of the same key that follow are bound to its plan.
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
-from gpu_actors.actors.kv_store import CacheStep, CacheStore, KvWork, OpenedCache
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, RequestKind
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
 from gpu_actors.compiling.variant import Variant
@@ -32,7 +32,7 @@ from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.tma_eligibility import alignments
 from gpu_actors.validation.overlap import check_output_memory
 
-__all__ = ["Bound", "bind", "pose", "step_key", "step_launch"]
+__all__ = ["Bound", "bind", "kind_key", "kind_launch", "pose"]
 
 Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
 """The attention of one request, and its new rows."""
@@ -49,7 +49,7 @@ _OWN = ("cache", "seqs", "expect_length")
 
 
 class _Fields:
-    """The fields of a type of message by what they mean for a step: arrays that may be given, others, and scalars."""
+    """The fields of a type of message by what they mean for a kind: arrays that may be given, others, and scalars."""
 
     def __init__(self, kind: type, arrays: tuple[str, ...]) -> None:
         others = (*(name for name in array_fields(kind) if name not in arrays), "tokens", "block_mask")
@@ -64,8 +64,8 @@ _APPEND = _Fields(AppendRows, _ROWS)
 _ATTEND = _Fields(AttendCache, (*_ROWS, "q", "out"))
 
 
-def step_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]) -> Hashable | None:
-    """What decides the step of an adopted request. None for one with further arrays, tokens or a block mask."""
+def kind_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]) -> Hashable | None:
+    """What decides the kind of an adopted request. None for one with further arrays, tokens or a block mask."""
     fields = _ATTEND if isinstance(message, AttendCache) else _APPEND
     for other in fields.others(message):
         if other is not None:
@@ -92,9 +92,9 @@ def _described(array: Any) -> Hashable:
     return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
 
 
-def bind(cache: OpenedCache, step: CacheStep, message: AppendRows | AttendCache) -> Bound:
-    """The attention of a request of a step, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
-    request, rows = step.request, step.rows
+def bind(cache: OpenedCache, kind: RequestKind, message: AppendRows | AttendCache) -> Bound:
+    """The attention of a request of a kind, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
+    request, rows = kind.request, kind.rows
     if request is not None and isinstance(message, AttendCache):
         request = changed(request, {"q": message.q, "out": message.out})
         if message.out is not None:
@@ -109,16 +109,16 @@ def bind(cache: OpenedCache, step: CacheStep, message: AppendRows | AttendCache)
     return request, rows
 
 
-def step_launch(step: CacheStep, work: KvWork) -> Launch:
-    """The launch of one request of a step, which copies no page and makes no cascade.
+def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
+    """The launch of one request of a kind, which copies no page and makes no cascade.
 
-    What launches of the step have in common is remembered with the kernels, without any array, and ends with them.
+    What launches of the kind have in common is remembered with the kernels, without any array, and ends with them.
     """
-    place = step.number, work.table.shape
-    known: Launch | None = work.loaded.memo.get(place) if work.loaded else step.launches.get(place)
+    place = kind.number, work.table.shape
+    known: Launch | None = work.loaded.memo.get(place) if work.loaded else kind.launches.get(place)
     if known is None:
-        return _first_launch(step, work)
-    cache, request, rows, plan = work.cache, work.request, work.rows, step.plan
+        return _first_launch(kind, work)
+    cache, request, rows, plan = work.cache, work.request, work.rows, kind.plan
     own = {**cache.pools, **cache.descales_of(len(work.tables))}
     own |= {"block_table": work.table, "cache_seqlens": work.lengths}
     outputs = known.outputs
@@ -134,9 +134,9 @@ def step_launch(step: CacheStep, work: KvWork) -> Launch:
     return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
 
 
-def _first_launch(step: CacheStep, work: KvWork) -> Launch:
+def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
     """The launch of a request, of which all is remembered but the arrays."""
-    rows = step.rows
+    rows = kind.rows
     if work.request is None or work.plan is None:
         launch = append_launch([work])
     else:
@@ -145,32 +145,32 @@ def _first_launch(step: CacheStep, work: KvWork) -> Launch:
     if rows is not None:
         launch = add_rows(launch, [work])
         oracle = functools.partial(rows_oracle, rows, work.cache.pool, oracle)
-    if step.plan is None or not step.plan.vacuous:
+    if kind.plan is None or not kind.plan.vacuous:
         inputs = dict.fromkeys(launch.inputs)
         outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
         known = Launch(launch.key, inputs, outputs, oracle, Steps(launch.steps), launch.scratch, launch.updates)
-        place = step.number, work.table.shape
+        place = kind.number, work.table.shape
         if work.loaded:
             work.loaded.remember(place, known)
         else:
-            step.launches[place] = known
+            kind.launches[place] = known
     return launch
 
 
 def pose(
     store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]
-) -> tuple[CacheStep, Bound]:
+) -> tuple[RequestKind, Bound]:
     """Check an adopted request in full, and plan it. Raises `InvalidRequest` and `Unsupported`."""
     if isinstance(message, AttendCache):
         return _pose_attend(store, cache, message, tables)
     rows = new_rows(message, cache.pool, None if isinstance(message.seqs, KvSequence) else len(tables))
     shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-    return CacheStep(None, None, rows, _append_variants(store, cache, rows), shared), (None, rows)
+    return RequestKind(None, None, rows, _append_variants(store, cache, rows), shared), (None, rows)
 
 
 def _pose_attend(
     store: CacheStore, cache: OpenedCache, message: AttendCache, tables: Sequence[PageTable]
-) -> tuple[CacheStep, Bound]:
+) -> tuple[RequestKind, Bound]:
     rows = _rows_to_attend(message, cache, tables)
     # As many as there are now; requests that wait for their launch may add to them before this one's.
     lengths = np.array([table.length for table in tables], np.int32)
@@ -194,7 +194,7 @@ def _pose_attend(
     shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
     apart = shared is None or (rows is not None and of_rows is None)
     key = None if apart else ("attend", cache.number, shared, of_rows)
-    return CacheStep(request, plan, rows, variants, key), (request, rows)
+    return RequestKind(request, plan, rows, variants, key), (request, rows)
 
 
 def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[PageTable]) -> NewRows | None:
