@@ -21,7 +21,8 @@ from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
-from gpu_actors.fields import expect, integer
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import (
     AppendRows,
@@ -37,6 +38,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import NEW_ROWS
 from gpu_actors.planning.cached import CacheRequest
 from gpu_actors.planning.cascade import CascadeKeys, Cascading
 from gpu_actors.planning.plan import Plan
@@ -112,7 +114,7 @@ class KvCacheActor(ServiceActor):
             adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
             work = self._checked(call, cache, adopted, template)
         if self._has_kernels(work):
-            self._coalescer.add(work, None if work.kind is None else work.kind.shared, work.tables)
+            self._coalescer.add(work, work.shared, work.tables)
 
     # Sequences
 
@@ -170,6 +172,7 @@ class KvCacheActor(ServiceActor):
     ) -> KvWork:
         """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
+        layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
         try:
             key = kind_key(cache, message, tables)
             kind = None if key is None else cache.kinds.find(key)
@@ -184,7 +187,7 @@ class KvCacheActor(ServiceActor):
         if rows is not None and len(tables) > 1 and rows.counts.any():
             _check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
-        work.single, work.template, work.expected = single, template, _expected(message)
+        work.single, work.template, work.expected, work.layer = single, template, _expected(message), layer
         if request is not None and kind.plan is not None:
             work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
             if cache.cascade and (again := cache.tables.most_shared(tables)):
@@ -226,6 +229,9 @@ class _KvCoalescer(Coalescer[KvWork]):
             request, kind = work.request, work.kind
             if request is not None and work.plan is not None:
                 request.block_table, request.cache_seqlens = work.table, work.lengths
+                if work.layer:
+                    pools = work.cache.pools_of(work.layer)
+                    request.k_cache, request.v_cache = pools["k_cache"], pools.get("v_cache")
                 # Launches since then may have changed the pages. A launch that failed is made again without a kind.
                 if kind is None or work.table.shape[1] != kind.columns:
                     work.plan, work.kind = self._decoding.plan(request, work.plan.key), None
@@ -298,6 +304,15 @@ def _expected(message: AppendRows | AttendCache) -> list[int] | None:
     reason = f"must be a list of {count} lengths, one a sequence"
     expect(isinstance(given, list | tuple) and len(given) == count, "expect_length", given, reason)
     return [integer(f"expect_length[{index}]", length, 0) for index, length in enumerate(given)]
+
+
+def _layer(cache: OpenedCache, message: AttendCache) -> int:
+    """The layer that a request attends to. Raises `InvalidRequest`."""
+    for name in NEW_ROWS if cache.layers > 1 else ():
+        if getattr(message, name) is not None:
+            reason = f"must be None: a cache of {cache.layers} layers gets rows by a step, or by append of all layers"
+            raise InvalidRequest(name, describe(getattr(message, name)), reason)
+    return integer("layer", message.layer, 0, cache.layers - 1)
 
 
 def _check_once(tables: Sequence[PageTable]) -> None:

@@ -44,8 +44,8 @@ _OPTIONS = tuple(
     if field.name != "q" and field.name in PagedForward.__dataclass_fields__
 )
 _ROWS = ("k", "v", "c_kv", "k_pe")
-# Of what holds for one request alone, cache and seqs are looked up anew, and expect_length when the launch begins.
-_OWN = ("cache", "seqs", "expect_length")
+# Of what holds for one request alone, cache, seqs and layer are looked up anew, and expect_length at the launch.
+_OWN = ("cache", "seqs", "expect_length", "layer")
 
 
 class _Fields:
@@ -98,14 +98,15 @@ def bind(cache: OpenedCache, kind: RequestKind, message: AppendRows | AttendCach
     if request is not None and isinstance(message, AttendCache):
         request = changed(request, {"q": message.q, "out": message.out})
         if message.out is not None:
-            check_output_memory(message.out, {"q": message.q, **cache.pools})
+            check_output_memory(message.out, {"q": message.q, **cache.pools})  # of all layers
     if rows is not None:
         k: Any
         v: Any
         k, v = (message.k_pe, message.c_kv) if cache.pool.latent else (message.k, message.v)
+        axis = int(cache.layers > 1 and isinstance(message, AppendRows))
         if not isinstance(message.seqs, list | tuple) and isinstance(message, AppendRows):
-            k, v = k[None], v[None]
-        rows = changed(rows, {"k": pack_rows("k", k), "v": pack_rows("v", v)})
+            k, v = (k[:, None], v[:, None]) if axis else (k[None], v[None])
+        rows = changed(rows, {"k": pack_rows("k", k, axis), "v": pack_rows("v", v, axis)})
     return request, rows
 
 
@@ -119,7 +120,8 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
     if known is None:
         return _first_launch(kind, work)
     cache, request, rows, plan = work.cache, work.request, work.rows, kind.plan
-    own = {**cache.pools, **cache.descales_of(len(work.tables))}
+    pools = cache.pools if request is None else cache.pools_of(work.layer)
+    own = {**pools, **cache.descales_of(len(work.tables))}
     own |= {"block_table": work.table, "cache_seqlens": work.lengths}
     outputs = known.outputs
     if request is not None:
@@ -163,7 +165,8 @@ def pose(
     """Check an adopted request in full, and plan it. Raises `InvalidRequest` and `Unsupported`."""
     if isinstance(message, AttendCache):
         return _pose_attend(store, cache, message, tables)
-    rows = new_rows(message, cache.pool, None if isinstance(message.seqs, KvSequence) else len(tables))
+    batch = None if isinstance(message.seqs, KvSequence) else len(tables)
+    rows = new_rows(message, cache.pool, batch, cache.layers)
     shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
     return RequestKind(None, None, rows, _append_variants(store, cache, rows), shared), (None, rows)
 

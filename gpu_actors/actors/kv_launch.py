@@ -21,6 +21,7 @@ from gpu_actors.actors.kv_store import KvWork
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append import AppendProblem, append_geometry, pack_append
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
+from gpu_actors.kv.layers import each_layer
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
 from gpu_actors.planning.shape_buckets import pad_rows
@@ -89,10 +90,11 @@ def _steps(
     for kernel, problem, arrange in zip(appends, problems, (_pack_packed, _pack_turned)[: len(problems)], strict=True):
         if problem.total:
             pack = functools.partial(arrange, functools.partial(pack_append, problem))
-            steps.append(Step(kernel, append_geometry(problem), pack))
+            steps += each_layer([Step(kernel, append_geometry(problem), pack)], rows.layers)
     if "page_pairs" in inputs:
         copied = len(inputs["page_pairs"]), pool
-        steps.insert(0, Step(copies, page_copy_geometry(*copied), functools.partial(pack_page_copy, *copied)))
+        copy = Step(copies, page_copy_geometry(*copied), functools.partial(pack_page_copy, *copied))
+        steps[:0] = each_layer([copy], rows.layers)
     for step in launch.steps:
         rotated = any(problem.heads_q for problem in problems)
         steps.append(step._replace(pack=functools.partial(_pack_rotated, step.pack)) if rotated else step)
@@ -138,6 +140,11 @@ def rows_oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping
     from gpu_actors.reference.append import append_rows, copy_pages
     from gpu_actors.reference.rope import apply_rope
 
+    if rows.layers > 1:
+        for layer in range(rows.layers):
+            own = {name: inputs[name][layer] for name in ("k", "v", "k_cache", "v_cache") if name in inputs}
+            rows_oracle(dataclasses.replace(rows, layers=1), pool, attend, {**inputs, **own})
+        return {}
     caches = [inputs[name] for name in ("k_cache", "v_cache") if name in inputs]
     if "page_pairs" in inputs:
         copy_pages(caches, inputs["page_pairs"])

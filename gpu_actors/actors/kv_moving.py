@@ -9,6 +9,7 @@ from typing import Any
 from gpu_actors.actors.kv_store import CacheStore, OpenedCache
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.kernels.copy_pages import page_copy_variant
+from gpu_actors.kv.layers import before_pages
 from gpu_actors.kv.requests import ImportSequence
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.kv.transfer import check_pages, export_launch, exported, import_launch, no_pages
@@ -43,19 +44,19 @@ class Moving:
 
         def record(outputs: Outputs) -> Any:
             known = (cache.sequence(lease), cache.pool, cache.descales, pages)
-            return exported(*known, outputs, digests, tail, length)
+            return exported(*known, outputs, digests, tail, length, cache.layers)
 
         if not pages:
-            call.resolve(record(no_pages(cache.pool)), self._actor.outbox)
+            call.resolve(record(no_pages(cache.pool, cache.layers)), self._actor.outbox)
             return
-        launch = export_launch(cache.pool, cache.pools, pages, self._kernels(call) or ())
+        launch = export_launch(cache.pool, cache.pools, pages, self._kernels(call) or (), cache.layers)
         self._actor.launch((call,), launch, lambda outputs: (record(outputs),))
 
     def take_in(self, call: Call[Any], cache: OpenedCache, message: ImportSequence) -> None:
         """Answer a call with a new sequence that has exported pages."""
         given = message.pages
         with reading(message):
-            check_pages(given, cache.pool, cache.descales)
+            check_pages(given, cache.pool, cache.descales, cache.layers)
         if not call.claim():
             return
         write = cache.tables.adopt(given.length, given.digests, given.tail)
@@ -70,8 +71,10 @@ class Moving:
         if first == len(pages):
             call.resolve(finish({})[0], self._actor.outbox)
             return
-        parts = [one[first:] for one in (given.k, given.v) if one is not None]
-        launch = import_launch(cache.pool, cache.pools, parts, pages[first:], self._kernels(call) or ())
+        new = (*before_pages(cache.layers), slice(first, None))
+        parts = [one[new] for one in (given.k, given.v) if one is not None]
+        kernels = self._kernels(call) or ()
+        launch = import_launch(cache.pool, cache.pools, parts, pages[first:], kernels, cache.layers)
         self._actor.launch((call,), launch, finish)
 
     def _kernels(self, call: Call[Any]) -> Any:

@@ -84,8 +84,8 @@ class KvWork(Work):
     request, plan: None where it only appends. rows: new ones, or None. kind: while its plan is the kind's.
     expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
     none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
-    sequence was not in a list. table, lengths, writes: since `OpenedCache.begin`. lost: a launch that it builds on has
-    failed.
+    sequence was not in a list. layer: whose keys are attended to. table, lengths, writes: since `OpenedCache.begin`.
+    lost: a launch that it builds on has failed.
     """
 
     request: PagedForward | None
@@ -99,15 +99,22 @@ class KvWork(Work):
     cascade: CascadeKeys | str | None = None
     cascading: tuple[Kernel, ...] = ()
     single: bool = False
+    layer: int = 0
     table: Any = None
     lengths: Any = None
     writes: list[Write] = field(default_factory=list)
     lost: bool = False
 
+    @property
+    def shared(self) -> Hashable | None:
+        """The key of work that may share a launch with this, or None."""
+        shared = None if self.kind is None else self.kind.shared
+        return (shared, self.layer) if shared is not None and self.layer else shared
+
     def recording(self) -> tuple[Hashable, ...] | None:
         if self.request is None or not recordable(self.request, self.rows):
             return None
-        return self.cache.number, self.cache.generation
+        return self.cache.number, self.cache.generation, self.layer
 
     def answer(self, outputs: Outputs) -> Any:
         if self.request is not None:
@@ -121,7 +128,8 @@ class OpenedCache:
     """One cache: its pool on the device, its tables, and its launches in flight.
 
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
-    (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`.
+    (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`. layers: where
+    there are several, the pools have an axis of them before that of pages.
     """
 
     number: int
@@ -132,17 +140,28 @@ class OpenedCache:
     tables: CacheTables
     generation: int
     cascade: bool | Literal["auto"] = "auto"
+    layers: int = 1
     incarnation: bytes = field(default_factory=incarnation)
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
+    _pools: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.pools
+        several = ({name: pool[layer] for name, pool in whole.items()} for layer in range(self.layers))
+        self._pools = [whole] if self.layers == 1 else list(several)
 
     @property
     def pools(self) -> dict[str, Any]:
-        """The pools by the names that launches have for them."""
+        """The pools of all layers, by the names that launches have for them."""
         pools = {"k_cache": self.k_pool}
         return pools if self.v_pool is None else {**pools, "v_cache": self.v_pool}
+
+    def pools_of(self, layer: int) -> Mapping[str, Any]:
+        """Those of one layer."""
+        return self._pools[layer]
 
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
@@ -179,8 +198,8 @@ class OpenedCache:
         table = np.zeros((batch, columns), np.int32)
         return PagedForward(
             q=q,
-            k_cache=self.k_pool,
-            v_cache=self.v_pool,
+            k_cache=self._pools[0]["k_cache"],
+            v_cache=self._pools[0].get("v_cache"),  # a latent cache has none
             latent_dim=self.pool.head_dim_v if self.pool.latent else 0,
             block_table=table,
             cache_seqlens=lengths,
@@ -305,14 +324,17 @@ class CacheStore(Workbench):
         """
         pool, descales = _checked(spec, self.arch, self.device_name, notes)
         allocate = self.device.allocate
-        pages = (pool.num_blocks, pool.page_size, pool.heads_kv)
+        layers = integer("layers", spec.layers, 1)  # type: ignore[attr-defined]
+        pages: tuple[int, ...] = (pool.num_blocks, pool.page_size, pool.heads_kv)
+        if layers > 1:
+            pages = layers, *pages
         if math.prod(pages) * max(pool.sides.values()) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.sides['k']} elements")
         pools = {side: allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
         tables = CacheTables(pool.num_blocks, pool.page_size)
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
-        own = (pools["k"], pools.get("v"), descales, tables, generation, spec.cascade)  # type: ignore[attr-defined]
+        own = (pools["k"], pools.get("v"), descales, tables, generation, spec.cascade, layers)  # type: ignore[attr-defined]
         self._caches[number] = OpenedCache(number, pool, *own)
         return number
 

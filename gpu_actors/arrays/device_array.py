@@ -79,13 +79,17 @@ class DeviceArray(_Extents):
         steps = zip(self.shape, self.strides, dense, strict=True)
         return self.size == 0 or all(extent == 1 or a == b for extent, a, b in steps)
 
-    def packed(self) -> DeviceArray:
-        """(batch, rows, ...) as (batch * rows, ...), as a view. Raises ValueError where strides do not allow one."""
-        (batch, rows, *shape), (stride, row_stride, *strides) = self.shape, self.strides
+    def packed(self, axis: int = 0) -> DeviceArray:
+        """(batch, rows, ...) as (batch * rows, ...), as a view. axis: that of the batch.
+
+        Raises ValueError where strides do not allow one.
+        """
+        (batch, rows, *shape), (stride, row_stride, *strides) = self.shape[axis:], self.strides[axis:]
         if rows > 1 and batch > 1 and stride != rows * row_stride:
             raise ValueError(f"strides {self.strides}: the rows of a batch do not follow those of the one before")
         step = stride if rows == 1 else row_stride
-        return self._view(self.address, (batch * rows, *shape), (step, *strides))
+        before, steps_before = self.shape[:axis], self.strides[:axis]
+        return self._view(self.address, (*before, batch * rows, *shape), (*steps_before, step, *strides))
 
     def transpose(self, *axes: int) -> DeviceArray:
         """The same memory with its axes in another order, reversed where none is given."""

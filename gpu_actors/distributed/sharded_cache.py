@@ -76,8 +76,8 @@ class ShardedKvCache(Local):
     interleave: how many consecutive rows a worker has. None: ``page_size``.
     num_blocks: pages of each worker.
     k_descale, v_descale: on the host.
-    The other arguments are those of `KvCacheSpec`. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes
-    both.
+    The other arguments are those of `KvCacheSpec`. latent_dim, float64 and several layers raise `Unsupported`: a
+    `PooledKvCache` takes them.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or not at all, unless a worker is
     lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
@@ -91,6 +91,8 @@ class ShardedKvCache(Local):
         if spec.latent_dim != 0:
             reason = "new rows attend to each other in a forward request, which takes no latents: use a PooledKvCache"
             raise Unsupported("latent_dim", spec.latent_dim, reason, 0)
+        if spec.layers != 1:
+            raise Unsupported("layers", spec.layers, "a sharded cache has one: open one for each layer", 1)
         if dtype == "float64":
             reason = "the answers of workers are merged by their LSE, which is fp32: use a PooledKvCache"
             raise Unsupported("dtype", dtype, reason, "float32")

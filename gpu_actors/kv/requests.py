@@ -44,6 +44,8 @@ class KvCacheSpec:
         rows then, and there is no v_descale.
     cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where a model
         says that this pays. True: wherever it is exact. False: nowhere.
+    layers: pools of this layout, one for each layer of a model. A sequence has the same rows and pages in all of them.
+        The pools are K (layers, num_blocks, ...) and V alike where there is more than one.
     """
 
     num_blocks: int
@@ -56,6 +58,7 @@ class KvCacheSpec:
     v_descale: Array | None = None
     latent_dim: int = 0
     cascade: bool | Literal["auto"] = "auto"
+    layers: int = 1
 
 
 class _PoolKeywords(TypedDict):
@@ -74,6 +77,7 @@ class KvCacheKeywords(_PoolKeywords, total=False):
     v_descale: Array | None
     latent_dim: int
     cascade: bool | Literal["auto"]
+    layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,7 @@ class AppendRows:
         once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
     c_kv, k_pe: in place of k and v for a latent cache: the latents (rows, kv_heads, latent_dim) and the rotated keys
         (rows, kv_heads, head_dim - latent_dim), or with the first axes that k has for a list. A rope rotates k_pe.
+        Each of the four has an axis of the layers before all others where the cache has several.
     tokens: ids, one a row, shaped like k's first axes. The keys and values of a row must follow from its token and all
         tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
@@ -225,6 +230,8 @@ class AttendCache(CacheOptions):
         ``positions`` rows are rotated by their q_positions where those are given, which lie on the host then.
     positions_q: int32 (total_q,), what q's rows are rotated by. None: the new rows' positions where q has those rows,
         else q_positions, else where the rows stand, which are the last ones of their sequence.
+    layer: of a cache of several, whose keys and values are attended to. Its rows are appended by a step, or by
+        `AppendRows`, so k and v are not given there.
     expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
     q_descale: fp32 (batch, kv_heads), of an fp8 q, which has the dtype of its fp8 cache and is not rotated.
     Other options as in `PagedForward`.
@@ -259,6 +266,7 @@ class AttendCache(CacheOptions):
     c_kv: Array | None = None
     k_pe: Array | None = None
     block_mask: BlockMask | None = None
+    layer: int = 0
 
 
 class AttendKeywords(CacheKeywords, total=False):
@@ -282,6 +290,7 @@ class AttendKeywords(CacheKeywords, total=False):
     rope_cos: Array | None
     rope_sin: Array | None
     expect_length: int | Sequence[int] | None
+    layer: int
 
 
 CacheMessage = (

@@ -32,7 +32,8 @@ NEW_ROWS = (*_WHOLE, *_LATENT)
 class NewRows:
     """Rows of several sequences, packed: k (total, kv_heads, head_dim), v (total, kv_heads, head_dim_v).
 
-    Of a latent cache k is k_pe and v is c_kv, as in `AppendProblem`.
+    Of a latent cache k is k_pe and v is c_kv, as in `AppendProblem`. layers: where there are several, k and v have an
+    axis of them first.
     counts: rows of each sequence, int32 (batch,). rows: their number a sequence if it is the same for all, else 0.
     tokens: of each sequence, or None if they are not known.
     turned: the rows of q of each sequence, where they are rotated apart from these, being others or at positions of
@@ -51,6 +52,12 @@ class NewRows:
     turned: Any = None
     turned_rows: int = 0
     turned_positions: Any = None
+    layers: int = 1
+
+    @property
+    def total(self) -> int:
+        """Rows of all sequences."""
+        return int(self.k.shape[self.layers > 1])
 
     @property
     def ends(self) -> Any:
@@ -61,7 +68,7 @@ class NewRows:
     def merge_key(self) -> Hashable | None:
         """Rows with equal keys may go into one launch. None: they cannot be joined with others."""
         kinds = [joining_kind(array) for array in (self.k, self.v, self.positions, self.turned_positions)]
-        if "apart" in kinds:
+        if "apart" in kinds or self.layers > 1:
             return None
         tables = (memory_of(self.rope_cos), memory_of(self.rope_sin))
         apart = self.turned is not None, self.turned_rows
@@ -113,7 +120,7 @@ class NewRows:
         return _problem_of(
             pool,
             batch=len(self.counts),
-            total=int(self.k.shape[0]),
+            total=self.total,
             rows=self.rows,
             dtype=dtype,
             max_blocks=max_blocks,
@@ -163,8 +170,10 @@ def counts_of(field: str, ends: Any, batch: int) -> Any:
     return counts.astype(np.int32)
 
 
-def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int | None) -> NewRows:
+def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int | None, layers: int = 1) -> NewRows:
     """The rows of an adopted message. batch: sequences that it names; None for one that is not in a list.
+
+    layers: of the cache. Where there are several, each array has an axis of them before all others.
 
     Raises `InvalidRequest` and `Unsupported`.
     """
@@ -190,6 +199,12 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
         ends = None  # as many new rows a sequence, whatever rows q has
     if k is None or v is None:
         raise InvalidRequest(names[k is not None], None, f"must be given: rows have {' and '.join(names)}")
+    whole = k, v
+    if layers > 1:
+        for name, array in zip(names, whole, strict=True):
+            of_layers = getattr(array, "shape", ())[:1] == (layers,)
+            expect(of_layers, name, describe(array), f"must have an axis of the {layers} layers first")
+        k, v = k[0], v[0]
     leading: tuple[int, ...]
     alone, given = batch is None, (k, v)
     if batch is None:
@@ -208,10 +223,12 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     for name, array, dim in zip(names, given, (pool.head_dim, pool.head_dim_v), strict=True):
         wanted = (*(leading[1:] if alone else leading), pool.heads_kv, dim)
         optional_array(name, array, (wanted,), (dtype_of(names[0], k),))
+    if layers > 1:
+        k, v = (array[:, None] for array in whole) if alone else whole
     if ends is None:
-        k, v = pack_rows(names[0], k), pack_rows(names[1], v)
+        k, v = pack_rows(names[0], k, int(layers > 1)), pack_rows(names[1], v, int(layers > 1))
     rows = 0 if ends is not None else leading[1]
-    made = NewRows(k, v, counts, rows, message.rope)
+    made = NewRows(k, v, counts, rows, message.rope, layers=layers)
     if message.tokens is not None:
         ids = token_ids(message.tokens, leading[1:] if alone else leading)
         made.tokens = np.split(ids, np.cumsum(counts)[:-1])
@@ -229,7 +246,7 @@ def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
                 raise InvalidRequest(name, describe(array), "goes with a rope only")
         return
     expect(isinstance(rope, Rope), "rope", rope, "must be a Rope, or None")
-    total = rows.k.shape[0]
+    total = rows.total
     optional_array("positions", given["positions"], ((total,),), ("int32",))
     for name in ("rope_cos", "rope_sin"):
         array = given[name]
@@ -290,16 +307,16 @@ def _placed(places: Any, counts: Any) -> Any:
     return (np.repeat(first, counts) + index * np.repeat(step, counts)).astype(np.int32)
 
 
-def pack_rows(field: str, array: Any) -> Any:
-    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device.
+def pack_rows(field: str, array: Any, axis: int = 0) -> Any:
+    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device. axis: that of the batch.
 
     Raises `InvalidRequest` where that cannot be.
     """
-    batch, rows = array.shape[:2]
     if not isinstance(array, DeviceArray):
-        return array.reshape(batch * rows, *array.shape[2:])
+        before, (batch, rows), behind = array.shape[:axis], array.shape[axis : axis + 2], array.shape[axis + 2 :]
+        return array.reshape(*before, batch * rows, *behind)
     try:
-        return array.packed()
+        return array.packed(axis)
     except ValueError:
         reason = "must have the sequences' rows one after the other"
         raise InvalidRequest(field, f"strides {array.strides}", reason) from None
