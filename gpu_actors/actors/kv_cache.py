@@ -16,24 +16,26 @@ from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
-from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache
+from gpu_actors.actors.kv_step import Stepping
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.fields import describe, expect, integer
+from gpu_actors.fields import describe, integer
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import (
     AppendRows,
     AttendCache,
+    BeginStep,
     CloseCache,
     CreateSequence,
+    EndStep,
     ExportSequence,
     ForkSequence,
     FreeSequence,
     ImportSequence,
-    KvSequence,
     OpenCache,
     TruncateSequence,
 )
@@ -58,7 +60,7 @@ _OPTIONS = tuple(
 
 
 _CHANGES = (CloseCache, CreateSequence, ExportSequence, ForkSequence, FreeSequence, ImportSequence, TruncateSequence)
-_MESSAGES = (AppendRows, AttendCache, *_CHANGES)
+_MESSAGES = (AppendRows, AttendCache, BeginStep, EndStep, *_CHANGES)
 
 
 class KvCacheActor(ServiceActor):
@@ -75,12 +77,15 @@ class KvCacheActor(ServiceActor):
 
     @classmethod
     def brief(cls, message: object) -> bool:
-        return isinstance(message, AppendRows | AttendCache) and is_brief(message)
+        if isinstance(message, AppendRows | AttendCache):
+            return is_brief(message)
+        return isinstance(message, BeginStep | EndStep)
 
     def open(self) -> None:
         self._store: CacheStore = self.cell.shared
         self._coalescer = _KvCoalescer(self, self._store)
         self._moving = Moving(self, self._store)
+        self._stepping = Stepping(self, self._store, self._has_kernels)
         self._store.order.look_again()
 
     def on_message(self, message: Any) -> None:
@@ -102,6 +107,9 @@ class KvCacheActor(ServiceActor):
         if not isinstance(message, _MESSAGES):
             raise self.refusal(message)
         cache = self._store.find(message.cache)
+        if isinstance(message, EndStep):  # which others wait for
+            self._stepping.end(call, message)
+            return
         if not self._store.order.admits(call):
             return
         launched = isinstance(message, AppendRows | AttendCache)
@@ -111,6 +119,9 @@ class KvCacheActor(ServiceActor):
             self._change(call, cache, message)
             return
         with reading(message):
+            if cache.stepping and not cache.stepping.isdisjoint(cache.tables_of(message.seqs)[1]):
+                self._store.order.hold(call)
+                return
             adopted, template = adopt_request(message, self._store.device_name, call.caller_notes)
             work = self._checked(call, cache, adopted, template)
         if self._has_kernels(work):
@@ -120,6 +131,9 @@ class KvCacheActor(ServiceActor):
 
     def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
         """Answer what shares no launch."""
+        if isinstance(message, BeginStep):
+            self._stepping.begin(call, cache, message)
+            return
         if isinstance(message, CreateSequence):
             with reading(message):
                 pool, tokens = cache.pool, message.tokens
@@ -185,9 +199,9 @@ class KvCacheActor(ServiceActor):
             if key is not None:
                 cache.kinds.add(key, kind)
         if rows is not None and len(tables) > 1 and rows.counts.any():
-            _check_once(tables)
+            check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
-        work.single, work.template, work.expected, work.layer = single, template, _expected(message), layer
+        work.single, work.template, work.expected, work.layer = single, template, expected_lengths(message), layer
         if request is not None and kind.plan is not None:
             work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
             if cache.cascade and (again := cache.tables.most_shared(tables)):
@@ -226,15 +240,7 @@ class _KvCoalescer(Coalescer[KvWork]):
         for work, error in group[0].cache.begin(group, begun):
             self._actor.answer_failure((work.call,), error)
         for work in begun:
-            request, kind = work.request, work.kind
-            if request is not None and work.plan is not None:
-                request.block_table, request.cache_seqlens = work.table, work.lengths
-                if work.layer:
-                    pools = work.cache.pools_of(work.layer)
-                    request.k_cache, request.v_cache = pools["k_cache"], pools.get("v_cache")
-                # Launches since then may have changed the pages. A launch that failed is made again without a kind.
-                if kind is None or work.table.shape[1] != kind.columns:
-                    work.plan, work.kind = self._decoding.plan(request, work.plan.key), None
+            work.take_pages(self._decoding)
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
         first, begun = group[0], group
@@ -293,19 +299,6 @@ class _KvCoalescer(Coalescer[KvWork]):
         return ()
 
 
-def _expected(message: AppendRows | AttendCache) -> list[int] | None:
-    """The lengths that the sequences must have before a request. Raises `InvalidRequest`."""
-    given: Any = message.expect_length
-    if given is None:
-        return None
-    if isinstance(message.seqs, KvSequence):
-        return [integer("expect_length", given, 0)]
-    count = len(message.seqs)
-    reason = f"must be a list of {count} lengths, one a sequence"
-    expect(isinstance(given, list | tuple) and len(given) == count, "expect_length", given, reason)
-    return [integer(f"expect_length[{index}]", length, 0) for index, length in enumerate(given)]
-
-
 def _layer(cache: OpenedCache, message: AttendCache) -> int:
     """The layer that a request attends to. Raises `InvalidRequest`."""
     for name in NEW_ROWS if cache.layers > 1 else ():
@@ -313,8 +306,3 @@ def _layer(cache: OpenedCache, message: AttendCache) -> int:
             reason = f"must be None: a cache of {cache.layers} layers gets rows by a step, or by append of all layers"
             raise InvalidRequest(name, describe(getattr(message, name)), reason)
     return integer("layer", message.layer, 0, cache.layers - 1)
-
-
-def _check_once(tables: Sequence[PageTable]) -> None:
-    numbers = [table.number for table in tables]
-    expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")

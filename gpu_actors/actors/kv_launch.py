@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_store import KvWork
+from gpu_actors.actors.kv_store import KvWork, OpenedCache
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append import AppendProblem, append_geometry, pack_append
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
 from gpu_actors.kv.layers import each_layer
+from gpu_actors.kv.sequences import PageCopy
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
 from gpu_actors.planning.shape_buckets import pad_rows
 
-__all__ = ["add_rows", "append_launch", "rows_oracle"]
+__all__ = ["add_rows", "append_launch", "copy_launch", "rows_oracle"]
 
 
 def append_launch(group: Sequence[KvWork]) -> Launch:
@@ -38,6 +39,28 @@ def append_launch(group: Sequence[KvWork]) -> Launch:
         "cache_seqlens": np.concatenate([work.lengths for work in group]),
     }
     return Launch(None, inputs, {}, lambda _: {})
+
+
+def copy_launch(cache: OpenedCache, copies: Sequence[PageCopy], kernels: Sequence[Kernel]) -> Launch:
+    """Copies pages in all layers. kernels: the one that does, or none."""
+    inputs = {"page_pairs": _pairs(copies), **cache.pools}
+    copied = len(copies), cache.pool
+    pack = functools.partial(pack_page_copy, *copied)
+    steps = each_layer([Step(kernel, page_copy_geometry(*copied), pack) for kernel in kernels], cache.layers)
+    return Launch(None, inputs, {}, functools.partial(_copy_oracle, cache.layers), steps, updates=tuple(cache.pools))
+
+
+def _pairs(copies: Sequence[PageCopy]) -> Any:
+    return np.array([(copy.source, copy.destination) for copy in copies], np.int32)
+
+
+def _copy_oracle(layers: int, inputs: Mapping[str, Any]) -> Outputs:
+    from gpu_actors.reference.append import copy_pages
+
+    pools = [inputs[name] for name in ("k_cache", "v_cache") if name in inputs]
+    for layer in range(layers):
+        copy_pages([pool[layer] for pool in pools] if layers > 1 else pools, inputs["page_pairs"])
+    return {}
 
 
 def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
@@ -59,7 +82,7 @@ def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
     if rows.turned is not None and not rows.turned_rows:
         inputs["cu_seqlens_q"] = ends_of(rows.turned)
     if copies:
-        inputs["page_pairs"] = np.array([(copy.source, copy.destination) for copy in copies], np.int32)
+        inputs["page_pairs"] = _pairs(copies)
     scratch = dict(launch.scratch)
     rotates = rows.rope is not None and "q" in inputs
     if rotates:

@@ -28,9 +28,10 @@ from gpu_actors.kernels.append import AppendProblem, append_variant
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
-from gpu_actors.kv.requests import KvCacheSpec, KvSequence
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
+from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
 from gpu_actors.planning.plan import Plan, PlanCache
 from gpu_actors.planning.planner import Workbench
@@ -105,6 +106,19 @@ class KvWork(Work):
     writes: list[Write] = field(default_factory=list)
     lost: bool = False
 
+    def take_pages(self, decoding: Decoding) -> None:
+        """Put the table and the lengths that the launch has into the request."""
+        request = self.request
+        if request is None or self.plan is None:
+            return
+        request.block_table, request.cache_seqlens = self.table, self.lengths
+        if self.layer:
+            pools = self.cache.pools_of(self.layer)
+            request.k_cache, request.v_cache = pools["k_cache"], pools.get("v_cache")
+        # Launches since then may have changed the pages. A launch that failed is made again without a kind.
+        if self.kind is None or self.table.shape[1] != self.kind.columns:
+            self.plan, self.kind = decoding.plan(request, self.plan.key), None
+
     @property
     def shared(self) -> Hashable | None:
         """The key of work that may share a launch with this, or None."""
@@ -129,7 +143,7 @@ class OpenedCache:
 
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
     (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`. layers: where
-    there are several, the pools have an axis of them before that of pages.
+    there are several, the pools have an axis of them before that of pages. stepping: the sequences of open steps.
     """
 
     number: int
@@ -145,6 +159,7 @@ class OpenedCache:
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
+    stepping: set[PageTable] = field(init=False, default_factory=set)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     _pools: list[dict[str, Any]] = field(init=False)
 
@@ -373,6 +388,25 @@ class CacheStore(Workbench):
         raise InvalidRequest("cache", number, "is no cache of this context")
 
 
+def expected_lengths(message: AppendRows | AttendCache) -> list[int] | None:
+    """The lengths that the sequences must have before a request. Raises `InvalidRequest`."""
+    given: Any = message.expect_length
+    if given is None:
+        return None
+    if isinstance(message.seqs, KvSequence):
+        return [integer("expect_length", given, 0)]
+    count = len(message.seqs)
+    reason = f"must be a list of {count} lengths, one a sequence"
+    expect(isinstance(given, list | tuple) and len(given) == count, "expect_length", given, reason)
+    return [integer(f"expect_length[{index}]", length, 0) for index, length in enumerate(given)]
+
+
+def check_once(tables: Sequence[PageTable]) -> None:
+    """Raise `InvalidRequest` where a sequence that gets rows is named twice."""
+    numbers = [table.number for table in tables]
+    expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")
+
+
 def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
     """The pool and the descales that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
     if not isinstance(spec, KvCacheSpec):
@@ -389,7 +423,7 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         factors = spec.v_descale
         expect(factors is None, "v_descale", describe(factors), "goes with V: k_descale is a latent cache's")
         dim, dim_v = dim - latent, latent
-    dtype = _dtype_name(spec.dtype)
+    dtype = dtype_text(spec.dtype)
     cascade = spec.cascade
     known = isinstance(cascade, bool) or (isinstance(cascade, str) and cascade == "auto")
     expect(known, "cascade", cascade, 'must be "auto", True or False')
@@ -411,7 +445,7 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
     return dataclasses.replace(pool, descales=bool(descales)), descales
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_text(dtype: Any) -> str:
     """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
     name = str(dtype).removeprefix("torch.")
     with contextlib.suppress(Exception):  # a foreign object may raise anything; its text is checked below

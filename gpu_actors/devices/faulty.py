@@ -9,10 +9,10 @@ from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.clock import Clock
 from gpu_actors.devices.fault_plan import Fault, FaultPlan
 from gpu_actors.devices.forwarding import ForwardingDevice
-from gpu_actors.devices.host import FinishedEvent
 from gpu_actors.devices.interface import (
     Device,
     Event,
+    FinishedEvent,
     Launch,
     Outputs,
     RecordingStats,

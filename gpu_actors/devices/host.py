@@ -14,29 +14,9 @@ from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.devices.interface import Event, Launch, Outputs, Stream
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError, OutOfDeviceMemory, caused
 
-__all__ = ["FinishedEvent", "HostEvent", "HostStream", "host_array", "host_outputs"]
+__all__ = ["HostEvent", "HostStream", "host_array", "host_outputs"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
-
-
-class FinishedEvent(Event):
-    """A launch that ended when it began, with outputs or with an error."""
-
-    __slots__ = ("_error", "outputs")
-
-    def __init__(self, outputs: Outputs | None = None, error: GpuActorsError | None = None) -> None:
-        self.outputs: Outputs = outputs if outputs is not None else {}
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def failure(self) -> BaseException | None:
-        return self._error
 
 
 class HostEvent(Event):

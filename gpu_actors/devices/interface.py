@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from gpu_actors.errors import LaunchError
+from gpu_actors.errors import GpuActorsError, LaunchError
 
 if TYPE_CHECKING:
     from gpu_actors.attention.problem import DispatchKey
@@ -27,6 +27,7 @@ __all__ = [
     "Device",
     "DeviceInfo",
     "Event",
+    "FinishedEvent",
     "Kernel",
     "Kernels",
     "Launch",
@@ -36,6 +37,7 @@ __all__ = [
     "Params",
     "RecordingStats",
     "ScratchSpec",
+    "Series",
     "Step",
     "StepPack",
     "Steps",
@@ -262,8 +264,62 @@ class Event(ABC):
         return None
 
 
+class FinishedEvent(Event):
+    """A launch that ended when it began, with outputs or with an error."""
+
+    __slots__ = ("_error", "outputs")
+
+    def __init__(self, outputs: Outputs | None = None, error: GpuActorsError | None = None) -> None:
+        self.outputs: Outputs = outputs if outputs is not None else {}
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def failure(self) -> BaseException | None:
+        return self._error
+
+
+class Series:
+    """Launches of one stream that end together, such as those of a model's layers. For one thread at a time.
+
+    This one waits for each.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def add(self, launch: Launch, stream: int | None = None) -> Outputs:
+        """Launch behind those before, on the calling thread, and give the outputs.
+
+        Operands on the device are launched on at once: outputs are complete in the order of ``stream``, the caller's
+        own, or of the series' where it is None. What lies on the host is waited for.
+        Launches with the same ``steps`` differ in their arrays on the device alone: the first one uploads the others.
+        Raises what `Event.wait` raises, and `InvalidRequest` for an array that cannot be used where it lies.
+        """
+        event = self._stream.launch(launch)
+        event.wait()
+        return event.outputs
+
+    def repeat(self, launch: Launch, arrays: Mapping[str, Any], stream: int | None = None) -> bool:
+        """Make a launch of this series again on other arrays, if it was on arrays at these very addresses before.
+
+        arrays: all of its operands on the device by name, and outputs, of the same shapes and strides. False: not
+        launched.
+        """
+        return False
+
+    def end(self) -> Event:
+        """The end of all of its launches. None may follow. The event has no outputs."""
+        return FinishedEvent()
+
+
 class Stream(ABC):
-    """An in-order queue of launches. One actor thread uses it, any thread may close it."""
+    """An in-order queue of launches. One actor's thread launches; others may use a `Series` of it, and close it."""
 
     @abstractmethod
     def launch(self, launch: Launch) -> Event:
@@ -271,6 +327,10 @@ class Stream(ABC):
 
         Raises what `Event.wait` raises if the failure shows here already. Then nothing was enqueued.
         """
+
+    def series(self) -> Series:
+        """Begin launches that end together. They are ordered behind what was launched before."""
+        return Series(self)
 
     def recording_stats(self) -> RecordingStats:
         """The counts of this stream's recordings."""

@@ -11,8 +11,18 @@ from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.compiling.source import Cubin
-from gpu_actors.devices.host import FinishedEvent, HostStream, host_array, host_outputs
-from gpu_actors.devices.interface import Device, DeviceInfo, Event, Kernel, Launch, Outputs, RecordingStats, Stream
+from gpu_actors.devices.host import HostStream, host_array, host_outputs
+from gpu_actors.devices.interface import (
+    Device,
+    DeviceInfo,
+    Event,
+    FinishedEvent,
+    Kernel,
+    Launch,
+    Outputs,
+    RecordingStats,
+    Stream,
+)
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import MockModeError
 from gpu_actors.options import MockOptions

@@ -8,22 +8,25 @@ async with ctx.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=128) 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
+from gpu_actors.actors.kv_step import OpenStep
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
+from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
 from gpu_actors.fields import describe, expect
+from gpu_actors.handles.kv_step import KvStep
 from gpu_actors.kv.requests import (
     AppendKeywords,
     AppendRows,
     AttendCache,
     AttendKeywords,
+    BeginStep,
     CloseCache,
     CreateSequence,
     ExportSequence,
@@ -34,12 +37,14 @@ from gpu_actors.kv.requests import (
     KvCacheSpec,
     KvSequence,
     OpenCache,
+    StepKeywords,
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.planning.concat import concat
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell, Cell
 from gpu_actors.runtime.handle import takes_options
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
@@ -262,6 +267,38 @@ class KvCache(Local):
         message = AttendCache(cache=self._number, seqs=seqs, q=q, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 
+    @takes_options(AttendCache, StepKeywords)
+    def step(
+        self,
+        seqs: Sequence[KvSequence],
+        *,
+        heads_q: int,
+        rows: int | Sequence[int] = 1,
+        append: bool = True,
+        dtype: Any = None,
+        like: Mapping[str, Array] | None = None,
+        layer_options: Mapping[int, Mapping[str, Any]] | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        **options: Unpack[StepKeywords],
+    ) -> Reply[KvStep]:
+        """Begin one pass of a model over all layers. The arguments are those of `BeginStep`, with its options beside.
+
+        Pages for the new rows are taken, everything is checked once, and kernels are compiled. The reply gives the
+        step; it raises `CacheFull`, and then nothing is taken. A deadline holds for the whole step, which is aborted
+        when it passes.
+        """
+        message = BeginStep(
+            cache=self._number, seqs=seqs, heads_q=heads_q, rows=rows, append=append, dtype=dtype, like=like,
+            options=options, layer_options=layer_options,
+        )  # fmt: skip
+        cell: Cell = self._handle._cell
+        if not isinstance(cell, ActorCell):
+            reason = "launches on the caller's thread, and the device of this context is in another process"
+            raise Unsupported("step", self._children.device.info.name, reason, "KvCache.attend")
+        return _Step(self._submit(message, deadline, timeout, priority, seqs), self)
+
     # Looking on
 
     def length(self, seq: KvSequence) -> int:
@@ -304,6 +341,9 @@ class KvCache(Local):
     def _free_unknown(self, beginning: Call[Any]) -> None:
         if beginning.error is None:
             begun = beginning.answer()
+            if isinstance(begun, OpenStep):
+                KvStep(self._handle, begun).abort()
+                return
             self.free(getattr(begun, "lease", begun))
 
     def _find(self) -> OpenedCache:
@@ -363,6 +403,23 @@ class _Begun(Reply[T]):
     def __del__(self) -> None:
         if not self._taken:
             self._call.when_done(self._cache._free_unknown)
+
+
+class _Step(Reply[KvStep]):
+    """The reply that gives a step. If it is dropped before a task has taken that, the step is aborted."""
+
+    __slots__ = ("_begun", "_cache")
+
+    def __init__(self, reply: Reply[OpenStep], cache: KvCache) -> None:
+        super().__init__(reply._call)  # type: ignore[arg-type]
+        self._cache = cache
+        self._begun = _Begun(reply, cache)
+
+    def __await__(self) -> Generator[Any, None, KvStep]:
+        return KvStep(self._cache._handle, (yield from self._begun.__await__()))
+
+    def result(self, timeout: float | None = None) -> KvStep:
+        return KvStep(self._cache._handle, self._begun.result(timeout))
 
 
 def _closed(_: Call[None]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypedDict
 
 from gpu_actors.attention.block_mask import BlockMask
-from gpu_actors.attention.requests import Array, CacheKeywords, CacheOptions
+from gpu_actors.attention.requests import Array, CacheKeywords, CacheOptions, RequestKeywords
 from gpu_actors.kernels.append import Rope
 from gpu_actors.process import incarnation
 from gpu_actors.values import brief
@@ -17,9 +17,11 @@ __all__ = [
     "AppendRows",
     "AttendCache",
     "AttendKeywords",
+    "BeginStep",
     "CacheMessage",
     "CloseCache",
     "CreateSequence",
+    "EndStep",
     "ExportSequence",
     "ForkSequence",
     "FreeSequence",
@@ -28,6 +30,7 @@ __all__ = [
     "KvCacheSpec",
     "KvSequence",
     "OpenCache",
+    "StepKeywords",
     "TruncateSequence",
 ]
 
@@ -269,6 +272,49 @@ class AttendCache(CacheOptions):
     layer: int = 0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class BeginStep:
+    """Begin one pass of a model over all layers of a cache. Answered with an `OpenStep`.
+
+    seqs: a list of `KvSequence`, each once. rows: of q for each of them, one number for all or a list of numbers. They
+        are the last rows of their sequences.
+    heads_q: of q, (batch, rows, heads_q, head_dim), or (total, heads_q, head_dim) where ``rows`` is a list.
+    append: whether every layer gets keys and values of these rows, which are appended before it is attended to. k and v
+        are (batch, rows, kv_heads, dim), or (total, kv_heads, dim).
+    dtype: of q, k and v, by name. None: the cache's own, which must not be fp8 then.
+    like: arrays by the names q, k, v (c_kv and k_pe of a latent cache) and out, of the kind, strides and alignment that
+        each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes.
+    options: those of `AttendCache` for all layers. layer_options: for single layers, in place of these.
+    """
+
+    __repr__ = brief
+
+    cache: int
+    seqs: Any
+    heads_q: int
+    rows: int | Sequence[int] = 1
+    append: bool = True
+    dtype: Any = None
+    like: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layer_options: Mapping[int, Mapping[str, Any]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class EndStep:
+    """End a step. A full mailbox takes it too, and no default deadline applies to it.
+
+    step: an `OpenStep`. commit: whether its rows stay. If not, every sequence is as before.
+    """
+
+    frees_memory: ClassVar[bool] = True
+    no_deadline: ClassVar[bool] = True
+
+    cache: int
+    step: Any
+    commit: bool
+
+
 class AttendKeywords(CacheKeywords, total=False):
     """The options of `AttendCache` as keyword arguments of a call."""
 
@@ -293,12 +339,28 @@ class AttendKeywords(CacheKeywords, total=False):
     layer: int
 
 
+class StepKeywords(RequestKeywords, total=False):
+    """The options of `AttendCache` that a step takes, as keyword arguments of a call."""
+
+    causal: bool
+    num_splits: int
+    out_dtype: str | None
+    tokens: Any
+    rope: Rope | None
+    positions: Array | None
+    rope_cos: Array | None
+    rope_sin: Array | None
+    expect_length: Sequence[int] | None
+
+
 CacheMessage = (
-    CloseCache
+    BeginStep
+    | CloseCache
     | CreateSequence
     | ForkSequence
     | TruncateSequence
     | FreeSequence
+    | EndStep
     | ExportSequence
     | ImportSequence
     | AppendRows

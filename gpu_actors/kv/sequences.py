@@ -25,7 +25,7 @@ from gpu_actors.errors import CacheFull, InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "KvCacheStats", "PageTable", "Write", "block_table", "table_width"]
+__all__ = ["CacheTables", "KvCacheStats", "PageCopy", "PageTable", "Write", "block_table", "table_width"]
 
 
 class KvCacheStats(NamedTuple):
@@ -70,7 +70,9 @@ class PageTable:
     users: int = 0
 
 
-class _Copy(NamedTuple):
+class PageCopy(NamedTuple):
+    """A shared page that a write copies first. slot: its place in the table. destination: the page in its place."""
+
     slot: int
     source: int
     destination: int
@@ -89,7 +91,7 @@ class Write:
     pages_before: int
     length_before: int
     tail: list[int]
-    copy: _Copy | None = None
+    copy: PageCopy | None = None
 
 
 class CacheTables:
@@ -241,7 +243,7 @@ class CacheTables:
                 if copied:
                     destination = new_pages.pop()
                     # The old page's reference moves from the table to the write, which may return it.
-                    write.copy = _Copy(len(table.pages) - 1, table.pages[-1], destination)
+                    write.copy = PageCopy(len(table.pages) - 1, table.pages[-1], destination)
                     table.pages[-1] = destination
                 for _ in range(count):
                     table.pages.append(new_pages.pop())

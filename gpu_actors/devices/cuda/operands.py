@@ -35,7 +35,7 @@ from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.interface import Buffer, Launch, LaunchGeometry, OutputSpec, Params, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
 
-__all__ = ["Bound", "Operands", "Placement", "StreamMemory"]
+__all__ = ["Bound", "Operands", "Placement", "StreamMemory", "first_on_device"]
 
 Host = np.ndarray[Any, Any]
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -158,7 +158,7 @@ class Placement:
     again.
     """
 
-    MOST_BOUND = 64
+    MOST_BOUND = 512
 
     stream: weakref.ref[Any]
     functions: Sequence[CudaFunction]
@@ -186,6 +186,11 @@ class Placement:
     staged_in: int = 0
     staged_out: int = 0
     bound: OrderedDict[tuple[int, ...], Bound] = field(default_factory=OrderedDict)
+
+    @property
+    def stays(self) -> bool:
+        """Whether launches on other arrays of the device need nothing of the host."""
+        return not (self.late or self.returned or self.downloads or self.joined)
 
     @classmethod
     def of(
@@ -223,7 +228,7 @@ class Placement:
                 places.append(_Place(name, layout.reserve(array.nbytes), array.shape, array.dtype))
 
     def _place_outputs(self, launch: Launch, down: Layout) -> None:
-        makes = _first(launch) is not None
+        makes = first_on_device(launch) is not None
         for name, spec in launch.outputs.items():
             if name in launch.inputs and spec.into is not launch.inputs[name]:
                 raise LaunchError(f"operand {name!r} is an input and another output")
@@ -348,8 +353,19 @@ class Operands:
     Making one raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or one that cannot be written.
     """
 
-    __slots__ = ("_armed", "_launch", "_memory", "_placement", "_pools", "_results", "_staging_in", "_staging_out",
-                 "bound", "producers")  # fmt: skip
+    __slots__ = (
+        "_armed",
+        "_fixed",
+        "_launch",
+        "_memory",
+        "_placement",
+        "_pools",
+        "_results",
+        "_staging_in",
+        "_staging_out",
+        "bound",
+        "producers",
+    )
 
     def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory | None) -> None:
         """memory: of the stream. None: the launch has memory of its own, and uses none that others leave as 0."""
@@ -371,14 +387,28 @@ class Operands:
             self.release()
             raise
 
+    def move(self, launch: Launch, memory: StreamMemory) -> None:
+        """Go on with a launch of the same kind on other arrays of the device. memory: as before."""
+        self.producers, self._results, self._launch = set(), {}, launch
+        self.bound = self._bind(launch, self._find_on_device(launch), memory)
+
+    def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
+        """The launch on these arrays, inputs and outputs on the device by name, if it was bound to their addresses."""
+        names = (*self._placement.device, *self._results)
+        return self._placement.bound.get((*self._fixed, *[arrays[name].address for name in names]))
+
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copies of the inputs, and the clearing of outputs and scratch."""
+        """Enqueue the copies of the inputs."""
         placement = self._placement
         # No local variable holds the memory: the traceback of a call that fails would keep it.
         if self._staging_in is not None and self._memory is not None:
             for piece, offset, staged, nbytes in placement.copies_in:
                 address = self._memory.addresses[piece] + offset
                 api.copy_to_device(address, self._staging_in.address + staged, nbytes, stream)
+
+    def launch(self, api: CudaApi, stream: int) -> None:
+        """Enqueue the kernels, behind the clearing of outputs and scratch."""
+        placement = self._placement
         if placement.joined and self._launch is not None:
             for place, address in zip(placement.joined, self.bound.joined, strict=True):
                 for part in self._launch.inputs[place.name].parts:
@@ -394,17 +424,25 @@ class Operands:
             for address, nbytes in zip(self._armed.memory.addresses, placement.armed_pieces, strict=True):
                 api.fill(address, 0, nbytes, stream)
             self._armed.cleared = True
+        for function, geometry, params in self.bound.kernels:
+            if 0 not in geometry.grid:
+                api.launch_kernel(function.handle, *geometry, stream, params, self.bound.operands)
+        if api.emulation is not None:
+            for name in self.bound.rearmed:
+                api.emulation.expect_cleared(name, *_extent(self.bound.operands[name]), stream)
 
     def download(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copy of the outputs for the host."""
         placement = self._placement
-        if api.emulation is not None:
-            for name in self.bound.rearmed:
-                api.emulation.expect_cleared(name, *_extent(self.bound.operands[name]), stream)
         if self._staging_out is not None and self._memory is not None:
             for piece, offset, staged, nbytes in placement.copies_out:
                 address = self._memory.addresses[piece] + offset
                 api.copy_to_host(self._staging_out.address + staged, address, nbytes, stream)
+
+    @property
+    def found(self) -> Mapping[str, Any]:
+        """The outputs on the device by name, which may not be written yet."""
+        return self._results
 
     def results(self) -> Mapping[str, Any]:
         """The outputs by name, once the launch is over: the caller's arrays, new ndarrays, DeviceArrays."""
@@ -448,7 +486,7 @@ class Operands:
         found: dict[str, DeviceArray] = {name: launch.inputs[name] for name in self._placement.device}
         for place in self._placement.joined:
             self.producers.update(part.stream for part in launch.inputs[place.name].parts if part.stream is not None)
-        first = _first(launch)
+        first = first_on_device(launch)
         for name, spec in launch.outputs.items():
             if spec.into is not None:
                 check_output(spec.into, spec.shape, spec.dtype, name)
@@ -480,7 +518,8 @@ class Operands:
         if placement.armed and memory is not None:
             self._armed = memory.armed(placement.armed_pieces)
             armed = self._armed.memory.addresses
-        key = (*pieces, *armed, *[array.address for array in on_device.values()])
+        self._fixed = (*pieces, *armed)
+        key = (*self._fixed, *[array.address for array in on_device.values()])
         bound = placement.bound.get(key)
         if bound is None:
             bound = placement.bound[key] = placement.bind(launch, on_device, pieces, armed)
@@ -500,7 +539,7 @@ class Operands:
             staging.bytes[place.offset : place.offset + len(contents)] = np.frombuffer(contents, np.uint8)
 
 
-def _first(launch: Launch) -> DeviceArray | None:
+def first_on_device(launch: Launch) -> DeviceArray | None:
     """The launch's first input if it lies on the device, as its outputs then do."""
     first = next(iter(launch.inputs.values()), None)
     if isinstance(first, Joined):

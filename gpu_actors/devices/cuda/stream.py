@@ -7,26 +7,40 @@ freed early.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
-from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory
+from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory, first_on_device
 from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
-from gpu_actors.devices.interface import Event, Launch, Outputs, RecordingStats, Steps, Stream
+from gpu_actors.devices.interface import (
+    Event,
+    FinishedEvent,
+    Launch,
+    Outputs,
+    RecordingStats,
+    Series,
+    Step,
+    Steps,
+    Stream,
+)
 from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
 
 R = TypeVar("R")
+
+_IDLE = 8
+"""Memories that a stream holds for its next series."""
 
 
 class _Events:
@@ -82,6 +96,8 @@ class CudaStream(Stream):
         self._closed = False
         self._events = _Events(driver)
         self._memory = StreamMemory(pools)
+        self._of_series: deque[tuple[Hashable, StreamMemory]] = deque(maxlen=_IDLE)
+        self._open: set[CudaSeries] = set()
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while work is enqueued, so that the stream is not destroyed meanwhile.
         self._lock = threading.Lock()
@@ -100,7 +116,13 @@ class CudaStream(Stream):
     def recording_stats(self) -> RecordingStats:
         return self.recordings.stats()
 
+    def series(self) -> Series:
+        return CudaSeries(self)
+
     def close(self) -> None:
+        for series in list(self._open):
+            with contextlib.suppress(GpuActorsError):
+                self.end(series)  # its work may go on, on a stream of the caller's
         with self._lock:
             if self._closed:
                 return
@@ -128,6 +150,7 @@ class CudaStream(Stream):
                     return False
                 self.handle = None
                 self._memory.release()
+                self._of_series.clear()
             return True
 
     def _placement(self, launch: Launch) -> Placement:
@@ -216,6 +239,95 @@ class CudaStream(Stream):
             self._flights.append(flight)
         return event
 
+    # Launches that end together
+
+    def add(self, series: CudaSeries, launch: Launch, target: int | None) -> Outputs | None:
+        """Launch on arrays of the device. None where something must be copied to or from the host each time."""
+        driver, api = self._driver, self._driver.api
+        driver.enter()
+        shared = series.shared.get(id(launch.steps))
+        new = shared is None
+        if shared is None:
+            placement = self._placement(launch)
+            if not placement.stays:
+                return None
+            sizes = placement.pieces, placement.armed_pieces
+            memory = self._take_memory(sizes)
+            operands = Operands(self._pools, launch, placement, memory)
+            shared = series.shared[id(launch.steps)] = _Shared(launch.steps, operands, memory, sizes)
+        else:
+            shared.operands.move(launch, shared.memory)
+        operands = shared.operands
+        with self._lock:
+            if self._closed or self.handle is None:
+                raise self._stopped()
+            self._open.add(series)
+            here = self.handle if target is None else target
+            try:
+                _prepare(api, operands.bound.kernels)
+                for producer in {series.last or self.handle, *operands.producers} - {here}:
+                    self._events.order_after(producer, here)
+                series.last = here
+                if new:
+                    operands.upload(api, here)
+                operands.launch(api, here)
+            except CudaFailure as failure:
+                raise driver.failed(failure) from failure
+        return operands.found
+
+    def repeat(self, series: CudaSeries, operands: Operands, producers: set[int], target: int | None) -> None:
+        """Launch what the operands are bound to, of which all is uploaded."""
+        driver = self._driver
+        driver.enter()
+        with self._lock:
+            if self._closed or self.handle is None:
+                raise self._stopped()
+            here = self.handle if target is None else target
+            try:
+                for producer in {series.last or self.handle, *producers} - {here}:
+                    self._events.order_after(producer, here)
+                series.last = here
+                operands.launch(driver.api, here)
+            except CudaFailure as failure:
+                raise driver.failed(failure) from failure
+
+    def end(self, series: CudaSeries) -> Event:
+        """The end of what the series has launched."""
+        driver = self._driver
+        with self._lock:
+            if series not in self._open:
+                return FinishedEvent()
+            self._open.remove(series)
+            flight = Flight(driver, self.name, series, self._events)
+            event = CudaEvent(flight)
+            try:
+                if self._closed or self.handle is None:
+                    raise self._stopped()
+                flight.event = self._events.take()
+                if series.last is not None and series.last != self.handle:
+                    self._events.order_after(series.last, self.handle)
+                driver.api.record_event(flight.event, self.handle)
+            except CudaFailure as failure:
+                leak(flight)
+                raise driver.failed(failure) from failure
+            except BaseException:
+                leak(flight)
+                raise
+            self._flights.append(flight)
+        return event
+
+    def _take_memory(self, sizes: Hashable) -> StreamMemory:
+        for index, (others, memory) in enumerate(self._of_series):
+            if others == sizes:
+                del self._of_series[index]
+                return memory
+        return StreamMemory(self._pools)
+
+    def put_back(self, shared: _Shared) -> None:
+        """Give the memory of a series back. Its work must be over."""
+        if self.handle is not None:
+            self._of_series.append((shared.sizes, shared.memory))
+
     def _keep_until_over(self, flight: Flight) -> None:
         """Hold the memory of an aborted launch: the part of it that was enqueued goes on."""
         assert flight.event is not None
@@ -246,10 +358,58 @@ def _prepare(api: CudaApi, kernels: Kernels) -> None:
 def _compute(api: CudaApi, stream: int, operands: Operands) -> None:
     """Enqueue the copies and the kernels of a launch."""
     operands.upload(api, stream)
-    for function, geometry, params in operands.bound.kernels:
-        if 0 not in geometry.grid:
-            api.launch_kernel(function.handle, *geometry, stream, params, operands.bound.operands)
+    operands.launch(api, stream)
     operands.download(api, stream)
+
+
+class _Shared(NamedTuple):
+    """What launches of a series with the same steps have in common. sizes: of the memory."""
+
+    steps: Sequence[Step]
+    operands: Operands
+    memory: StreamMemory
+    sizes: Hashable
+
+
+class CudaSeries(Series):
+    """Launches of which only the arrays on the device differ. They use the memory of the first, one after the other.
+
+    shared: by the identity of the steps. last: the stream of the latest launch, None before the first.
+    """
+
+    def __init__(self, stream: CudaStream) -> None:
+        super().__init__(stream)
+        self._cuda = stream
+        self.producers: tuple[int, ...] = ()
+        self.shared: dict[int, _Shared] = {}
+        self.last: int | None = None
+
+    def add(self, launch: Launch, stream: int | None = None) -> Outputs:
+        outputs = None if first_on_device(launch) is None else self._cuda.add(self, launch, stream)
+        return super().add(launch) if outputs is None else outputs
+
+    def repeat(self, launch: Launch, arrays: Mapping[str, Any], stream: int | None = None) -> bool:
+        shared = self.shared.get(id(launch.steps))
+        bound = None if shared is None else shared.operands.bound_before(arrays)
+        if shared is None or bound is None:
+            return False
+        shared.operands.bound = bound
+        producers = {array.stream for array in arrays.values() if array.stream is not None}
+        self._cuda.repeat(self, shared.operands, producers, stream)
+        return True
+
+    def end(self) -> Event:
+        return self._cuda.end(self)
+
+    def results(self) -> Outputs:
+        return {}
+
+    def release(self) -> None:
+        """Free the memory. No enqueued work may use it any more."""
+        while self.shared:
+            _, shared = self.shared.popitem()
+            shared.operands.release()
+            self._cuda.put_back(shared)
 
 
 class Flight:
@@ -260,9 +420,9 @@ class Flight:
     failure: the error that the launch alone ended with. There are no results then.
     """
 
-    def __init__(self, driver: Driver, stream: str, operands: Operands | RecordedLaunch, events: _Events) -> None:
+    def __init__(self, driver: Driver, stream: str, operands: _Work, events: _Events) -> None:
         self.driver = driver
-        self.operands: Operands | RecordedLaunch | None = operands
+        self.operands: _Work | None = operands
         self.event: int | None = None
         self.outputs: Outputs = {}
         self.failure: GpuActorsError | None = None
@@ -357,6 +517,10 @@ class Flight:
             self.operands.release()
         if self.event is not None:
             self._events.put_back(self.event)
+
+
+_Work: TypeAlias = Operands | RecordedLaunch | CudaSeries
+"""What a flight holds."""
 
 
 class CudaEvent(Event):

@@ -1,0 +1,447 @@
+"""A model's step over the layers of a cache: begun and ended by the actor, and launched by its caller in between.
+
+    BeginStep ──reserve pages──> OpenStep ──attend(layer) for each──> EndStep ──> commit, or undo
+                                     └─ kernels behind each other on the caller's stream
+
+A step is checked and planned once for all layers that have the same options. It counts as one launch in flight: where a
+launch before it fails, it fails too, and requests on its sequences wait until it has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
+from gpu_actors.actors.kv_launch import add_rows, copy_launch
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, dtype_text, expected_lengths
+from gpu_actors.arrays.adopt import Adopted, dtype_of, restore
+from gpu_actors.arrays.adoption import adopt_request, changed, take_in
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.devices.interface import Device, Event, Launch, Outputs, Series
+from gpu_actors.errors import (
+    DeadlineExceeded,
+    GpuActorsError,
+    InvalidRequest,
+    LaunchError,
+    RequestError,
+    StaleBuffer,
+)
+from gpu_actors.fields import FP8, describe, expect, integer
+from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
+from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep
+from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import pack_rows
+from gpu_actors.planning.cached import bind_cached
+from gpu_actors.planning.merging import ends_of
+from gpu_actors.runtime.actor import ServiceActor, reading
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.completion import as_answer
+from gpu_actors.validation.overlap import check_output_memory
+from gpu_actors.values import show
+
+__all__ = ["OpenStep", "Stepping"]
+
+_WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
+
+
+@dataclass(slots=True, eq=False)
+class _Layout:
+    """What an array of a layer is like. strides: 0 along axes of one element. exact: those of the last such array.
+
+    place: on the device, its number, and what the address is modulo which number of bytes.
+    """
+
+    kind: type[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    exact: tuple[int, ...]
+    place: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, array: Any, name: str) -> _Layout:
+        place = None
+        if isinstance(array, DeviceArray):
+            modulo = TMA_ALIGNMENT if name in ("q", "out") else array.itemsize
+            place = array.device, array.address % modulo, modulo
+        return cls(type(array), array.shape, _taken(array), array.dtype, array.strides, place)
+
+    def fits(self, array: Any) -> bool:
+        """Whether an adopted array, or a `DeviceArray`, is like this."""
+        if type(array) is not self.kind or array.shape != self.shape or array.dtype != self.dtype:
+            return False
+        if array.strides != self.exact:
+            if _taken(array) != self.strides:
+                return False
+            self.exact = array.strides
+        if self.place is None:
+            return True
+        device, rest, modulo = self.place
+        return bool(array.device == device and array.address % modulo == rest)
+
+    def __str__(self) -> str:
+        where = "on the host"
+        if self.place is not None:
+            device, rest, modulo = self.place
+            where = f"on cuda:{device} at {rest} modulo {modulo} bytes"
+        return f"{self.dtype} of shape {self.shape} with strides of {self.strides} bytes, {where}"
+
+
+def _taken(array: Any) -> tuple[int, ...]:
+    return tuple([0 if extent == 1 else step for extent, step in zip(array.shape, array.strides, strict=True)])
+
+
+@dataclass(slots=True, eq=False)
+class _Layers:
+    """Layers with the same options. work: of one of them. layouts: of each array. first: the launch of the first."""
+
+    work: KvWork
+    layouts: dict[str, _Layout]
+    first: Launch | None = None
+
+    def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
+        """The launch of a layer on its own arrays. Raises `InvalidRequest` for where ``out`` lies."""
+        work, pools = self.work, self.work.cache.pools_of(layer)
+        own: dict[str, Any] = {"q": arrays["q"], **pools}
+        if work.rows is not None:
+            for name, given in zip("kv", _LATENT if work.cache.pool.latent else _WHOLE, strict=True):
+                own[name] = pack_rows(given, arrays[given]) if work.rows.rows else arrays[given]
+        out = arrays.get("out")
+        if out is not None:
+            check_output_memory(out, {"q": arrays["q"], **work.cache.pools})
+        first = self.first
+        if first is None:
+            first = self.first = self._first(own)
+        outputs = {**first.outputs, "out": first.outputs["out"]._replace(into=out)}
+        inputs = {**first.inputs, **own}
+        return Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
+
+    def _first(self, own: Mapping[str, Any]) -> Launch:
+        work = self.work
+        assert work.request is not None
+        assert work.plan is not None
+        caches = {"k_cache": own["k_cache"], "v_cache": own.get("v_cache")}
+        work.request = changed(work.request, {"q": own["q"], "out": None, **caches})
+        if work.rows is not None:
+            work.rows = changed(work.rows, {"k": own["k"], "v": own["v"]})
+        if work.kind is not None:
+            return kind_launch(work.kind, work)
+        launch = bind_cached(work.plan, work.request, work.kernels)
+        return launch if work.rows is None else add_rows(launch, [work])
+
+
+class OpenStep:
+    """A step that has begun. `attend` may be called by any thread, by one at a time.
+
+    work: its rows and pages, as of a request in flight. lengths: of its sequences, with its rows.
+    """
+
+    def __init__(self, cell: ActorCell, work: KvWork, layers: Sequence[_Layers], deadline: float | None) -> None:
+        self.work = work
+        self.lengths: list[int] = work.lengths.tolist()
+        self._cell = cell
+        self._layers = layers
+        self._series: Series = (cell.stream or cell.open_stream()).series()
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._attended: set[int] = set()
+        self._over: GpuActorsError | None = None
+        self._closed = False
+
+    @property
+    def cache(self) -> OpenedCache:
+        return self.work.cache
+
+    @property
+    def open(self) -> bool:
+        """Whether it has neither ended nor failed."""
+        return self._over is None
+
+    def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any:
+        """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
+        device = self._cell.environment.device
+        with self._lock:
+            self._check()
+            if type(layer) is not int or not 0 <= layer < len(self._layers):
+                layer = integer("layer", layer, 0, len(self._layers) - 1)
+            layers = self._layers[layer]
+            read, template = self._read(layers, arrays)
+            q = read["q"]
+            if isinstance(q, DeviceArray):
+                if not device.is_current():
+                    reason = "must be given on a thread whose current device is the array's"
+                    raise InvalidRequest("q", describe(q), reason)
+                stream = q.stream if stream is None else stream
+            try:
+                first = layers.first
+                if first is not None and "out" in read:
+                    on_device = {**self.work.cache.pools_of(layer), **read}
+                    if self._series.repeat(first, on_device, stream):
+                        self._attended.add(layer)
+                        return arrays["out"]
+                out = self._series.add(layers.launch(layer, read), stream)["out"]
+            except RequestError:
+                raise
+            except BaseException as error:
+                raise self._fail(error) from None
+            self._attended.add(layer)
+        if "out" in arrays:
+            return arrays["out"]
+        return out if template is None else restore(out, template)
+
+    def close(self, commit: bool) -> bool:
+        """Let no layer follow. False for an abort of a step that has ended.
+
+        Raises what `attend` would, and `InvalidRequest` for a commit of rows that are missing.
+        """
+        with self._lock:
+            if commit:
+                self._check()
+                missing = sorted(set(range(len(self._layers))) - self._attended)
+                reason = "have no new rows: they must be attended to before the commit"
+                expect(self.work.rows is None or not missing, "layers", missing, reason)
+            elif self._closed:
+                return False
+            self._closed = True
+            self._over = self._over or StaleBuffer("the step has ended")
+            return True
+
+    def end(self) -> Event:
+        """The end of all launches."""
+        return self._series.end()
+
+    def abandon(self, reason: GpuActorsError) -> None:
+        """Undo the step, and raise ``reason`` for what is still asked of it. For any thread."""
+        if self._over is None:
+            self._over = reason
+            mailbox = self._cell.mailbox
+            mailbox.put(Call(EndStep(self.work.cache.number, self, False), mailbox), False)
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise self._over
+        if self.work.lost:
+            raise LaunchError("a launch that the step builds on has failed: abort it, and begin another")
+        if self._deadline is not None and self._cell.environment.clock.now() >= self._deadline:
+            raise DeadlineExceeded("the deadline of the step has passed")
+
+    def _fail(self, error: BaseException) -> GpuActorsError:
+        """The step's launch raised ``error``. Gives the one to raise."""
+        self._cell.progress.launch_ended(error)
+        name, lost = self._cell.name, self._cell.environment.context_lost
+        failure = as_answer(error, lost, name, "could not launch a layer")
+        self.abandon(failure)
+        return failure
+
+    def _read(self, layers: _Layers, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Adopted | None]:
+        """The arrays of a layer as this package reads them, and what q was where that is no such array."""
+        read: dict[str, Any] = {}
+        template: Adopted | None = None
+        place, layouts = self._cell.environment.device.info.device_name, layers.layouts
+        for name, array in arrays.items():
+            layout = layouts.get(name)
+            if layout is None:
+                raise InvalidRequest(name, describe(array), "is not given to the layers of this step")
+            if type(array) is not layout.kind:
+                adopted = take_in(array, name, place)
+                array = adopted.array
+                if name == "q" and array is not adopted.source:
+                    template = adopted
+            if not layout.fits(array):
+                raise InvalidRequest(name, describe(array), f"must be {layout}, as the step was begun for")
+            read[name] = array
+        if len(read) < len(layouts):
+            for name in layouts.keys() - read.keys() - {"out"}:
+                raise InvalidRequest(name, None, "must be given to each layer of this step")
+        return read, template
+
+
+class Stepping:
+    """Begins and ends the steps of one incarnation of the actor."""
+
+    def __init__(self, actor: ServiceActor, store: CacheStore, has_kernels: Callable[[KvWork], bool]) -> None:
+        self._actor = actor
+        self._store = store
+        self._has_kernels = has_kernels
+
+    def begin(self, call: Call[Any], cache: OpenedCache, message: BeginStep) -> None:
+        """Reserve the pages of a step's rows, and answer with it."""
+        with reading(message):
+            tables = _tables(cache, message)
+            if not cache.stepping.isdisjoint(tables):
+                self._store.order.hold(call)
+                return
+            layers = self._plan(call, cache, message, tables)
+        groups = list(dict.fromkeys(layers))
+        if not all(self._has_kernels(group.work) for group in groups):
+            return
+        first, begun = groups[0].work, list[KvWork]()
+        for _, error in cache.begin([first], begun):
+            raise error
+        if not begun:
+            return  # answered meanwhile
+        cache.stepping.update(tables)
+        try:
+            for group in groups:
+                group.work.table, group.work.lengths = first.table, first.lengths
+                group.work.take_pages(self._store.decoding)
+            self._copy_pages(first)
+            step = OpenStep(self._actor.cell, first, layers, call.deadline)
+            for group in groups:
+                # Copies are made, and layers change no pages.
+                group.work = dataclasses.replace(group.work, writes=[])
+            if call.deadline is not None:
+                environment = self._actor.cell.environment
+                passed = DeadlineExceeded("the deadline of the step has passed")
+                environment.timers.at(call.deadline, functools.partial(step.abandon, passed))
+        except BaseException:
+            self._undo(first)
+            raise
+        if not call.resolve(step, self._actor.outbox):
+            step.close(commit=False)
+            self._undo(first)
+
+    def end(self, call: Call[Any], message: EndStep) -> None:
+        """Commit a step, or undo it."""
+        step = message.step
+        expect(isinstance(step, OpenStep), "step", show(step), "must be a step of this cache")
+        if not call.claim():
+            return
+        if not step.close(message.commit):
+            call.resolve(None, self._actor.outbox)
+            return
+        work = step.work
+        try:
+            event = step.end()
+        except BaseException:
+            self._undo(work)
+            raise
+        if not message.commit:
+            self._undo(work)
+            call.resolve(None, self._actor.outbox)
+            return
+
+        def finish(_: Outputs) -> Sequence[Any]:
+            work.cache.succeeded([work])
+            self._leave(work)
+            return (step.lengths,)
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            self._undo(work, error)
+            return ()
+
+        self._actor.cell.completion.watch(event, (call,), finish, self._actor.outbox, failed)
+
+    def _undo(self, work: KvWork, error: BaseException | None = None) -> None:
+        for other in work.cache.failed([work]):
+            other.call.fail(error or LaunchError("the step that the request builds on was undone"))
+        self._leave(work)
+
+    def _leave(self, work: KvWork) -> None:
+        work.cache.stepping.difference_update(work.tables)
+        self._store.order.look_again()
+
+    def _copy_pages(self, work: KvWork) -> None:
+        """Copy shared pages that the step will write to."""
+        copies = [write.copy for write in work.writes if write.copy is not None]
+        if not copies:
+            return
+        launch = copy_launch(work.cache, copies, work.appending[-1:])
+        cell = self._actor.cell
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            work.lost = True
+            return ()
+
+        event = (cell.stream or cell.open_stream()).launch(launch)
+        cell.completion.watch(event, (), lambda _: (), self._actor.outbox, failed)
+
+    def _plan(self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]) -> list[_Layers]:
+        """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        given = message.layer_options or {}
+        expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")
+        for layer in given:
+            integer("layer_options", layer, 0, cache.layers - 1)
+        arrays = _arrays(cache, message, len(tables), self._store.device)
+        common = self._planned(call, cache, message, tables, arrays, {})
+        own = {layer: self._planned(call, cache, message, tables, arrays, given[layer]) for layer in given}
+        return [own.get(layer, common) for layer in range(cache.layers)]
+
+    def _planned(
+        self,
+        call: Call[Any],
+        cache: OpenedCache,
+        message: BeginStep,
+        tables: list[PageTable],
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> _Layers:
+        own = {**message.options, **options}
+        device, notes = self._store.device_name, call.caller_notes
+        request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
+        expect(request.return_lse is False, "return_lse", request.return_lse, "must be False: a layer gives out alone")
+        key = kind_key(cache, request, tables)
+        kind = None if key is None else cache.kinds.find(key)
+        if kind is None:
+            kind, (attention, rows) = pose(self._store, cache, request, tables)
+            if key is not None:
+                cache.kinds.add(key, kind)
+        else:
+            attention, rows = bind(cache, kind, request)
+        work = KvWork(call=call, cache=cache, tables=tables, request=attention, plan=kind.plan, rows=rows, kind=kind)
+        work.expected = expected_lengths(request)
+        named = ("q", "k", "v", "k_pe", "c_kv", "out")
+        known = {name: array for name in named if (array := getattr(request, name)) is not None}
+        if "out" not in known and kind.plan is not None:
+            out = kind.plan.outputs["out"]
+            known["out"] = _contiguous(out.shape, out.dtype, self._store.device)
+        return _Layers(work, {name: _Layout.of(array, name) for name, array in known.items()})
+
+
+def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
+    expect(isinstance(message.seqs, list | tuple), "seqs", show(message.seqs), "must be a list of KvSequence")
+    _, tables = cache.tables_of(message.seqs)
+    check_once(tables)
+    return tables
+
+
+def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) -> dict[str, Any]:
+    """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
+    pool, like = cache.pool, dict(message.like or {})
+    rows: Any = message.rows
+    heads = integer("heads_q", message.heads_q, 1)
+    own: dict[str, Any] = {}
+    if isinstance(rows, list | tuple):
+        expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
+        counts = [integer(f"rows[{index}]", count, 0) for index, count in enumerate(rows)]
+        own["cu_seqlens_q"] = ends_of(np.array(counts, np.int32))
+        leading: tuple[int, ...] = (sum(counts),)
+    else:
+        leading = batch, integer("rows", rows, 1)
+    name = pool.cache_dtype if message.dtype is None else dtype_text(message.dtype)
+    expect(name not in FP8 or message.dtype is not None, "dtype", None, "must be given: the cache's is fp8")
+    shapes = {"q": (heads, sum(pool.sides.values()) if pool.latent else pool.head_dim)}
+    if message.append:
+        k, v = _LATENT if pool.latent else _WHOLE
+        shapes |= {k: (pool.heads_kv, pool.head_dim), v: (pool.heads_kv, pool.head_dim_v)}
+    for other in like.keys() - shapes.keys() - {"out"}:
+        raise InvalidRequest("like", other, f"must name arrays of a layer: {', '.join((*shapes, 'out'))}")
+    made = {part: like.get(part, _contiguous((*leading, *shape), name, device)) for part, shape in shapes.items()}
+    return own | made | {part: like[part] for part in like if part == "out"}
+
+
+def _contiguous(shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+    """An array without contents, of the kind that lies on the device."""
+    kind = dtype_of(dtype)
+    if device.info.kind != "cuda":
+        return np.empty(shape, kind)
+    return DeviceArray(0, shape, contiguous_strides(shape, kind.itemsize), kind, device.info.index)

@@ -1,0 +1,144 @@
+"""KvStep: one pass of a model over the layers of a KvCache, launched by the caller's own thread."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from gpu_actors.attention.requests import Array
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.kv.requests import EndStep
+from gpu_actors.process import Local
+from gpu_actors.runtime.reply import Reply
+from gpu_actors.values import show
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.kv_step import OpenStep
+    from gpu_actors.runtime.handle import ActorHandle
+
+__all__ = ["KvStep"]
+
+
+class KvStep(Local):
+    """A step that has begun, as `KvCache.step` gives it. `attend` each layer, then `commit`, or `abort`.
+
+    Until then requests on its sequences wait, so do not await one in between. As ``async with await cache.step(...)``
+    it is committed at the end of the block, and aborted where that raises or is cancelled. If the last reference to it
+    is dropped, it is aborted.
+    """
+
+    def __init__(self, handle: ActorHandle, step: OpenStep) -> None:
+        self._handle = handle
+        self._step = step
+
+    def __repr__(self) -> str:
+        return f"<KvStep over {len(self._step.lengths)} sequences>"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The rows of each sequence, with those of the step."""
+        return list(self._step.lengths)
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        c_kv: Array | None = None,
+        k_pe: Array | None = None,
+        out: Array | None = None,
+        stream: Any = None,
+    ) -> Any:
+        """Append k and v to a layer, and attend to it. Launches on the calling thread, and gives the output at once.
+
+        The arrays have the shapes that `BeginStep` says. c_kv, k_pe: in place of k and v for a latent cache.
+        stream: a CUDA stream as an int, or torch's or CuPy's object: the layer runs on it, in order. Default: the
+            stream that q belongs to, which is its library's current one. The output is complete in the order of that
+            stream; arrays on the host are waited for, and complete at once. All layers of a step are run in the order
+            of the calls.
+        A layer may be attended again, with the same rows. Raises `InvalidRequest` for arrays that are not what the step
+        was begun for, and then the step goes on; `StaleBuffer` once it has ended; `DeadlineExceeded`, `LaunchError`,
+        `ContextLost` and other errors of a launch: then the step is aborted.
+        """
+        given = {"q": q, "k": k, "v": v, "c_kv": c_kv, "k_pe": k_pe, "out": out}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        return self._step.attend(layer, arrays, _stream_of(stream))
+
+    def commit(
+        self, *, deadline: float | None = None, timeout: float | None = None, priority: int = 0
+    ) -> Reply[list[int]]:
+        """Keep the rows. The reply gives the lengths of the sequences once the device has done all layers.
+
+        Raises `InvalidRequest` where a layer has no new rows, and then the step goes on. Where a launch of the step
+        fails, it raises that error, and every sequence is as before the step.
+        """
+        return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
+
+    def abort(self) -> Reply[None]:
+        """Leave every sequence as it was before the step. It takes effect whether or not the reply is awaited."""
+        return self._end(False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                await self.commit()
+            except InvalidRequest:
+                self.abort()
+                raise
+            return
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.abort()
+            except GpuActorsError:
+                return  # the context is gone or going, and the cache with it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self.commit().result()
+            except InvalidRequest:
+                self.abort()
+                raise
+            return
+        try:
+            self.abort().result()
+        except GpuActorsError:
+            return
+
+    def __del__(self) -> None:
+        if hasattr(self, "_step") and self._step.open:
+            self.abort()
+
+    def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
+        reply: Reply[Any] = self._handle.submit(EndStep(self._step.cache.number, self._step, commit), **limits)
+        # A callback keeps the call alive where its reply is dropped.
+        reply._call.when_done(_ended)
+        return reply
+
+
+def _ended(_: Any) -> None:
+    return
+
+
+def _stream_of(stream: Any) -> int | None:
+    """The handle of a CUDA stream. Raises `InvalidRequest`."""
+    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+        return stream
+    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+    if not isinstance(handle, int):
+        raise InvalidRequest("stream", show(stream), "must be an int, or a stream of torch or CuPy")
+    return handle
