@@ -392,6 +392,10 @@ class Operands:
         self.producers, self._results, self._launch = set(), {}, launch
         self.bound = self._bind(launch, self._find_on_device(launch), memory)
 
+    def on_device(self, launch: Launch) -> list[DeviceArray]:
+        """The launch's arrays on the device, with the outputs that are made for it."""
+        return [*[launch.inputs[name] for name in self._placement.device], *self._results.values()]
+
     def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
         """The launch on these arrays, inputs and outputs on the device by name, if it was bound to their addresses."""
         names = (*self._placement.device, *self._results)

@@ -11,9 +11,10 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
@@ -241,53 +242,45 @@ class CudaStream(Stream):
 
     # Launches that end together
 
-    def add(self, series: CudaSeries, launch: Launch, target: int | None) -> Outputs | None:
-        """Launch on arrays of the device. None where something must be copied to or from the host each time."""
-        driver, api = self._driver, self._driver.api
+    def prepare(self, launch: Launch) -> _Shared | None:
+        """What launches with these steps have in common. None where each copies something to or from the host."""
+        self._driver.enter()
+        placement = self._placement(launch)
+        if not placement.stays:
+            return None
+        sizes = placement.pieces, placement.armed_pieces
+        memory = self._take_memory(sizes)
+        return _Shared(launch.steps, Operands(self._pools, launch, placement, memory), memory, sizes)
+
+    def enqueue(
+        self, series: CudaSeries, operands: Operands, arrays: Iterable[DeviceArray], target: int | None
+    ) -> None:
+        """Enqueue a launch of the series on ``target``, a caller's stream, or on this one.
+
+        arrays: of the caller's. Those that another stream made are held until the series is over.
+        """
+        driver, api, events = self._driver, self._driver.api, self._events
         driver.enter()
-        shared = series.shared.get(id(launch.steps))
-        new = shared is None
-        if shared is None:
-            placement = self._placement(launch)
-            if not placement.stays:
-                return None
-            sizes = placement.pieces, placement.armed_pieces
-            memory = self._take_memory(sizes)
-            operands = Operands(self._pools, launch, placement, memory)
-            shared = series.shared[id(launch.steps)] = _Shared(launch.steps, operands, memory, sizes)
-        else:
-            shared.operands.move(launch, shared.memory)
-        operands = shared.operands
         with self._lock:
             if self._closed or self.handle is None:
                 raise self._stopped()
             self._open.add(series)
             here = self.handle if target is None else target
+            before = {self.handle if series.last is None else series.last}
+            for array in arrays:
+                if array.stream != here:
+                    series.held.append(array)
+                    if array.stream is not None:
+                        before.add(array.stream)
             try:
                 _prepare(api, operands.bound.kernels)
-                for producer in {series.last or self.handle, *operands.producers} - {here}:
-                    self._events.order_after(producer, here)
+                for stream in before - {here}:
+                    events.order_after(stream, here)
                 series.last = here
-                if new:
+                if operands not in series.uploaded:
                     operands.upload(api, here)
+                    series.uploaded.add(operands)
                 operands.launch(api, here)
-            except CudaFailure as failure:
-                raise driver.failed(failure) from failure
-        return operands.found
-
-    def repeat(self, series: CudaSeries, operands: Operands, producers: set[int], target: int | None) -> None:
-        """Launch what the operands are bound to, of which all is uploaded."""
-        driver = self._driver
-        driver.enter()
-        with self._lock:
-            if self._closed or self.handle is None:
-                raise self._stopped()
-            here = self.handle if target is None else target
-            try:
-                for producer in {series.last or self.handle, *producers} - {here}:
-                    self._events.order_after(producer, here)
-                series.last = here
-                operands.launch(driver.api, here)
             except CudaFailure as failure:
                 raise driver.failed(failure) from failure
 
@@ -374,28 +367,41 @@ class _Shared(NamedTuple):
 class CudaSeries(Series):
     """Launches of which only the arrays on the device differ. They use the memory of the first, one after the other.
 
-    shared: by the identity of the steps. last: the stream of the latest launch, None before the first.
+    last: the stream of the latest launch, None before the first. uploaded: whose inputs of the host are on the device.
+    held: arrays that must stay until all launches are over.
     """
 
     def __init__(self, stream: CudaStream) -> None:
         super().__init__(stream)
         self._cuda = stream
+        self._shared: dict[int, _Shared] = {}  # by the identity of the steps
         self.producers: tuple[int, ...] = ()
-        self.shared: dict[int, _Shared] = {}
         self.last: int | None = None
+        self.uploaded: set[Operands] = set()
+        self.held: list[DeviceArray] = []
 
     def add(self, launch: Launch, stream: int | None = None) -> Outputs:
-        outputs = None if first_on_device(launch) is None else self._cuda.add(self, launch, stream)
-        return super().add(launch) if outputs is None else outputs
+        if first_on_device(launch) is None:
+            return super().add(launch)
+        shared = self._shared.get(id(launch.steps))
+        if shared is not None:
+            shared.operands.move(launch, shared.memory)
+        else:
+            shared = self._cuda.prepare(launch)
+            if shared is None:
+                return super().add(launch)
+            self._shared[id(launch.steps)] = shared
+        operands = shared.operands
+        self._cuda.enqueue(self, operands, operands.on_device(launch), stream)
+        return operands.found
 
     def repeat(self, launch: Launch, arrays: Mapping[str, Any], stream: int | None = None) -> bool:
-        shared = self.shared.get(id(launch.steps))
+        shared = self._shared.get(id(launch.steps))
         bound = None if shared is None else shared.operands.bound_before(arrays)
         if shared is None or bound is None:
             return False
         shared.operands.bound = bound
-        producers = {array.stream for array in arrays.values() if array.stream is not None}
-        self._cuda.repeat(self, shared.operands, producers, stream)
+        self._cuda.enqueue(self, shared.operands, arrays.values(), stream)
         return True
 
     def end(self) -> Event:
@@ -406,8 +412,9 @@ class CudaSeries(Series):
 
     def release(self) -> None:
         """Free the memory. No enqueued work may use it any more."""
-        while self.shared:
-            _, shared = self.shared.popitem()
+        self.held.clear()
+        while self._shared:
+            _, shared = self._shared.popitem()
             shared.operands.release()
             self._cuda.put_back(shared)
 

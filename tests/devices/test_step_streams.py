@@ -1,0 +1,274 @@
+"""A step on a caller's stream: right in every order that CUDA allows its streams. Bugs of the order show in answers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from emulated.memory import host_view
+from inside.arrays import DeviceArray
+from inside.handles import start_context
+
+import gpu_actors as ga
+from gpu_actors import ContextOptions, EmulationOptions
+from gpu_actors.devices.cuda import CudaDevice, stream
+from gpu_actors.devices.cuda.host_api import HostOrder
+from gpu_actors.devices.emulation.emulated_api import EmulatedApi
+
+LAYERS, HEADS, HEADS_Q, DIM, PAGE = 3, 1, 2, 64, 4
+SIZES: dict[str, Any] = {
+    "num_blocks": 32, "page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float16", "layers": LAYERS,
+}  # fmt: skip
+ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
+
+
+class Program:
+    """A cache on an emulated device, a stream of the caller's, and a cache that is only asked by requests."""
+
+    def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, plain: ga.KvCache, seed: int) -> None:
+        self.device: Any = ctx._children.device
+        self.api = self.device.driver.api
+        self.cache, self.plain = cache, plain
+        self.rng = np.random.default_rng(seed)
+        self.streams = [self.api.create_stream() for _ in range(2)]
+        self.seqs, self.twins = ([one.create().result(20) for _ in range(2)] for one in (cache, plain))
+        self.append(self.rows(5), self.rows(5))
+
+    def append(self, k: Any, v: Any) -> None:
+        for one, seqs in ((self.cache, self.seqs), (self.plain, self.twins)):
+            one.append(seqs, k, v).result(20)
+
+    def rows(self, count: int) -> Any:
+        return self.rng.standard_normal((LAYERS, 2, count, HEADS, DIM)).astype(np.float16)
+
+    def produced(self, value: Any, handle: int | None) -> DeviceArray:
+        """An array that the work of a stream has yet to write, or one that belongs to no stream."""
+        memory = self.device.memory.empty(value.shape, value.dtype.name)
+        if handle is None:
+            host_view(memory)[...] = value
+            return memory
+        staged = self.api.allocate_pinned(value.nbytes)
+        ctypes.memmove(staged, value.ctypes.data, value.nbytes)
+        self.api.copy_to_device(memory.address, staged, value.nbytes, handle)
+        return dataclasses.replace(memory, stream=handle, owner=memory)
+
+    def consumed(self, array: DeviceArray, handle: int) -> DeviceArray:
+        """A copy of an array, which a stream makes in its order."""
+        copy = self.device.memory.empty(array.shape, array.dtype.name)
+        nbytes = int(np.prod(array.shape)) * array.dtype.itemsize
+        self.api.copy_on_device(copy.address, array.address, nbytes, handle)
+        return copy
+
+    def step(self, kept: list[Any], on: Callable[[int], int | None]) -> tuple[ga.Reply[Any], list[Any], list[Any]]:
+        """A step whose layers run on streams. Gives its commit, what the streams' next work read, and what is right."""
+        k, v, q = self.rows(1), self.rows(1), self.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16)
+        # Rows that are still on their way, and a page that the step must copy.
+        before = self.rows(1), self.rows(1)
+        appended = [one.append(seqs, *before) for one, seqs in ((self.cache, self.seqs), (self.plain, self.twins))]
+        forked = self.cache.fork(self.seqs[0])
+        step = self.cache.step(self.seqs, heads_q=HEADS_Q).result(20)
+        outs = []
+        for layer in range(LAYERS):
+            handle = on(layer)
+            arrays = [self.produced(one[layer], handle) for one in (q, k, v)]
+            out = self.device.memory.empty(q[layer].shape, "float16")
+            result = step.attend(layer, *arrays, out=out, stream=handle)
+            # An allocator in the order of the stream would keep what belongs to it; the step holds the others.
+            kept += [out] if handle is None else [out, *arrays]
+            outs.append(result if handle is None else self.consumed(result, handle))
+        reply = step.commit()
+        for one in appended:
+            one.result(20)
+        self.cache.free(forked.result(20)).result(20)
+        self.plain.append(self.twins, k, v).result(20)
+        return reply, outs, [self.attended(self.plain, self.twins, layer, q[layer]) for layer in range(LAYERS)]
+
+    def attended(self, cache: ga.KvCache, seqs: Any, layer: int, q: Any) -> Any:
+        return cache.attend(q, seqs, layer=layer).result(20).out
+
+    def finish(self) -> None:
+        """Wait for the caller's streams, which the commit does not wait for."""
+        for handle in self.streams:
+            event = self.api.create_event()
+            self.api.record_event(event, handle)
+            self.api.synchronize_event(event)
+
+    def same(self) -> bool:
+        """Whether both caches have the same rows in all layers."""
+        q = self.rng.standard_normal((2, 1, HEADS_Q, DIM)).astype(np.float16)
+        return all(
+            np.array_equal(
+                self.attended(self.cache, self.seqs, layer, q), self.attended(self.plain, self.twins, layer, q)
+            )
+            for layer in range(LAYERS)
+        )
+
+
+@contextmanager
+def program(order: HostOrder, seed: int) -> Iterator[Program]:
+    options = ContextOptions()
+
+    def device() -> CudaDevice:
+        opened = CudaDevice(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
+        opened.info = dataclasses.replace(opened.info, kind="cuda")  # whose programs have arrays on the device
+        return opened
+
+    with (
+        closing(start_context(device, options)) as ctx,
+        ctx.kv_cache(**SIZES) as cache,
+        ctx.kv_cache(**SIZES) as plain,
+    ):
+        yield Program(ctx, cache, plain, seed)
+
+
+PLACES: dict[str, Callable[[Program, int], int | None]] = {
+    "a caller's stream": lambda made, layer: made.streams[0],
+    "streams in turn": lambda made, layer: made.streams[layer % 2],
+    "the cache's own stream": lambda made, layer: None,
+}
+
+
+def right(order: HostOrder, seed: int, place: str) -> bool:
+    """Whether steps, what follows them on the caller's streams, and requests behind them all give the right rows."""
+    try:
+        with program(order, seed) as made:
+            kept: list[Any] = []
+            answers = []
+            for number in range(5):
+                reply, outs, wanted = made.step(kept, lambda layer: PLACES[place](made, layer))
+                lengths = reply.result(20)
+                answers.append((outs, wanted))
+                if lengths != [7 + 2 * number] * 2 or not made.same():
+                    return False
+                if number == 2:  # pages of an aborted step go to others, whose rows its kernels must not overwrite
+                    aborted = made.cache.step(made.seqs, heads_q=HEADS_Q, rows=9).result(20)
+                    wide = made.rng.standard_normal((2, 9, HEADS_Q, DIM)).astype(np.float16)
+                    new = made.rows(9)
+                    handle = PLACES[place](made, 0)
+                    arrays = [made.produced(one, handle) for one in (wide, new[0], new[1])]
+                    aborted.attend(0, *arrays, stream=handle)
+                    kept += arrays
+                    aborted.abort().result(20)
+                    other, twin = made.cache.create().result(20), made.plain.create().result(20)
+                    made.seqs.append(other)
+                    made.twins.append(twin)
+                    more = made.rng.standard_normal((2, LAYERS, 11, HEADS, DIM)).astype(np.float16)
+                    for cache, seq in ((made.cache, other), (made.plain, twin)):
+                        cache.append(seq, *more).result(20)
+                    made.seqs, made.twins = made.seqs[:2], made.twins[:2]
+                    q = made.rng.standard_normal((1, 1, HEADS_Q, DIM)).astype(np.float16)
+                    both = made.attended(made.cache, [other], 0, q), made.attended(made.plain, [twin], 0, q)
+                    if not np.array_equal(*both):
+                        return False
+            made.finish()
+            return all(
+                np.array_equal(host_view(out), want)
+                for outs, wanted in answers
+                for out, want in zip(outs, wanted, strict=True)
+            )
+    except (ga.ContextLost, ga.LaunchError, AssertionError):  # memory that was freed is used
+        return False
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_are_right_in_every_order_of_streams(order: HostOrder, place: str) -> None:
+    assert right(order, 1, place)
+
+
+def no_wait_for_the_cache(patch: pytest.MonkeyPatch) -> None:
+    """Layers do not wait for the launches before the step."""
+    enqueue = stream.CudaStream.enqueue
+
+    def hasty(self: Any, series: Any, operands: Any, arrays: Any, target: int | None) -> None:
+        series.last = target if series.last is None else series.last
+        enqueue(self, series, operands, arrays, target)
+
+    patch.setattr(stream.CudaStream, "enqueue", hasty)
+
+
+def no_wait_between_streams(patch: pytest.MonkeyPatch) -> None:
+    """A layer does not wait for the one before on another stream."""
+    enqueue = stream.CudaStream.enqueue
+
+    def hasty(self: Any, series: Any, operands: Any, arrays: Any, target: int | None) -> None:
+        series.last = series.last and target
+        enqueue(self, series, operands, arrays, target)
+
+    patch.setattr(stream.CudaStream, "enqueue", hasty)
+
+
+def committed_before_the_last_layer(patch: pytest.MonkeyPatch) -> None:
+    end = stream.CudaStream.end
+
+    def early(self: Any, series: Any) -> Any:
+        series.last = None
+        return end(self, series)
+
+    patch.setattr(stream.CudaStream, "end", early)
+
+
+def arrays_not_held(patch: pytest.MonkeyPatch) -> None:
+    enqueue = stream.CudaStream.enqueue
+
+    def forgetful(self: Any, series: Any, operands: Any, arrays: Any, target: int | None) -> None:
+        enqueue(self, series, operands, arrays, target)
+        series.held.clear()
+        operands._launch, operands._results = None, dict.fromkeys(operands._results)
+
+    patch.setattr(stream.CudaStream, "enqueue", forgetful)
+
+
+def memory_given_back_at_the_commit(patch: pytest.MonkeyPatch) -> None:
+    end = stream.CudaStream.end
+
+    def early(self: Any, series: Any) -> Any:
+        event = end(self, series)
+        series.release()
+        return event
+
+    patch.setattr(stream.CudaStream, "end", early)
+
+
+def table_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    upload = stream.Operands.upload
+    seen: set[Any] = set()
+
+    def stale(self: Any, api: Any, handle: int) -> None:
+        if self._placement not in seen:
+            upload(self, api, handle)
+        if self._placement.stays:
+            seen.add(self._placement)
+
+    patch.setattr(stream.Operands, "upload", stale)
+
+
+def addresses_of_another_layer(patch: pytest.MonkeyPatch) -> None:
+    repeat = stream.CudaSeries.repeat
+
+    def mixed(self: Any, launch: Any, arrays: Any, target: int | None = None) -> bool:
+        return repeat(self, launch, arrays, target) or bool(self._shared)
+
+    patch.setattr(stream.CudaSeries, "repeat", mixed)
+
+
+BUGS = {
+    no_wait_for_the_cache: "a caller's stream",
+    no_wait_between_streams: "streams in turn",
+    committed_before_the_last_layer: "a caller's stream",
+    arrays_not_held: "the cache's own stream",
+    memory_given_back_at_the_commit: "the cache's own stream",
+    table_of_the_step_before: "a caller's stream",
+    addresses_of_another_layer: "a caller's stream",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__.replace("_", " "))
+def test_bugs_of_a_step_make_answers_wrong(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    assert not all(right(order, seed, BUGS[bug]) for seed in range(4) for order in ORDERS)
