@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,21 @@ import numpy as np
 
 from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
 from gpu_actors.actors.kv_launch import add_rows, copy_launch
-from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, dtype_text, expected_lengths
+from gpu_actors.actors.kv_store import (
+    CacheStore,
+    KvWork,
+    OpenedCache,
+    RequestKind,
+    StepPlan,
+    check_once,
+    dtype_text,
+    expected_lengths,
+)
 from gpu_actors.arrays.adopt import Adopted, dtype_of, restore
 from gpu_actors.arrays.adoption import adopt_request, changed, take_in
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Device, Event, Launch, Outputs, Series
 from gpu_actors.errors import (
     DeadlineExceeded,
@@ -35,10 +45,11 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.fields import FP8, describe, expect, integer
+from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import pack_rows
+from gpu_actors.planning.append_rows import NewRows, pack_rows
 from gpu_actors.planning.cached import bind_cached
 from gpu_actors.planning.merging import ends_of
 from gpu_actors.runtime.actor import ServiceActor, reading
@@ -51,6 +62,9 @@ from gpu_actors.values import show
 __all__ = ["OpenStep", "Stepping"]
 
 _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
+_PLAIN = (int, float, bool, str, type(None), Rope)
+# Of options, what holds for one step alone.
+_OWN = frozenset(("tokens", "expect_length"))
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +167,7 @@ class OpenStep:
         self._series: Series = (cell.stream or cell.open_stream()).series()
         self._deadline = deadline
         self._lock = threading.Lock()
+        self._pools = [work.cache.pools_of(layer) for layer in range(len(layers))]
         self._attended: set[int] = set()
         self._over: GpuActorsError | None = None
         self._closed = False
@@ -170,7 +185,8 @@ class OpenStep:
         """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
         device = self._cell.environment.device
         with self._lock:
-            self._check()
+            if self._over is not None or self.work.lost or self._deadline is not None:
+                self._check()
             if type(layer) is not int or not 0 <= layer < len(self._layers):
                 layer = integer("layer", layer, 0, len(self._layers) - 1)
             layers = self._layers[layer]
@@ -182,13 +198,11 @@ class OpenStep:
                     raise InvalidRequest("q", describe(q), reason)
                 stream = q.stream if stream is None else stream
             try:
-                first = layers.first
-                if first is not None and "out" in read:
-                    on_device = {**self.work.cache.pools_of(layer), **read}
-                    if self._series.repeat(first, on_device, stream):
-                        self._attended.add(layer)
-                        return arrays["out"]
-                out = self._series.add(layers.launch(layer, read), stream)["out"]
+                first, pools = layers.first, self._pools[layer]
+                if first is not None and "out" in read and self._series.repeat(first, pools, read, stream):
+                    out = read["out"]
+                else:
+                    out = self._series.add(layers.launch(layer, read), stream)["out"]
             except RequestError:
                 raise
             except BaseException as error:
@@ -313,7 +327,8 @@ class Stepping:
     def end(self, call: Call[Any], message: EndStep) -> None:
         """Commit a step, or undo it."""
         step = message.step
-        expect(isinstance(step, OpenStep), "step", show(step), "must be a step of this cache")
+        if not isinstance(step, OpenStep):
+            raise InvalidRequest("step", show(step), "must be a step of this cache")
         if not call.claim():
             return
         if not step.close(message.commit):
@@ -367,6 +382,12 @@ class Stepping:
 
     def _plan(self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]) -> list[_Layers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        key = _plain_key(cache, message, tables)
+        known = None if key is None else cache.steps.find(key)
+        if known is not None:
+            kind = known.kind
+            request = None if kind.request is None else changed(kind.request, {})
+            return [_Layers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
         given = message.layer_options or {}
         expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")
         for layer in given:
@@ -374,6 +395,9 @@ class Stepping:
         arrays = _arrays(cache, message, len(tables), self._store.device)
         common = self._planned(call, cache, message, tables, arrays, {})
         own = {layer: self._planned(call, cache, message, tables, arrays, given[layer]) for layer in given}
+        if key is not None:
+            assert common.work.kind is not None
+            cache.steps.add(key, StepPlan(common.work.kind, common.layouts))
         return [own.get(layer, common) for layer in range(cache.layers)]
 
     def _planned(
@@ -397,7 +421,7 @@ class Stepping:
                 cache.kinds.add(key, kind)
         else:
             attention, rows = bind(cache, kind, request)
-        work = KvWork(call=call, cache=cache, tables=tables, request=attention, plan=kind.plan, rows=rows, kind=kind)
+        work = _work(call, cache, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
         known = {name: array for name in named if (array := getattr(request, name)) is not None}
@@ -407,8 +431,40 @@ class Stepping:
         return _Layers(work, {name: _Layout.of(array, name) for name, array in known.items()})
 
 
+def _work(
+    call: Call[Any],
+    cache: OpenedCache,
+    tables: list[PageTable],
+    kind: RequestKind,
+    request: PagedForward | None,
+    rows: NewRows | None,
+) -> KvWork:
+    return KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
+
+
+def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
+    """What decides the plan of a step whose options are plain values. None for others, and where layers differ."""
+    options = message.options
+    if message.like or message.layer_options or not _OWN.isdisjoint(options):
+        return None
+    rows = message.rows
+    new = [rows] * len(tables) if type(rows) is int else rows
+    said = (message.heads_q, message.append, message.dtype, *options.values())
+    if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
+        return None
+    longest = max([table.length + count for table, count in zip(tables, new, strict=True)], default=0)
+    # Equal is not alike: 1 == True == 1.0.
+    kinds = *map(type, said), *[type(part) for value in said if type(value) is tuple for part in value]
+    return cache.columns(longest), type(rows), tuple(new), said, tuple(options), kinds
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value))
+
+
 def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
-    expect(isinstance(message.seqs, list | tuple), "seqs", show(message.seqs), "must be a list of KvSequence")
+    if not isinstance(message.seqs, list | tuple):
+        raise InvalidRequest("seqs", show(message.seqs), "must be a list of KvSequence")
     _, tables = cache.tables_of(message.seqs)
     check_once(tables)
     return tables

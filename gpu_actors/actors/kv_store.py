@@ -40,7 +40,14 @@ from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
 
-__all__ = ["CacheLook", "CacheStore", "KvWork", "OpenedCache", "RequestKind"]
+__all__ = [
+    "CacheLook",
+    "CacheStore",
+    "KvWork",
+    "OpenedCache",
+    "RequestKind",
+    "StepPlan",
+]
 
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
@@ -76,6 +83,13 @@ class RequestKind:
             self.request = changed(self.request, dict.fromkeys(("q", "out", "block_table", "cache_seqlens")))
         if self.rows is not None:
             self.rows = changed(self.rows, dict.fromkeys(("k", "v")))
+
+
+class StepPlan(NamedTuple):
+    """What steps of one kind have in common, whose layers all have the same options. layouts: of the arrays by name."""
+
+    kind: RequestKind
+    layouts: Any
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -161,6 +175,7 @@ class OpenedCache:
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
     stepping: set[PageTable] = field(init=False, default_factory=set)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
+    steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     _pools: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -35,20 +35,24 @@ KERNEL_SECONDS = 50e-6
 _TO_THREAD = "to_thread"
 _CROWD = 64
 _TURN = 50
-_HEADS, _HEADS_KV, _DIM, _PAGE = 64, 8, 128, 16
+_HEADS, _HEADS_KV, _DIM, _PAGE, _LAYERS = 64, 8, 128, 16, 32
 _addresses = itertools.count(1 << 50, 1 << 32)
 
 
 def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
     """Microseconds a request and their ratio to ``asyncio.to_thread``, by kind, and the driver's calls of one request.
 
-    requests: of each kind and way to wait: alone, 64 together by gather, and 64 together awaited in turn.
+    requests: of each kind and way to wait: alone, 64 together by gather, and 64 together awaited in turn. "steps" are
+    of a model of 32 layers, for one sequence and for 64, one step after the other.
     """
     figures: dict[str, Any] = {
         name: asyncio.run(_measured(kinds, requests, seconds))
         for name, seconds in (("no_time", 0.0), ("kernel_50_us", KERNEL_SECONDS))
     }
-    return figures | {"driver_calls": asyncio.run(_driver_calls(kinds))}
+    figures["driver_calls"] = asyncio.run(_driver_calls(kinds))
+    return figures | {
+        "steps": {f"{batch}": asyncio.run(_steps(batch, max(2, requests // 10))) for batch in (1, _CROWD)}
+    }
 
 
 class _NullDevice(CudaDevice):
@@ -106,6 +110,32 @@ async def _in_turn(ask: Ask) -> tuple[float, int]:
     for reply in [ask(place) for place in range(_CROWD)]:
         await reply
     return time.perf_counter() - start, _CROWD
+
+
+async def _steps(batch: int, steps: int) -> dict[str, Any]:
+    """A step of `_LAYERS` layers, each with a new row, beside ``asyncio.to_thread``, and the driver's calls of one."""
+    api = NullApi()
+    context = _open(api)
+    try:
+        cache, seqs = await _cache(context, batch, layers=_LAYERS)
+        heads = (_HEADS, _HEADS_KV, _HEADS_KV, _HEADS)
+        layers = [[_array(batch, 1, count, _DIM) for count in heads] for _ in range(_LAYERS)]
+
+        async def step(_: int) -> None:
+            begun = await cache.step(seqs, heads_q=_HEADS)
+            for layer, (q, k, v, out) in enumerate(layers):
+                begun.attend(layer, q, k, v, out=out)
+            await begun.commit()
+
+        asks: dict[str, Ask] = {_TO_THREAD: _to_thread(0.0), "step": step}
+        for _ in range(_TURN):
+            await step(0)
+        api.calls.clear()
+        figures = await _in_turns(asks, _alone, steps)
+        made = api.calls.total() / (_TURN * (steps // _TURN + 1))
+    finally:
+        await asyncio.to_thread(context.close)
+    return {**_beside(figures, "step"), "driver_calls": round(made, 2)}
 
 
 async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, dict[str, float]]:
@@ -198,10 +228,12 @@ _MAKE: dict[str, Callable[[GpuContext], Awaitable[Ask]]] = {
 }
 
 
-async def _cache(context: GpuContext) -> tuple[Any, list[KvSequence]]:
-    cache = context.kv_cache(num_blocks=1 << 14, page_size=_PAGE, kv_heads=_HEADS_KV, head_dim=_DIM, dtype="float16")
+async def _cache(context: GpuContext, count: int = _CROWD, layers: int = 1) -> tuple[Any, list[KvSequence]]:
+    cache = context.kv_cache(
+        num_blocks=1 << 14, page_size=_PAGE, kv_heads=_HEADS_KV, head_dim=_DIM, dtype="float16", layers=layers
+    )
     opened = await cache.__aenter__()  # closed with the context
-    return opened, [await opened.create() for _ in range(_CROWD)]
+    return opened, [await opened.create() for _ in range(count)]
 
 
 def _crowd(*shape: int) -> list[DeviceArray]:

@@ -305,11 +305,13 @@ class Series:
         event.wait()
         return event.outputs
 
-    def repeat(self, launch: Launch, arrays: Mapping[str, Any], stream: int | None = None) -> bool:
+    def repeat(
+        self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None
+    ) -> bool:
         """Make a launch of this series again on other arrays, if it was on arrays at these very addresses before.
 
-        arrays: all of its operands on the device by name, and outputs, of the same shapes and strides. False: not
-        launched.
+        kept, arrays: all of its operands on the device by name, and outputs, of the same shapes and strides; those of
+        ``kept`` belong to no stream and stay. False: not launched.
         """
         return False
 

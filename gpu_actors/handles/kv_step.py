@@ -64,9 +64,18 @@ class KvStep(Local):
         was begun for, and then the step goes on; `StaleBuffer` once it has ended; `DeadlineExceeded`, `LaunchError`,
         `ContextLost` and other errors of a launch: then the step is aborted.
         """
-        given = {"q": q, "k": k, "v": v, "c_kv": c_kv, "k_pe": k_pe, "out": out}
-        arrays = {name: array for name, array in given.items() if array is not None}
-        return self._step.attend(layer, arrays, _stream_of(stream))
+        arrays = {"q": q}
+        if k is not None:
+            arrays["k"] = k
+        if v is not None:
+            arrays["v"] = v
+        if c_kv is not None:
+            arrays["c_kv"] = c_kv
+        if k_pe is not None:
+            arrays["k_pe"] = k_pe
+        if out is not None:
+            arrays["out"] = out
+        return self._step.attend(layer, arrays, None if stream is None else _stream_of(stream))
 
     def commit(
         self, *, deadline: float | None = None, timeout: float | None = None, priority: int = 0
@@ -134,9 +143,9 @@ def _ended(_: Any) -> None:
     return
 
 
-def _stream_of(stream: Any) -> int | None:
+def _stream_of(stream: Any) -> int:
     """The handle of a CUDA stream. Raises `InvalidRequest`."""
-    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+    if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
     if not isinstance(handle, int):

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ class Program:
     """A cache on an emulated device, a stream of the caller's, and a cache that is only asked by requests."""
 
     def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, plain: ga.KvCache, seed: int) -> None:
-        self.device: Any = ctx._children.device
-        self.api = self.device.driver.api
+        self.device = cast("CudaDevice", ctx._children.device)
+        self.api: Any = self.device.driver.api
         self.cache, self.plain = cache, plain
         self.rng = np.random.default_rng(seed)
         self.streams = [self.api.create_stream() for _ in range(2)]
@@ -251,8 +251,8 @@ def table_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 def addresses_of_another_layer(patch: pytest.MonkeyPatch) -> None:
     repeat = stream.CudaSeries.repeat
 
-    def mixed(self: Any, launch: Any, arrays: Any, target: int | None = None) -> bool:
-        return repeat(self, launch, arrays, target) or bool(self._shared)
+    def mixed(self: Any, launch: Any, kept: Any, arrays: Any, target: int | None = None) -> bool:
+        return repeat(self, launch, kept, arrays, target) or bool(self._shared)
 
     patch.setattr(stream.CudaSeries, "repeat", mixed)
 

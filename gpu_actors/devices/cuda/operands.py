@@ -358,6 +358,7 @@ class Operands:
         "_fixed",
         "_launch",
         "_memory",
+        "_names",
         "_placement",
         "_pools",
         "_results",
@@ -398,8 +399,7 @@ class Operands:
 
     def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
         """The launch on these arrays, inputs and outputs on the device by name, if it was bound to their addresses."""
-        names = (*self._placement.device, *self._results)
-        return self._placement.bound.get((*self._fixed, *[arrays[name].address for name in names]))
+        return self._placement.bound.get((*self._fixed, *[arrays[name].address for name in self._names]))
 
     def upload(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copies of the inputs."""
@@ -522,7 +522,7 @@ class Operands:
         if placement.armed and memory is not None:
             self._armed = memory.armed(placement.armed_pieces)
             armed = self._armed.memory.addresses
-        self._fixed = (*pieces, *armed)
+        self._fixed, self._names = (*pieces, *armed), tuple(on_device)
         key = (*self._fixed, *[array.address for array in on_device.values()])
         bound = placement.bound.get(key)
         if bound is None:

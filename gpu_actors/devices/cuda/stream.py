@@ -266,18 +266,19 @@ class CudaStream(Stream):
                 raise self._stopped()
             self._open.add(series)
             here = self.handle if target is None else target
-            before = {self.handle if series.last is None else series.last}
-            for array in arrays:
-                if array.stream != here:
-                    series.held.append(array)
-                    if array.stream is not None:
-                        before.add(array.stream)
+            last = self.handle if series.last is None else series.last
             try:
-                _prepare(api, operands.bound.kernels)
-                for stream in before - {here}:
-                    events.order_after(stream, here)
+                if last != here:
+                    events.order_after(last, here)
+                for array in arrays:
+                    made_on = array.stream
+                    if made_on != here:
+                        series.held.append(array)
+                        if made_on is not None:
+                            events.order_after(made_on, here)
                 series.last = here
                 if operands not in series.uploaded:
+                    _prepare(api, operands.bound.kernels)
                     operands.upload(api, here)
                     series.uploaded.add(operands)
                 operands.launch(api, here)
@@ -395,9 +396,11 @@ class CudaSeries(Series):
         self._cuda.enqueue(self, operands, operands.on_device(launch), stream)
         return operands.found
 
-    def repeat(self, launch: Launch, arrays: Mapping[str, Any], stream: int | None = None) -> bool:
+    def repeat(
+        self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None
+    ) -> bool:
         shared = self._shared.get(id(launch.steps))
-        bound = None if shared is None else shared.operands.bound_before(arrays)
+        bound = None if shared is None else shared.operands.bound_before({**kept, **arrays})
         if shared is None or bound is None:
             return False
         shared.operands.bound = bound
