@@ -27,6 +27,17 @@ SIZES: dict[str, Any] = {
 ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
 
 
+class Emulated(CudaDevice):
+    """An emulated device whose programs have arrays on it, as on a GPU."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.info = dataclasses.replace(self.info, kind="cuda")
+
+    def note_caller(self) -> None:
+        """Note no stream: CuPy would call the real driver, which may be missing."""
+
+
 class Program:
     """A cache on an emulated device, a stream of the caller's, and a cache that is only asked by requests."""
 
@@ -114,9 +125,7 @@ def program(order: HostOrder, seed: int) -> Iterator[Program]:
     options = ContextOptions()
 
     def device() -> CudaDevice:
-        opened = CudaDevice(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
-        opened.info = dataclasses.replace(opened.info, kind="cuda")  # whose programs have arrays on the device
-        return opened
+        return Emulated(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
 
     with (
         closing(start_context(device, options)) as ctx,
@@ -135,50 +144,54 @@ PLACES: dict[str, Callable[[Program, int], int | None]] = {
 
 def right(order: HostOrder, seed: int, place: str) -> bool:
     """Whether steps, what follows them on the caller's streams, and requests behind them all give the right rows."""
-    try:
-        with program(order, seed) as made:
-            kept: list[Any] = []
-            answers = []
-            for number in range(5):
-                reply, outs, wanted = made.step(kept, lambda layer: PLACES[place](made, layer))
-                lengths = reply.result(20)
-                answers.append((outs, wanted))
-                if lengths != [7 + 2 * number] * 2 or not made.same():
+    with program(order, seed) as made:
+        kept: list[Any] = []
+        answers = []
+        for number in range(5):
+            reply, outs, wanted = made.step(kept, lambda layer: PLACES[place](made, layer))
+            lengths = reply.result(20)
+            answers.append((outs, wanted))
+            if lengths != [7 + 2 * number] * 2 or not made.same():
+                return False
+            if number == 2:  # pages of an aborted step go to others, whose rows its kernels must not overwrite
+                aborted = made.cache.step(made.seqs, heads_q=HEADS_Q, rows=9).result(20)
+                wide = made.rng.standard_normal((2, 9, HEADS_Q, DIM)).astype(np.float16)
+                new = made.rows(9)
+                handle = PLACES[place](made, 0)
+                arrays = [made.produced(one, handle) for one in (wide, new[0], new[1])]
+                aborted.attend(0, *arrays, stream=handle)
+                kept += arrays
+                aborted.abort().result(20)
+                other, twin = made.cache.create().result(20), made.plain.create().result(20)
+                made.seqs.append(other)
+                made.twins.append(twin)
+                more = made.rng.standard_normal((2, LAYERS, 11, HEADS, DIM)).astype(np.float16)
+                for cache, seq in ((made.cache, other), (made.plain, twin)):
+                    cache.append(seq, *more).result(20)
+                made.seqs, made.twins = made.seqs[:2], made.twins[:2]
+                q = made.rng.standard_normal((1, 1, HEADS_Q, DIM)).astype(np.float16)
+                both = made.attended(made.cache, [other], 0, q), made.attended(made.plain, [twin], 0, q)
+                if not np.array_equal(*both):
                     return False
-                if number == 2:  # pages of an aborted step go to others, whose rows its kernels must not overwrite
-                    aborted = made.cache.step(made.seqs, heads_q=HEADS_Q, rows=9).result(20)
-                    wide = made.rng.standard_normal((2, 9, HEADS_Q, DIM)).astype(np.float16)
-                    new = made.rows(9)
-                    handle = PLACES[place](made, 0)
-                    arrays = [made.produced(one, handle) for one in (wide, new[0], new[1])]
-                    aborted.attend(0, *arrays, stream=handle)
-                    kept += arrays
-                    aborted.abort().result(20)
-                    other, twin = made.cache.create().result(20), made.plain.create().result(20)
-                    made.seqs.append(other)
-                    made.twins.append(twin)
-                    more = made.rng.standard_normal((2, LAYERS, 11, HEADS, DIM)).astype(np.float16)
-                    for cache, seq in ((made.cache, other), (made.plain, twin)):
-                        cache.append(seq, *more).result(20)
-                    made.seqs, made.twins = made.seqs[:2], made.twins[:2]
-                    q = made.rng.standard_normal((1, 1, HEADS_Q, DIM)).astype(np.float16)
-                    both = made.attended(made.cache, [other], 0, q), made.attended(made.plain, [twin], 0, q)
-                    if not np.array_equal(*both):
-                        return False
-            made.finish()
-            return all(
-                np.array_equal(host_view(out), want)
-                for outs, wanted in answers
-                for out, want in zip(outs, wanted, strict=True)
-            )
-    except (ga.ContextLost, ga.LaunchError, AssertionError):  # memory that was freed is used
-        return False
+        made.finish()
+        return all(
+            np.array_equal(host_view(out), want)
+            for outs, wanted in answers
+            for out, want in zip(outs, wanted, strict=True)
+        )
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_steps_are_right_in_every_order_of_streams(order: HostOrder, place: str) -> None:
     assert right(order, 1, place)
+
+
+def wrong(order: HostOrder, seed: int, place: str) -> bool:
+    try:
+        return not right(order, seed, place)
+    except (ga.ContextLost, ga.LaunchError, AssertionError):  # memory that was freed is used
+        return True
 
 
 def no_wait_for_the_cache(patch: pytest.MonkeyPatch) -> None:
@@ -271,4 +284,4 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__.replace("_", " "))
 def test_bugs_of_a_step_make_answers_wrong(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    assert not all(right(order, seed, BUGS[bug]) for seed in range(4) for order in ORDERS)
+    assert any(wrong(order, seed, BUGS[bug]) for seed in range(4) for order in ORDERS)
