@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.isolation import uncomputed
 from gpu_actors.bench import environment, in_rows
-from gpu_actors.context import GpuContext
 from gpu_actors.distributed import ContextPool, open_pool
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.extras import missing
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions, MockOptions
 from gpu_actors.remote import ChildProcess, InProcess
 

@@ -14,7 +14,7 @@ from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.requests import FlashBackward, FlashForward, PagedForward
 from gpu_actors.bench.cases import Case
 from gpu_actors.compiling.compiler import Compiler
-from gpu_actors.context import GpuContext
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.kernels import decode_sm90
 from gpu_actors.kernels.decode_mma import DECODE
 from gpu_actors.kernels.decode_tiles import decode_tile

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.bench import environment, in_rows
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors.context import open_context
 from gpu_actors.errors import ContextLost, MockModeError
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions, MockOptions, RestartPolicy
 from gpu_actors.runtime.reply import Reply
 

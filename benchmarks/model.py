@@ -35,9 +35,10 @@ from benchmarks.sass import find_disassembler
 from gpu_actors.bench import environment, in_rows
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
 from gpu_actors.cli.output import write_table
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors.context import open_context
 from gpu_actors.devices.select import DEFAULT_ARCH
 from gpu_actors.errors import GpuActorsError, Unsupported
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.kernels.forward_sm90 import section_heads
 from gpu_actors.kernels.support import ELEMENTS
 from gpu_actors.options import ContextOptions

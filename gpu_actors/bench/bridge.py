@@ -20,8 +20,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors.context import open_context
 from gpu_actors.errors import MockModeError
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions, MockOptions
 
 __all__ = ["main", "run"]

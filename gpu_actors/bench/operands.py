@@ -9,7 +9,7 @@ import numpy as np
 
 from gpu_actors.bench.arrays import Arrays
 from gpu_actors.bench.cases import Case
-from gpu_actors.context import GpuContext
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["OperandSet", "make_operands", "submit"]

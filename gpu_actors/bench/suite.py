@@ -27,9 +27,9 @@ from gpu_actors.bench.operands import OperandSet, make_operands, submit
 from gpu_actors.bench.peers import Peer, Refuses, agrees
 from gpu_actors.bench.recorder import RecordingDevice, for_timing
 from gpu_actors.bench.timing import Call, EventClock, Plan, Quantiles, Timing, measure_in_turns, quantiles
-from gpu_actors.context import GpuContext
 from gpu_actors.devices.interface import Event, Launch, Stream
 from gpu_actors.errors import GpuActorsError, OutOfDeviceMemory, Unsupported
+from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["KERNEL", "SERVICE", "Row", "Settings", "Stage", "run_case", "run_cases"]
 

@@ -18,8 +18,8 @@ from gpu_actors.cli.output import CacheDtypeOption, DeviceOption, DtypeOption, e
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
     from gpu_actors.generation import Engine, Generation, LoadedModel, Sampling, Settings
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["chat"]
 

@@ -23,7 +23,7 @@ from gpu_actors.errors import InvalidRequest, LaunchError
 from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["Embedded", "Embedder"]
 

@@ -38,7 +38,7 @@ from gpu_actors.tracing.work import under, working
 from gpu_actors.values import show
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["Engine", "EngineStats", "Settings"]
 

@@ -22,12 +22,12 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_actors.attention.mha import Mask
-from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.fields import expect, flag, real
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.tensor import GraphTensor
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.flex_cache import cached
 from gpu_actors.interop.flex_ops import Lowering
 

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from gpu_actors.attention.requests import FlashBackward, FlashForward
-from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.fields import FP8, expect, flag, optional_array
+from gpu_actors.handles.gpu_context import GpuContext, open_contexts
 from gpu_actors.planning.forward import broadcast_batch
 from gpu_actors.validation.forward import check_seed, forward_problem
 from gpu_actors.values import show

@@ -19,9 +19,9 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import expect, flag, real
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.flex import flex_attention
 from gpu_actors.interop.torch_attention import Attention, attention, seed_for
 

@@ -13,9 +13,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from gpu_actors.context import GpuContext, open_contexts
 from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
 from gpu_actors.fields import expect, flag, integer, one_of, real, window
+from gpu_actors.handles.gpu_context import GpuContext, open_contexts
 from gpu_actors.validation.forward import check_seed
 
 __all__ = ["Attention", "attention", "seed_for"]

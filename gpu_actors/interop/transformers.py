@@ -32,8 +32,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from gpu_actors.context import GpuContext
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.torch_attention import attention, seed_for
 
 __all__ = ["continuous_batching", "register"]

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors.context import open_context
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.errors import ActorStopped
 from gpu_actors.extras import missing
 from gpu_actors.fields import expect, integer, real
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies

@@ -20,7 +20,7 @@ from gpu_actors.errors import GpuActorsError
 from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["ContextCollector", "WorkersCollector", "add_histogram"]
 

@@ -48,6 +48,8 @@ def run(program: str, *, check: bool = True) -> subprocess.CompletedProcess[str]
 
 
 WAITERS = """
+from gpu_actors.handles.gpu_context import open_contexts
+
 ctx = hung().__enter__()
 replies = [ctx.flash_attn.forward(q, q, q) for _ in range(2)]
 until_launched(ctx)
@@ -76,7 +78,7 @@ async def wait():
 
 def go_on():
     threading.main_thread().join()
-    while ga.context.open_contexts():
+    while open_contexts():
         time.sleep(0.001)
     report("late", ctx.flash_attn.forward(q, q, q).result)
 
@@ -216,7 +218,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> No
 
 # The actor is still at its work when the signal comes, and closing waits for it.
 CLOSING = """
-from gpu_actors.context import open_contexts
+from gpu_actors.handles.gpu_context import open_contexts
 
 def main_thread_waits():
     innermost = sys._current_frames()[threading.main_thread().ident]

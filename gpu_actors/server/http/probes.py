@@ -37,7 +37,7 @@ from gpu_actors.server.http.readiness import readiness_of, readiness_of_workers
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry
 
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
     from gpu_actors.server.http.admission import Admission
     from gpu_actors.server.http.traffic import Traffic
 

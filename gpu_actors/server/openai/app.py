@@ -35,8 +35,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing(error, "serve"), name=error.name) from None
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
     from gpu_actors.distributed import ContextPool
+    from gpu_actors.handles.gpu_context import GpuContext
     from gpu_actors.runtime.meter import Histogram
 
 __all__ = ["create_app"]

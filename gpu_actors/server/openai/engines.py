@@ -26,8 +26,8 @@ from gpu_actors.generation.text import Generation
 from gpu_actors.kv.prefix import prompt_digests
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
     from gpu_actors.distributed import ContextPool
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["Engines", "PoolAttention"]
 

@@ -32,7 +32,7 @@ from gpu_actors.server.openai.responses import ModelCard
 from gpu_actors.server.openai.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["Encoder", "Generator", "Models", "open_models"]
 

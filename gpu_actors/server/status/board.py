@@ -31,7 +31,7 @@ from gpu_actors.server.status.reader import StatusReader, log_state
 from gpu_actors.tracing import TraceEvent
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
     from gpu_actors.server.http.traffic import Traffic
 
 __all__ = ["StatusBoard", "Viewer"]

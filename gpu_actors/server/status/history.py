@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["KINDS", "SLOT", "WINDOWS", "History"]
 

@@ -15,7 +15,7 @@ from gpu_actors.server.status.event_log import EventLog
 from gpu_actors.server.status.history import History
 
 if TYPE_CHECKING:
-    from gpu_actors.context import GpuContext
+    from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["StatusReader", "log_state"]
 
