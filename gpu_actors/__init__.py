@@ -4,14 +4,9 @@ async with gpu_actors.open_context("auto") as ctx:
     result = await ctx.flash_attn.forward(q, k, v, causal=True)
 """
 
+from typing import TYPE_CHECKING
+
 from gpu_actors._version import __version__
-from gpu_actors.actors.compiled_kernel import CompiledKernel
-from gpu_actors.actors.context import ContextActor
-from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
-from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
-from gpu_actors.actors.kernels import KernelActor
-from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.mha import AttentionParams, Mask, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
@@ -26,7 +21,7 @@ from gpu_actors.attention.requests import (
 )
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
-from gpu_actors.context import GpuContext, open_context
+from gpu_actors.context import open_context
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.devices.select import MockDeviceWarning
 from gpu_actors.errors import (
@@ -53,24 +48,34 @@ from gpu_actors.errors import (
 )
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.tensor import GraphTensor
-from gpu_actors.handles.health import Health
-from gpu_actors.handles.kv_cache import KvCache
-from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.flash_attention_config import FlashAttentionConfig
-from gpu_actors.kernels.option_table import Explanation
-from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
-from gpu_actors.kv.sequences import KvCacheStats
-from gpu_actors.kv.transfer import SequencePages
 from gpu_actors.options import ContextOptions, EmulationOptions, MockOptions, RestartPolicy
 from gpu_actors.partial import MergeBackward, MergePartials
-from gpu_actors.planning.graph_plan import GraphPlan
-from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.cell import Terminated
-from gpu_actors.runtime.handle import ActorHandle
-from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.tracing import ChromeTrace, StreamedTrace, TraceEvent, host_span
+
+if TYPE_CHECKING:
+    from gpu_actors.actors.compiled_kernel import CompiledKernel
+    from gpu_actors.actors.context import ContextActor
+    from gpu_actors.actors.cudnn_like import CudnnLikeActor, CudnnLikeHandle, ExecuteGraph
+    from gpu_actors.actors.flash_attn import FlashAttnActor, FlashAttnHandle
+    from gpu_actors.actors.kernels import KernelActor
+    from gpu_actors.actors.kv_cache import KvCacheActor
+    from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
+    from gpu_actors.handles.gpu_context import GpuContext
+    from gpu_actors.handles.health import Health
+    from gpu_actors.handles.kv_cache import KvCache
+    from gpu_actors.kernels.append import Rope
+    from gpu_actors.kernels.option_table import Explanation
+    from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
+    from gpu_actors.kv.sequences import KvCacheStats
+    from gpu_actors.kv.transfer import SequencePages
+    from gpu_actors.planning.graph_plan import GraphPlan
+    from gpu_actors.runtime.actor import ServiceActor
+    from gpu_actors.runtime.cell import Terminated
+    from gpu_actors.runtime.handle import ActorHandle
+    from gpu_actors.runtime.mailbox import ActorStats
 
 __all__ = [
     "ActorFailed",
@@ -160,3 +165,48 @@ __all__ = [
     "host_span",
     "open_context",
 ]
+
+# What runs in a context is imported when the first one opens, or when one of these names is first used.
+_LAZY = {
+    "ActorHandle": "gpu_actors.runtime.handle",
+    "ActorStats": "gpu_actors.runtime.mailbox",
+    "AppendRows": "gpu_actors.kv.requests",
+    "AttendCache": "gpu_actors.kv.requests",
+    "CompiledKernel": "gpu_actors.actors.compiled_kernel",
+    "ContextActor": "gpu_actors.actors.context",
+    "CudnnLikeActor": "gpu_actors.actors.cudnn_like",
+    "CudnnLikeHandle": "gpu_actors.actors.cudnn_like",
+    "ExecuteGraph": "gpu_actors.actors.cudnn_like",
+    "Explanation": "gpu_actors.kernels.option_table",
+    "FlashAttnActor": "gpu_actors.actors.flash_attn",
+    "FlashAttnHandle": "gpu_actors.actors.flash_attn",
+    "GpuContext": "gpu_actors.handles.gpu_context",
+    "GraphPlan": "gpu_actors.planning.graph_plan",
+    "Health": "gpu_actors.handles.health",
+    "KernelActor": "gpu_actors.actors.kernels",
+    "KvCache": "gpu_actors.handles.kv_cache",
+    "KvCacheActor": "gpu_actors.actors.kv_cache",
+    "KvCacheSpec": "gpu_actors.kv.requests",
+    "KvCacheStats": "gpu_actors.kv.sequences",
+    "KvSequence": "gpu_actors.kv.requests",
+    "NvrtcActor": "gpu_actors.actors.nvrtc",
+    "NvrtcHandle": "gpu_actors.actors.nvrtc",
+    "Rope": "gpu_actors.kernels.append",
+    "SequencePages": "gpu_actors.kv.transfer",
+    "ServiceActor": "gpu_actors.runtime.actor",
+    "Terminated": "gpu_actors.runtime.cell",
+    "WarmedVariant": "gpu_actors.actors.nvrtc",
+}
+
+if not TYPE_CHECKING:  # or a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

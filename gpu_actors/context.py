@@ -6,11 +6,9 @@ async with gpu_actors.open_context("auto") as ctx:
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
@@ -19,15 +17,15 @@ from gpu_actors.devices.interface import Device
 from gpu_actors.devices.select import check_device, choose_device, open_device, warn_of_mock
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.fields import one_of
-from gpu_actors.handles.gpu_context import NOT_DRAINED, GpuContext, open_contexts, start_context
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.opening import Opening, run_in_thread
 from gpu_actors.runtime.reply import need_asyncio
 
-__all__ = ["GpuContext", "open_context", "open_contexts"]
+if TYPE_CHECKING:
+    from gpu_actors.handles.gpu_context import GpuContext
 
-logger: logging.Logger = logging.getLogger("gpu_actors")
+__all__ = ["open_context"]
 
 
 class open_context(Local):
@@ -112,14 +110,7 @@ class open_context(Local):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        context = self._take()
-        seconds = self._options.drain_timeout
-        try:
-            context._drain(None, launches=False).result(None if seconds == math.inf else seconds)
-        except TimeoutError:
-            logger.warning(NOT_DRAINED, seconds)
-        finally:
-            context.close()
+        self._take()._leave()
 
     def make_device(self) -> Device:
         """The device that the context will own. Called on the ContextActor's thread; for tools that wrap it."""
@@ -132,9 +123,12 @@ class open_context(Local):
 
     def _open(self) -> GpuContext:
         try:
+            # Imported here, so that `import gpu_actors` stays quick.
             if not self._isolated:
+                from gpu_actors.handles.gpu_context import start_context
+
                 return start_context(self.make_device, self._options)
-            from gpu_actors.isolation.context import open_isolated  # which most programs do without
+            from gpu_actors.isolation.context import open_isolated
 
             # That process decides what "auto" is: asking here would start CUDA in this one.
             context, self._obstacle = open_isolated(self._device, self._options)

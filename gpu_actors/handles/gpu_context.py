@@ -43,14 +43,14 @@ from gpu_actors.runtime.opening import run_in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
-__all__ = ["BUILT_IN", "NOT_DRAINED", "GpuContext", "open_contexts", "registered", "start_context"]
+__all__ = ["BUILT_IN", "GpuContext", "open_contexts", "registered", "start_context"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 # Seconds of real time that closing waits for children to stop, and again for what they leave behind.
 _CLOSE_SECONDS = 5.0
 
-NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
+_NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
 
 BUILT_IN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLikeActor, KvCacheActor, KernelActor)
 """The actors that every context has, in the order in which they start."""
@@ -186,11 +186,21 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
             with anyio.move_on_after(seconds, shield=True) as scope:
                 await self._drain(None, launches=False)
             if scope.cancelled_caught:
-                logger.warning(NOT_DRAINED, seconds)
+                logger.warning(_NOT_DRAINED, seconds)
         finally:
             # A task that is cancelled while it drains still closes.
             with anyio.CancelScope(shield=True):
                 await run_in_thread(self.close)
+
+    def _leave(self) -> None:
+        """What `aclose` does, in a program without a loop."""
+        seconds = self._children.options.drain_timeout
+        try:
+            self._drain(None, launches=False).result(None if seconds == math.inf else seconds)
+        except TimeoutError:
+            logger.warning(_NOT_DRAINED, seconds)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.
