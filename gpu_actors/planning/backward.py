@@ -14,7 +14,7 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
 from gpu_actors.kernels.program import Values
-from gpu_actors.planning.block_masks import masked, masked_problem, planned_mask
+from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
@@ -56,8 +56,7 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     oracle = functools.partial(_oracle, plan.problem, plan.accumulate, seed)
     if request.block_mask is None:
         return plan.launch(inputs, oracle, kernels, Values(seed))
-    bound = masked(plan, request.block_mask, oracle, seed)
-    return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values)
+    return launch_masked(plan, request.block_mask, inputs, oracle, kernels, seed)
 
 
 def summed_of(request: FlashBackward) -> str:

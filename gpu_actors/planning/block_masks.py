@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from gpu_actors.attention.block_mask import LISTS, BlockMask
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import FlashForward, PagedForward
 from gpu_actors.attention.score_mod import ScoreMod
-from gpu_actors.devices.interface import Outputs
+from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.fields import describe, expect
 from gpu_actors.graph.graph import OperationGraph
@@ -28,7 +28,7 @@ from gpu_actors.kernels.program import Values
 from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
 from gpu_actors.values import show
 
-__all__ = ["mask_signature", "masked", "masked_problem", "planned_mask"]
+__all__ = ["launch_masked", "mask_signature", "masked_problem", "planned_mask"]
 
 _SCORES, _MASKED, _FIRST = 1, 2, 10  # uids
 
@@ -71,22 +71,22 @@ def mask_signature(mask: BlockMask | None) -> Hashable:
     return described, mask.block_size, tuple(map(type, mask.block_size)), mask.mask_mod
 
 
-class Masked(NamedTuple):
-    """What a block mask adds to a launch. inputs: the lists that it reads, by their names in it."""
-
-    inputs: dict[str, Any]
-    values: Values
-    oracle: Oracle
-
-
-def masked(plan: Plan, mask: BlockMask | None, oracle: Oracle, seed: int = 0) -> Masked:
-    """What an adopted block mask adds to a launch of its plan. oracle: of the request without it. seed: of dropout.
+def launch_masked(
+    plan: Plan,
+    mask: BlockMask,
+    inputs: Mapping[str, Any],
+    oracle: Oracle,
+    kernels: Sequence[Kernel],
+    seed: int = 0,
+    into: Any = None,
+) -> Launch:
+    """`Plan.launch` with an adopted block mask. inputs, oracle: of the request without it. seed: of dropout.
 
     Raises `InvalidRequest` for numbers that name no block.
     """
     problem, planned = plan.problem, plan.block_mask
-    if mask is None or planned is None:
-        return Masked({}, Values(seed), oracle)
+    if planned is None:  # there are no rows or no keys
+        return plan.launch(inputs, oracle, kernels, Values(seed), into)
     shapes = _shapes(mask, problem)
     _check_numbers(mask, {name: shapes[name] for name in planned.lists})
     if problem.deterministic:
@@ -94,11 +94,11 @@ def masked(plan: Plan, mask: BlockMask | None, oracle: Oracle, seed: int = 0) ->
     _check_once(mask, {name: shapes[name] for name in planned.lists})
     lists = {ScoreMod.tensor_name(n): _cut(getattr(mask, name), shapes[name]) for n, name in enumerate(planned.lists)}
 
-    def answer(inputs: Mapping[str, Any]) -> Outputs:
-        given = {name: array for name, array in inputs.items() if name not in lists}
-        return oracle({**given, "bias": _visible(mask, problem)})
+    def answer(given: Mapping[str, Any]) -> Outputs:
+        unmasked = {name: array for name, array in given.items() if name not in lists}
+        return oracle({**unmasked, "bias": _visible(mask, problem)})
 
-    return Masked(lists, Values(seed, planned.numbers), answer)
+    return plan.launch({**inputs, **lists}, answer, kernels, Values(seed, planned.numbers), into)
 
 
 def _visible(mask: BlockMask, problem: AttentionProblem) -> Any:

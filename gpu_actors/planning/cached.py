@@ -29,7 +29,7 @@ from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedF
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kernels.dispatch import answering_key
-from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
+from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
@@ -171,11 +171,9 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     out = request.out
     into = out if out is None or isinstance(request, PagedForward) else _with_row(out)
     oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
-    mask = request.block_mask if isinstance(request, PagedForward) else None
-    if mask is None:
-        return plan.launch(operands(request), oracle, kernels, into=into)
-    bound = masked(plan, mask, oracle)
-    return plan.launch({**operands(request), **bound.inputs}, bound.oracle, kernels, bound.values, into)
+    if isinstance(request, PagedForward) and request.block_mask is not None:
+        return launch_masked(plan, request.block_mask, operands(request), oracle, kernels, into=into)
+    return plan.launch(operands(request), oracle, kernels, into=into)
 
 
 def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:

@@ -22,7 +22,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.packing import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
-from gpu_actors.planning.block_masks import mask_signature, masked, masked_problem, planned_mask
+from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, forward_problem, longest
@@ -197,15 +197,10 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
     if request.out is not None:
         check_output_memory(request.out, inputs)
     seed = request.dropout_seed
+    oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
     if request.block_mask is not None:
-        bound = masked(plan, request.block_mask, functools.partial(_oracle, problem, plan.accumulate, seed), seed)
-        return plan.launch({**inputs, **bound.inputs}, bound.oracle, kernels, bound.values, request.out)
-    if seed:
-        oracle = functools.partial(_oracle, problem, plan.accumulate, seed)
-        return plan.launch(inputs, oracle, kernels, Values(seed), request.out)
-    if plan.undropped is None:
-        plan.undropped = functools.partial(_oracle, problem, plan.accumulate, 0)
-    return plan.launch(inputs, plan.undropped, kernels, NO_VALUES, request.out)
+        return launch_masked(plan, request.block_mask, inputs, oracle, kernels, seed, request.out)
+    return plan.launch(inputs, oracle, kernels, Values(seed) if seed else NO_VALUES, request.out)
 
 
 def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, Any]:

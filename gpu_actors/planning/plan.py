@@ -52,7 +52,7 @@ class Plan:
 
     program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
     outputs: what a launch makes when the caller gives no ``out``.
-    vacuous: of the problem, asked once for all requests. undropped: the oracle of those without a seed, once one came.
+    vacuous: of the problem, asked once for all requests.
     variants: of the kernels that `launch` takes, in that order. block_mask: of the request, or None.
     """
 
@@ -64,7 +64,6 @@ class Plan:
     block_mask: PlannedMask | None = None
     vacuous: bool = field(init=False)
     variants: tuple[Variant, ...] = field(init=False)
-    undropped: Oracle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.vacuous = self.problem.vacuous
