@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import FlashBackward
@@ -28,22 +29,12 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
         expect(array is not None, field, None, "is needed by backward")
         optional_array(field, array, output, (problem.out_dtype,))
     expect(request.lse is not None, "lse", None, "is needed by backward: ask forward for return_lse=True")
-    varlen = problem.layout == "varlen"
-    rows = problem.total_q if varlen else problem.seqlen_q
-    lse = (problem.heads_q, rows) if varlen else (problem.batch, problem.heads_q, rows)
     lse_shape = tuple(int(extent) for extent in getattr(request.lse, "shape", ()))
-    given, needed = 4 * _count(lse_shape), 4 * _count(lse)
+    given, needed = 4 * math.prod(lse_shape), 4 * math.prod(problem.lse_shape)
     expect(given >= needed, "lse", describe(request.lse), f"holds {given} bytes where {needed} are needed")
     wide = ("float64",) if dtype == "float64" else ()
-    optional_array("lse", request.lse, (lse,), ("float32", *wide))
+    optional_array("lse", request.lse, (problem.lse_shape,), ("float32", *wide))
     expect(not problem.return_lse, "return_lse", request.return_lse, "must be False: backward gives gradients alone")
     deterministic = flag("deterministic", request.deterministic)
     lse_dtype = dtype_of("lse", request.lse)
     return dataclasses.replace(problem, direction="backward", deterministic=deterministic, lse_dtype=lse_dtype)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product

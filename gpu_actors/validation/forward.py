@@ -37,9 +37,11 @@ __all__ = [
     "check_beside_blocks",
     "check_cu_seqlens",
     "check_descales",
+    "check_out",
     "check_positions",
     "check_seed",
     "check_steps",
+    "compute_of",
     "forward_problem",
     "lengths_of",
     "longest",
@@ -81,13 +83,13 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     heads_ratio(shape.heads_q, shape.heads_kv, "k", request.k)
     dtype = _common_dtype(request)
     out_dtype = output_dtype(dtype, request.out_dtype)
-    _check_out_shape(request, shape, out_dtype)
+    check_out(request, shape.head_dim_v, out_dtype)
     return AttentionProblem(
         **shape._asdict(),
         dtype=dtype,
         kv_dtype=dtype,
         out_dtype=out_dtype,
-        compute=_compute(request.compute, dtype),
+        compute=compute_of(dtype, request.compute),
         **score_options(request, shape.batch, shape.heads_q, shape.head_dim, out_dtype),
         **bias_fields(request.bias, shape, dtype),
         lse_dtype=_lse_dtype(request),
@@ -312,14 +314,12 @@ def _common_dtype(request: FlashForward) -> str:
     return dtype
 
 
-def _check_out_shape(request: FlashForward, shape: Sizes, out_dtype: str) -> None:
-    if request.out is None:
-        return
-    wanted = (*request.q.shape[:-1], shape.head_dim_v)
-    optional_array("out", request.out, (tuple(map(int, wanted)),), (out_dtype,))
+def check_out(request: FlashForward | PagedForward | BatchedDecode, head_dim_v: int, out_dtype: str) -> None:
+    """Raise `InvalidRequest` for an ``out`` that is not shaped like q with v's head_dim."""
+    optional_array("out", request.out, ((*map(int, request.q.shape[:-1]), head_dim_v),), (out_dtype,))
 
 
-def _compute(value: object, dtype: str) -> str:
+def compute_of(dtype: str, value: object = None) -> str:
     """The precision of the products: fp32 inputs choose, others compute in their own."""
     own = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8")
     if value is None:

@@ -27,8 +27,10 @@ from gpu_actors.validation.forward import (
     bias_fields,
     check_beside_blocks,
     check_descales,
+    check_out,
     check_steps,
     check_total,
+    compute_of,
     lengths_of,
     longest,
     position_words,
@@ -121,16 +123,14 @@ def _problem(
         sizes = sizes._replace(seqlen_q=max(sizes.seqlen_q, int(matrix[2])))
     dtype, kv_dtype = _dtypes(request.q, caches)
     out_dtype = output_dtype(dtype, request.out_dtype)
-    if request.out is not None:
-        wanted = (*map(int, request.q.shape[:-1]), sizes.head_dim_v)
-        optional_array("out", request.out, (wanted,), (out_dtype,))
+    check_out(request, sizes.head_dim_v, out_dtype)
     of_the_cache: dict[str, Any] = {name: getattr(request, name, None) is not None for name in _OF_THE_CACHE}
     return AttentionProblem(
         **sizes._asdict(),
         dtype=dtype,
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
-        compute={"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8"),
+        compute=compute_of(dtype),
         **{**score_options(request, sizes.batch, sizes.heads_q, sizes.head_dim, out_dtype), "causal": causal},
         descales=check_descales(request, {"q": dtype, "k": kv_dtype, "v": kv_dtype}, (sizes.batch, sizes.heads_kv)),
         **_bias(request, sizes, dtype),
