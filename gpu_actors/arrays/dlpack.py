@@ -8,6 +8,7 @@ never marked as consumed, so its destructor gives the memory back when the last 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +117,7 @@ def read_capsule(capsule: Any) -> DLTensor:
     return DLTensor(address, shape, strides, dtype, device, writeable, capsule)
 
 
-def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Row-major strides in bytes; with an itemsize of 1, in elements."""
     strides: list[int] = []
     step = itemsize

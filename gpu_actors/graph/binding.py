@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_actors.arrays.adopt import Adopted, AnyArray, CallerNotes, element_strides
 from gpu_actors.arrays.adoption import take_in
+from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe
 from gpu_actors.graph.lists import check_lists
-from gpu_actors.graph.scalars import checked_scalar
-from gpu_actors.graph.tensor import GraphTensor, packed_strides
+from gpu_actors.graph.tensor import GraphTensor, checked_scalar
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
@@ -83,7 +83,7 @@ def _array(tensor: GraphTensor, value: Any, device: str, notes: CallerNotes | No
 def memory_order(tensor: GraphTensor) -> tuple[int, ...]:
     """A tensor's axes from the slowest to the fastest. Raises InvalidRequest for an output that would have gaps."""
     axes = sorted(range(len(tensor.dims)), key=lambda axis: (tensor.dims[axis] > 1, -tensor.strides[axis], axis))
-    packed = packed_strides([tensor.dims[axis] for axis in axes])
+    packed = contiguous_strides([tensor.dims[axis] for axis in axes], 1)
     for axis, step in zip(axes, packed, strict=True):
         if tensor.dims[axis] > 1 and tensor.strides[axis] != step:
             reason = "an output is written without gaps: give the strides of its dims in some order"

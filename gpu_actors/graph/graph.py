@@ -10,19 +10,28 @@ A graph holds no data and may be executed any number of times, by any context.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.attention.key_mask import Alignment
 from gpu_actors.attention.mha import Mask
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import expect, flag, integer, one_of, real
 from gpu_actors.graph.ops import Node, infer
-from gpu_actors.graph.scalars import INT32_MAX, SCALAR_DTYPES, checked_scalar
-from gpu_actors.graph.signature import signature_of
-from gpu_actors.graph.tensor import FLOATS, GraphTensor, Operand, checked_layout, checked_uids, packed_strides
+from gpu_actors.graph.tensor import (
+    FLOATS,
+    INT32_MAX,
+    SCALAR_DTYPES,
+    GraphTensor,
+    Operand,
+    checked_layout,
+    checked_scalar,
+    checked_uids,
+)
 from gpu_actors.graph.validate import Order, validate
 
 __all__ = ["OperationGraph"]
@@ -427,7 +436,7 @@ class OperationGraph:
         Equal signatures share a plan. Raises as `validate`.
         """
         if self._signature is None:
-            self._signature = signature_of(self.tensors, self.order())
+            self._signature = hashlib.sha256(_described(self.tensors, self.order()).encode()).hexdigest()
         return self._signature
 
     # Inside
@@ -455,7 +464,7 @@ class OperationGraph:
         written = infer(node, read)
         self.nodes.append(node)
         return tuple(
-            self._add_tensor(GraphTensor(self, uid, dims, dtype, packed_strides(dims), virtual=True))
+            self._add_tensor(GraphTensor(self, uid, dims, dtype, contiguous_strides(dims, 1), virtual=True))
             for uid, (dims, dtype) in zip(uids, written, strict=True)
         )
 
@@ -499,6 +508,27 @@ def _ordered(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _tuple(value: Any) -> Any:
     """An attribute as a node stores it. `infer` refuses one that should be a sequence and is none."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _described(tensors: Mapping[int, GraphTensor], order: Order) -> str:
+    """A graph as text: tensors by uid, then nodes in the order of their computation.
+
+    It does not depend on the process. Names and seeds are left out, which change neither the formula nor the code.
+    """
+    described = (_described_tensor(tensors[uid]) for uid in sorted(tensors))
+    return "\n".join(("graph-1", *described, *map(_described_node, order.nodes)))
+
+
+def _described_tensor(tensor: GraphTensor) -> str:
+    # The stride of an extent of 1 is irrelevant.
+    strides = tuple(step if extent > 1 else 0 for step, extent in zip(tensor.strides, tensor.dims, strict=True))
+    role = "virtual" if tensor.virtual else "value" if tensor.by_value else "array"
+    value = "passed" if tensor.value is None else f"{type(tensor.value).__name__} {tensor.value!r}"
+    return f"{tensor.uid} {tensor.dtype} {tensor.dims} {strides} {role} {value}"
+
+
+def _described_node(node: Node) -> str:
+    return f"{node.op} {node.inputs} {node.outputs} {node.attributes!r}"
 
 
 def _renamed(node: Node, old: int, new: int) -> Node:

@@ -5,17 +5,33 @@ Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplica
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Protocol, TypeAlias
 
-from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.fields import DTYPES, integer
+import numpy as np
 
-__all__ = ["FLOATS", "TENSOR_DTYPES", "GraphTensor", "Operand", "checked_layout", "checked_uids", "packed_strides"]
+from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.fields import DTYPES, expect, integer, real
+
+__all__ = [
+    "FLOATS",
+    "INT32_MAX",
+    "SCALAR_DTYPES",
+    "GraphTensor",
+    "Operand",
+    "checked_layout",
+    "checked_scalar",
+    "checked_uids",
+]
 
 FLOATS = DTYPES
 TENSOR_DTYPES = (*FLOATS, "int32", "bool")
+SCALAR_DTYPES = ("float32", "float64", "int32", "uint64")
+INT32_MAX = (1 << 31) - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FURTHEST = (1 << 63) - 1
 _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"}
 
@@ -140,16 +156,6 @@ class GraphTensor:
 Operand: TypeAlias = "GraphTensor | float | int"
 
 
-def packed_strides(dims: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a tensor without gaps, the last axis contiguous."""
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(dims):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
-
-
 def checked_layout(
     uid: int, dims: object, strides: object, dtype: object
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
@@ -162,7 +168,7 @@ def checked_layout(
     if not 1 <= len(extents) <= 4:
         raise InvalidRequest(field, extents, "must have 1 to 4 dims")
     if strides is None:
-        return extents, packed_strides(extents), dtype
+        return extents, contiguous_strides(extents, 1), dtype
     steps = _integers(field, "strides", strides, -_FURTHEST)
     if len(steps) != len(extents):
         raise InvalidRequest(field, steps, f"must have as many strides as dims, {len(extents)}")
@@ -173,6 +179,20 @@ def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...
     if not isinstance(values, tuple | list):
         raise InvalidRequest(f"{field} {what}", values, "must be a tuple of ints")
     return tuple(integer(f"{field} {what}", value, low) for value in values)
+
+
+def checked_scalar(field: str, dtype: str, value: object) -> float | int:
+    """A scalar's value in its dtype. Infinities are accepted. Raises InvalidRequest for ``field``."""
+    if dtype == "uint64":
+        return integer(field, value, 0, (1 << 64) - 1)
+    if dtype == "int32":
+        return integer(field, value, -INT32_MAX - 1, INT32_MAX)
+    if isinstance(value, float | np.floating) and math.isinf(value):
+        return float(value)
+    number = real(field, value, "a number, or an infinity")
+    holds = dtype != "float32" or abs(number) <= _FLOAT32_MAX
+    expect(holds, field, value, 'must be a number that float32 holds, an infinity, or a scalar of dtype "float64"')
+    return number
 
 
 def checked_uids(node: str, what: str, uids: object) -> tuple[int, ...]:

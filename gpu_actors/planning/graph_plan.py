@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import AnyArray, restore
+from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.variant import Variant
@@ -31,7 +32,6 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.graph.binding import Binding, memory_order
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import AttentionMatch, match_attention
-from gpu_actors.graph.tensor import packed_strides
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Program, Values
@@ -185,7 +185,7 @@ def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
         tensor = graph.tensors[uid]
         if tensor.dims[axis] > 1 and tensor.strides[axis] != 1:
             reason = f"kernels take whole rows at a time: the stride of dim {axis} must be 1"
-            packed = packed_strides([*tensor.dims[:axis], *tensor.dims[axis + 1 :], tensor.dims[axis]])
+            packed = contiguous_strides([*tensor.dims[:axis], *tensor.dims[axis + 1 :], tensor.dims[axis]], 1)
             nearest = (*packed[:axis], 1, *packed[axis:-1])
             raise Unsupported(f"tensor {uid}", tensor.strides, reason, nearest)
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from gpu_actors.fields import expect
 from gpu_actors.graph.ops import Node, row_stats
-from gpu_actors.graph.scalars import INT32_MAX
-from gpu_actors.graph.tensor import FLOATS
+from gpu_actors.graph.tensor import FLOATS, INT32_MAX
 from gpu_actors.reference.differentiate import gradients
 from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, listed_of, seen_product, visible_of
 

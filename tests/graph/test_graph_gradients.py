@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside.arrays import contiguous_strides
 from inside.reference import evaluate_graph
 
 import gpu_actors as ga
 from gpu_actors.graph.match import match_attention
-from gpu_actors.graph.tensor import packed_strides
 
 Q, K, V, OUT, STATS, DOUT, BIAS = 1, 2, 3, 4, 5, 6, 7
 NAMES = {Q: "q", K: "k", V: "v", BIAS: "bias"}
@@ -98,7 +98,7 @@ def test_gradients_in_full_precision_come_from_cuda_cores(emulated: ga.GpuContex
 
 def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
     def laid(dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-        packed = packed_strides([dims[axis] for axis in order])
+        packed = contiguous_strides([dims[axis] for axis in order], 1)
         return tuple(packed[order.index(axis)] for axis in range(4))
 
     arrays = forward(arrays_of())

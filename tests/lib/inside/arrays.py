@@ -2,3 +2,4 @@
 
 from gpu_actors.arrays.adopt import CallerNotes, adopt, caller_streams, check_output, restore
 from gpu_actors.arrays.device_array import DeviceArray, Joined
+from gpu_actors.arrays.dlpack import contiguous_strides
