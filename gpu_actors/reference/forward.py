@@ -7,10 +7,11 @@ from typing import Literal, Unpack
 
 import numpy as np
 
+from gpu_actors.attention.key_mask import KeyMask, MaskOptions
 from gpu_actors.reference.arguments import Arguments, Array, ForwardOptions, Piece, pose
 from gpu_actors.reference.softmax import Operands, Step, exponentials, keep_factors, masked_scores, weighted_sum
 
-__all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate"]
+__all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate", "visible_keys"]
 
 # Scores of one tile: what several passes over them can keep in cache, and far below what memory would bear.
 _BLOCK_BYTES = 1 << 22
@@ -127,3 +128,8 @@ def _attend(
     sums = rounding.step(weighted_sum(weights, operands.values, visible) / divisor)
     magnitude = weights @ np.abs(operands.values.finite) / divisor if with_magnitude else None
     return sums, lse, magnitude
+
+
+def visible_keys(rows: Array, seqlen_q: int, seqlen_k: int, **mask: Unpack[MaskOptions]) -> Array | None:
+    """`KeyMask.visible_keys` of the mask with these options. Raises as `KeyMask`."""
+    return KeyMask(**mask).visible_keys(rows, seqlen_q, seqlen_k)

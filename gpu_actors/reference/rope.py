@@ -7,17 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["apply_rope", "inverse_frequencies", "rope_angles"]
+__all__ = ["apply_rope", "rope_angles"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-
-def inverse_frequencies(dim: int, base: float = 10000.0) -> npt.NDArray[np.float64]:
-    """Radians a position of each pair: base^(-2i/dim), (dim // 2,).
-
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, section 3.2.2.
-    """
-    return np.asarray(base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
 
 
 def rope_angles(positions: Array, inv_freq: Array) -> npt.NDArray[np.float64]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from gpu_actors.attention.philox import dropout_keep
 from gpu_actors.reference.arguments import Arguments, Array, Piece
-from gpu_actors.reference.masks import hide_by_tree
 
 __all__ = [
     "Operands",
@@ -142,10 +141,22 @@ def mask_scores(
         visible = problem.visible_keys(rows, piece.seqlen_q, piece.seqlen_k)
     if arguments.tree_mask is not None:
         bits = piece.tree_rows(arguments.tree_mask)[tile]
-        visible = hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)
+        visible = _hide_by_tree(visible, bits, piece.seqlen_q, piece.seqlen_k)
     if visible is not None:
         np.copyto(scores, -np.inf, where=~visible)
     return scores, visible
+
+
+def _hide_by_tree(visible: Array | None, bits: Array, seqlen_q: int, seqlen_k: int) -> Array:
+    """What is left of ``visible`` (R, seqlen_k) once new keys that a row's tree does not hold are hidden from it.
+
+    bits: uint64 (R,), of the rows in question. The last seqlen_q keys are new; bit j is new key j.
+    """
+    keys = np.arange(max(0, seqlen_k - seqlen_q), seqlen_k)
+    held = np.ones((bits.size, seqlen_k), dtype=np.bool_) if visible is None else visible.copy()
+    shifts = (keys - (seqlen_k - seqlen_q)).astype(np.uint64)
+    held[:, keys] &= (bits.astype(np.uint64)[:, None] >> shifts & np.uint64(1)).astype(np.bool_)
+    return held
 
 
 def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Array]:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated.memory import host_view
-from inside.reference import apply_rope, cast_saturating, inverse_frequencies, rope_angles
+from inside.reference import apply_rope, cast_saturating, rope_angles
 from inside.testing import cast
 from support.kv_cache import outcome, wait
 from support.service import comes_true, eventually
@@ -129,7 +129,7 @@ def test_a_rope_rotates_the_columns_behind_the_latent(mock: ga.GpuContext) -> No
         seq = wait(cache.create())
         new = rows.new(7)
         wait(cache.append(seq, **new, rope=ga.Rope(dim=ROTARY, interleaved=True)))
-        radians = rope_angles(np.arange(7), inverse_frequencies(ROTARY))
+        radians = rope_angles(np.arange(7), 10000.0 ** (-np.arange(0, ROTARY, 2) / ROTARY))
         turned = apply_rope(new["k_pe"], np.cos(radians), np.sin(radians), interleaved=True)
         result = contents(cache, seq)
         np.testing.assert_array_equal(result[..., :LATENT], new["c_kv"])

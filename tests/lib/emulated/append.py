@@ -21,7 +21,7 @@ from inside.kernels import (
     page_copy_geometry,
     page_copy_variant,
 )
-from inside.reference import append_rows, appended_rows, apply_rope, inverse_frequencies, rope_angles
+from inside.reference import append_rows, appended_rows, apply_rope, rope_angles
 from support.gate import kernel_source
 
 from gpu_actors import KernelSource, Rope
@@ -119,7 +119,8 @@ class Operands:
         if case.positions:
             self.arrays["positions"] = self.positions
         if case.rope is not None and case.rope.table_rows:
-            angles = rope_angles(np.arange(case.rope.table_rows), inverse_frequencies(case.rope.dim))
+            inv_freq = 10000.0 ** (-np.arange(0, case.rope.dim, 2) / case.rope.dim)
+            angles = rope_angles(np.arange(case.rope.table_rows), inv_freq)
             # Tables of their own: what a kernel computes from the base would differ.
             self.arrays["rope_cos"] = (1.25 * np.cos(angles)).astype(np.float32)
             self.arrays["rope_sin"] = (1.25 * np.sin(angles)).astype(np.float32)
