@@ -11,8 +11,8 @@ from gpu_actors.attention.requests import BatchedDecode, FlashBackward, FlashFor
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import FAMILIES, Verdict
+from gpu_actors.kernels.few_rows import Packing, as_cache
 from gpu_actors.kernels.option_table import Explanation, explain_problem
-from gpu_actors.kernels.packing import Packing, as_cache
 from gpu_actors.planning.backward import gradient_problem, pose_backward
 from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached

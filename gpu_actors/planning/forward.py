@@ -20,7 +20,7 @@ from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashF
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import answering_key
-from gpu_actors.kernels.packing import Packing, packing_of
+from gpu_actors.kernels.few_rows import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for

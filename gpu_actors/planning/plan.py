@@ -12,7 +12,7 @@ from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, zero_launch
 from gpu_actors.kernels.dispatch import REFERENCE, program_of
-from gpu_actors.kernels.packing import packed_program
+from gpu_actors.kernels.few_rows import packed_program
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
 from gpu_actors.kernels.variants import variants_of
 

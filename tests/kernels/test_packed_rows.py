@@ -20,7 +20,7 @@ from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem
 from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, dispatch_key
-from gpu_actors.kernels.packing import (
+from gpu_actors.kernels.few_rows import (
     Packing,
     as_cache,
     packed_program,
