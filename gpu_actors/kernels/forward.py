@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey, Layout
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.params import forward_packer
+from gpu_actors.kernels.params import forward_packer, row_stats_packer
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
-from gpu_actors.kernels.row_stats import row_stats_packer
 from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
@@ -60,20 +61,11 @@ FORWARD_MMA = KernelFamily(
     positions=True,
     row_stats=True,
 )
-FORWARD_WIDE = KernelFamily(
-    "forward_wide",
-    "computes every forward option of dense and varlen batches of wide heads on tensor cores, with mma.sync",
-    forward_program,
-    mma_macros,
-    forward_threads,
-    "forward",
-    _LAYOUTS,
-    ("float16", "bfloat16"),
-    refuses=lambda problem, arch: scale_refusal(problem),
-    score_mods=True,
-    block_masks=True,
-    positions=True,
-    row_stats=True,
+FORWARD_WIDE = dataclasses.replace(
+    FORWARD_MMA,
+    name="forward_wide",
+    reason="computes every forward option of dense and varlen batches of wide heads on tensor cores, with mma.sync",
+    dtypes=("float16", "bfloat16"),
     greatest_dim=MAX_HEAD_DIM,
 )
 FORWARD_SIMPLE = KernelFamily(

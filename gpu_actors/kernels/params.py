@@ -38,6 +38,8 @@ __all__ = [
     "key_rows",
     "launch_values",
     "parse_layout",
+    "row_stats_layout",
+    "row_stats_packer",
     "struct_layout",
 ]
 
@@ -284,6 +286,24 @@ def forward_packer(problem: AttentionProblem) -> Pack:
         return binder.pack(buffers, launch_values(problem, buffers, values.dropout_seed))
 
     return pack
+
+
+row_stats_layout = functools.partial(struct_layout, "RowStats", "common/params.cuh", "common/row_stats.cuh")
+
+
+def row_stats_packer(problem: AttentionProblem) -> Pack | None:
+    """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs.
+
+    Its buffers: score_max and score_sum_exp, float32 of the LSE's shape, of which the problem may have one alone.
+    It raises InvalidRequest for one that is missing or not as described.
+    """
+    if not problem.row_stats:
+        return None
+    layout, shape = row_stats_layout(), problem.lse_shape
+    names = [name for name in ("score_max", "score_sum_exp") if getattr(problem, name)]
+    operands = [layout.operand(name, "bhr"[3 - len(shape) :], shape, "float32") for name in names]
+    binder = Binder.of(layout, operands)
+    return lambda buffers, values: binder.pack(buffers)
 
 
 def launch_values(

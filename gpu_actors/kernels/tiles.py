@@ -245,10 +245,8 @@ def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int
 
 
 def _backward_simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Two tiles of each side and two of their pairs, as those of `_simple_bytes`."""
-    pitch = max(head_dim, head_dim_v) | 1
-    values = 2 * ((tile.block_m + tile.block_n) * pitch + tile.block_m * tile.block_n)
-    return values * (8 if dtype == "float64" else 4)
+    """Two tiles of each side and two of their pairs."""
+    return 2 * _simple_bytes(tile, dtype, head_dim, head_dim_v)
 
 
 def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
