@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpu_actors.compiling.headers import Header, follow_includes
-from gpu_actors.compiling.source import KernelSource, MacroValue
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 
-__all__ = ["asset_headers", "asset_root", "asset_source", "asset_text", "asset_texts", "completed_headers"]
+__all__ = ["asset_headers", "asset_root", "asset_text", "asset_texts", "completed_headers"]
 
 
 @functools.cache
@@ -66,24 +65,6 @@ def asset_headers(source: str) -> dict[str, str]:
         return None if text is None else Header(text, name)
 
     return follow_includes(source, lookup)[0]
-
-
-def asset_source(
-    name: str,
-    entry_points: Sequence[str],
-    *,
-    macros: Mapping[str, MacroValue] | None = None,
-    headers: Mapping[str, str] | None = None,
-    arch: str | None = None,
-) -> KernelSource:
-    """The kernel file ``name`` of the package with the headers that it reaches, ready to compile.
-
-    headers: text by name, in place of the package's own headers. It may include more of them.
-    Raises InvalidRequest for the field at fault.
-    """
-    text = asset_text(name)
-    headers = completed_headers(text, headers or {})
-    return KernelSource(name, text, tuple(entry_points), headers, macros or {}, arch=arch)
 
 
 def completed_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:

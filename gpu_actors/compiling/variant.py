@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpu_actors.compiling.assets import asset_source, kernel_file
+from gpu_actors.compiling.assets import asset_text, completed_headers, kernel_file
 from gpu_actors.compiling.source import FrozenMap, KernelSource, MacroValue
 
 __all__ = ["Variant"]
@@ -56,7 +56,9 @@ class Variant:
         source = self._source
         if source is None:
             file = kernel_file(self.kernel)
-            source = asset_source(file, (self.kernel,), macros=self.macros, headers=self.headers, arch=self.arch)
+            text = asset_text(file)
+            headers = completed_headers(text, self.headers)
+            source = KernelSource(file, text, (self.kernel,), headers, self.macros, arch=self.arch)
             object.__setattr__(self, "_source", source)
         return source
 

@@ -12,6 +12,7 @@ import pytest
 from gpu_actors.compiling import assets
 from gpu_actors.compiling.headers import include_closure, includes_of, toolkit_closure
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource, check_arch, exact_arch, parse_resources
+from gpu_actors.compiling.variant import Variant
 from gpu_actors.errors import CompileError, InvalidRequest, Unsupported
 
 TEXT = 'extern "C" __global__ void k(int* p) {}'
@@ -216,7 +217,7 @@ class TestIncludes:
 
 class TestAssets:
     def test_a_shipped_kernel_comes_with_the_headers_it_reaches(self):
-        kernel_source = assets.asset_source("append/copy_pages.cu", ["copy_pages"], macros={"A": 1}, arch="sm_80")
+        kernel_source = Variant("copy_pages", "sm_80", {"A": 1}).source
         assert {"ptx/memory.cuh", "ptx/types.cuh"} <= set(kernel_source.headers)
         assert "ptx/wgmma.cuh" not in kernel_source.headers
         assert (kernel_source.entry_points, kernel_source.arch, dict(kernel_source.macros)) == (

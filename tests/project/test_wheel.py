@@ -18,11 +18,12 @@ from support.service import KERNELS_CU, REPOSITORY
 _COMPILE = """
 import hashlib
 
-from gpu_actors.compiling.assets import asset_root, asset_source
+from gpu_actors.compiling.assets import asset_root
 from gpu_actors.compiling.compiler import Compiler
+from gpu_actors.compiling.variant import Variant
 
-source = asset_source("append/copy_pages.cu", ("copy_pages",), macros={"WARPS": 4, "PART_BYTES": 16384})
-print(asset_root(), hashlib.sha256(Compiler().compile(source, "sm_80").data).hexdigest())
+source = Variant("copy_pages", "sm_80", {"WARPS": 4, "PART_BYTES": 16384}).source
+print(asset_root(), hashlib.sha256(Compiler().compile(source).data).hexdigest())
 """
 
 
