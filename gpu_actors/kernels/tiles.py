@@ -18,7 +18,6 @@ from gpu_actors.kernels.support import ELEMENTS, capability
 __all__ = [
     "TILES",
     "Tile",
-    "arch_class",
     "backward_warp_tile",
     "mma_row",
     "output_is_direct",
@@ -47,6 +46,7 @@ class _TileRow(NamedTuple):
     scale_only: whether nothing but the scale may stand between product and score. plain: whether no bias, dropout or
     score modification may, which need registers. bare: whether no bias or dropout may, which need more. blocks: how
     many at a time must fit into the shared memory of a multiprocessor. layouts: as in AttentionProblem.
+    hopper: whether it is for compute capability 9.0 alone.
     """
 
     kernel: str
@@ -60,7 +60,7 @@ class _TileRow(NamedTuple):
     blocks: int = 1
     layouts: tuple[Layout, ...] | None = None
     direction: Direction = "forward"
-    arch_classes: tuple[str, ...] | None = None
+    hopper: bool = False
     head_dim_v: int | None = None
 
 
@@ -72,11 +72,11 @@ _NO_WINDOW: tuple[MaskKind, ...] = ("full", "causal")
 
 _EIGHTS = ("float8_e4m3fn", "float8_e5m2")
 
-_sm90 = functools.partial(_TileRow, "forward_sm90", arch_classes=("sm_90",))
+_sm90 = functools.partial(_TileRow, "forward_sm90", hopper=True)
 _mma = functools.partial(_TileRow, "forward_mma")
 _wide = functools.partial(_TileRow, "forward_wide", dtypes=_HALVES, head_dim=512)
 _backward = functools.partial(_TileRow, "backward_mma", direction="backward")
-_backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backward", arch_classes=("sm_90",))
+_backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backward", hopper=True)
 _simple = functools.partial(_TileRow, "forward_simple")
 _backward_simple = functools.partial(_TileRow, "backward_simple", direction="backward")
 
@@ -165,12 +165,6 @@ TILES = (
 )
 
 
-def arch_class(arch: str) -> str:
-    """The generation whose kernels an architecture runs: "sm_80", "sm_90", "sm_100" or "sm_120"."""
-    number = capability(arch)
-    return next((f"sm_{first}" for first in (120, 100, 90) if number >= first), "sm_80")
-
-
 @functools.lru_cache(maxsize=1024)
 def tile_for(
     kernel: str,
@@ -191,12 +185,13 @@ def tile_for(
 
     Raises Unsupported where the table has no row for it.
     """
-    generation, limit = arch_class(arch), shared_mem_limit(capability(arch))
+    sm = capability(arch)
+    limit = shared_mem_limit(sm)
     dim_v = head_dim if head_dim_v is None else head_dim_v
     for row in TILES:
         if (
             (row.kernel, row.direction) == (kernel, direction)
-            and (row.arch_classes is None or generation in row.arch_classes)
+            and (sm == 90 or not row.hopper)
             and (row.dtypes is None or dtype in row.dtypes)
             and head_dim <= row.head_dim
             and (row.head_dim_v is None or dim_v <= row.head_dim_v)

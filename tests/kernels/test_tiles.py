@@ -17,7 +17,6 @@ from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import (
     TILES,
     Tile,
-    arch_class,
     padded_head_dim,
     shared_mem_bytes,
     tile_for,
@@ -92,16 +91,13 @@ def test_a_problem_outside_the_table_is_refused():
         tile_for("forward_simple", "backward", "sm_80", "float16", 64, "full")
 
 
-def test_architectures_fall_into_generations():
-    for generation, archs in {
-        "sm_80": ("sm_80", "sm_86", "sm_89"),
-        "sm_90": ("sm_90a",),
-        "sm_100": ("sm_100a", "sm_103a"),
-        "sm_120": ("sm_120a", "sm_121a"),
-    }.items():
-        assert {arch_class(arch) for arch in archs} == {generation}
+def test_tiles_of_hopper_kernels_are_for_hopper_alone():
+    for arch in ("sm_80", "sm_89", "sm_100a", "sm_103a", "sm_120a", "sm_121a"):
+        for kernel in ("forward_sm90", "backward_sm90"):
+            assert tile_or_none(kernel, arch, "bfloat16", 64, "full") is None
+            assert tile_or_none(kernel, "sm_90a", "bfloat16", 64, "full") is not None
     with pytest.raises(InvalidRequest):
-        arch_class("hopper")
+        tile_or_none("forward_mma", "hopper", "bfloat16", 64, "full")
 
 
 def test_shared_memory_limits_are_the_documented_ones():
