@@ -1,4 +1,4 @@
-"""The kernel that merges partial results: its problem, macros, grid and parameters."""
+"""The kernels that merge partial results and that give the gradient of it: their problem, macros, grids, parameters."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.fields import one_of
 from gpu_actors.kernels.macros import Macros, flags
 from gpu_actors.kernels.params import Binder, Operand, ParamsLayout, struct_layout
+from gpu_actors.kernels.program import flat_grid
 from gpu_actors.kernels.support import ELEMENTS, check_capability
 
 __all__ = [
+    "GRADIENT_TERM_FIELDS",
     "TERM_FIELDS",
-    "WARPS",
     "MergeProblem",
-    "check_merge",
     "example_merge",
     "merge_geometry",
-    "merge_macros",
+    "merge_gradient_geometries",
+    "merge_gradient_variants",
     "merge_variant",
     "merge_variants",
+    "pack_gradient_terms",
     "pack_merge",
+    "pack_merge_gradients",
     "pack_terms",
-    "result_operands",
+    "sums_dtype",
 ]
 
-WARPS, _WARP = 4, 32
+_WARPS, _WARP = 4, 32
 _MOST_UNITS = (1 << 31) - 1
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LSE_DTYPES = ("float32", "float64")
@@ -73,22 +76,22 @@ class MergeProblem:
 
 def merge_variant(problem: MergeProblem, arch: str) -> Variant:
     """The kernel of a problem on an architecture. Sizes are not in it. Raises InvalidRequest and Unsupported."""
-    check_merge(problem, arch)
+    _check_merge(problem, arch)
     if problem.dtype == "float64" and ELEMENTS[problem.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
         raise Unsupported("out_dtype", problem.out_dtype, reason, "float32")
-    return Variant("merge", arch, merge_macros(problem))
+    return Variant("merge", arch, _merge_macros(problem))
 
 
-def merge_macros(problem: MergeProblem) -> Macros:
+def _merge_macros(problem: MergeProblem) -> Macros:
     """What the kernel, and that of its gradient, are compiled for."""
     p = problem
     types = {"ELEMENT": p.dtype, "OUT_ELEMENT": p.out_dtype, "LSE_ELEMENT": p.lse_dtype}
     macros: Macros = {name: ELEMENTS[dtype].c_type for name, dtype in types.items()}
-    return macros | {"WARPS": WARPS} | flags(SINKS=p.sinks is not None)
+    return macros | {"WARPS": _WARPS} | flags(SINKS=p.sinks is not None)
 
 
-def check_merge(problem: MergeProblem, arch: str) -> None:
+def _check_merge(problem: MergeProblem, arch: str) -> None:
     """Raise Unsupported for an architecture, and InvalidRequest for a dtype, that neither kernel is for."""
     check_capability(arch)
     for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
@@ -112,7 +115,7 @@ def merge_variants(arch: str) -> list[Variant]:
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
     """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
-    units, threads = problem.units, WARPS * _WARP
+    units, threads = problem.units, _WARPS * _WARP
     if units > _MOST_UNITS:
         reason = f"a launch merges at most {_MOST_UNITS} groups of columns, and a row has {problem.groups}"
         raise Unsupported("partials", problem.results, reason, _MOST_UNITS // problem.groups)
@@ -131,7 +134,7 @@ def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
     layout = struct_layout("Term", "merge/terms.cuh")
     table = []
     for index in range(problem.count):
-        operands = result_operands(problem, layout, problem.dtype, problem.lse_dtype, f".{index}")
+        operands = _result_operands(problem, layout, problem.dtype, problem.lse_dtype, f".{index}")
         table.append(Binder.of(layout, operands).pack(buffers))
     return b"".join(table)
 
@@ -148,14 +151,14 @@ def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 @functools.lru_cache(maxsize=256)
 def _binder(p: MergeProblem) -> Binder:
     layout = struct_layout("Params", "merge/terms.cuh", "merge/merge.cu")
-    operands = [*result_operands(p, layout, p.out_dtype, p.out_lse_dtype)]
+    operands = [*_result_operands(p, layout, p.out_dtype, p.out_lse_dtype)]
     operands.append(layout.operand("terms", "..", (p.count, TERM_FIELDS), "uint64"))
     if p.sinks is not None:
         operands.append(layout.operand("sinks", ("sinks_stride",), (p.heads,), p.sinks))
     return Binder.of(layout, operands, layout.named(p) | {"sinks_are_float": int(p.sinks == "float32")})
 
 
-def result_operands(
+def _result_operands(
     p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "", prefix: str = ""
 ) -> Iterator[Operand]:
     """out and lse, with the suffix, as the struct's fields of these names after the prefix."""
@@ -163,3 +166,89 @@ def result_operands(
     out, lse = (*outer, p.rows, p.heads, p.columns), (*outer, p.heads, p.rows)
     yield layout.operand(f"out{suffix}", f"{axes}rh.", out, dtype, prefix=prefix, field="out")
     yield layout.operand(f"lse{suffix}", f"{axes}hr", lse, lse_dtype, prefix=prefix, field="lse")
+
+
+# The gradient
+
+_GRADIENT_SOURCES = ("merge/terms.cuh", "merge/merge_gradients.cu")
+
+GRADIENT_TERM_FIELDS = 10
+"""64-bit fields of an entry of the table of terms."""
+
+
+def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, ...]:
+    """The kernels of a problem on an architecture, in the order of its launches. out_dtype: of dout.
+
+    With sinks there is a second launch, which sums the rows of each sink. Raises InvalidRequest and Unsupported.
+    """
+    _check_merge(problem, arch)
+    if problem.out_dtype == "float64" and ELEMENTS[problem.dtype].itemsize == 2:
+        reason = "gradients in float64 would be rounded twice on their way to 16 bits"
+        raise Unsupported("dout", problem.out_dtype, reason, "float32")
+    macros, passes = _merge_macros(problem), (False, True) if problem.sinks is not None else (False,)
+    return tuple(Variant("merge_gradients", arch, macros | flags(SUM_SINKS=last)) for last in passes)
+
+
+def sums_dtype(problem: MergeProblem) -> str:
+    """float64 where an operand is, else float32."""
+    return "float64" if "float64" in (problem.dtype, problem.lse_dtype, problem.out_dtype) else "float32"
+
+
+def _lanes(problem: MergeProblem) -> int:
+    """Threads that share a row: a power of 2, so that a warp has whole rows."""
+    return min(_WARP, 1 << (problem.groups - 1).bit_length())
+
+
+def merge_gradient_geometries(problem: MergeProblem) -> list[LaunchGeometry]:
+    """The grid and block of each launch; no dynamic shared memory.
+
+    Raises Unsupported where the rows are too many for 32 bits.
+    """
+    threads, most = _WARPS * _WARP, (1 << 31) - 1
+    if problem.results > most:
+        raise Unsupported("partials", problem.results, f"a launch takes at most {most} rows of all heads", most)
+    counts = [-(-problem.results * _lanes(problem) // threads)]
+    if problem.sinks is not None:
+        counts.append(problem.heads)
+    return [flat_grid(blocks, threads, 0, "partials", problem.results) for blocks in counts]
+
+
+def pack_gradient_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The table of terms, uint64 (count, GRADIENT_TERM_FIELDS): where each partial and its gradients lie.
+
+    buffers: out.N and lse.N of dtype and lse_dtype; dout.N and dlse.N like them, without gaps. Raises InvalidRequest
+    for one that is not as described.
+    """
+    p, layout = problem, struct_layout("GradientTerm", *_GRADIENT_SOURCES)
+    table = []
+    for index in range(p.count):
+        operands = [*_result_operands(p, layout, p.dtype, p.lse_dtype, f".{index}", "seen.")]
+        for operand in _result_operands(p, layout, p.dtype, p.lse_dtype, f".{index}", "seen."):
+            address = layout.positions["d" + operand.name.split(".")[0]]
+            operands.append(operand._replace(name="d" + operand.name, address=address, strides=(), packed=0))
+        table.append(Binder.of(layout, operands).pack(buffers))
+    return b"".join(table)
+
+
+def pack_merge_gradients(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
+    """The parameters of either launch.
+
+    buffers: terms uint64 (count, GRADIENT_TERM_FIELDS), of `pack_gradient_terms`; dout and dlse of the merged dtypes,
+    dlse possibly missing; with sinks these, (heads,), float32 or of dtype, dsinks like them in float32, and sink_parts
+    (heads, batch * rows), of the sums' dtype. Raises InvalidRequest for what is not as described.
+    """
+    return _gradient_binder(problem).pack(buffers)
+
+
+@functools.lru_cache(maxsize=256)
+def _gradient_binder(p: MergeProblem) -> Binder:
+    layout = struct_layout("GradientParams", *_GRADIENT_SOURCES)
+    operands = [layout.operand("terms", "..", (p.count, GRADIENT_TERM_FIELDS), "uint64")]
+    merged = _result_operands(p, layout, p.out_dtype, p.out_lse_dtype, prefix="d")
+    operands += [operand._replace(name="d" + operand.name, optional=operand.name == "lse") for operand in merged]
+    if p.sinks is not None:
+        operands.append(layout.operand("sinks", ("sinks_stride",), (p.heads,), p.sinks))
+        operands.append(layout.operand("sink_parts", "..", (p.heads, p.results // p.heads), sums_dtype(p)))
+        operands.append(layout.operand("dsinks", ".", (p.heads,), "float32"))
+    scalars = {"lanes": _lanes(p), "sinks_are_float": int(p.sinks == "float32")}
+    return Binder.of(layout, operands, layout.named(p) | scalars)

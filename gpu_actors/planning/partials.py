@@ -10,19 +10,17 @@ from gpu_actors.arrays.adopt import Adopted, name_of, restore
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernel, Launch, Outputs, OutputSpec, ScratchSpec, Step, zero_launch
 from gpu_actors.kernels.merge import (
+    GRADIENT_TERM_FIELDS,
     TERM_FIELDS,
     MergeProblem,
     merge_geometry,
-    merge_variant,
-    pack_merge,
-    pack_terms,
-)
-from gpu_actors.kernels.merge_gradients import (
-    GRADIENT_TERM_FIELDS,
     merge_gradient_geometries,
     merge_gradient_variants,
+    merge_variant,
     pack_gradient_terms,
+    pack_merge,
     pack_merge_gradients,
+    pack_terms,
     sums_dtype,
 )
 from gpu_actors.partial import (

@@ -15,8 +15,7 @@ from support.gate import kernel_source
 from support.service import KERNELS_CU
 
 from gpu_actors import KernelSource
-from gpu_actors.kernels.merge import example_merge, merge_variants
-from gpu_actors.kernels.merge_gradients import merge_gradient_variants
+from gpu_actors.kernels.merge import example_merge, merge_gradient_variants, merge_variants
 from gpu_actors.kernels.variants import kv_variants, standard_variants, usual_backward_keys
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,7 @@ from emulated.merge import merge_problem, run_merge, run_merge_gradients
 from matrix.merge import check_merge, gradients_of, partials_of
 
 import gpu_actors as ga
-from gpu_actors.kernels.merge import MergeProblem, merge_variant
-from gpu_actors.kernels.merge_gradients import merge_gradient_geometries, merge_gradient_variants
+from gpu_actors.kernels.merge import MergeProblem, merge_gradient_geometries, merge_gradient_variants, merge_variant
 from gpu_actors.partial import Partial, merge
 
 

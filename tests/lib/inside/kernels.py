@@ -23,21 +23,19 @@ from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, disp
 from gpu_actors.kernels.forward_sm90 import COUNTER, sm90_packer
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import (
+    GRADIENT_TERM_FIELDS,
     TERM_FIELDS,
     MergeProblem,
     example_merge,
     merge_geometry,
-    merge_variant,
-    merge_variants,
-    pack_merge,
-    pack_terms,
-)
-from gpu_actors.kernels.merge_gradients import (
-    GRADIENT_TERM_FIELDS,
     merge_gradient_geometries,
     merge_gradient_variants,
+    merge_variant,
+    merge_variants,
     pack_gradient_terms,
+    pack_merge,
     pack_merge_gradients,
+    pack_terms,
     sums_dtype,
 )
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor, shared_mem_limit
