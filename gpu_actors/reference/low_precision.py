@@ -3,6 +3,7 @@ would compute them."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +18,7 @@ __all__ = ["attention_backward_low", "attention_forward_low", "intermediate_dtyp
 
 # Weights lie in [0, 1]; a power of two below float8_e4m3fn's 448 spends the format's exponents on them.
 _FP8_WEIGHT_SCALE = 256.0
-_TF32_DROPPED_BITS = 13
+_DROPPED_BITS = 13  # of float32's 24, which leaves 11
 
 
 def intermediate_dtype(dtype: str) -> str:
@@ -32,10 +33,8 @@ def rounder(dtype: str) -> Step:
     dtype: a NumPy or ml_dtypes name, or "tf32" (11 significant bits with the exponents of float32, ties
         away from 0), or "wide_float16" (float16's 11 bits with the exponents of float32, ties to even).
     """
-    if dtype == "tf32":
-        return _round_tf32
-    if dtype == "wide_float16":
-        return _round_wide_float16
+    if dtype in ("tf32", "wide_float16"):
+        return functools.partial(_round_11_bits, to_even=dtype == "wide_float16")
     if dtype == "float16":
         return _round_float16
     target = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -49,13 +48,13 @@ def rounder(dtype: str) -> Step:
     return round_to_target
 
 
-def _round_tf32(array: Array) -> Array:
+def _round_11_bits(array: Array, to_even: bool) -> Array:
+    """Ties go to even, or away from 0."""
     bits = array.astype(np.float32).view(np.uint32)
-    half, kept = (
-        np.uint32(1 << (_TF32_DROPPED_BITS - 1)),
-        np.uint32(0xFFFFFFFF << _TF32_DROPPED_BITS & 0xFFFFFFFF),
-    )
-    rounded = ((bits + half) & kept).view(np.float32)
+    below_half = np.uint32((1 << (_DROPPED_BITS - 1)) - 1)
+    up = (bits >> _DROPPED_BITS) & np.uint32(1) if to_even else np.uint32(1)
+    kept = np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
+    rounded = ((bits + below_half + up) & kept).view(np.float32)
     return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
 
 
@@ -69,15 +68,6 @@ def _round_float16(array: Array) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         sums = np.copysign((array + anchor) - anchor, array)
         return np.where(np.abs(array) < normal, sums, array).astype(np.float16).astype(array.dtype)
-
-
-def _round_wide_float16(array: Array) -> Array:
-    bits = array.astype(np.float32).view(np.uint32)
-    odd = (bits >> _TF32_DROPPED_BITS) & np.uint32(1)
-    below_half = np.uint32((1 << (_TF32_DROPPED_BITS - 1)) - 1)
-    kept = np.uint32(0xFFFFFFFF << _TF32_DROPPED_BITS & 0xFFFFFFFF)
-    rounded = ((bits + below_half + odd) & kept).view(np.float32)
-    return np.where(np.isfinite(array), rounded, array).astype(array.dtype)
 
 
 def attention_forward_low(
