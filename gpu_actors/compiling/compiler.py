@@ -40,7 +40,7 @@ def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None)
 
     Raises CompileError if the source includes a file that no key can cover (see `include_closure`).
     """
-    own, missing = include_closure(source.source, source.headers)
+    own, missing = include_closure(source.source, source.headers.get)
     if toolchain is None:
         return CompileInputs(source.options, FrozenMap(own), FrozenMap(own))
     toolkit = toolkit_closure(tuple(sorted(missing)), toolchain.include_dirs)

@@ -61,18 +61,14 @@ def includes_of(text: str) -> Includes:
     return Includes(tuple(names), tuple(computed))
 
 
-def include_closure(
-    source: str, headers: Mapping[str, str] | Callable[[str], str | None]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The ``headers`` that ``source`` reaches, by name, and the names that it reaches but ``headers`` lacks.
+def include_closure(source: str, find: Callable[[str], str | None]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The headers that ``source`` reaches, by name, and the names that it reaches but ``find`` lacks.
 
-    headers: text by name, or a function that returns the text for a name, None if there is none.
+    find: returns the text for a name, None if there is none.
 
     Raises CompileError for an include that would leave the closure: of a path that a compiler reads from the disk in
     any case (see `leaves_closure`), or of a macro.
     """
-
-    find = headers.get if isinstance(headers, Mapping) else headers
 
     def lookup(name: str, _place: str) -> Header | None:
         text = None if leaves_closure(name) else find(name)
