@@ -185,14 +185,15 @@ class _Matcher:
         for uid, name in zip(gradient.outputs, (names[uid] for uid in gradient["wrt"]), strict=True):
             expected = match.problem.dtype if name != "bias" or match.bias is None else self._tensor(match.bias).dtype
             self._check_dtype(uid, expected, f"the gradient of {name}")
-        rows = dict.fromkeys(("return_lse", "score_max", "score_sum_exp"), False)
-        backward: dict[str, Any] = {
-            "direction": "backward",
-            "deterministic": self._deterministic,
-            "lse_dtype": lse_dtype,
-        }
-        backward |= rows
-        problem = dataclasses.replace(match.problem, **backward)
+        problem = dataclasses.replace(
+            match.problem,
+            direction="backward",
+            deterministic=self._deterministic,
+            lse_dtype=lse_dtype,
+            return_lse=False,
+            score_max=False,
+            score_sum_exp=False,
+        )
         out, stats = gradient["forward"]
         return dataclasses.replace(match, problem=problem, gradients=Gradients(dout, out, stats, written))
 
