@@ -8,10 +8,9 @@ The split and the merge are decode_mma's kernels, under keys that differ in ``ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
-from gpu_actors.devices.interface import Buffer, LaunchGeometry
+from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode_mma import (
     UNKNOWN_MULTIPROCESSORS,
@@ -23,10 +22,10 @@ from gpu_actors.kernels.decode_mma import (
 )
 from gpu_actors.kernels.decode_tiles import DecodeTile, decode_tile, packed_rows
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward_sm90 import SWIZZLE_ROWS, pad_to_maps, rows_map
+from gpu_actors.kernels.forward_sm90 import SWIZZLE_ROWS, mapped_packer
 from gpu_actors.kernels.macros import Macros, flags, score_macros, tile_macros
 from gpu_actors.kernels.occupancy import shared_mem_limit
-from gpu_actors.kernels.program import EncodeTensorMap, Pack, Part, Program, Target, Values
+from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
 
@@ -36,7 +35,6 @@ __all__ = [
     "SM90_ROW_TILES",
     "part_of",
     "sm90_decode_macros",
-    "sm90_decode_packer",
     "sm90_decode_refuses",
     "sm90_decode_threads",
     "sm90_decode_tile",
@@ -111,34 +109,16 @@ def part_of(page_size: int, keys: int) -> int:
     return min(keys, page_size & -page_size) if page_size else keys
 
 
-def sm90_decode_packer(
-    problem: AttentionProblem, key: DispatchKey, params: Pack, encode: EncodeTensorMap | None
-) -> Pack:
-    """What packs the parameters of decode_sm90.
-
-    params: `gpu_actors.kernels.decode_mma.decode_packer` of the launch, which says what the buffers are. encode: the
-    device's own tensor maps. It raises InvalidRequest as ``params`` does, and for what TMA cannot move.
-    """
-    part = part_of(problem.page_size, sm90_decode_tile(key).tile.block_n)
-    dims = {"k_cache": problem.head_dim, "v_cache": problem.head_dim_v}
-    columns = {name: padded_head_dim(dim, problem.kv_dtype) for name, dim in dims.items()}
-
-    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
-        assert encode is not None, "a launch by TMA is packed for a device"
-        packed = params(buffers, values)  # first, because it checks the operands
-        maps = [rows_map(name, buffers[name], count, part, encode) for name, count in columns.items()]
-        return pad_to_maps(b"".join((*maps, packed)))
-
-    return pack
-
-
 def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernels of ``key``, which names decode_sm90: a range of the work for each multiprocessor."""
     tile = sm90_decode_tile(key)
     ranges = max(1, target.multiprocessors or UNKNOWN_MULTIPROCESSORS) * tile.blocks
     geometry = LaunchGeometry((ranges, 1, 1), (sm90_decode_threads(key), 1, 1), tile.shared_bytes)
     params = decode_packer(problem, key, ranges)
-    pack = sm90_decode_packer(problem, key, params, target.encode)
+    part = part_of(problem.page_size, tile.tile.block_n)
+    dims = {"k_cache": problem.head_dim, "v_cache": problem.head_dim_v}
+    boxes = [(name, padded_head_dim(dim, problem.kv_dtype), part) for name, dim in dims.items()]
+    pack = mapped_packer(params, boxes, target.encode)
     return split_program(problem, Part(key, geometry, pack), params, ranges, target.lengths_on_host)
 
 

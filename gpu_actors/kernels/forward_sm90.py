@@ -32,6 +32,7 @@ __all__ = [
     "TMA_ALIGNMENT",
     "Sections",
     "folded_factor_refusal",
+    "mapped_packer",
     "pad_to_maps",
     "rows_map",
     "schedule_layout",
@@ -258,12 +259,20 @@ def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTenso
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
     boxes = (("q", dim, ROWS), (k, dim, keys), (v, dim_v, keys), ("out", dim_v, ROWS))
     params, schedule = scored_packer(problem), LazyBinder(lambda: _schedule_binder(problem, sections_of(problem, tile)))
+    return mapped_packer(lambda buffers, values: params(buffers, values) + schedule.pack(buffers), boxes, encode)
+
+
+def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: EncodeTensorMap | None) -> Pack:
+    """What packs tensor maps and, behind them, what ``params`` packs.
+
+    boxes: (operand, columns, rows), as for `rows_map`.
+    """
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         assert encode is not None, "a launch by TMA is packed for a device"
         packed = params(buffers, values)  # first, because it checks the operands
         maps = [rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
-        return pad_to_maps(b"".join((*maps, packed, schedule.pack(buffers))))
+        return pad_to_maps(b"".join((*maps, packed)))
 
     return pack
 
