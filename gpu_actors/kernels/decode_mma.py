@@ -231,16 +231,12 @@ def _packer(problem: AttentionProblem, binder: LazyBinder, alignment: int) -> Pa
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         scratch = {name: buffers[name].address for name in _SCRATCH if name in buffers}
         packed = binder.pack(buffers, launch_values(problem, buffers, prefix=_ATTENTION) | scratch)
-        _check_rows(problem, buffers, alignment)
+        if problem.layout != "pointers":
+            for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
+                _check_alignment(name, buffers[name], (0, 1, 2), alignment)
         return packed
 
     return pack
-
-
-def _check_rows(problem: AttentionProblem, buffers: Mapping[str, Buffer], alignment: int) -> None:
-    if problem.layout != "pointers":
-        for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
-            _check_alignment(name, buffers[name], (0, 1, 2), alignment)
 
 
 def pack_pointers(problem: AttentionProblem, side: str, alignment: int, buffers: Mapping[str, Buffer]) -> bytes:

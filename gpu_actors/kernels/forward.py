@@ -11,11 +11,9 @@ from gpu_actors.kernels.params import forward_packer, row_stats_packer
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
-from gpu_actors.kernels.tiles import shared_bytes_of, tile_of
+from gpu_actors.kernels.tiles import shared_bytes_of, threads_of, tile_of
 
 __all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE", "scored_packer"]
-
-_WARP = 32
 
 
 def mma_macros(key: DispatchKey) -> Macros:
@@ -23,15 +21,10 @@ def mma_macros(key: DispatchKey) -> Macros:
     return forward_macros(key) | {"STAGES": tile_of(key).stages}
 
 
-def forward_threads(key: DispatchKey) -> int:
-    """The threads of a block."""
-    return tile_of(key).warps * _WARP
-
-
 def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernel of ``key``, with a block for each tile of query rows of a head. Raises Unsupported as `flat_grid`."""
     blocks = -(-problem.seqlen_q // tile_of(key).block_m) * problem.heads_q * problem.batch
-    geometry = flat_grid(blocks, forward_threads(key), shared_bytes_of(key), "batch", problem.batch)
+    geometry = flat_grid(blocks, threads_of(key), shared_bytes_of(key), "batch", problem.batch)
     return Program((Part(key, geometry, scored_packer(problem)),))
 
 
@@ -51,7 +44,7 @@ FORWARD_MMA = KernelFamily(
     "computes every forward option of dense and varlen batches on tensor cores, with mma.sync",
     forward_program,
     mma_macros,
-    forward_threads,
+    threads_of,
     "forward",
     _LAYOUTS,
     ("float16", "float32", "bfloat16"),
@@ -73,7 +66,7 @@ FORWARD_SIMPLE = KernelFamily(
     "computes every forward option of dense and varlen batches on CUDA cores",
     forward_program,
     forward_macros,
-    forward_threads,
+    threads_of,
     "forward",
     _LAYOUTS,
     tensor_cores=False,

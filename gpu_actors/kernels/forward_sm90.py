@@ -21,7 +21,15 @@ from gpu_actors.kernels.macros import Macros, forward_macros
 from gpu_actors.kernels.params import Binder, LazyBinder, divider, struct_layout
 from gpu_actors.kernels.program import EncodeTensorMap, Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
-from gpu_actors.kernels.tiles import Tile, output_is_direct, padded_head_dim, shared_bytes_of, tile_of, value_pieces
+from gpu_actors.kernels.tiles import (
+    Tile,
+    output_is_direct,
+    padded_head_dim,
+    shared_bytes_of,
+    threads_of,
+    tile_of,
+    value_pieces,
+)
 
 __all__ = [
     "COUNTER",
@@ -38,11 +46,9 @@ __all__ = [
     "schedule_layout",
     "section_heads",
     "sections_of",
-    "sm90_geometry",
     "sm90_macros",
     "sm90_packer",
     "sm90_refuses",
-    "sm90_threads",
     "tma_refusal",
 ]
 
@@ -164,18 +170,6 @@ def sm90_macros(key: DispatchKey) -> Macros:
     return macros
 
 
-def sm90_threads(key: DispatchKey) -> int:
-    """The threads of a block of forward_sm90."""
-    return tile_of(key).warps * 32
-
-
-def sm90_geometry(key: DispatchKey, problem: AttentionProblem, multiprocessors: int | None) -> LaunchGeometry:
-    """One block a multiprocessor, and no more than there are tiles."""
-    tiles = -(-problem.seqlen_q // tile_of(key).block_m) * problem.batch * problem.heads_q
-    blocks = min(tiles, multiprocessors or MULTIPROCESSORS)
-    return LaunchGeometry((blocks, 1, 1), (sm90_threads(key), 1, 1), shared_bytes_of(key))
-
-
 class Sections(NamedTuple):
     """tiles: of rows, in all. row_tiles: of a sequence. all_heads: query heads of all sequences. heads: a section."""
 
@@ -282,21 +276,17 @@ def pad_to_maps(packed: bytes) -> bytes:
     return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
 
 
-def _check_tma(name: str, buffer: Buffer) -> None:
-    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, ELEMENTS[buffer.dtype].itemsize)
-    if refusal is not None:
-        raise InvalidRequest(name, refusal.value, refusal.reason)
-
-
 def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
     """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
 
     columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
     """
-    _check_tma(name, buffer)
+    itemsize = ELEMENTS[buffer.dtype].itemsize
+    refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, itemsize)
+    if refusal is not None:
+        raise InvalidRequest(name, refusal.value, refusal.reason)
     if 0 in buffer.shape:
         return _NO_MAP
-    itemsize = ELEMENTS[buffer.dtype].itemsize
     shape, strides = buffer.shape, buffer.strides
     if len(shape) == 3:  # packed
         shape, strides = (1, *shape), (0, *strides)
@@ -346,8 +336,10 @@ def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
 def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     """The kernel of ``key``, which names forward_sm90. A cache takes it alone, too, whatever its lengths are."""
     pack = sm90_packer(problem, key, target.encode)
-    part = Part(key, sm90_geometry(key, problem, target.multiprocessors), pack)
-    return Program((part,), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})
+    # One block a multiprocessor, and no more than there are tiles.
+    blocks = min(sections_of(problem, tile_of(key)).tiles, target.multiprocessors or MULTIPROCESSORS)
+    geometry = LaunchGeometry((blocks, 1, 1), (threads_of(key), 1, 1), shared_bytes_of(key))
+    return Program((Part(key, geometry, pack),), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})
 
 
 FORWARD_SM90 = KernelFamily(
@@ -355,7 +347,7 @@ FORWARD_SM90 = KernelFamily(
     "computes 16-bit and 8-bit batches, and many new rows over caches, on Hopper with TMA and wgmma",
     sm90_program,
     sm90_macros,
-    sm90_threads,
+    threads_of,
     "forward",
     ("dense", "varlen", "cache", "paged"),
     ("float16", "float8_e5m2", "float8_e4m3fn", "bfloat16"),

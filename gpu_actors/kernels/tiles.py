@@ -25,6 +25,7 @@ __all__ = [
     "padded_head_dim",
     "shared_mem_bytes",
     "shares_keys",
+    "threads_of",
     "tile_for",
     "value_pieces",
 ]
@@ -215,6 +216,11 @@ def tile_of(key: DispatchKey) -> Tile:
     fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
     block_size = None if key.score_mod is None else key.score_mod.block_size
     return tile_for(*fields, plain=key.plain, bare=key.bare, head_dim_v=key.head_dim_v, block_size=block_size)
+
+
+def threads_of(key: DispatchKey) -> int:
+    """The threads of a block of the key's kernel."""
+    return 32 * tile_of(key).warps
 
 
 def _divides(tile: Tile, block_size: tuple[int, int]) -> bool:

@@ -233,14 +233,10 @@ def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionPro
     problem = masked_problem(request, forward_problem(request))
     families = eligible_families({"q": request.q, "k": request.k, "v": request.v, "out": request.out})
     key = answering_key(problem, info.arch, info.runs_kernels, families)
-    if any(map(_stands_for_several, (request.q, request.k, request.v))):
+    # Sequences that `broadcast_batch` lets share one in memory are not packed.
+    if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
     return problem, key, packing_of(problem, key, families, info.multiprocessors)
-
-
-def _stands_for_several(array: Any) -> bool:
-    """Whether sequences share one in memory, as `broadcast_batch` makes it."""
-    return bool(array.shape[0] > 1 and array.strides[0] == 0)
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
