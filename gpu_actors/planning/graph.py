@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_actors.arrays.adopt import AnyArray
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import FP8
-from gpu_actors.graph.binding import Binding, bind_arrays
+from gpu_actors.graph.binding import bind_arrays
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.planning.graph_plan import GraphPlan, graph_plan
 from gpu_actors.planning.plan import PlanCache
@@ -37,27 +36,23 @@ class GraphPlanner(AttentionPlanner):
         _check_graph(graph)
         with reading(call.message):
             given = bind_arrays(graph, arrays, self.device_name, call.caller_notes)
-            plan = self._graph_plan(graph, given)
+            # Those like q, k and v, which kernels may load in tiles.
+            tiles = {
+                f"tensor {uid}": array
+                for uid, array in given.arrays.items()
+                if array.ndim == 4 and array.dtype.name in _IN_TILES
+            }
+
+            def make() -> GraphPlan:
+                return graph_plan(graph, self.device, self.runs_kernels, self.accumulate, eligible_families(tiles))
+
+            plan: GraphPlan = self.plans.of(lambda: (graph.signature(), alignments(*tiles.values())), make)
         kernels = () if self.kernels is None else self.kernels_of(call, plan.variants)
         if kernels is None:
             return
         launch = plan.bind(graph, given, kernels)
         if call.claim():
             actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
-
-    def _graph_plan(self, graph: OperationGraph, given: Binding) -> GraphPlan:
-        tiles = {f"tensor {uid}": array for uid, array in tiles_of(given).items()}
-
-        def make() -> GraphPlan:
-            return graph_plan(graph, self.device, self.runs_kernels, self.accumulate, eligible_families(tiles))
-
-        plan: GraphPlan = self.plans.of(lambda: (graph.signature(), alignments(*tiles.values())), make)
-        return plan
-
-
-def tiles_of(given: Binding) -> dict[int, AnyArray]:
-    """The arrays that kernels may load in tiles: those like q, k and v."""
-    return {uid: array for uid, array in given.arrays.items() if array.ndim == 4 and array.dtype.name in _IN_TILES}
 
 
 def _check_graph(graph: object) -> None:

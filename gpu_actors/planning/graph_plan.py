@@ -60,12 +60,8 @@ class Result:
     memory: tuple[int, ...]
     kernel: tuple[int, ...] | None = None
 
-    def array_of(self, array: AnyArray) -> AnyArray:
-        """What lies in memory, with the graph's dims."""
-        return array.transpose(*_inverse(self.memory))
-
     def buffer_of(self, buffer: Buffer) -> Buffer:
-        """The same for a kernel's buffer, with the axes that the kernel has."""
+        """A kernel's buffer, with the axes that the kernel has."""
         assert self.kernel is not None
         back = _inverse(self.memory)
         axes = [back[axis] for axis in self.kernel]
@@ -118,7 +114,7 @@ class GraphPlan:
         found: dict[int, Any] = {}
         for result in self.results:
             if result.uid is not None:
-                array = result.array_of(outputs[result.name])
+                array = outputs[result.name].transpose(*_inverse(result.memory))
                 found[result.uid] = array if template is None else restore(array, template)
         return (found,)
 

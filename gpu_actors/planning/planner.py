@@ -89,13 +89,13 @@ class AttentionPlanner(Workbench):
                 return backward_signature(request, plain)
             return forward_signature(request, plain)
 
-        return self.plans.of(signature, lambda: self._make_plan(request))
+        def make() -> Plan:
+            with reading(request):
+                if isinstance(request, FlashBackward):
+                    return backward_plan(request, self.device, self.accumulate)
+                return forward_plan(request, self.device, self.accumulate)
 
-    def _make_plan(self, request: FlashForward) -> Plan:
-        with reading(request):
-            if isinstance(request, FlashBackward):
-                return backward_plan(request, self.device, self.accumulate)
-            return forward_plan(request, self.device, self.accumulate)
+        return self.plans.of(signature, make)
 
     def answer(self, actor: ServiceActor, call: Call[Any], request: FlashForward, plain: bool, finish: Finish) -> None:
         """Launch an adopted request, forward or backward, or park it until its kernels are compiled."""
