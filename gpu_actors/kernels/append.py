@@ -255,10 +255,8 @@ def pack_append(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
         k_descale, v_descale float32 (batch, heads_kv), positive; one of them may be missing.
     Raises InvalidRequest for an operand that is missing or not as described.
     """
-    packed = _binder(problem).pack(_columns(problem, buffers) if problem.latent else buffers)
-    if problem.rope is not None and not problem.rope.table_rows:
-        packed += struct.pack(f"<{problem.rope.dim // 2}Q", *_steps(problem.rope))
-    return packed
+    binder, steps = _binder(problem)
+    return binder.pack(_columns(problem, buffers) if problem.latent else buffers) + steps
 
 
 def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
@@ -275,20 +273,17 @@ def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str,
     return found
 
 
-@functools.lru_cache(maxsize=64)
-def _steps(rope: Rope) -> tuple[int, ...]:
-    """Turns a position of each pair, in units of 2^-64, whole turns dropped."""
-    return tuple(round(math.fmod(radians / math.tau, 1.0) * 2.0**64) % (1 << 64) for radians in rope.frequencies)
-
-
 @functools.lru_cache(maxsize=256)
-def _binder(problem: AppendProblem) -> Binder:
-    layout = append_layout()
+def _binder(problem: AppendProblem) -> tuple[Binder, bytes]:
+    """What packs the struct, and behind it turns a position of each pair, in units of 2^-64, whole turns dropped."""
+    layout, rope = append_layout(), problem.rope
+    turns = () if rope is None or rope.table_rows else rope.frequencies
+    steps = [round(math.fmod(radians / math.tau, 1.0) * 2.0**64) % (1 << 64) for radians in turns]
     scalars = layout.named(problem) | layout.named(problem.rope) | layout.named(cut_rows(problem))
     if problem.layout == "pointers":
         for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
             scalars |= {f"{name}_cache_row": dim, f"{name}_cache_head": problem.max_seq * dim}
-    return Binder.of(layout, _operands(problem, layout), scalars)
+    return Binder.of(layout, _operands(problem, layout), scalars), struct.pack(f"<{len(steps)}Q", *steps)
 
 
 def _operands(p: AppendProblem, layout: ParamsLayout) -> Iterator[Operand]:

@@ -59,7 +59,7 @@ Split: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any] | None], Schedul
 
 def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
     """What splits the launches of a problem. Its lengths and rows are within what the problem says."""
-    tile = decode_tile(key).tile.block_n
+    tile, least = decode_tile(key).tile.block_n, min_units(key)
 
     @functools.lru_cache(maxsize=_LENGTHS)
     def of_tiles(counts: bytes) -> Schedule:
@@ -69,7 +69,7 @@ def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
         return schedule
 
     def split(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
-        return _split(key, ranges, workload(problem, key, lengths, rows))
+        return _split(least, ranges, workload(problem, key, lengths, rows))
 
     def split_by_tiles(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
         # The last row sees all keys. A step of decoding adds one, and most steps no tile.
@@ -79,11 +79,12 @@ def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
     return split_by_tiles if in_tiles else split
 
 
-def _split(key: DispatchKey, ranges: int, load: Workload) -> Schedule:
+def _split(least: int, ranges: int, load: Workload) -> Schedule:
+    """least: units of a range."""
     units = load.units
     sums = before(units * load.heads)
     total, entries = int(sums[-1]), units.size
-    used = min(ranges, max(1, total // min_units(key))) if total else 0
+    used = min(ranges, max(1, total // least)) if total else 0
     positions = np.zeros((ranges + 1, 4), np.int32)
     positions[:, 0] = entries
     if used:

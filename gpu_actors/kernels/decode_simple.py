@@ -10,7 +10,6 @@ kernels_cu/decode/decode_simple.cu tells what a block does.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry, ScratchSpec
@@ -47,7 +46,6 @@ def simple_row_tile(problem: AttentionProblem) -> int:
     return 32 if widest <= 128 and not double else 16
 
 
-@functools.lru_cache(maxsize=1024)
 def simple_tile(key: DispatchKey) -> tuple[Tile, int]:
     """The tile of a key, and the bytes of shared memory of its block.
 

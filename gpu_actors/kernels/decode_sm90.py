@@ -7,8 +7,6 @@ The split and the merge are decode_mma's kernels, under keys that differ in ``ke
 
 from __future__ import annotations
 
-import functools
-
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import LaunchGeometry
 from gpu_actors.errors import Unsupported
@@ -79,7 +77,6 @@ def sm90_row_tile(problem: AttentionProblem) -> int:
     return SM90_ROW_TILES[packed_rows(problem) > SM90_ROW_TILES[0]]
 
 
-@functools.lru_cache(maxsize=1024)
 def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
     """One block a multiprocessor, with as many stages as fit. Tiles of keys are those of the split and the merge."""
     block_n, narrow = decode_tile(key).tile.block_n, ELEMENTS[key.kv_dtype].fp8
