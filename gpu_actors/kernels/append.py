@@ -221,7 +221,6 @@ class _Cut(NamedTuple):
 
 
 def cut_rows(problem: AppendProblem) -> _Cut:
-    """How the rows of a problem are dealt out to thread blocks."""
     units_of = _units(problem)
     row_units = problem.heads_kv * (units_of.k + units_of.v) + problem.heads_q * units_of.q
     block_rows = max(1, min(_MAX_ROWS, _BLOCK_UNITS // row_units, problem.total // _FULL_GPU))

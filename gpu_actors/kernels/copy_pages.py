@@ -72,7 +72,6 @@ def _binder(pairs: int, pool: AppendProblem, names: tuple[str, str], blocks: tup
 
 
 def _page_bytes(pool: AppendProblem) -> tuple[int, int]:
-    """The bytes of a page of K, and of V."""
     rows = pool.page_size * pool.heads_kv * ELEMENTS[pool.cache_dtype].itemsize
     return rows * pool.sides["k"], rows * pool.sides.get("v", 0)
 

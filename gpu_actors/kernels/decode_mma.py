@@ -183,7 +183,6 @@ def split_macros(key: DispatchKey) -> Macros:
 
 
 def decode_threads(key: DispatchKey) -> int:
-    """The threads of a block of one of the three kernels."""
     return {PLAN: _PLAN_WARPS, COMBINE: _COMBINE_WARPS}.get(key.kernel, decode_tile(key).tile.warps) * _WARP
 
 

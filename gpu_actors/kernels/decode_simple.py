@@ -76,7 +76,6 @@ def simple_macros(key: DispatchKey) -> Macros:
 
 
 def simple_threads(key: DispatchKey) -> int:
-    """The threads of a block of either kernel."""
     return (_COMBINE_WARPS if key.kernel == SIMPLE_COMBINE else simple_tile(key)[0].warps) * _WARP
 
 

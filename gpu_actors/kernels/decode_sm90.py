@@ -73,7 +73,6 @@ def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | N
 
 
 def sm90_row_tile(problem: AttentionProblem) -> int:
-    """The packed rows that a block takes."""
     return SM90_ROW_TILES[packed_rows(problem) > SM90_ROW_TILES[0]]
 
 

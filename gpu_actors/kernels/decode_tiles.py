@@ -47,7 +47,6 @@ def packed_rows(problem: AttentionProblem) -> int:
 
 
 def row_tile_of(problem: AttentionProblem) -> int:
-    """The packed rows that a block takes."""
     rows = packed_rows(problem)
     sizes = ROW_TILES if max(problem.head_dim, problem.head_dim_v) <= GREATEST_DIM else WIDE_ROW_TILES
     return next((tile for tile in sizes if rows <= tile), sizes[-1])

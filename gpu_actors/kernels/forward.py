@@ -17,7 +17,6 @@ __all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE", "scored_packer"]
 
 
 def mma_macros(key: DispatchKey) -> Macros:
-    """The forward macros, and the stages of the ring."""
     return forward_macros(key) | {"STAGES": tile_of(key).stages}
 
 

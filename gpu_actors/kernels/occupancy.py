@@ -20,8 +20,6 @@ _WARP = 32
 
 
 class _Limits(NamedTuple):
-    """The limits of one multiprocessor."""
-
     warps: int
     blocks: int
     shared_kib: int

@@ -198,7 +198,6 @@ def _is_of_kind(family: KernelFamily, problem: AttentionProblem) -> bool:
 
 
 def _refusal(fields: Mapping[str, Any], family: KernelFamily, arch: str) -> str | None:
-    """The reason for which the family does not take the option, or None."""
     cached = "dense" not in (family.layouts or ("dense",))
     for name, kind in _ONLY.items():
         if name in fields and kind not in (family.direction or "forward", "cache" if cached else "dense"):

@@ -72,7 +72,6 @@ class ParamsLayout:
 
     @functools.cached_property
     def positions(self) -> dict[str, int]:
-        """The position of each field, by name."""
         return {field.name: position for position, field in enumerate(self.fields)}
 
     def named(self, source: object, code: str = "i") -> dict[str, Any]:

@@ -211,7 +211,6 @@ def tile_for(
 
 
 def tile_of(key: DispatchKey) -> Tile:
-    """The tile that a key's kernel is compiled for."""
     widest = max(key.head_dim, key.head_dim_v)
     fields = (key.kernel, key.direction, key.arch, key.dtype, widest, key.mask, key.scale_only, key.layout)
     block_size = None if key.score_mod is None else key.score_mod.block_size
@@ -219,22 +218,18 @@ def tile_of(key: DispatchKey) -> Tile:
 
 
 def threads_of(key: DispatchKey) -> int:
-    """The threads of a block of the key's kernel."""
     return 32 * tile_of(key).warps
 
 
 def _divides(tile: Tile, block_size: tuple[int, int]) -> bool:
-    """Whether the blocks of a block mask are whole tiles."""
     return block_size[0] % tile.block_m == 0 and block_size[1] % tile.block_n == 0
 
 
 def shared_bytes_of(key: DispatchKey) -> int:
-    """Dynamic shared memory in bytes of a block of the key's kernel."""
     return shared_mem_bytes(key.kernel, tile_of(key), key.dtype, key.head_dim, key.head_dim_v)
 
 
 def shared_mem_bytes(kernel: str, tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Dynamic shared memory of a block in bytes."""
     return _SHARED_BYTES[kernel](tile, dtype, head_dim, head_dim_v)
 
 

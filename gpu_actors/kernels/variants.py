@@ -67,7 +67,6 @@ def variants_of(program: Program | None) -> tuple[Variant, ...]:
 
 
 def block_threads(key: DispatchKey | Variant) -> int:
-    """Threads of a block of a kernel."""
     if isinstance(key, DispatchKey):
         return family_of(key).threads(key)
     return _WARP * int(key.macros["WARPS"])

@@ -143,7 +143,6 @@ def _modified(graph: OperationGraph, scores: GraphTensor, mask_mod: Callable[...
 
 
 def _shapes(mask: BlockMask, problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
-    """The shape of each list that is read."""
     rows, keys = (-(-n // step) for n, step in zip((problem.seqlen_q, problem.seqlen_k), mask.block_size, strict=True))
     shapes = {}
     for name in LISTS:

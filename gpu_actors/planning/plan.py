@@ -122,8 +122,6 @@ class PlanCacheStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Planned(Generic[P]):
-    """A plan under its signature."""
-
     signature: Hashable
     plan: P
 
@@ -172,7 +170,6 @@ class PlanCache(Generic[P]):
         return plan
 
     def add(self, signature: Hashable, plan: P) -> None:
-        """Keep a plan that was not found."""
         self._misses += 1
         self._plans[signature] = self._latest = Planned(signature, plan)
         if len(self._plans) > self._capacity:

@@ -47,7 +47,6 @@ def recordable(request: CacheRequest, rows: NewRows | None = None) -> bool:
 
 
 def pad_batch(array: Any, batch: int, value: float = 0) -> Any:
-    """An array padded to ``batch`` entries with one value."""
     if len(array) == batch:
         return array
     padding = np.full((batch - len(array), *array.shape[1:]), value, array.dtype)

@@ -171,8 +171,6 @@ class Arguments:
 
 
 class _Stated(NamedTuple):
-    """An array as validation reads it."""
-
     shape: tuple[int, ...]
     dtype: str
 

@@ -44,7 +44,6 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def erf(x: Array) -> Array:
-    """The error function, elementwise."""
     result: Array = np.asarray(_erf(x)).astype(x.dtype)
     return result
 
