@@ -23,7 +23,7 @@ from gpu_actors.kernels.program import Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, shared_mem_bytes
 
-__all__ = ["DECODE_SIMPLE", "SIMPLE", "SIMPLE_COMBINE", "splits_of"]
+__all__ = ["DECODE_SIMPLE", "SIMPLE", "SIMPLE_COMBINE"]
 
 SIMPLE, SIMPLE_COMBINE = "decode_simple", "decode_simple_combine"
 

@@ -27,17 +27,7 @@ from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
 
-__all__ = [
-    "DECODE_SM90",
-    "NAME",
-    "SM90_ROW_TILES",
-    "part_of",
-    "sm90_decode_macros",
-    "sm90_decode_refuses",
-    "sm90_decode_threads",
-    "sm90_decode_tile",
-    "sm90_row_tile",
-]
+__all__ = ["DECODE_SM90", "NAME", "part_of", "sm90_decode_tile"]
 
 NAME = "decode_sm90"
 SM90_ROW_TILES = (64, 128)

@@ -32,7 +32,7 @@ from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import tile_of
 
-__all__ = ["Packing", "as_cache", "clocks_of_ranges", "clocks_of_tiles", "packed_program", "packing_of"]
+__all__ = ["Packing", "as_cache", "packed_program", "packing_of"]
 
 _MULTIPROCESSORS = {80: 108}  # of an A100, where a device does not say how many it has; else those of an H100
 # Of a multiprocessor, in bytes and multiply-adds of 16 bits a clock: data sheets of A100 and H100.

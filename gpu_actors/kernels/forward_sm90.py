@@ -46,9 +46,7 @@ __all__ = [
     "schedule_layout",
     "section_heads",
     "sections_of",
-    "sm90_macros",
     "sm90_packer",
-    "sm90_refuses",
     "tma_refusal",
 ]
 

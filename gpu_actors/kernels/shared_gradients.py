@@ -15,7 +15,7 @@ from gpu_actors.kernels.params import Binder, LazyBinder, struct_layout
 from gpu_actors.kernels.program import Pack, Part, flat_grid
 from gpu_actors.kernels.support import ELEMENTS
 
-__all__ = ["SUM", "SUM_THREADS", "part_dtype", "part_shapes", "sum_macros", "sum_parts", "sum_scratch"]
+__all__ = ["SUM", "SUM_THREADS", "part_dtype", "sum_macros", "sum_parts", "sum_scratch"]
 
 SUM = "backward_sum"
 """The kernel."""

@@ -27,7 +27,6 @@ __all__ = [
     "bind_backward",
     "gradient_problem",
     "pose_backward",
-    "summed_of",
 ]
 
 _NAMES = ("dq", "dk", "dv", "dbias", "dsinks")

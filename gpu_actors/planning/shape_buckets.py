@@ -16,7 +16,7 @@ from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import CacheRequest
 
-__all__ = ["bucket", "pad_batch", "pad_request", "pad_rows", "recordable"]
+__all__ = ["bucket", "pad_request", "pad_rows", "recordable"]
 
 _MOST_ROWS = 8  # of a sequence in a step of decoding, drafts included. Longer prefills are not recorded.
 _ONES = ("k_descale", "v_descale", "q_descale", "q_positions", "k_positions")

@@ -39,15 +39,7 @@ from gpu_actors.validation.forward import (
     steps_of,
 )
 
-__all__ = [
-    "MAX_SPLITS",
-    "MAX_TREE_ROWS",
-    "check_bias",
-    "check_cache_positions",
-    "decode_problem",
-    "own_positions",
-    "paged_problem",
-]
+__all__ = ["MAX_TREE_ROWS", "check_bias", "check_cache_positions", "decode_problem", "own_positions", "paged_problem"]
 
 MAX_TREE_ROWS = 64
 MAX_SPLITS = 256  # more than any device has use for, and partial results take memory
