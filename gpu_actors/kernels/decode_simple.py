@@ -33,7 +33,6 @@ _COMBINE_WARPS = 4
 _WARP = 32
 _LEAST_KEYS = 128  # of a piece of the longest sequence that a table or cache can hold, where the planner decides
 _BLOCKS = 2  # a multiprocessor, likewise
-_MAX_BLOCKS = (1 << 31) - 1
 
 
 def simple_row_tile(problem: AttentionProblem) -> int:
@@ -105,13 +104,6 @@ def simple_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     return Program(tuple(parts), scratch)
 
 
-def simple_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why decode_simple does not take a problem over a cache, or None."""
-    if items_of(problem, simple_row_tile(problem)) * max(1, problem.num_splits) > _MAX_BLOCKS:
-        return Unsupported("batch", problem.batch, f"{SIMPLE} has a block a piece of work, {_MAX_BLOCKS} at most")
-    return None
-
-
 DECODE_SIMPLE = KernelFamily(
     SIMPLE,
     "computes every option of new rows over pages, caches and pointers on CUDA cores, splitting the keys",
@@ -121,7 +113,6 @@ DECODE_SIMPLE = KernelFamily(
     "forward",
     ("cache", "pointers", "paged"),
     tensor_cores=False,
-    refuses=simple_refuses,
     companions=(SIMPLE_COMBINE,),
     row_tile=simple_row_tile,
     row_tiles=_ROW_TILES,

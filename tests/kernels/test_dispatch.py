@@ -284,6 +284,13 @@ class TestGeometry:
         fits = problem(batch=refused.value.nearest, seqlen_q=1 << 20)
         assert program_of(fits, simple_key(fits)).parts[-1].geometry.grid[0] < 1 << 31
 
+    def test_more_work_over_a_cache_than_a_grid_holds_is_refused_by_its_batch(self):
+        for splits in (0, 2):
+            large = example_problem("float32", 64, layout="cache", batch=1 << 31, num_splits=splits)
+            with pytest.raises(Unsupported) as refused:
+                program_of(large, dispatch_key(large, "sm_80"))
+            assert refused.value.field == "batch"
+
 
 class TestStandardVariants:
     @pytest.mark.parametrize("arch", ARCHS)
