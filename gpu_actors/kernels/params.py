@@ -255,14 +255,11 @@ class LazyBinder:
     """A `Binder` that is made with the first launch, because a device that runs no kernels needs none."""
 
     def __init__(self, make: Callable[[], Binder]) -> None:
-        self._make = make
-        self._binder: Binder | None = None
+        self._binder = functools.cache(make)
 
     def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
         """As `Binder.pack`."""
-        if self._binder is None:
-            self._binder = self._make()
-        return self._binder.pack(buffers, more)
+        return self._binder().pack(buffers, more)
 
 
 def forward_packer(problem: AttentionProblem) -> Pack:
