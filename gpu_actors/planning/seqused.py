@@ -80,7 +80,8 @@ def to_varlen(request: Request) -> Request:
     if dense.bias is not None and len(dense.bias) > 1:
         changes["bias"] = _each(dense.bias, "bias")
     if isinstance(dense, FlashBackward):
-        changes["lse"] = _flat_lse(dense.lse)
+        # (batch, heads, rows) as (heads, batch * rows)
+        changes["lse"] = _flat("lse", dense.lse.transpose(0, 2, 1)).transpose(1, 0)
         if dense.sinks is not None:
             # A row that sees only its sink has a term in the sink's gradient, here 0 times the padding's contents.
             counts = (np.arange(problem.seqlen_q) < rows[:, None]).reshape(-1)
@@ -131,10 +132,10 @@ def _each(array: Any, field: str) -> Any:
     return np.repeat(array, _PARTS, axis=0)
 
 
-def _flat(field: str, array: Any, writes: bool) -> Any:
-    """(batch, rows, heads, dim) as (batch * rows, heads, dim)."""
-    batch, length, heads, dim = array.shape
-    shape = (batch * length, heads, dim)
+def _flat(field: str, array: Any, writes: bool = False) -> Any:
+    """(batch, rows, ...) as (batch * rows, ...)."""
+    batch, length, *rest = array.shape
+    shape = (batch * length, *rest)
     outer, row, *inner = array.strides
     follows = batch <= 1 or length <= 1 or outer == length * row
     if isinstance(array, np.ndarray) and not (writes and not follows):
@@ -142,18 +143,6 @@ def _flat(field: str, array: Any, writes: bool) -> Any:
     reason = "must have sequences that follow each other without gaps beside seqused_q or seqused_k"
     expect(follows, field, f"{describe(array)} of strides {array.strides}", reason)
     return dataclasses.replace(array, shape=shape, strides=(outer if length <= 1 else row, *inner), source=None)
-
-
-def _flat_lse(lse: Any) -> Any:
-    """(batch, heads, rows) as (heads, batch * rows)."""
-    batch, heads, length = lse.shape
-    if isinstance(lse, np.ndarray):
-        return lse.transpose(1, 0, 2).reshape(heads, batch * length)
-    outer, head, row = lse.strides
-    follows = batch <= 1 or length <= 1 or outer == length * row
-    expect(follows, "lse", f"{describe(lse)} of strides {lse.strides}", "must be as forward gives it beside seqused_q")
-    strides = (head, outer if length <= 1 else row)
-    return dataclasses.replace(lse, shape=(heads, batch * length), strides=strides, source=None)
 
 
 def _cut(array: Any, axis: int, batch: int, length: int) -> Any:
