@@ -224,8 +224,4 @@ def _check_turns(lists: Sequence[Any]) -> None:
 
 def _cut(array: Any, shape: tuple[int, ...]) -> Any:
     """The beginning of a list along its last axes."""
-    if tuple(array.shape) == shape:
-        return array
-    if isinstance(array, np.ndarray):
-        return array[tuple(slice(extent) for extent in shape)]
-    return dataclasses.replace(array, shape=shape, source=None)
+    return array if tuple(array.shape) == shape else array[tuple(slice(extent) for extent in shape)]

@@ -24,6 +24,7 @@ from gpu_actors.attention.requests import FlashBackward, FlashForward, array_fie
 from gpu_actors.devices.interface import Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, optional_array
+from gpu_actors.planning.merging import ends_of
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.validation.backward import backward_problem
 from gpu_actors.validation.forward import forward_problem
@@ -58,8 +59,8 @@ def to_varlen(request: Request) -> Request:
     keys = _used("seqused_k", request.seqused_k, problem.batch, problem.seqlen_k)
     spare_rows, spare_keys, none = problem.seqlen_q - rows, problem.seqlen_k - keys, np.zeros_like(rows)
     changes: dict[str, Any] = {
-        "cu_seqlens_q": _ends(rows, spare_rows, none),
-        "cu_seqlens_k": _ends(keys, none, spare_keys),
+        "cu_seqlens_q": ends_of(np.stack((rows, spare_rows, none), axis=1)),
+        "cu_seqlens_k": ends_of(np.stack((keys, none, spare_keys), axis=1)),
         "max_seqlen_q": problem.seqlen_q,
         "max_seqlen_k": problem.seqlen_k,
     }
@@ -122,10 +123,6 @@ def _used(field: str, used: Any, batch: int, length: int) -> Any:
     return used.astype(np.int64)
 
 
-def _ends(*lengths: Any) -> Any:
-    return np.concatenate([[0], np.cumsum(np.stack(lengths, axis=1))]).astype(np.int32)
-
-
 def _each(array: Any, field: str) -> Any:
     """Repeat the row of each dense sequence for its packed ones."""
     expect(isinstance(array, np.ndarray), field, describe(array), "must lie on the host beside seqused_q or seqused_k")
@@ -135,14 +132,13 @@ def _each(array: Any, field: str) -> Any:
 def _flat(field: str, array: Any, writes: bool = False) -> Any:
     """(batch, rows, ...) as (batch * rows, ...)."""
     batch, length, *rest = array.shape
-    shape = (batch * length, *rest)
-    outer, row, *inner = array.strides
+    outer, row = array.strides[:2]
     follows = batch <= 1 or length <= 1 or outer == length * row
     if isinstance(array, np.ndarray) and not (writes and not follows):
-        return array.reshape(shape)
+        return array.reshape(batch * length, *rest)
     reason = "must have sequences that follow each other without gaps beside seqused_q or seqused_k"
     expect(follows, field, f"{describe(array)} of strides {array.strides}", reason)
-    return dataclasses.replace(array, shape=shape, strides=(outer if length <= 1 else row, *inner), source=None)
+    return array.packed()
 
 
 def _cut(array: Any, axis: int, batch: int, length: int) -> Any:
