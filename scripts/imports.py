@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("process",),
     ("fields",),
-    ("attention",),
+    ("attention", "model_files"),
     ("devices.fault_plan",),
     ("tracing",),
     ("validation", "arrays", "compiling"),

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.embedding.gelu import gelu_inplace
-from gpu_actors.embedding.layers import Floats, TensorReader
+from gpu_actors.embedding.layers import Floats, Linear
 from gpu_actors.embedding.tokens import TokenBatch
-from gpu_actors.embedding.weights import load_prompt, load_tensors, read_json, sentence_config
+from gpu_actors.embedding.weights import load_prompt, load_tensors, sentence_config
 from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.model_files import read_json
 
 __all__ = ["Head", "load_head"]
 
@@ -129,7 +130,7 @@ def _dense(folder: Path, columns: int) -> tuple[Step, int]:
         raise Unsupported("activation_function", name, f"known here: {', '.join(_ACTIVATIONS)} of torch", "Identity")
     if not (folder / "model.safetensors").is_file():
         raise InvalidRequest("model", str(folder), "must hold model.safetensors")
-    linear = TensorReader(load_tensors(folder), folder).linear("linear", out, columns, bias=config.get("bias", True))
+    linear = Linear.read(load_tensors(folder), "linear", out, columns, bias=config.get("bias", True))
     activation = _ACTIVATIONS[class_name]
     return lambda y: activation(linear(y)), out
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.model_files import Tensors
 
-__all__ = ["Floats", "LayerNorm", "Linear", "TensorReader"]
+__all__ = ["Floats", "LayerNorm", "Linear"]
 
 Floats = NDArray[np.float32]
 
@@ -22,6 +20,11 @@ class Linear:
 
     weight: Floats
     bias: Floats
+
+    @classmethod
+    def read(cls, tensors: Tensors, name: str, out: int, into: int, *, bias: bool = True) -> Linear:
+        added = tensors.take(f"{name}.bias", (out,)) if bias else np.zeros(out, np.float32)
+        return cls(tensors.take(f"{name}.weight", (out, into)), added)
 
     def __call__(self, x: Floats) -> Floats:
         y: Floats = x @ self.weight.T
@@ -37,6 +40,10 @@ class LayerNorm:
     bias: Floats
     eps: float
 
+    @classmethod
+    def read(cls, tensors: Tensors, name: str, size: int, eps: float) -> LayerNorm:
+        return cls(tensors.take(f"{name}.weight", (size,)), tensors.take(f"{name}.bias", (size,)), eps)
+
     def inplace(self, x: Floats) -> Floats:
         x -= x.mean(axis=-1, keepdims=True)
         variance = np.einsum("td,td->t", x, x) / np.float32(x.shape[-1])
@@ -44,27 +51,3 @@ class LayerNorm:
         x *= self.weight
         x += self.bias
         return x
-
-
-@dataclass(frozen=True, slots=True)
-class TensorReader:
-    """Reads the tensors of a folder's model.safetensors. Raises `InvalidRequest` for a missing or wrong one."""
-
-    tensors: Mapping[str, Floats]
-    folder: Path
-
-    def take(self, name: str, shape: tuple[int | None, ...]) -> Floats:
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise InvalidRequest("model", str(self.folder), f"model.safetensors lacks the tensor {name}")
-        if len(tensor.shape) != len(shape) or any(w not in (None, g) for w, g in zip(shape, tensor.shape, strict=True)):
-            reason = f"the tensor {name} has shape {tensor.shape} where config.json asks for {shape}"
-            raise InvalidRequest("model", str(self.folder), reason)
-        return tensor
-
-    def linear(self, name: str, out: int, into: int, *, bias: bool = True) -> Linear:
-        added = self.take(f"{name}.bias", (out,)) if bias else np.zeros(out, np.float32)
-        return Linear(self.take(f"{name}.weight", (out, into)), added)
-
-    def norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(self.take(f"{name}.weight", (size,)), self.take(f"{name}.bias", (size,)), eps)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from gpu_actors.embedding.gelu import gelu_inplace
 from gpu_actors.embedding.head import Head, load_head
-from gpu_actors.embedding.layers import Floats, LayerNorm, Linear, TensorReader
+from gpu_actors.embedding.layers import Floats, LayerNorm, Linear
 from gpu_actors.embedding.tokens import TokenBatch
 from gpu_actors.embedding.weights import ModelConfig, load_config, load_tensors
+from gpu_actors.model_files import Tensors
 
 __all__ = ["EncoderLayer", "MiniLM"]
 
@@ -70,16 +71,16 @@ class MiniLM:
         Raises `InvalidRequest` for a broken file, `Unsupported` for a model that is not computed here.
         """
         config = load_config(folder)
-        reader = TensorReader(load_tensors(folder), folder)
+        tensors = load_tensors(folder)
         hidden = config.hidden
         # Every token is of type 0 here, so that row is added to the position table once.
-        types = reader.take("embeddings.token_type_embeddings.weight", (None, hidden))
+        types = tensors.take("embeddings.token_type_embeddings.weight", (None, hidden))
         return cls(
             config=config,
-            words=reader.take("embeddings.word_embeddings.weight", (config.vocab, hidden)),
-            positions=reader.take("embeddings.position_embeddings.weight", (config.positions, hidden)) + types[0],
-            embedding_norm=reader.norm("embeddings.LayerNorm", hidden, config.layer_norm_eps),
-            layers=tuple(_read_layer(reader, config, index) for index in range(config.layers)),
+            words=tensors.take("embeddings.word_embeddings.weight", (config.vocab, hidden)),
+            positions=tensors.take("embeddings.position_embeddings.weight", (config.positions, hidden)) + types[0],
+            embedding_norm=LayerNorm.read(tensors, "embeddings.LayerNorm", hidden, config.layer_norm_eps),
+            layers=tuple(_read_layer(tensors, config, index) for index in range(config.layers)),
             head=load_head(folder, hidden),
         )
 
@@ -90,17 +91,17 @@ class MiniLM:
         return self.embedding_norm.inplace(x)
 
 
-def _read_layer(reader: TensorReader, config: ModelConfig, index: int) -> EncoderLayer:
+def _read_layer(tensors: Tensors, config: ModelConfig, index: int) -> EncoderLayer:
     prefix = f"encoder.layer.{index}"
     hidden, intermediate = config.hidden, config.intermediate
     return EncoderLayer(
-        query=reader.linear(f"{prefix}.attention.self.query", hidden, hidden),
-        key=reader.linear(f"{prefix}.attention.self.key", hidden, hidden),
-        value=reader.linear(f"{prefix}.attention.self.value", hidden, hidden),
-        output=reader.linear(f"{prefix}.attention.output.dense", hidden, hidden),
-        attention_norm=reader.norm(f"{prefix}.attention.output.LayerNorm", hidden, config.layer_norm_eps),
-        up=reader.linear(f"{prefix}.intermediate.dense", intermediate, hidden),
-        down=reader.linear(f"{prefix}.output.dense", hidden, intermediate),
-        feedforward_norm=reader.norm(f"{prefix}.output.LayerNorm", hidden, config.layer_norm_eps),
+        query=Linear.read(tensors, f"{prefix}.attention.self.query", hidden, hidden),
+        key=Linear.read(tensors, f"{prefix}.attention.self.key", hidden, hidden),
+        value=Linear.read(tensors, f"{prefix}.attention.self.value", hidden, hidden),
+        output=Linear.read(tensors, f"{prefix}.attention.output.dense", hidden, hidden),
+        attention_norm=LayerNorm.read(tensors, f"{prefix}.attention.output.LayerNorm", hidden, config.layer_norm_eps),
+        up=Linear.read(tensors, f"{prefix}.intermediate.dense", intermediate, hidden),
+        down=Linear.read(tensors, f"{prefix}.output.dense", hidden, intermediate),
+        feedforward_norm=LayerNorm.read(tensors, f"{prefix}.output.LayerNorm", hidden, config.layer_norm_eps),
         head_count=config.heads,
     )

