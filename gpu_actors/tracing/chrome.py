@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import integer
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
 
@@ -44,8 +44,7 @@ class ChromeTrace(Recorder):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_spans: int = MAX_SPANS) -> None:
-        if max_spans < 1:
-            raise InvalidRequest("max_spans", max_spans, "must be an int >= 1")
+        integer("max_spans", max_spans, 1)
         super().__init__()
         self.path: Path = Path(path).absolute()  # a program may change its folder before it writes
         self.dropped: int = 0

@@ -1,4 +1,4 @@
-"""Recorder: turns trace events and host spans into records of the Trace Event Format, for files of any kind.
+"""Trace events as spans, and a Recorder that makes records of the Trace Event Format of them, for files of any kind.
 
 Three groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
 pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). Group 2 has a row for
@@ -19,7 +19,7 @@ from gpu_actors.process import refuse_on_loop
 from gpu_actors.tracing.events import TraceEvent
 from gpu_actors.tracing.host import HostSpan, add_sink, remove_sink
 
-__all__ = ["Record", "Recorder", "row_names"]
+__all__ = ["Record", "Recorder", "SpanListener", "row_names"]
 
 Record = dict[str, Any]
 
@@ -28,21 +28,66 @@ _MOST_THREADS = 1000
 _GROUPS = {ACTORS: "actors", THREADS: "threads", SERVICE: "service"}
 
 
-class Recorder(ABC):
-    """A listener for ``ContextOptions.on_event`` and a sink of host spans, for any thread, entered around a context."""
+class SpanListener(ABC):
+    """A listener that pairs events to spans, for any thread. Subclasses keep the spans that have begun in ``_open``."""
 
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
         self._lock = threading.RLock()
-        self._tracks: dict[str, int] = {}
-        self._threads: dict[tuple[int, str], int] = {}
-        self._kinds: dict[str, int] = {}
-        self._works = 0
-        self._open: dict[tuple[str, str], Record] = {}
+        self._open: dict[tuple[str, str], Any] = {}
 
     def __call__(self, event: TraceEvent) -> None:
         with self._lock:
             self._record(event)
+
+    def _record(self, event: TraceEvent) -> None:
+        fields = event.fields
+        actor = str(fields.get("actor", "nvrtc" if event.name.startswith(("compile", "cache")) else "context"))
+        request = f"{actor}#{fields['request']}" if "request" in fields else ""
+        match event.name:
+            case "request.accepted":
+                self._begin(event, actor, "request", request, str(fields["message"]))
+            case "request.compiling" | "request.launched" if ("request", request) not in self._open:
+                pass  # answered at that moment: no event would end this span
+            case "request.compiling":
+                self._begin(event, actor, "compile wait", request, "wait for kernel")
+            case "request.launched":
+                self._end(event, "compile wait", request)
+                self._begin(event, actor, "launch", request, f"launch {fields.get('kernel', '')}".rstrip())
+            case "request.completed" | "request.failed":
+                for category in ("compile wait", "launch", "request"):
+                    self._end(event, category, request)
+            case "compile.started":
+                self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
+            case "compile.completed":
+                self._end(event, "compile", _compilation(event))
+            case _:
+                self._happened(event, actor)
+
+    # For subclasses. Called under the lock.
+
+    @abstractmethod
+    def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
+        """A span begins. category: "request", "compile wait", "launch" or "compile"."""
+
+    @abstractmethod
+    def _end(self, event: TraceEvent, category: str, identity: str) -> None:
+        """A span ends, if it has begun."""
+
+    @abstractmethod
+    def _happened(self, event: TraceEvent, actor: str) -> None:
+        """An event that neither begins nor ends a span."""
+
+
+class Recorder(SpanListener):
+    """A listener for ``ContextOptions.on_event`` and a sink of host spans, entered around a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tracks: dict[str, int] = {}
+        self._threads: dict[tuple[int, str], int] = {}
+        self._kinds: dict[str, int] = {}
+        self._works = 0
 
     def host_span(self, span: HostSpan) -> None:
         """Record the work of a thread. Called by `gpu_actors.tracing.host_span`."""
@@ -124,29 +169,8 @@ class Recorder(ABC):
     def _row_began(self, group: int, row: int, name: str) -> None:
         """The first record of a row follows."""
 
-    def _record(self, event: TraceEvent) -> None:
-        fields = event.fields
-        actor = str(fields.get("actor", "nvrtc" if event.name.startswith(("compile", "cache")) else "context"))
-        request = f"{actor}#{fields['request']}" if "request" in fields else ""
-        match event.name:
-            case "request.accepted":
-                self._begin(event, actor, "request", request, str(fields["message"]))
-            case "request.compiling" | "request.launched" if ("request", request) not in self._open:
-                pass  # answered at that moment: no event would end this span
-            case "request.compiling":
-                self._begin(event, actor, "compile wait", request, "wait for kernel")
-            case "request.launched":
-                self._end(event, "compile wait", request)
-                self._begin(event, actor, "launch", request, f"launch {fields.get('kernel', '')}".rstrip())
-            case "request.completed" | "request.failed":
-                for category in ("compile wait", "launch", "request"):
-                    self._end(event, category, request)
-            case "compile.started":
-                self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
-            case "compile.completed":
-                self._end(event, "compile", _compilation(event))
-            case _:
-                self._instant(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
+    def _happened(self, event: TraceEvent, actor: str) -> None:
+        self._instant(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
 
     def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
         record = self._event(event, actor, category, name) | {"ph": "b", "id": f"{category}:{identity}"}

@@ -18,7 +18,8 @@ from typing import Any, Self
 import anyio.to_thread
 
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.fields import integer
 from gpu_actors.tracing.recorder import ACTORS, Record, Recorder, row_names
 
 __all__ = ["StreamedTrace"]
@@ -50,14 +51,11 @@ class StreamedTrace(Recorder):
     def __init__(
         self, path: str | os.PathLike[str], *, max_bytes: int = _MAX_BYTES, max_waiting: int = _WAITING
     ) -> None:
-        for name, value in (("max_bytes", max_bytes), ("max_waiting", max_waiting)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(name, value, "must be an int >= 1")
         super().__init__()
         self.path: Path = Path(path).absolute()
         self.dropped: int = 0
-        self._max_bytes = max_bytes
-        self._max_waiting = max_waiting
+        self._max_bytes = integer("max_bytes", max_bytes, 1)
+        self._max_waiting = integer("max_waiting", max_waiting, 1)
         self._waiting: list[Record] = []
         self._written = 0
         self._file: FileIO | None = None

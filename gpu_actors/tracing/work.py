@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpu_actors.tracing import host
-from gpu_actors.tracing.otel import PROGRAM_TRACER, current_context, provided
+from gpu_actors.tracing.otel import current_context, end_span, make_current, provided, start_span
 
 __all__ = ["Work", "active", "begin_work", "caller", "under", "working"]
 
@@ -57,8 +57,8 @@ class Work:
         times = _nanoseconds(begin), _nanoseconds(end)
         if self.span is not None:
             with _guarded(name):
-                span = PROGRAM_TRACER.start(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
-                PROGRAM_TRACER.end(span, times[1])
+                span = start_span(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
+                end_span(span, times[1])
         _hand_out(self._kind, name, *times, {**fields, "under": self.label})
 
     def end(self, fields: Fields = _NO_FIELDS, *, name: str = "", error: BaseException | str | None = None) -> None:
@@ -66,7 +66,7 @@ class Work:
         now = time.monotonic_ns()
         if self.span is not None:
             with _guarded(self._name):
-                PROGRAM_TRACER.end(self.span, now, name, fields, error)
+                end_span(self.span, now, name, fields, error)
         failed = {} if error is None else {"error": error if isinstance(error, str) else type(error).__name__}
         _hand_out(self._kind, name or self._name, self._begin, now, {**self._fields, **fields, **failed})
 
@@ -109,7 +109,7 @@ def begin_work(
     span = None
     if provided():
         with _guarded(name):
-            span = PROGRAM_TRACER.start(
+            span = start_span(
                 name if server else f"gpu_actors.{name}",
                 begin,
                 parent=None if parent is None else parent.span,
@@ -157,7 +157,7 @@ def working(kind: str, *, links: Sequence[Work], fields: Fields) -> Iterator[Non
 def _under(work: Work) -> Iterator[None]:
     token = _current.set(work)
     try:
-        with nullcontext() if work.span is None else PROGRAM_TRACER.current(work.span):
+        with nullcontext() if work.span is None else make_current(work.span):
             yield
     finally:
         _current.reset(token)
