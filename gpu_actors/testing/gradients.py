@@ -46,13 +46,13 @@ from gpu_actors.testing.tolerance import (
     UNIT_ROUNDOFF,
     Array,
     compare,
+    row_bound,
     row_max,
 )
 
 __all__ = ["GradientBounds", "check_gradients", "gradient_bounds", "gradient_row_bound"]
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-_FACTOR = 3.0
 _LEAST = {
     "float16": 2.0**-25,
     "bfloat16": 2.0**-134,
@@ -144,14 +144,7 @@ def gradient_bounds(
 
 def gradient_row_bound(reference: Array, low: Array, dtype: str) -> Array:
     """The rule's first line, for rows along the last axis: shape (..., 1)."""
-    to_dtype = rounder(dtype)
-    with np.errstate(all="ignore"):
-        rounded = to_dtype(reference)
-        shift = np.minimum(SHIFT, row_max(reference))
-        shifted = to_dtype(to_dtype(rounded + shift) - shift) - rounded
-        if dtype == "float64":
-            shifted = np.zeros_like(shifted)
-        return _FACTOR * row_max(low - reference) + 2.0 * row_max(shifted)
+    return row_bound(reference, low, dtype, 3.0, np.minimum(SHIFT, row_max(reference)))
 
 
 def _rounding(arguments: Arguments, incoming: Incoming, dtype: str) -> ReferenceGradients:

@@ -135,45 +135,60 @@ def random_forward(
     """
     if unknown := {*features, *always} - set(FEATURES):
         raise ValueError(f"features {sorted(unknown)}: known are {FEATURES}")
+    repro = _repro(
+        seed,
+        dtype=dtype,
+        kind=kind,
+        varlen=varlen,
+        batch=batch,
+        seqlens=seqlens,
+        heads=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        features=features,
+        always=always,
+        alignment=alignment,
+    )
     rng = np.random.default_rng(seed)
-    shape = _draw_shape(rng, dtype, kind, varlen, batch, seqlens, heads, head_dim)
+    drawn_dtype = DTYPES[rng.integers(len(DTYPES))]
+    drawn_kind = INPUT_KINDS[rng.integers(len(INPUT_KINDS))]
+    drawn_varlen = bool(rng.integers(2))
+    drawn_batch = int(rng.integers(1, 4))
+    drawn_seqlens = SEQLENS[rng.integers(len(SEQLENS))]
+    drawn_heads = HEADS[rng.integers(len(HEADS))]
+    drawn_dim = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
+    fractions = rng.random((64, 2)) * rng.choice([0, 1, 1, 1, 1], (64, 2))
+    dtype, kind, head_dim = dtype or drawn_dtype, kind or drawn_kind, head_dim or drawn_dim
+    varlen = drawn_varlen if varlen is None else varlen
+    longest = seqlens or drawn_seqlens
+    lengths = [longest] * (batch or drawn_batch)
+    if varlen:
+        for index in range(1, len(lengths)):
+            shorter = fractions[index % len(fractions)] * longest
+            lengths[index] = (int(shorter[0]), int(shorter[1]))
     enabled = {name for name in FEATURES if rng.random() < 0.3 and name in features} | set(always)
-    lengths, (heads_q, heads_kv) = shape.lengths, shape.heads
+    heads_q, heads_kv = heads or drawn_heads
     rows, keys = (sum(column) for column in zip(*lengths, strict=True))
-    dims = (shape.head_dim, head_dim_v or shape.head_dim)
-    q = rng.standard_normal((rows, heads_q, dims[0]))
-    k = rng.standard_normal((keys, heads_kv, dims[0]))
-    v = rng.standard_normal((keys, heads_kv, dims[1]))
-    q, k = _INPUTS[shape.kind](rng, q, k, [length for _, length in lengths])
-    options = _draw_options(rng, shape, enabled)
+    q = rng.standard_normal((rows, heads_q, head_dim))
+    k = rng.standard_normal((keys, heads_kv, head_dim))
+    v = rng.standard_normal((keys, heads_kv, head_dim_v or head_dim))
+    q, k = _INPUTS[kind](rng, q, k, [length for _, length in lengths])
+    options = _draw_options(rng, enabled, dtype, varlen, lengths, (heads_q, heads_kv), head_dim)
     if alignment is not None:
         options["alignment"] = alignment
-    if shape.varlen:
+    if varlen:
         for name, column in zip(("cu_seqlens_q", "cu_seqlens_k"), zip(*lengths, strict=True), strict=True):
             options[name] = np.concatenate([[0], np.cumsum(column)]).astype(np.int32)
     else:
         q, k, v = (array.reshape(len(lengths), -1, *array.shape[1:]) for array in (q, k, v))
     return ForwardCase(
-        q=cast(q, shape.dtype),
-        k=cast(k, shape.dtype),
-        v=cast(v, shape.dtype),
+        q=cast(q, dtype),
+        k=cast(k, dtype),
+        v=cast(v, dtype),
         options=options,
-        kind=shape.kind,
-        seqlens=lengths,
-        repro=_repro(
-            seed,
-            dtype=dtype,
-            kind=kind,
-            varlen=varlen,
-            batch=batch,
-            seqlens=seqlens,
-            heads=heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            features=features,
-            always=always,
-            alignment=alignment,
-        ),
+        kind=kind,
+        seqlens=tuple(lengths),
+        repro=repro,
     )
 
 
@@ -184,66 +199,29 @@ def cast(array: Array, dtype: str) -> Array:
     return array.astype(getattr(ml_dtypes, dtype, dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    dtype: str
-    kind: Kind
-    varlen: bool
-    lengths: tuple[tuple[int, int], ...]
-    heads: tuple[int, int]
-    head_dim: int
-
-
-def _draw_shape(
+def _draw_options(
     rng: np.random.Generator,
-    dtype: str | None,
-    kind: Kind | None,
-    varlen: bool | None,
-    batch: int | None,
-    seqlens: tuple[int, int] | None,
-    heads: tuple[int, int] | None,
-    head_dim: int | None,
-) -> _Shape:
-    drawn_dtype = DTYPES[rng.integers(len(DTYPES))]
-    drawn_kind = INPUT_KINDS[rng.integers(len(INPUT_KINDS))]
-    drawn_varlen = bool(rng.integers(2))
-    drawn_batch = int(rng.integers(1, 4))
-    drawn_seqlens = SEQLENS[rng.integers(len(SEQLENS))]
-    drawn_heads = HEADS[rng.integers(len(HEADS))]
-    drawn_dim = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
-    fractions = rng.random((64, 2)) * rng.choice([0, 1, 1, 1, 1], (64, 2))
-    varlen = drawn_varlen if varlen is None else varlen
-    longest = seqlens or drawn_seqlens
-    lengths = [longest] * (batch or drawn_batch)
-    if varlen:
-        for index in range(1, len(lengths)):
-            shorter = fractions[index % len(fractions)] * longest
-            lengths[index] = (int(shorter[0]), int(shorter[1]))
-    return _Shape(
-        dtype=dtype or drawn_dtype,
-        kind=kind or drawn_kind,
-        varlen=varlen,
-        lengths=tuple(lengths),
-        heads=heads or drawn_heads,
-        head_dim=head_dim or drawn_dim,
-    )
-
-
-def _draw_options(rng: np.random.Generator, shape: _Shape, enabled: set[str]) -> dict[str, Any]:
-    (heads_q, heads_kv), batch = shape.heads, len(shape.lengths)
-    longest_q, longest_k = shape.lengths[0]
+    enabled: set[str],
+    dtype: str,
+    varlen: bool,
+    lengths: Sequence[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+) -> dict[str, Any]:
+    (heads_q, heads_kv), batch = heads, len(lengths)
+    longest_q, longest_k = lengths[0]
     left, right = (int(bound) for bound in rng.integers(-1, max(2, longest_k // 2), 2))
     slopes = 2.0 ** (-8.0 * np.arange(1, heads_q + 1) / heads_q)
     if rng.random() < 0.5:
         slopes = slopes * rng.uniform(0.5, 2.0, (batch, 1))
     bias_heads = (batch if rng.random() < 0.5 else 1, heads_q if rng.random() < 0.5 else 1)
-    bias_dtype = shape.dtype if rng.random() < 0.5 and not shape.dtype.startswith("float8") else "float32"
+    bias_dtype = dtype if rng.random() < 0.5 and not dtype.startswith("float8") else "float32"
     descales = {name: rng.uniform(0.5, 1.5, (batch, heads_kv)).astype(np.float32) for name in _DESCALES}
     drawn: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
         "window": {"window_size": (left, right) if max(left, right) >= 0 else (longest_k // 3, -1)},
         "sink_tokens": {"sink_tokens": int(rng.integers(1, 6))},
-        "scale": {"softmax_scale": float(rng.uniform(0.5, 1.5) / np.sqrt(shape.head_dim))},
+        "scale": {"softmax_scale": float(rng.uniform(0.5, 1.5) / np.sqrt(head_dim))},
         "softcap": {"softcap": float(rng.choice([5.0, 30.0]))},
         "alibi": {"alibi_slopes": slopes.astype(np.float32)},
         "sinks": {"sinks": rng.standard_normal(heads_q).astype(np.float32)},
@@ -253,11 +231,11 @@ def _draw_options(rng: np.random.Generator, shape: _Shape, enabled: set[str]) ->
         },
         "descales": descales,
     }
-    if "bias" in enabled and not shape.varlen:
+    if "bias" in enabled and not varlen:
         drawn["bias"] = {"bias": cast(rng.standard_normal((*bias_heads, longest_q, longest_k)), bias_dtype)}
     if "window" not in enabled:
         drawn.pop("sink_tokens")
-    if not shape.dtype.startswith("float8"):
+    if not dtype.startswith("float8"):
         drawn.pop("descales")
     return {key: value for name in FEATURES if name in enabled for key, value in drawn.get(name, {}).items()}
 

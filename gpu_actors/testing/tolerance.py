@@ -88,17 +88,18 @@ class Bounds:
     lse: float | Array = LSE_TOLERANCE
 
 
-def row_bound(reference: Array, low: Array, dtype: str, factor: float) -> Array:
+def row_bound(reference: Array, low: Array, dtype: str, factor: float, shift: float | Array = SHIFT) -> Array:
     """The rule's first line, for rows along the last axis: shape (..., 1).
 
     reference: the float64 result.
     low: the same computed in ``dtype``. Elements that overflowed in it are left out, which can only tighten the bound.
     factor: of max|low - reference|, 2 for outputs, 3 for gradients and with softcap.
+    shift: added to the result and subtracted again in ``dtype``.
     """
     to_dtype = rounder(dtype)
     with np.errstate(all="ignore"):
         rounded = to_dtype(reference)
-        shifted = to_dtype(to_dtype(rounded + SHIFT) - SHIFT) - rounded
+        shifted = to_dtype(to_dtype(rounded + shift) - shift) - rounded
         if dtype == "float64":
             shifted = np.zeros_like(shifted)
         return factor * row_max(low - reference) + 2.0 * row_max(shifted)
