@@ -80,7 +80,12 @@ class StatusBoard:
         self._number = 0
         self._draining = False
         self._thread: threading.Thread | None = None
-        self._snapshots: _SnapshotReader | None = None
+        self._contexts: Mapping[str, GpuContext] = {}
+        self._readers: dict[str, StatusReader] = {}
+        self._verdict: ReadReadiness | None = None
+        self._reading = threading.Lock()
+        self._began = 0.0
+        self._state = ""
         self._unwatch: list[Callable[[], None]] = []
 
     def watch(self, context: GpuContext | Mapping[str, GpuContext], verdict: ReadReadiness | None = None) -> None:
@@ -94,7 +99,9 @@ class StatusBoard:
         contexts: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
         named = bool(contexts) and not (isinstance(context, Mapping) and "" in contexts)
         expect(named, "context", context, "must be a context, or at least one worker by name")
-        self._snapshots = _SnapshotReader(contexts, verdict, self.event_log, self._numbers, self._clients)
+        self._contexts, self._verdict = contexts, verdict
+        self._readers = {name: StatusReader(one, self.event_log, name) for name, one in contexts.items()}
+        self._began, self._state = time.time(), ""
         self._unwatch = [
             one._children.trace.watch(functools.partial(self._log_event, name)) for name, one in contexts.items()
         ]
@@ -144,9 +151,7 @@ class StatusBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """The state now, with the events that are kept. Reads the contexts: not for a loop's thread."""
-        assert self._snapshots is not None
-        snapshot = self._snapshots.read()
-        return snapshot | {"events": self.event_log.since(0).items}
+        return self._read() | {"events": self.event_log.since(0).items}
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Viewer | None]:
@@ -184,8 +189,7 @@ class StatusBoard:
             self._closed.wait(_LEAST)
 
     def _refresh(self) -> None:
-        assert self._snapshots is not None
-        snapshot = self._snapshots.read()
+        snapshot = self._read()
         text = json.dumps(snapshot, separators=(",", ":")).encode()
         self._draining = snapshot["verdict"]["state"] == "draining"
         with self._lock:
@@ -194,31 +198,9 @@ class StatusBoard:
         for viewer in viewers:
             viewer.wake()
 
-
-class _SnapshotReader:
-    """Reads snapshots of all contexts. Safe to use from any thread."""
-
-    def __init__(
-        self,
-        contexts: Mapping[str, GpuContext],
-        readiness: ReadReadiness | None,
-        event_log: EventLog,
-        numbers: list[Numbers],
-        clients: Clients | None,
-    ) -> None:
-        self._contexts = contexts
-        self._readiness = readiness
-        self._event_log = event_log
-        self._numbers = numbers
-        self._clients = clients
-        self._readers = {name: StatusReader(context, event_log, name) for name, context in contexts.items()}
-        self._lock = threading.Lock()
-        self._began = time.time()
-        self._state = ""
-
-    def read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         """The fields that all contexts share, and those of the one context, or a list of "workers"."""
-        with self._lock:
+        with self._reading:
             readiness = self._read_readiness()
             common = {"version": __version__, "pid": os.getpid(), "time": time.time(), "since": self._began}
             common |= {
@@ -234,13 +216,13 @@ class _SnapshotReader:
             pool = {name: readiness[name] for name in Readiness._fields}
             if self._state not in ("", pool["state"]):
                 fields = {"state": pool["state"], "before": self._state, "reason": pool["reason"] or None}
-                log_state(self._event_log, fields)
+                log_state(self.event_log, fields)
             self._state = pool["state"]
             return common | {"verdict": pool, "workers": workers}
 
     def _read_readiness(self) -> Mapping[str, Any]:
-        if self._readiness is not None:
-            return self._readiness()
+        if self._verdict is not None:
+            return self._verdict()
         workers = {name: readiness_of(context.health()) for name, context in self._contexts.items()}
         if "" in workers:
             return workers[""]._asdict()

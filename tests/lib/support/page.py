@@ -50,10 +50,9 @@ def page_application(device: str = "mock", guard: bool = True, **options: Any) -
 def lived(app: Any, minutes: float = 5.0) -> None:
     """Make it look as if clients had been answered for so long: more and more of them, and in the end too many."""
     service, board = service_of(app), service_of(app).board
-    clients, snapshots = board._clients, board._snapshots
+    clients = board._clients
     assert clients is not None
-    assert snapshots is not None
-    with snapshots._lock:
+    with board._reading:
         clients._records.clear()
         slots, now = int(minutes * 60 / SLOT), time.monotonic()
         for slot in range(slots + 1):
