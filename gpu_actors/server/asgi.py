@@ -30,7 +30,7 @@ from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies
-from gpu_actors.server.http.guard import KEY, Exchange, Guard
+from gpu_actors.server.http.guard import KEY, Exchange, Guard, quieten
 from gpu_actors.server.http.json_bodies import expect_json, read_json
 from gpu_actors.server.http.probes import Answer, Probes
 from gpu_actors.server.http.problems import problem
@@ -237,9 +237,7 @@ def _end_streams_on_interrupt(board: StatusBoard) -> Iterator[None]:
 
 def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        exchange = request.scope.get(KEY)
-        if exchange is not None:
-            exchange.quiet = True
+        quieten(request.scope)
         running = _find_service(request)
         if running is None:
             status, body, content_type = _without_context(name)

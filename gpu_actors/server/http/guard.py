@@ -31,7 +31,7 @@ from gpu_actors.server.http.traffic import Traffic, route_of, traffic_of
 from gpu_actors.tracing.events import log_record
 from gpu_actors.tracing.work import Work, active, begin_work, under
 
-__all__ = ["Exchange", "Guard"]
+__all__ = ["Exchange", "Guard", "quieten"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -408,6 +408,14 @@ class Exchange:
                 notes = f" trace_id={self.trace_id}{notes}"
             values = (self.request_id, method, path, status, milliseconds, notes)
             log_record(access, level, line, values, attributes)
+
+
+def quieten(scope: MutableMapping[str, Any]) -> Exchange | None:
+    """The exchange of a request that no access log needs to show: its answer is not counted, and logged as DEBUG."""
+    exchange: Exchange | None = scope.get(KEY)
+    if exchange is not None:
+        exchange.quiet = True
+    return exchange
 
 
 class _HungUp(Exception):

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from gpu_actors._version import __version__
 from gpu_actors.fields import expect
 from gpu_actors.server import asgi
-from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.http.guard import KEY, Exchange, quieten
 from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
 from gpu_actors.server.openai.models import Generator
 from gpu_actors.server.openai.parsing import parse_body, read_body
@@ -81,8 +81,7 @@ async def _respond(
 
 async def health(request: Request) -> Response:
     """The status of /readyz, without a body."""
-    exchange: Exchange = request.scope[KEY]
-    exchange.quiet = True
+    quieten(request.scope)
     return Response(status_code=asgi.service(request).probes.readyz().status, headers={"Cache-Control": "no-store"})
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from gpu_actors.server.http.guard import KEY, Exchange
+from gpu_actors.server.http.guard import quieten
 from gpu_actors.server.http.sent_events import STREAM_HEADERS, sent_event
 from gpu_actors.server.status.board import StatusBoard, Viewer
 from gpu_actors.server.status.files import POLICY, page_file
@@ -41,22 +41,17 @@ READER_TIMEOUT = 5.0
 def page_routes(path: str, find: Find) -> list[BaseRoute]:
     """The routes of a page at ``path``, which ends in "/". find: gives a request's board, or why there is none."""
 
-    def quiet(request: Request) -> None:
-        exchange: Exchange | None = request.scope.get(KEY)
-        if exchange is not None:
-            exchange.quiet = True
-
     async def page(request: Request) -> Response:
-        quiet(request)
+        quieten(request.scope)
         return Response(page_file("index.html"), headers=_HEADERS, media_type="text/html")
 
     async def file(request: Request) -> Response:
-        quiet(request)
+        quieten(request.scope)
         name = request.url.path.rpartition("/")[2]
         return Response(page_file(name), headers=_HEADERS, media_type=_FILES[name])
 
     async def state(request: Request) -> Response:
-        quiet(request)
+        quieten(request.scope)
         board = find(request)
         if isinstance(board, str):
             return _refused(board)
@@ -65,13 +60,12 @@ def page_routes(path: str, find: Find) -> list[BaseRoute]:
         return Response(text, headers=_HEADERS, media_type="application/json")
 
     async def events(request: Request) -> Response:
-        quiet(request)
+        exchange = quieten(request.scope)
         board = find(request)
         if isinstance(board, str):
             return _refused(board)
         if request.method == "HEAD":
             return Response(headers=_HEADERS, media_type="text/event-stream")
-        exchange: Exchange | None = request.scope.get(KEY)
         last = _last(request, board.event_log.boot)
         return _Stream(board, last, None if exchange is None else exchange.deadline)
 
