@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 
 import anyio
@@ -13,6 +14,7 @@ from gpu_actors.errors import Overloaded
 __all__ = ["FairQueue", "Waiter"]
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """A piece of work that waits for a place.
 
@@ -22,32 +24,20 @@ class Waiter:
     refusal: the error with which it is refused.
     """
 
-    __slots__ = (
-        "admitted",
-        "client",
-        "cost",
-        "deadline",
-        "decided",
-        "priority",
-        "rank",
-        "refusal",
-        "spare",
-        "urgency",
-        "waits",
-    )
-
-    def __init__(self, cost: float, deadline: float | None, client: str, priority: int) -> None:
-        self.cost = cost
-        self.deadline = deadline
-        self.client = client
-        self.priority = priority
-        self.decided: anyio.Event | None = None
-        self.admitted = self.spare = self.waits = False
-        self.refusal: Overloaded | None = None
-        self.rank: tuple[float, int] = (0.0, 0)
-        self.urgency = 0.0
+    cost: float
+    deadline: float | None
+    client: str
+    priority: int
+    decided: anyio.Event | None = None
+    admitted: bool = False
+    spare: bool = False
+    waits: bool = False
+    refusal: Overloaded | None = None
+    rank: tuple[float, int] = (0.0, 0)
+    urgency: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
     """One client.
 
@@ -56,14 +46,13 @@ class _Client:
     read: how many of its requests are being read.
     """
 
-    __slots__ = ("cost", "held", "queue", "read", "served", "waiting", "weight")
-
-    def __init__(self, served: float, weight: float) -> None:
-        self.served = served
-        self.weight = weight
-        self.held = self.waiting = self.read = 0
-        self.cost = 0.0
-        self.queue: list[tuple[tuple[float, int], Waiter]] = []
+    served: float
+    weight: float
+    held: int = 0
+    waiting: int = 0
+    read: int = 0
+    cost: float = 0.0
+    queue: list[tuple[tuple[float, int], Waiter]] = field(default_factory=list)
 
     def head(self) -> Waiter | None:
         while self.queue and not self.queue[0][1].waits:
