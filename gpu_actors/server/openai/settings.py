@@ -81,17 +81,11 @@ class ServeSettings:
     drain_seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        least = {
-            "max_running": 1,
-            "max_embedding": 1,
-            "max_waiting": 0,
-            "workers": 0,
-            "threads": 1,
-            "default_max_tokens": 1,
-            "max_inputs": 1,
-        }
-        for name, low in (least | {"cache_mib": 1, "page_size": 1, "max_body_bytes": 1}).items():
-            integer(name, getattr(self, name), low)
+        counts = ("max_running", "max_embedding", "threads", "default_max_tokens", "max_inputs")
+        for name in (*counts, "cache_mib", "page_size", "max_body_bytes"):
+            integer(name, getattr(self, name), 1)
+        for name in ("max_waiting", "workers"):
+            integer(name, getattr(self, name), 0)
         if self.max_per_client is not None:
             integer("max_per_client", self.max_per_client, 1)
         checked_keys("api_keys", self.api_keys)
