@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,7 @@ from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.openai.detokenizer import Detokenizer, Echo, PromptText, ScoredToken, token_text
 from gpu_actors.server.openai.models import Generator
-from gpu_actors.server.openai.parsing import parse_body, read_body
+from gpu_actors.server.openai.parsing import parse_body, read_request
 from gpu_actors.server.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
 from gpu_actors.server.openai.responses import (
     ChatChoice,
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["chat_completions", "check_tokens", "completions", "expect_to_fit", "tokenized"]
 
 _NO_USAGE = {"usage"}
-
-_SMALL = 1 << 12
-"""Bytes of a body that is read on the loop: in less time than a thread takes to begin where the loop is busy."""
 
 _START_SECONDS = 1.0
 """Seconds for the engine to start a text for which there is room, once the server shuts down."""
@@ -142,7 +138,7 @@ class _PreparedRequest:
 
 
 async def completions(request: Request) -> Response:
-    params, prepared = await _read_request(request, CompletionRequest, "cmpl", _top_of_completion)
+    params, prepared = await _read(request, CompletionRequest, "cmpl", _top_of_completion)
 
     def event(text: str, output: Detokenizer, echo: Echo | None = None) -> Completion:
         begin, scored = (echo.text, echo.scored) if echo is not None else ("", [])
@@ -176,7 +172,7 @@ async def completions(request: Request) -> Response:
 
 
 async def chat_completions(request: Request) -> Response:
-    params, prepared = await _read_request(request, ChatRequest, "chatcmpl", _top_of_chat)
+    params, prepared = await _read(request, ChatRequest, "chatcmpl", _top_of_chat)
 
     def logprobs(output: Detokenizer) -> ChatLogprobs | None:
         return _chat_logprobs(output.take_scored(), prepared) if params.logprobs else None
@@ -215,7 +211,7 @@ async def chat_completions(request: Request) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _read_request(
+async def _read(
     request: Request, kind: type[Params], prefix: str, top: Callable[[Params], int | None]
 ) -> tuple[Params, _PreparedRequest]:
     """The parameters and the prepared request of a body.
@@ -225,20 +221,12 @@ async def _read_request(
     """
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
-    body = await read_body(request)
 
-    def read() -> tuple[Params, _PreparedRequest]:
+    def read(body: bytes) -> tuple[Params, _PreparedRequest]:
         params = parse_body(kind, body)
         return params, _prepare(state, exchange, params, prefix, top(params))
 
-    with state.farewell.waiting():
-        exchange.stretch(math.inf)  # while it waits to be refused
-        async with state.admission.reading(exchange.deadline, client=exchange.client):
-            exchange.stretch(0.0)
-            if len(body) <= _SMALL:
-                return read()
-            return await anyio.to_thread.run_sync(read, limiter=state.readers_of(len(body)))
-    raise AssertionError("a wait that was ended raises")
+    return await read_request(request, state.admission, read)
 
 
 def _top_of_completion(params: CompletionRequest) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -15,7 +16,7 @@ from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.problems import NotFound
-from gpu_actors.server.openai.parsing import parse_body, read_body
+from gpu_actors.server.openai.parsing import parse_body, read_request
 from gpu_actors.server.openai.requests import EmbeddingRequest
 from gpu_actors.server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage, ModelList
 
@@ -28,11 +29,7 @@ __all__ = ["embeddings", "list_models", "one_model"]
 async def embeddings(request: Request) -> Response:
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
-    body = await read_body(request)
-    limiter = state.readers_of(len(body))
-    with state.farewell.waiting():
-        async with state.embedding.reading(exchange.deadline, client=exchange.client):
-            params = await anyio.to_thread.run_sync(parse_body, EmbeddingRequest, body, limiter=limiter)
+    params = await read_request(request, state.embedding, partial(parse_body, EmbeddingRequest))
     embedder = state.models.encoder_of(params.model).embedder
     columns = embedder.model.head.columns
     if params.dimensions not in (None, columns):
@@ -45,6 +42,7 @@ async def embeddings(request: Request) -> Response:
         with state.farewell.waiting():
             await stack.enter_async_context(state.embedding.place(exchange.deadline, cost=cost, client=exchange.client))
         if not params.truncate:
+            limiter = state.readers_of(sum(map(len, params.input)))
             await anyio.to_thread.run_sync(_check_lengths, embedder, params.input, limiter=limiter)
         result = await embedder.embed(params.input, deadline=exchange.deadline)
         # Ten thousand numbers take as many microseconds and more to serialize: not on the loop.

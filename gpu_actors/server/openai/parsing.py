@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import anyio.to_thread
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
+from gpu_actors.server.http.admission import Admission
+from gpu_actors.server.http.guard import KEY, Exchange
 from gpu_actors.server.http.json_bodies import check_json, expect_json
 from gpu_actors.server.openai.requests import UNKNOWN
 from gpu_actors.server.openai.state import State
 from gpu_actors.server.openai.unsupported import hint_of
 
-__all__ = ["parse_body", "read_body"]
+__all__ = ["parse_body", "read_request"]
 
 Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
 
 _JSON = ("json_invalid", "json_type")
 
 _LONGEST_NAME = 80
 
+_SMALL = 1 << 12
+"""Bytes of a body that is read on the loop: in less time than a thread takes to begin where the loop is busy."""
+
 _GRACE = 1.0
 """How long a body may take to arrive while the server shuts down, in seconds."""
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body of a request whose Content-Type is JSON.
+async def read_request(request: Request, admission: Admission, read: Callable[[bytes], T]) -> T:
+    """What ``read`` makes of the whole body of a request whose Content-Type is JSON. On a thread, if it is long.
 
-    Raises `WrongContentType`, what `Guard` answers, and `ActorStopped` for a body that does not arrive while the
-    server shuts down.
+    admission: counts the request among those that are being read.
+
+    Raises `WrongContentType`, what `Guard` answers, what ``read`` and the admission raise, and `ActorStopped` for a
+    body that does not arrive while the server shuts down.
     """
     state: State = request.app.state.openai_api
+    exchange: Exchange = request.scope[KEY]
     expect_json(request.headers.get("content-type"))
     with state.farewell.waiting(_GRACE):
-        return await request.body()
+        body = await request.body()
+    with state.farewell.waiting():
+        exchange.stretch(math.inf)  # while it waits to be refused
+        async with admission.reading(exchange.deadline, client=exchange.client):
+            exchange.stretch(0.0)
+            if len(body) <= _SMALL:
+                return read(body)
+            return await anyio.to_thread.run_sync(read, body, limiter=state.readers_of(len(body)))
     raise AssertionError("a wait that was ended raises")
 
 

@@ -6,17 +6,16 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gpu_actors._version import __version__
 from gpu_actors.fields import expect
 from gpu_actors.server import asgi
-from gpu_actors.server.http.guard import KEY, Exchange, quieten
+from gpu_actors.server.http.guard import quieten
 from gpu_actors.server.openai.completions import check_tokens, expect_to_fit, tokenized
 from gpu_actors.server.openai.models import Generator
-from gpu_actors.server.openai.parsing import parse_body, read_body
+from gpu_actors.server.openai.parsing import parse_body, read_request
 from gpu_actors.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -66,16 +65,12 @@ async def _respond(
     request: Request, kind: type[Params], answer: Callable[[Generator, Params], dict[str, Any]]
 ) -> Response:
     state: State = request.app.state.openai_api
-    exchange: Exchange = request.scope[KEY]
-    body = await read_body(request)
 
-    def serialize() -> str:
+    def serialize(body: bytes) -> str:
         params = parse_body(kind, body)
         return json.dumps(answer(state.models.generator_of(params.model), params))
 
-    with state.farewell.waiting():
-        async with state.admission.reading(exchange.deadline, client=exchange.client):
-            content = await anyio.to_thread.run_sync(serialize, limiter=state.readers_of(len(body)))
+    content = await read_request(request, state.admission, serialize)
     return Response(content, media_type="application/json")
 
 
