@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpu_actors.cli.output import CacheDtypeOption, DeviceOption, DtypeOption, error_sentence, write_error, write_note
+from gpu_actors.cli.output import (
+    CacheDtypeOption,
+    DeviceOption,
+    DtypeOption,
+    chosen_device,
+    error_sentence,
+    write_error,
+    write_note,
+)
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 
 if TYPE_CHECKING:
@@ -239,11 +247,10 @@ async def _open(
     device: str, loaded: LoadedModel, settings: Settings, quiet: bool
 ) -> AsyncIterator[tuple[asyncio.AbstractEventLoop, GpuContext, Engine]]:
     from gpu_actors.context import open_context
-    from gpu_actors.devices.select import choose_device
     from gpu_actors.generation import Engine
 
-    device, obstacle = choose_device(device)
-    if obstacle is not None and not quiet:
-        write_note(f"computes on the CPU: {obstacle}")
-    async with open_context(device) as context, Engine.open(context, loaded.model, settings) as engine:
+    async with (
+        open_context(chosen_device(device, quiet)) as context,
+        Engine.open(context, loaded.model, settings) as engine,
+    ):
         yield asyncio.get_running_loop(), context, engine

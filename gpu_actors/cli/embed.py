@@ -8,13 +8,14 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpu_actors.cli.output import (
     DeviceOption,
     JsonOption,
+    chosen_device,
     progress_bar,
     write_json_list,
     write_note,
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from gpu_actors.devices.interface import DeviceInfo
-    from gpu_actors.embedding import Embedded, MiniLM, Passage, Tokenizer
-    from gpu_actors.options import ContextOptions
+    from gpu_actors.embedding import MiniLM, Passage, Tokenizer
 
 __all__ = ["embed"]
 
@@ -60,42 +59,19 @@ def embed(
         raise InvalidRequest("--query", repr(query), "must hold some text")
     if trace is not None:
         _check_writable(trace)
-    encoder = _load(files, model)
-    work = _Work(encoder, query, device, trace, dtype, batch_tokens, quiet)
-    outcome = asyncio.run(_run(work))
-    passages, vectors, scores = _select(encoder.passages, outcome.embedded.vectors, query, top)
+    encoder, tokenizer, passages = _load(files, model)
+    texts = [passage.embedded for passage in passages] + ([] if query is None else [query])
+    vectors, summary = asyncio.run(_embed(encoder, tokenizer, texts, device, trace, dtype, batch_tokens, quiet))
+    passages, vectors, scores = _select(passages, vectors, query, top)
     if as_json:
         _write_json(passages, vectors, scores)
     else:
         _write_table(passages, scores)
     if not quiet:
-        _write_summary(outcome)
+        write_note(summary)
 
 
-class _Encoder(NamedTuple):
-    model: MiniLM
-    tokenizer: Tokenizer
-    passages: list[Passage]
-
-
-class _Work(NamedTuple):
-    encoder: _Encoder
-    query: str | None
-    device: str
-    trace: Path | None
-    dtype: str | None
-    batch_tokens: int
-    quiet: bool
-
-
-class _Outcome(NamedTuple):
-    embedded: Embedded
-    seconds: float
-    dtype: str
-    info: DeviceInfo
-
-
-def _load(files: list[str], folder: Path | None) -> _Encoder:
+def _load(files: list[str], folder: Path | None) -> tuple[MiniLM, Tokenizer, list[Passage]]:
     from gpu_actors.embedding import MiniLM, Tokenizer, find_weights
     from gpu_actors.embedding.blas import limit_blas_threads
     from gpu_actors.embedding.passages import passages_of, read_text
@@ -107,27 +83,33 @@ def _load(files: list[str], folder: Path | None) -> _Encoder:
     path = find_weights(folder)
     model = MiniLM.load(path)
     tokenizer = Tokenizer(path, model.config.max_tokens)
-    passages = [passage for file, text in texts for passage in passages_of(file, text, tokenizer)]
-    return _Encoder(model, tokenizer, passages)
+    return model, tokenizer, [passage for file, text in texts for passage in passages_of(file, text, tokenizer)]
 
 
-async def _run(work: _Work) -> _Outcome:
+async def _embed(
+    model: MiniLM,
+    tokenizer: Tokenizer,
+    texts: list[str],
+    device: str,
+    trace: Path | None,
+    dtype: str | None,
+    batch_tokens: int,
+    quiet: bool,
+) -> tuple[NDArray[np.float32], str]:
+    """The vectors of the texts, and a sentence on the work."""
     from gpu_actors.context import open_context
-    from gpu_actors.devices.select import choose_device
     from gpu_actors.embedding import Embedder
+    from gpu_actors.options import ContextOptions, MockOptions
+    from gpu_actors.tracing import ChromeTrace
 
-    device, obstacle = choose_device(work.device)
-    if obstacle is not None and not work.quiet:
-        write_note(f"computes on the CPU: {obstacle}")
-    encoder = work.encoder
-    texts = [passage.embedded for passage in encoder.passages]
-    if work.query is not None:
-        texts.append(work.query)
+    device = chosen_device(device, quiet)
+    # The weights are float32: an oracle in float64 would take longer and change no digit that they can carry.
+    options = ContextOptions(mock=MockOptions(dtype="float32"))
     async with contextlib.AsyncExitStack() as stack:
-        options = await _options(work, stack)
-        progress = stack.enter_context(progress_bar(quiet=work.quiet))
+        if trace is not None:
+            options = dataclasses.replace(options, on_event=await stack.enter_async_context(ChromeTrace(trace)))
+        progress = stack.enter_context(progress_bar(quiet=quiet))
         task = progress.add_task("embedding", total=len(texts), rate="")
-        start = time.perf_counter()
         done_tokens = 0
 
         def advance(batch_texts: int, batch_tokens: int) -> None:
@@ -137,24 +119,14 @@ async def _run(work: _Work) -> _Outcome:
             progress.update(task, advance=batch_texts, rate=f"{rate:,.0f} tokens/s")
 
         async with open_context(device, options) as context:
-            embedder = Embedder(
-                context, encoder.model, encoder.tokenizer, batch_tokens=work.batch_tokens, dtype=work.dtype
-            )
+            embedder = Embedder(context, model, tokenizer, batch_tokens=batch_tokens, dtype=dtype)
             start = time.perf_counter()
-            embedded = await embedder.embed(texts, progress=advance)
-            return _Outcome(embedded, time.perf_counter() - start, embedder.dtype, context.info)
-
-
-async def _options(work: _Work, stack: contextlib.AsyncExitStack) -> ContextOptions:
-    from gpu_actors.options import ContextOptions, MockOptions
-
-    # The weights are float32: an oracle in float64 would take longer and change no digit that they can carry.
-    mock = MockOptions(dtype="float32")
-    if work.trace is None:
-        return ContextOptions(mock=mock)
-    from gpu_actors.tracing import ChromeTrace
-
-    return ContextOptions(mock=mock, on_event=await stack.enter_async_context(ChromeTrace(work.trace)))
+            vectors, tokens, _ = await embedder.embed(texts, progress=advance)
+            seconds = time.perf_counter() - start
+            return vectors, (
+                f"{len(texts)} texts, {tokens.sum()} tokens in {seconds:.2f} s: {len(texts) / seconds:.0f} texts/s, "
+                f"{tokens.sum() / seconds:.0f} tokens/s, attention in {embedder.dtype} on {context.info.name}"
+            )
 
 
 def _check_writable(trace: Path) -> None:
@@ -210,12 +182,3 @@ def _write_table(passages: list[Passage], scores: list[float] | None) -> None:
 def _preview(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= PREVIEW else f"{line[: PREVIEW - 1]}…"
-
-
-def _write_summary(outcome: _Outcome) -> None:
-    embedded, seconds, dtype, info = outcome
-    texts, tokens = len(embedded.tokens), int(embedded.tokens.sum())
-    write_note(
-        f"{texts} texts, {tokens} tokens in {seconds:.2f} s: {texts / seconds:.0f} texts/s, "
-        f"{tokens / seconds:.0f} tokens/s, attention in {dtype} on {info.name}"
-    )

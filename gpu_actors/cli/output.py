@@ -23,6 +23,7 @@ __all__ = [
     "DeviceOption",
     "DtypeOption",
     "JsonOption",
+    "chosen_device",
     "error_sentence",
     "progress_bar",
     "silence_if_closed",
@@ -86,6 +87,16 @@ def write_note(sentence: str) -> None:
         typer.echo(sentence, err=True)
     except OSError:
         silence_if_closed(sys.stderr)
+
+
+def chosen_device(device: str, quiet: bool) -> str:
+    """The device that DEVICE means here. Unless quiet, a note says why "auto" is the CPU."""
+    from gpu_actors.devices.select import choose_device
+
+    device, obstacle = choose_device(device)
+    if obstacle is not None and not quiet:
+        write_note(f"computes on the CPU: {obstacle}")
+    return device
 
 
 def write_error(sentence: str) -> None:
