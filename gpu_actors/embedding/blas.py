@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.errors import GpuActorsError
 from gpu_actors.extras import missing
+from gpu_actors.fields import integer
 
 __all__ = ["blas_threads", "limit_blas_threads"]
 
@@ -25,8 +26,7 @@ def limit_blas_threads(count: int) -> bool:
     such a setting is found. Raises `InvalidRequest` unless count >= 1, `GpuActorsError` if threadpoolctl (extra "demo")
     is missing.
     """
-    if count < 1:
-        raise InvalidRequest("count", count, "must be an int >= 1")
+    integer("count", count, 1)
     libraries = _libraries()
     libraries.limit(limits=count)
     return len(libraries) > 0

@@ -19,7 +19,8 @@ from numpy.typing import DTypeLike, NDArray
 from gpu_actors.embedding.minilm import EncoderLayer, MiniLM
 from gpu_actors.embedding.tokens import MAX_TEXT_CHARS, TokenBatch, Tokenizer, token_batches
 from gpu_actors.embedding.weights import find_weights, load_config
-from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.errors import LaunchError
+from gpu_actors.fields import integer, one_of
 from gpu_actors.tracing import host_span
 
 if TYPE_CHECKING:
@@ -73,20 +74,15 @@ class Embedder:
         threads: int | None = None,
         dtype: str | None = None,
     ) -> None:
-        threads = threads if threads is not None else min(8, os.cpu_count() or 1)
-        batches_in_flight = batches_in_flight if batches_in_flight is not None else threads + 1
-        sizes = {"batch_tokens": batch_tokens, "batches_in_flight": batches_in_flight, "threads": threads}
-        for name, value in sizes.items():
-            if value < 1:
-                raise InvalidRequest(name, value, "must be an int >= 1")
+        threads = integer("threads", min(8, os.cpu_count() or 1) if threads is None else threads, 1)
+        batches_in_flight = threads + 1 if batches_in_flight is None else batches_in_flight
         dtype = dtype if dtype is not None else "bfloat16" if context.info.runs_kernels else "float32"
-        if dtype not in DTYPES:
-            raise InvalidRequest("dtype", dtype, f"must be {' or '.join(DTYPES)}")
+        one_of("dtype", dtype, tuple(DTYPES), f"must be {' or '.join(DTYPES)}")
         self.dtype = dtype
         self.model = model
         self.tokenizer = tokenizer
-        self.batch_tokens = batch_tokens
-        self.batches_in_flight = batches_in_flight
+        self.batch_tokens: int = integer("batch_tokens", batch_tokens, 1)
+        self.batches_in_flight: int = integer("batches_in_flight", batches_in_flight, 1)
         self._context = context
         self._scale = float(model.config.head_dim) ** -0.5
         self._limiter = anyio.CapacityLimiter(threads)
@@ -214,7 +210,7 @@ class Embedder:
 
 def _tokenize_next(batches: Iterator[TokenBatch]) -> TokenBatch | None:
     with host_span("tokenise"):
-        return _next_batch(batches)
+        return next(batches, None)
 
 
 def _advance(
@@ -232,10 +228,6 @@ def _operands(layer: EncoderLayer, x: Floats, dtype: DTypeLike) -> Heads:
 
 def _finish(layer: EncoderLayer, x: Floats, attended: Operand) -> Floats:
     return layer.finish(x, attended.astype(np.float32, copy=False))
-
-
-def _next_batch(batches: Iterator[TokenBatch]) -> TokenBatch | None:
-    return next(batches, None)
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

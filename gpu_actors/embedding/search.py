@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import integer
 
 __all__ = ["Hit", "rank"]
 
@@ -25,8 +25,7 @@ def rank(query: NDArray[np.float32], passages: NDArray[np.float32], top: int) ->
 
     query: (dim,) and passages: (n, dim), of any length. Raises `InvalidRequest` unless top >= 1.
     """
-    if top < 1:
-        raise InvalidRequest("top", top, "must be an int >= 1")
+    integer("top", top, 1)
     lengths = np.linalg.norm(passages, axis=1) * np.linalg.norm(query)
     scores = np.clip(passages @ query / np.maximum(lengths, np.float32(1e-12)), -1.0, 1.0)
     order = np.argsort(-scores, kind="stable")[:top]

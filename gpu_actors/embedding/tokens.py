@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gpu_actors.embedding.weights import load_prompt, lowers_case
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.extras import missing
+from gpu_actors.fields import integer
 
 __all__ = ["TokenBatch", "TokenRow", "TokenSpan", "Tokenizer", "pack", "token_batches"]
 
@@ -75,11 +76,8 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, max_tokens: int = 256, max_text_chars: int = MAX_TEXT_CHARS) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_text_chars", max_text_chars)):
-            if value < 1:
-                raise InvalidRequest(name, value, "must be an int >= 1")
-        self.max_tokens = max_tokens
-        self.max_text_chars = max_text_chars
+        self.max_tokens: int = integer("max_tokens", max_tokens, 1)
+        self.max_text_chars: int = integer("max_text_chars", max_text_chars, 1)
         self.prompt = load_prompt(folder)
         self._lowers_case = lowers_case(folder)
         self._whole = _load(folder)

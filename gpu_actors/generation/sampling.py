@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import InvalidRequest, LaunchError
-from gpu_actors.values import show
+from gpu_actors.errors import LaunchError
+from gpu_actors.fields import expect, flag, integer, real
 
 __all__ = ["Sampler", "Sampling", "TokenScores"]
 
@@ -49,18 +49,16 @@ class Sampling:
     score_prompt: bool = False
 
     def __post_init__(self) -> None:
-        if not (_number(self.temperature) and self.temperature >= 0):
-            raise InvalidRequest("temperature", show(self.temperature), "must be a finite number >= 0")
-        if not (_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InvalidRequest("top_p", show(self.top_p), "must be a number over 0 and up to 1")
-        if self.seed is not None and not (_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
-            raise InvalidRequest("seed", show(self.seed), "must be an int of 64 bits, or None")
-        if self.top_logprobs is not None and not (
-            _integer(self.top_logprobs) and 0 <= self.top_logprobs <= _HIGHEST_TOP
-        ):
-            raise InvalidRequest("top_logprobs", show(self.top_logprobs), f"must be an int from 0 to {_HIGHEST_TOP}")
-        if self.score_prompt is not False and not (self.score_prompt is True and self.top_logprobs is not None):
-            raise InvalidRequest("score_prompt", show(self.score_prompt), "must be false, or true beside top_logprobs")
+        number = "a finite number >= 0"
+        expect(real("temperature", self.temperature, number) >= 0, "temperature", self.temperature, f"must be {number}")
+        number = "a number over 0 and up to 1"
+        expect(0 < real("top_p", self.top_p, number) <= 1, "top_p", self.top_p, f"must be {number}")
+        if self.seed is not None:
+            integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        if self.top_logprobs is not None:
+            integer("top_logprobs", self.top_logprobs, 0, _HIGHEST_TOP)
+        sound = not flag("score_prompt", self.score_prompt) or self.top_logprobs is not None
+        expect(sound, "score_prompt", self.score_prompt, "must be false, or true beside top_logprobs")
 
 
 class Sampler:
@@ -69,7 +67,7 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         seed = sampling.seed
-        self._random = np.random.default_rng(None if seed is None else seed % (1 << 64))
+        self._random = np.random.default_rng(None if seed is None else int(seed) % (1 << 64))
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None]:
         """A token from logits (vocab,), and its scores if the sampling requests them.
@@ -124,11 +122,3 @@ def _likeliest(scores: NDArray[np.float64], top: int) -> NDArray[np.intp]:
     top = min(top, len(scores))
     high = np.flatnonzero(scores >= np.partition(scores, -top)[-top])
     return high[np.argsort(-scores[high], kind="stable")[:top]]
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

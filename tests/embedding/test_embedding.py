@@ -207,13 +207,13 @@ async def test_the_deadline_reaches_every_attention_request(model: MiniLM, token
         assert len(recorder.calls) < 6
 
 
-async def test_a_call_that_is_cancelled_while_its_next_batch_is_made_ends_as_cancelled(
+async def test_a_call_that_is_cancelled_while_its_tokenize_next_is_made_ends_as_cancelled(
     context: GpuContext, model: MiniLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first batch is cancelled while a thread makes the second one, which nothing can interrupt."""
     made, go_on = threading.Event(), threading.Event()
     batches: list[object] = []
-    work = embedder_module._next_batch
+    work = embedder_module._tokenize_next
 
     def slow(rest: Any) -> Any:
         batches.append(rest)
@@ -222,7 +222,7 @@ async def test_a_call_that_is_cancelled_while_its_next_batch_is_made_ends_as_can
             assert go_on.wait(60)
         return work(rest)
 
-    monkeypatch.setattr(embedder_module, "_next_batch", slow)
+    monkeypatch.setattr(embedder_module, "_tokenize_next", slow)
     recorder: Any = Recorder(context, together=2)  # so that the one batch attends until it is cancelled
     scope = anyio.CancelScope()
 
