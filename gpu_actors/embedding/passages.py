@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpu_actors.embedding.sections import Section, sections_of
 from gpu_actors.embedding.tokens import Tokenizer, TokenSpan
 from gpu_actors.errors import InvalidRequest
 
 __all__ = ["Passage", "Piece", "passages_of", "read_passages", "read_text", "split_passages"]
 
+_HEADING = re.compile(r"^(?:[^\S\n]*(?P<fence>```|~~~)|#{1,6}[^\S\n]+(?P<title>\S[^\n]*))", re.M)
 PARAGRAPH = re.compile(r"\S[^\n]*(?:\n[^\S\n]*\S[^\n]*)*")
 SENTENCE_END = re.compile(r"[.!?:;][\"')\]]*\s|\n")
 SPECIAL_TOKENS = 2
@@ -117,13 +117,37 @@ class Piece(NamedTuple):
     heading: str
 
 
+class _Section(NamedTuple):
+    """Characters [start, stop) of a text, from the line of a heading on.
+
+    heading: the section's title, "" before the first heading.
+    """
+
+    start: int
+    stop: int
+    heading: str
+
+
+def _sections(text: str) -> Iterator[_Section]:
+    """The sections of a text, in order and without gaps. A line of a code block is not a heading."""
+    start, heading, fence = 0, "", ""
+    for line in _HEADING.finditer(text):
+        marker = line["fence"]
+        if marker:
+            fence = marker if not fence else "" if marker == fence else fence
+        elif not fence:
+            yield _Section(start, line.start(), heading)
+            start, heading = line.start(), line["title"].rstrip().rstrip("#").rstrip()
+    yield _Section(start, len(text), heading)
+
+
 def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
     """The passages of a text, in order, each with its heading of at most ``max_tokens`` tokens.
 
     Only white space lies between them.
     """
     room = max(1, tokenizer.max_tokens - SPECIAL_TOKENS - len(tokenizer.spans(tokenizer.prompt)))
-    for section in sections_of(text):
+    for section in _sections(text):
         size = _size(section.heading, tokenizer)
         heading = section.heading if size <= min(HEADING_TOKENS, room // 2) else ""
         spare = room - int(size) if heading else room
@@ -131,7 +155,7 @@ def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
             yield Piece(start, stop, heading if start > section.start else "")
 
 
-def _split(text: str, section: Section, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
+def _split(text: str, section: _Section, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
     """The passages of a section. room: the most tokens of the first one. later_room: of the others."""
     begin: int | None = None
     end, used = 0, 0.0
