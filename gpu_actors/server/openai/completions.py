@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,6 +35,7 @@ from gpu_actors.server.openai.responses import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    Finish,
     TopToken,
 )
 from gpu_actors.server.openai.stream import EventStream, Writer
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from gpu_actors.server.openai.state import State
 
 __all__ = ["chat_completions", "check_tokens", "completions", "expect_to_fit", "tokenized"]
-
-_NO_USAGE = {"usage"}
 
 _START_SECONDS = 1.0
 """Seconds for the engine to start a text for which there is room, once the server shuts down."""
@@ -148,27 +148,22 @@ async def completions(request: Request) -> Response:
         choice = CompletionChoice(text=begin + text, logprobs=logprobs, finish_reason=output.finish)
         return Completion(**prepared.heading, choices=[choice])
 
-    async def events(writer: Writer) -> None:
-        exclude = None if params.include_usage else _NO_USAGE
-        async with prepared.generate() as output:
-            started = not params.echo
-            while output.finish is None:
-                text = await output.next_text()
-                if text or output.finish or not started:
-                    await writer.write(
-                        event(text, output, None if started else output.echo(prepared.prompt_text)), exclude
-                    )
-                    started = True
-            if params.include_usage:
-                await writer.write(Completion(**prepared.heading, choices=[], usage=output.usage))
+    async def events(output: Detokenizer) -> AsyncIterator[Completion]:
+        started = not params.echo
+        while output.finish is None:
+            text = await output.next_text()
+            if text or output.finish or not started:
+                yield event(text, output, None if started else output.echo(prepared.prompt_text))
+                started = True
+        if params.include_usage:
+            yield Completion(**prepared.heading, choices=[], usage=output.usage)
 
-    if params.stream:
-        return EventStream(events)
-    async with prepared.generate() as output:
-        text = await _whole_text(output)
+    def whole(text: str, output: Detokenizer) -> Completion:
         answer = event(text, output, output.echo(prepared.prompt_text) if params.echo else None)
         answer.usage = output.usage
-    return Response(answer.model_dump_json(), media_type="application/json")
+        return answer
+
+    return await _respond(prepared, events, whole)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -177,37 +172,53 @@ async def chat_completions(request: Request) -> Response:
     def logprobs(output: Detokenizer) -> ChatLogprobs | None:
         return _chat_logprobs(output.take_scored(), prepared) if params.logprobs else None
 
-    def chunk(choices: list[ChunkChoice]) -> ChatChunk:
-        return ChatChunk(**prepared.heading, choices=choices)
+    def chunk(delta: Delta, logprobs: ChatLogprobs | None = None, finish: Finish | None = None) -> ChatChunk:
+        choice = ChunkChoice(delta=delta, logprobs=logprobs, finish_reason=finish)
+        return ChatChunk(**prepared.heading, choices=[choice])
 
-    async def events(writer: Writer) -> None:
-        exclude = None if params.include_usage else _NO_USAGE
-        async with prepared.generate() as output:
-            started = False
-            while output.finish is None:
-                text = await output.next_text()
-                if not started:
-                    started = True
-                    await writer.write(chunk([ChunkChoice(delta=Delta(role="assistant", content=""))]), exclude)
-                if text:
-                    await writer.write(
-                        chunk([ChunkChoice(delta=Delta(content=text), logprobs=logprobs(output))]), exclude
-                    )
-            # What a held character or an end of text leaves.
-            last = ChunkChoice(delta=Delta(), logprobs=logprobs(output), finish_reason=output.finish)
-            await writer.write(chunk([last]), exclude)
-            if params.include_usage:
-                counted = chunk([])
-                counted.usage = output.usage
-                await writer.write(counted)
+    async def events(output: Detokenizer) -> AsyncIterator[ChatChunk]:
+        started = False
+        while output.finish is None:
+            text = await output.next_text()
+            if not started:
+                started = True
+                yield chunk(Delta(role="assistant", content=""))
+            if text:
+                yield chunk(Delta(content=text), logprobs(output))
+        # What a held character or an end of text leaves.
+        yield chunk(Delta(), logprobs(output), output.finish)
+        if params.include_usage:
+            yield ChatChunk(**prepared.heading, choices=[], usage=output.usage)
 
-    if params.stream:
-        return EventStream(events)
-    async with prepared.generate() as output:
-        text = await _whole_text(output)
+    def whole(text: str, output: Detokenizer) -> ChatCompletion:
         assert output.finish is not None
         choice = ChatChoice(message=ChatMessage(content=text), logprobs=logprobs(output), finish_reason=output.finish)
-        answer = ChatCompletion(**prepared.heading, choices=[choice], usage=output.usage)
+        return ChatCompletion(**prepared.heading, choices=[choice], usage=output.usage)
+
+    return await _respond(prepared, events, whole)
+
+
+async def _respond(
+    prepared: _PreparedRequest,
+    events: Callable[[Detokenizer], AsyncIterator[BaseModel]],
+    whole: Callable[[str, Detokenizer], BaseModel],
+) -> Response:
+    """The answer in one body, or as a stream of events if the request says so."""
+    params = prepared.params
+
+    async def write(writer: Writer) -> None:
+        exclude = None if params.include_usage else {"usage"}
+        async with prepared.generate() as output:
+            async for event in events(output):
+                await writer.write(event, exclude)
+
+    if params.stream:
+        return EventStream(write)
+    async with prepared.generate() as output:
+        pieces = []
+        while output.finish is None:
+            pieces.append(await output.next_text())
+        answer = whole("".join(pieces), output)
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -325,13 +336,6 @@ def _max_new_tokens(params: GenerationRequest, prompt: int, longest: int, defaul
         reason = f"must be from 1 to {room}: {prompt} of {longest} tokens are the prompt's"
         raise InvalidRequest(field, limit, reason)
     return min(room, default) if limit is None else limit
-
-
-async def _whole_text(output: Detokenizer) -> str:
-    pieces = []
-    while output.finish is None:
-        pieces.append(await output.next_text())
-    return "".join(pieces)
 
 
 def _plain_logprobs(scored: Sequence[ScoredToken], prepared: _PreparedRequest) -> CompletionLogprobs:
