@@ -67,17 +67,14 @@ class Llama:
     def after_attention(self, layer: int, x: Matrix, attended: Matrix) -> Matrix:
         """The layer's output. attended: (rows, heads, head_dim), the output of its attention."""
         weights = self.weights.layers[layer]
-        x = x + self._product(attended.reshape(len(x), -1), weights.o)
+        x = x + self._products(attended.reshape(len(x), -1), weights.o)[0]
         normed = rms_norm(x, weights.mlp_norm, self.config.norm_eps)
         gate, up = self._products(normed, weights.gate, weights.up)
-        return np.asarray(x + self._product(silu(gate) * up, weights.down), np.float32)
+        return np.asarray(x + self._products(silu(gate) * up, weights.down)[0], np.float32)
 
     def logits(self, x: Matrix) -> Matrix:
         """(rows, vocab) of the last layer's output."""
-        return self._product(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
-
-    def _product(self, x: Matrix, matrix: Matrix) -> Matrix:
-        return self._products(x, matrix)[0]
+        return self._products(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)[0]
 
     def _products(self, x: Matrix, *matrices: Matrix) -> list[Matrix]:
         """x times each matrix, a share of the columns to each thread."""
