@@ -208,7 +208,13 @@ class Admission:
         if type(priority) is not int or abs(priority) > _MOST_PRIORITY:
             raise InvalidRequest("priority", priority, f"must be an int from -{_MOST_PRIORITY} to {_MOST_PRIORITY}")
         waiter = Waiter(cost, deadline, client, priority)
-        await self._enter(waiter)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise DeadlineExceeded("the deadline passed before the work could begin")
+        await self._refuse_unless_it_fits(waiter)
+        if self._room(waiter) > 0:
+            self._begin(waiter)
+        else:
+            await self._wait(waiter)
         place = Place(self, waiter, self._own_seconds(cost, self._running))
         try:
             yield place
@@ -350,15 +356,6 @@ class Admission:
             if self._delayed:
                 self._delayed[0].set()
 
-    async def _enter(self, waiter: Waiter) -> None:
-        if waiter.deadline is not None and time.monotonic() >= waiter.deadline:
-            raise DeadlineExceeded("the deadline passed before the work could begin")
-        await self._refuse_unless_it_fits(waiter)
-        if self._room(waiter) > 0:
-            self._begin(waiter)
-        else:
-            await self._wait(waiter)
-
     def _begin(self, waiter: Waiter) -> None:
         waiter.spare = self._room() <= 0
         self._advance()
@@ -403,8 +400,7 @@ class Admission:
     def _admit_next(self) -> None:
         # The place goes straight to the next in the queue, so that a new request does not overtake it.
         while len(self._queue):
-            eligible = None if self._room() > 0 else self._has_spare
-            following = self._queue.next(eligible)
+            following = self._queue.next(None if self._room() > 0 else lambda waiter: self._room(waiter) > 0)
             if following is None:
                 return
             self._queue.remove(following)
@@ -414,9 +410,6 @@ class Admission:
                 following.refusal = self._refused_with("was longer than foretold: the work would miss its deadline")
             assert following.decided is not None
             following.decided.set()
-
-    def _has_spare(self, waiter: Waiter) -> bool:
-        return self._room(waiter) > 0
 
     def _refused_with(self, reason: str) -> Overloaded:
         self._refused += 1
