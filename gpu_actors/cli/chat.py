@@ -8,9 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +27,7 @@ from gpu_actors.cli.output import (
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
 
 if TYPE_CHECKING:
-    from gpu_actors.generation import Engine, Generation, LoadedModel, Sampling, Settings
+    from gpu_actors.generation import Engine, Generation, LoadedModel, Sampling
     from gpu_actors.handles.gpu_context import GpuContext
 
 __all__ = ["chat"]
@@ -61,8 +62,6 @@ def chat(
     if asked is not None and not asked.strip():
         raise InvalidRequest("QUESTION", asked, "must hold some text")
 
-    from anyio.from_thread import start_blocking_portal
-
     from gpu_actors.embedding.blas import blas_threads, limit_blas_threads
     from gpu_actors.generation import RANDOM, Sampling, Settings, load_model, with_blocks
 
@@ -75,13 +74,20 @@ def chat(
         raise InvalidRequest("--model", loaded.name, "has no chat template, so it knows no conversations")
     settings = with_blocks(Settings(dtype=dtype, cache_dtype=cache_dtype), loaded.model, cache_mib, texts=1)
     note = RANDOM if loaded.model.weights.stored == "random" and not quiet else ""
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(_open(device, loaded, settings, quiet)) as (loop, context, engine),
-    ):
-        talk = _Talk(loaded, context, engine, loop, portal.call, max_tokens, sampling, quiet, note)
-        # Raised in here, an error would leave the engine in a group of errors.
-        outcome = _converse(talk) if asked is None else talk.answered(asked.strip("\n"))
+
+    async def run() -> bool | Exception:
+        from gpu_actors.context import open_context
+        from gpu_actors.generation import Engine
+
+        async with (
+            open_context(chosen_device(device, quiet)) as context,
+            Engine.open(context, loaded.model, settings) as engine,
+        ):
+            talk = _Talk(loaded, context, engine, max_tokens, sampling, quiet, note)
+            # Raised in here, an error would leave the engine in a group of errors.
+            return await (_converse(talk) if asked is None else talk.answered(asked.strip("\n")))
+
+    outcome = asyncio.run(run())
     if isinstance(outcome, Exception):
         raise outcome
     if not outcome:
@@ -90,15 +96,11 @@ def chat(
 
 @dataclass(slots=True)
 class _Talk:
-    """loop: the engine's. call: runs a coroutine function on it. note: on the model, before its first answer.
-    messages: of the conversation so far.
-    """
+    """note: on the model, before its first answer. messages: of the conversation so far."""
 
     loaded: LoadedModel
     context: GpuContext
     engine: Engine
-    loop: asyncio.AbstractEventLoop
-    call: Callable[..., Any]
     max_tokens: int
     sampling: Sampling
     quiet: bool
@@ -111,14 +113,14 @@ class _Talk:
             write_note(self.note)
             self.note = ""
 
-    def answered(self, question: str) -> bool | Exception:
+    async def answered(self, question: str) -> bool | Exception:
         """`ask`, and the error in place of one that is raised."""
         try:
-            return self.ask(question)
+            return await self.ask(question)
         except (GpuActorsError, OSError) as error:  # the reader of the output may leave
             return error
 
-    def ask(self, question: str) -> bool:
+    async def ask(self, question: str) -> bool:
         """Write the answer as it comes; False if it was interrupted. What was said is remembered."""
         _expect_text(question)
         messages = [*self.messages, {"role": "user", "content": question}]
@@ -131,8 +133,8 @@ class _Talk:
             raise InvalidRequest("QUESTION", f"{len(prompt)} tokens", f"must leave room: a conversation has {longest}")
         self.introduce()
         before, began = self._counts(), time.perf_counter()
-        generation = self.call(self._submit, prompt, min(self.max_tokens, room))
-        answer, finished = self._write(generation)
+        generation = self.engine.submit(prompt, max_new_tokens=min(self.max_tokens, room), sampling=self.sampling)
+        answer = await self._write(generation)
         seconds = time.perf_counter() - began
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         if not self.quiet:
@@ -141,17 +143,14 @@ class _Talk:
                 f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, {requests} attention requests, "
                 f"{launches} launches, {self.context.info.name}"
             )
-        return finished
+        return generation.reason != "cancelled"
 
-    async def _submit(self, prompt: list[int], tokens: int) -> Generation:
-        return self.engine.submit(prompt, max_new_tokens=tokens, sampling=self.sampling)
-
-    def _write(self, generation: Generation) -> tuple[str, bool]:
+    async def _write(self, generation: Generation) -> str:
+        """Write the answer, until it ends or is interrupted."""
         stream = self.loaded.tokenizer.stream()
+        hidden = {*self.loaded.model.config.stop_tokens, *self.loaded.tokenizer.special}
+        loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
         answer = ""
-
-        async def next_token() -> int | None:
-            return await anext(tokens, None)
 
         def put(text: str) -> None:
             nonlocal answer
@@ -162,16 +161,19 @@ class _Talk:
             )
             sys.stdout.flush()
 
-        tokens = aiter(generation)
-        hidden = {*self.loaded.model.config.stop_tokens, *self.loaded.tokenizer.special}
-        with _interruptible(generation.cancel, self.loop) as interrupted:
-            while (token := self.call(next_token)) is not None:
-                if token not in hidden and not interrupted.is_set():
+        # A handler of its own, for Python drops a KeyboardInterrupt that it raises while it finalises an object.
+        def interrupt(*_: object) -> None:
+            signal.signal(signal.SIGINT, before)  # for the second Ctrl-C
+            loop.call_soon_threadsafe(generation.cancel)
+
+        with _on_interrupt(interrupt):
+            async for token in generation:
+                if token not in hidden:
                     put(stream.feed(token))
         put(stream.end())
         sys.stdout.write("\n")
         sys.stdout.flush()
-        return answer, not interrupted.is_set()
+        return answer
 
     def _counts(self) -> tuple[int, int, int]:
         stats = self.engine.stats
@@ -180,50 +182,47 @@ class _Talk:
 
 
 @contextlib.contextmanager
-def _interruptible(cancel: Callable[[], object], loop: asyncio.AbstractEventLoop) -> Iterator[threading.Event]:
-    """Call ``cancel`` on the loop at the first Ctrl-C, which sets the event; the second one acts as it did before.
-
-    A handler of its own, for Python drops a KeyboardInterrupt that it raises while it finalises an object.
-    """
-    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield interrupted
+def _on_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call the handler on Ctrl-C, unless that is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
         return
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        interrupted.set()
-        loop.call_soon_threadsafe(cancel)
-
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, handler)
     try:
-        yield interrupted
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _converse(talk: _Talk) -> bool | Exception:
+async def _converse(talk: _Talk) -> bool | Exception:
     """Ask what is typed until Ctrl-D, or until an error that the next question would meet too."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits its line and remembers those before
 
     talk.introduce()
-    while True:
-        try:
-            question = input(PROMPT)
-        except EOFError:
-            sys.stdout.write("\n")
-            return True
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-            continue
+    while (question := _type()) is not None:
         if not question.strip():
             continue
-        outcome = talk.answered(question)
+        outcome = await talk.answered(question)
         if isinstance(outcome, RequestError):
             write_error(error_sentence(outcome))
         elif isinstance(outcome, Exception):
             return outcome
+    return True
+
+
+def _type() -> str | None:
+    """What is typed, an empty text at Ctrl-C, None at Ctrl-D. The loop may wait: it has nothing to do."""
+    try:
+        with _on_interrupt(signal.default_int_handler):
+            return input(PROMPT)
+    except EOFError:
+        sys.stdout.write("\n")
+        return None
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return ""
 
 
 def _expect_text(question: str) -> None:
@@ -240,17 +239,3 @@ def _read() -> str:
         return "" if sys.stdin is None else sys.stdin.read()
     except UnicodeDecodeError as error:
         raise InvalidRequest("standard input", None, f"standard input must be UTF-8 text: {error}") from None
-
-
-@contextlib.asynccontextmanager
-async def _open(
-    device: str, loaded: LoadedModel, settings: Settings, quiet: bool
-) -> AsyncIterator[tuple[asyncio.AbstractEventLoop, GpuContext, Engine]]:
-    from gpu_actors.context import open_context
-    from gpu_actors.generation import Engine
-
-    async with (
-        open_context(chosen_device(device, quiet)) as context,
-        Engine.open(context, loaded.model, settings) as engine,
-    ):
-        yield asyncio.get_running_loop(), context, engine
