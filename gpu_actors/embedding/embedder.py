@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
@@ -16,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from gpu_actors.embedding.minilm import EncoderLayer, MiniLM
+from gpu_actors.embedding.minilm import MiniLM
 from gpu_actors.embedding.tokens import MAX_TEXT_CHARS, TokenBatch, Tokenizer, token_batches
 from gpu_actors.embedding.weights import find_weights, load_config
 from gpu_actors.errors import LaunchError
@@ -159,26 +158,31 @@ class Embedder:
         return self._collect(order, vectors)
 
     async def _forward(self, batch: TokenBatch, deadline: float | None) -> Floats:
-        layers = self.model.layers
-        dtype = DTYPES[self.dtype]
-        x, heads = await self._compute(lambda: self._first_layer(batch, dtype))
-        for layer, following in pairwise(layers):
+        x, heads = await self._compute(partial(self._before_first_attention, batch))
+        layer = 0
+        while heads is not None:
             attended = await self._attend(heads, batch, deadline)
-            x, heads = await self._compute(partial(_advance, layer, following, x, attended, dtype))
-        attended = await self._attend(heads, batch, deadline)
-        vectors = await self._compute(lambda: self._last_layer(x, attended, batch))
+            x, heads = await self._compute(partial(self._between_attentions, layer, x, attended))
+            layer += 1
+        vectors = await self._compute(partial(self.model.head, x, batch))
         if not np.isfinite(vectors).all():
             raise LaunchError("an embedding is not finite: the attention answered with NaN or infinity")
         return vectors
 
-    def _first_layer(self, batch: TokenBatch, dtype: DTypeLike) -> tuple[Floats, Heads]:
-        with host_span("matmul", rows=len(batch.ids), part="first layer"):
+    def _before_first_attention(self, batch: TokenBatch) -> tuple[Floats, Heads | None]:
+        with host_span("matmul", rows=len(batch.ids), layer=0):
             x = self.model.embeddings(batch)
-            return x, _operands(self.model.layers[0], x, dtype)
+            return x, self._operands(0, x)
 
-    def _last_layer(self, x: Floats, attended: Operand, batch: TokenBatch) -> Floats:
-        with host_span("matmul", rows=len(x), part="last layer"):
-            return self.model.head(_finish(self.model.layers[-1], x, attended), batch)
+    def _between_attentions(self, layer: int, x: Floats, attended: Operand) -> tuple[Floats, Heads | None]:
+        """From one layer's attention to the next one's, if there is one."""
+        with host_span("matmul", rows=len(x), layer=layer + 1):
+            x = self.model.layers[layer].finish(x, attended.astype(np.float32, copy=False))
+            return x, self._operands(layer + 1, x) if layer + 1 < len(self.model.layers) else None
+
+    def _operands(self, layer: int, x: Floats) -> Heads:
+        q, k, v = (part.astype(DTYPES[self.dtype], copy=False) for part in self.model.layers[layer].heads(x))
+        return q, k, v
 
     async def _attend(self, heads: Heads, batch: TokenBatch, deadline: float | None) -> Operand:
         output = await self._context.flash_attn.forward(
@@ -211,23 +215,6 @@ class Embedder:
 def _tokenize_next(batches: Iterator[TokenBatch]) -> TokenBatch | None:
     with host_span("tokenise"):
         return next(batches, None)
-
-
-def _advance(
-    layer: EncoderLayer, following: EncoderLayer, x: Floats, attended: Operand, dtype: DTypeLike
-) -> tuple[Floats, Heads]:
-    with host_span("matmul", rows=len(x), part="between layers"):
-        x = _finish(layer, x, attended)
-        return x, _operands(following, x, dtype)
-
-
-def _operands(layer: EncoderLayer, x: Floats, dtype: DTypeLike) -> Heads:
-    q, k, v = (operand.astype(dtype, copy=False) for operand in layer.heads(x))
-    return q, k, v
-
-
-def _finish(layer: EncoderLayer, x: Floats, attended: Operand) -> Floats:
-    return layer.finish(x, attended.astype(np.float32, copy=False))
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
