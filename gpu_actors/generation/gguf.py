@@ -99,18 +99,17 @@ class GgufFile:
 
     def weights(self) -> Weights:
         """Every matrix as float32. Raises `InvalidRequest` for a tensor that is missing or of another shape."""
-        names = {_gguf_name(name): name for name in tensor_names(self.config)}
-        gguf_names = {name: gguf_name for gguf_name, name in names.items()}
         rotated = {"attn_q": self.config.heads, "attn_k": self.config.kv_heads}
 
         def take(name: str, shape: tuple[int, ...]) -> Matrix:
-            gguf_name = gguf_names[name]
+            gguf_name = _gguf_name(name)
             matrix = self._tensor(gguf_name, shape)
             heads = rotated.get(gguf_name.split(".")[-2])
             return matrix if heads is None else _split_pairs(matrix, heads)
 
         weights = assemble(self.config, take, cores())
-        forms = {_form(self._tensors[gguf_name]) for gguf_name in names if len(self._tensors[gguf_name].shape) == 2}
+        matrices = [_gguf_name(name) for name, shape in tensor_names(self.config).items() if len(shape) == 2]
+        forms = {_form(self._tensors[name]) for name in matrices}
         return weights._replace(stored=", ".join(sorted(forms)), dtype=dtype_of(forms))
 
     def _config(self) -> LlamaConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,6 +24,7 @@ from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, model_name, with_blocks
 from gpu_actors.generation.tokenizer import Tokenizer
+from gpu_actors.model_files import read_json
 from gpu_actors.runtime.opening import start_thread
 from gpu_actors.server.http.problems import NotFound
 from gpu_actors.server.openai.engines import Engines, PoolAttention
@@ -208,8 +208,8 @@ def _expect_first(name: str, others: object) -> None:
 
 def _kind(folder: str) -> str:
     try:
-        kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        kind = read_json(Path(folder) / "config.json", dict).get("model_type")
+    except InvalidRequest:
         return ""  # the loader of the other kind says what is wrong with it
     return kind if isinstance(kind, str) else ""
 
