@@ -37,10 +37,6 @@ class ServerCollector(Collector):
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def describe(self) -> list[Metric]:
-        """Empty, so that registering does not read the state."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         generator = self._state.models.generator
         if generator is not None:
