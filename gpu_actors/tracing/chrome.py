@@ -11,12 +11,12 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from gpu_actors.catching import undo_on_error
 from gpu_actors.fields import integer
 from gpu_actors.tracing.events import TraceEvent
-from gpu_actors.tracing.recorder import ACTORS, SERVICE, THREADS, Record, Recorder, row_names
+from gpu_actors.tracing.recorder import Record, Recorder, row_names
 
 __all__ = ["ChromeTrace", "replace_file"]
 
@@ -63,9 +63,7 @@ class ChromeTrace(Recorder):
         """
         with self._lock:
             spans, open_spans = list(self._spans), list(self._open.values())
-            rows = [(ACTORS, row, name) for name, row in self._tracks.items()]
-            rows += [(THREADS, row, name) for (_, name), row in self._threads.items()]
-            rows += [(SERVICE, row, name) for name, row in self._kinds.items()]
+            rows = [(group, row, name) for group, names in self._rows.items() for (_, name), row in names.items()]
             last, dropped = self._last, self.dropped
         spans += [_Span(begin, last, begin["args"]) for begin in open_spans]
         replace_file(self.path, _document(spans, rows, dropped))
@@ -135,10 +133,6 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
     with undo_on_error(lambda: part.unlink(missing_ok=True)):
         with part.open("w", encoding="utf-8") as opened:
             opened.writelines(pieces)
-            _flush(opened)
+            opened.flush()
+            os.fsync(opened.fileno())
         part.replace(target)
-
-
-def _flush(opened: IO[str]) -> None:
-    opened.flush()
-    os.fsync(opened.fileno())

@@ -12,9 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 __all__ = ["HostSpan", "Sink", "active", "add_sink", "hand_out", "host_span", "remove_sink"]
@@ -50,7 +49,7 @@ def host_span(name: str, **fields: Any) -> AbstractContextManager[None]:
 
     Open `ChromeTrace` and `StreamedTrace` files record it. Without one it is a context manager that does nothing.
     """
-    return _Span(name, fields) if _sinks else _NOTHING
+    return _measured(name, fields) if _sinks else _NOTHING
 
 
 def active() -> bool:
@@ -79,25 +78,17 @@ def remove_sink(sink: Sink) -> None:
     _sinks = tuple(other for other in _sinks if other != sink)
 
 
-class _Span:
-    __slots__ = ("_begin", "_fields", "_name")
-
-    def __init__(self, name: str, fields: dict[str, Any]) -> None:
-        self._name = name
-        self._fields = fields
-        self._begin = 0
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic_ns()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        end = time.monotonic_ns()
-        thread = threading.current_thread()
-        fields = self._fields if error is None else self._fields | {"error": type(error).__name__}
-        span = HostSpan(self._name, self._begin, end, thread.native_id or 0, thread.name, fields)
-        hand_out(span)
+@contextmanager
+def _measured(name: str, fields: dict[str, Any]) -> Iterator[None]:
+    begin = time.monotonic_ns()
+    try:
+        yield
+    except BaseException as error:
+        fields["error"] = type(error).__name__
+        raise
+    finally:
+        end, thread = time.monotonic_ns(), threading.current_thread()
+        hand_out(HostSpan(name, begin, end, thread.native_id or 0, thread.name, fields))
 
 
 def _after_fork() -> None:

@@ -84,9 +84,7 @@ class Recorder(SpanListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tracks: dict[str, int] = {}
-        self._threads: dict[tuple[int, str], int] = {}
-        self._kinds: dict[str, int] = {}
+        self._rows: dict[int, dict[tuple[int, str], int]] = {group: {} for group in _GROUPS}
         self._works = 0
 
     def host_span(self, span: HostSpan) -> None:
@@ -95,20 +93,16 @@ class Recorder(SpanListener):
             if not span.thread:
                 self._work(span)
                 return
-            key = (span.thread, span.thread_name)
-            if key not in self._threads and len(self._threads) >= _MOST_THREADS:
+            key, threads = (span.thread, span.thread_name), self._rows[THREADS]
+            if key not in threads and len(threads) >= _MOST_THREADS:
                 key = (0, "other threads")
-            row = self._threads.get(key)
-            if row is None:
-                row = self._threads[key] = len(self._threads) + 1
-                self._row_began(THREADS, row, key[1])
             self._instant(
                 {
                     "name": span.name,
                     "cat": "host",
                     "ph": "X",
                     "pid": THREADS,
-                    "tid": row,
+                    "tid": self._row(THREADS, key[1], key[0]),
                     "ts": span.begin / 1000,
                     "dur": (span.end - span.begin) / 1000,
                     "args": {name: str(value) for name, value in span.fields.items()},
@@ -116,16 +110,22 @@ class Recorder(SpanListener):
             )
 
     def _work(self, span: HostSpan) -> None:
-        row = self._kinds.get(span.thread_name)
-        if row is None:
-            row = self._kinds[span.thread_name] = len(self._kinds) + 1
-            self._row_began(SERVICE, row, span.thread_name)
+        row = self._row(SERVICE, span.thread_name)
         self._works += 1
         begin: Record = {"name": span.name, "cat": span.thread_name, "pid": SERVICE, "tid": row, "ph": "b"}
         args = {name: str(value) for name, value in span.fields.items() if value is not None}
         begin |= {"id": f"{span.thread_name}:{self._works}", "ts": span.begin / 1000, "args": args}
         if self._span_began(begin):
             self._span_ended(begin, span.end / 1000, args)
+
+    def _row(self, group: int, name: str, number: int = 0) -> int:
+        """The row of a group for an actor, a thread (with its number) or a kind of work."""
+        rows = self._rows[group]
+        row = rows.get((number, name))
+        if row is None:
+            row = rows[number, name] = len(rows) + 1
+            self._row_began(group, row, name)
+        return row
 
     def __enter__(self) -> Self:
         refuse_on_loop(f"with {type(self).__name__}()", "async with")
@@ -191,10 +191,7 @@ class Recorder(SpanListener):
             self._span_ended(begin, max(begin["ts"], event.time / 1000), _args(event))
 
     def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
-        row = self._tracks.get(actor)
-        if row is None:
-            row = self._tracks[actor] = len(self._tracks) + 1
-            self._row_began(ACTORS, row, actor)
+        row = self._row(ACTORS, actor)
         return {"name": name, "cat": category, "pid": ACTORS, "tid": row, "ts": event.time / 1000, "args": _args(event)}
 
 

@@ -184,7 +184,7 @@ def test_nothing_is_measured_without_a_file(path: Path, monkeypatch: pytest.Monk
         raise AssertionError("measured")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host, "_Span", never)
+        patch.setattr(host, "_measured", never)
         with ga.host_span("nothing", rows=1):
             pass
     with ga.StreamedTrace(path):

@@ -317,7 +317,7 @@ def test_a_trace_that_cannot_be_finished_leaves_the_former_file(path: Path, monk
     def full(opened: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(chrome, "_flush", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         trace.write()
     assert path.read_text() == "former"
