@@ -51,41 +51,32 @@ class Weights(NamedTuple):
     dtype: str = "float32"
 
 
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+def _layer_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor of a layer, by the field of `LayerWeights`."""
+    hidden, inner = config.hidden, config.intermediate
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        "attention_norm": ("input_layernorm", (hidden,)),
+        "q": ("self_attn.q_proj", (q, hidden)),
+        "k": ("self_attn.k_proj", (kv, hidden)),
+        "v": ("self_attn.v_proj", (kv, hidden)),
+        "o": ("self_attn.o_proj", (hidden, q)),
+        "mlp_norm": ("post_attention_layernorm", (hidden,)),
+        "gate": ("mlp.gate_proj", (inner, hidden)),
+        "up": ("mlp.up_proj", (inner, hidden)),
+        "down": ("mlp.down_proj", (hidden, inner)),
+    }
 
 
 def tensor_names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a model and their shapes, by Hugging Face's names: matrices are (out, in) there."""
-    hidden, inner = config.hidden, config.intermediate
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "q": (q, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "o": (hidden, q),
-        "mlp_norm": (hidden,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, hidden)}
+    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, config.hidden)}
     for layer in range(config.layers):
-        for field, name in _LAYER.items():
-            names[f"model.layers.{layer}.{name}.weight"] = shapes[field]
-    names["model.norm.weight"] = (hidden,)
+        for name, shape in _layer_tensors(config).values():
+            names[f"model.layers.{layer}.{name}.weight"] = shape
+    names["model.norm.weight"] = (config.hidden,)
     if not config.tied:
-        names["lm_head.weight"] = (config.vocab, hidden)
+        names["lm_head.weight"] = (config.vocab, config.hidden)
     return names
 
 
@@ -146,8 +137,9 @@ def assemble(config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], Matri
     names = tensor_names(config)
     with ThreadPoolExecutor(threads) as pool:
         tensors = dict(zip(names, pool.map(one, names.items()), strict=True))
+    fields = {field: name for field, (name, _) in _layer_tensors(config).items()}
     layers = (
-        LayerWeights(**{field: tensors[f"model.layers.{layer}.{name}.weight"] for field, name in _LAYER.items()})
+        LayerWeights(**{field: tensors[f"model.layers.{layer}.{name}.weight"] for field, name in fields.items()})
         for layer in range(config.layers)
     )
     embedding = tensors[embedding_name]
