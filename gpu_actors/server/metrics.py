@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, TypeVar, get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,7 +22,9 @@ from gpu_actors.runtime.meter import Histogram
 if TYPE_CHECKING:
     from gpu_actors.handles.gpu_context import GpuContext
 
-__all__ = ["ContextCollector", "WorkersCollector", "add_histogram"]
+__all__ = ["ContextCollector", "WorkersCollector", "add_histogram", "labeled"]
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 _OUTCOMES = ("completed", "failed", "cancelled")
 
@@ -85,14 +87,11 @@ class ContextCollector(Collector):
         yield from self._actors()
         yield from self._histograms()
         yield from self._health()
-        events = CounterMetricFamily("gpu_actors_cubin_cache_events", "What the cubin cache did", labels=["event"])
-        try:
+        with contextlib.suppress(GpuActorsError):  # its process has ended, and never answered
             cache = self._context.nvrtc.cache_stats()
-        except GpuActorsError:  # its process has ended, and never answered
-            return
-        for event in ("hits", "misses", "compiles", "corrupt", "evicted"):
-            events.add_metric([event], getattr(cache, event))
-        yield events
+            events = {name: getattr(cache, name) for name in ("hits", "misses", "compiles", "corrupt", "evicted")}
+            name = "gpu_actors_cubin_cache_events"
+            yield labeled(CounterMetricFamily, name, "What the cubin cache did", "event", events)
 
     def _actors(self) -> Iterator[Metric]:
         labels = ["actor"]
@@ -138,26 +137,29 @@ class ContextCollector(Collector):
     def _health(self) -> Iterator[Metric]:
         health = self._context.health()
         device = health.device.kind
-        labels = ["device"]
         info = GaugeMetricFamily("gpu_actors_device_info", "What answers requests", labels=["device", "name", "arch"])
         info.add_metric([device, health.device.name, health.device.arch], 1.0)
         yield info
-        if health.device.memory is not None:
-            memory = GaugeMetricFamily("gpu_actors_device_memory_bytes", "Memory of the device in all", labels=labels)
-            memory.add_metric([device], health.device.memory)
-            yield memory
-        ready = GaugeMetricFamily("gpu_actors_ready", "1 if the context answers requests", labels=labels)
         state = GaugeMetricFamily("gpu_actors_state", "1 for the state that holds", labels=["device", "state"])
-        generation = GaugeMetricFamily("gpu_actors_generation", "Generation of the device context", labels=labels)
-        oldest = GaugeMetricFamily(
-            "gpu_actors_oldest_launch_seconds", "Age of the oldest unfinished launch", labels=labels
-        )
-        ready.add_metric([device], float(health.ready))
         for name in self._states:
             state.add_metric([device, name], float(health.state == name))
-        generation.add_metric([device], health.generation)
-        oldest.add_metric([device], health.oldest_launch or 0.0)
-        yield from (ready, state, generation, oldest)
+        yield state
+        for name, documentation, value in (
+            ("gpu_actors_device_memory_bytes", "Memory of the device in all", health.device.memory),
+            ("gpu_actors_ready", "1 if the context answers requests", float(health.ready)),
+            ("gpu_actors_generation", "Generation of the device context", health.generation),
+            ("gpu_actors_oldest_launch_seconds", "Age of the oldest unfinished launch", health.oldest_launch or 0.0),
+        ):
+            if value is not None:
+                yield labeled(GaugeMetricFamily, name, documentation, "device", {device: value})
+
+
+def labeled(kind: type[Family], name: str, documentation: str, label: str, values: Mapping[str, float]) -> Family:
+    """A family with one label, and a sample for each of its values."""
+    family = kind(name, documentation, labels=[label])
+    for value, sample in values.items():
+        family.add_metric([value], sample)
+    return family
 
 
 def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.traffic import Traffic
-from gpu_actors.server.metrics import add_histogram
+from gpu_actors.server.metrics import add_histogram, labeled
 
 __all__ = ["AdmissionCollector", "TrafficCollector"]
 
@@ -30,10 +30,9 @@ class AdmissionCollector(Collector):
         yield GaugeMetricFamily("gpu_actors_admission_waiting", "Requests that wait for a place", stats.waiting)
         service = "How long a place is held, a moving average"
         yield GaugeMetricFamily("gpu_actors_admission_service_seconds", service, stats.service_seconds)
-        requests = CounterMetricFamily("gpu_actors_admission_requests", "Requests for a place", labels=["outcome"])
-        requests.add_metric(["admitted"], stats.admitted)
-        requests.add_metric(["refused"], stats.refused)
-        yield requests
+        outcomes = {"admitted": stats.admitted, "refused": stats.refused}
+        name = "gpu_actors_admission_requests"
+        yield labeled(CounterMetricFamily, name, "Requests for a place", "outcome", outcomes)
 
 
 class TrafficCollector(Collector):

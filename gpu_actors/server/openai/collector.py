@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from gpu_actors.errors import GpuActorsError
 from gpu_actors.runtime.meter import Histogram
-from gpu_actors.server.metrics import add_histogram
+from gpu_actors.server.metrics import add_histogram, labeled
 
 if TYPE_CHECKING:
     from gpu_actors.generation.engine import Engine
@@ -43,25 +43,21 @@ class ServerCollector(Collector):
             yield from _engine(generator.engine)
         if self._state.models.encoder is not None:
             stats = self._state.embedding.stats()
-            requests = GaugeMetricFamily("gpu_actors_embedding_requests", "Requests for embeddings", labels=["state"])
-            requests.add_metric(["running"], stats.running)
-            requests.add_metric(["waiting"], stats.waiting)
-            yield requests
+            states = {"running": stats.running, "waiting": stats.waiting}
+            yield labeled(
+                GaugeMetricFamily, "gpu_actors_embedding_requests", "Requests for embeddings", "state", states
+            )
 
 
 def _engine(engine: Engine | Engines) -> Iterator[Metric]:
     stats = engine.stats
-    texts = GaugeMetricFamily("gpu_actors_texts", "Texts under way", labels=["state"])
-    texts.add_metric(["running"], engine.running)
-    texts.add_metric(["waiting"], engine.waiting)
-    ended = CounterMetricFamily("gpu_actors_texts_ended", "Texts that ended", labels=["reason"])
-    for reason, count in sorted(stats.ended.items()):
-        ended.add_metric([reason], count)
-    tokens = CounterMetricFamily("gpu_actors_text_tokens", "Tokens and rows of prompts", labels=["kind"])
-    for kind, count in (("computed", stats.rows), ("generated", stats.tokens), ("cached", stats.cached)):
-        tokens.add_metric([kind], count)
-    steps = CounterMetricFamily("gpu_actors_text_steps", "Steps of all texts together", stats.steps)
-    yield from (texts, ended, tokens, steps)
+    texts = {"running": engine.running, "waiting": engine.waiting}
+    ended = dict(sorted(stats.ended.items()))
+    tokens = {"computed": stats.rows, "generated": stats.tokens, "cached": stats.cached}
+    yield labeled(GaugeMetricFamily, "gpu_actors_texts", "Texts under way", "state", texts)
+    yield labeled(CounterMetricFamily, "gpu_actors_texts_ended", "Texts that ended", "reason", ended)
+    yield labeled(CounterMetricFamily, "gpu_actors_text_tokens", "Tokens and rows of prompts", "kind", tokens)
+    yield CounterMetricFamily("gpu_actors_text_steps", "Steps of all texts together", stats.steps)
     meter = engine.meter
     yield _histogram("gpu_actors_text_queue_seconds", "Until a text is let in", meter.queue)
     yield _histogram("gpu_actors_text_first_token_seconds", "Until the first token", meter.first)
@@ -72,10 +68,8 @@ def _engine(engine: Engine | Engines) -> Iterator[Metric]:
         blocks, free, shared = engine.pages()
     except GpuActorsError:  # the engine is being left
         return
-    pages = GaugeMetricFamily("gpu_actors_kv_pages", "Pages of the KV cache", labels=["state"])
-    pages.add_metric(["used"], blocks - free)
-    pages.add_metric(["free"], free)
-    yield pages
+    pages = {"used": blocks - free, "free": free}
+    yield labeled(GaugeMetricFamily, "gpu_actors_kv_pages", "Pages of the KV cache", "state", pages)
     yield GaugeMetricFamily("gpu_actors_kv_pages_shared", "Pages that several texts read", shared)
 
 
