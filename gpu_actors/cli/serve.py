@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +12,7 @@ import typer
 from gpu_actors.cli.output import CacheDtypeOption, DeviceOption, DtypeOption
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.options import ContextOptions
+from gpu_actors.tracing import StreamedTrace
 
 __all__ = ["serve"]
 
@@ -102,9 +103,10 @@ def serve(
     # BLAS threads that wait by spinning would take the CPUs from the server's other threads; the model has its own.
     threads = blas_threads()
     limit_blas_threads(1)
+    events = None if trace is None else StreamedTrace(trace)
     settings = ServeSettings(
         device=device,
-        options=ContextOptions(hang_timeout=hang_seconds),
+        options=ContextOptions(hang_timeout=hang_seconds, on_event=events),
         models=tuple(model or ()),
         workers=workers,
         max_running=max_running,
@@ -131,14 +133,8 @@ def serve(
     if ssl_certfile is None and (ssl_keyfile or ssl_keyfile_password or ssl_ca_certs):
         raise InvalidRequest("--ssl-certfile", None, "--ssl-certfile must be given where another --ssl option is")
     tls = None if ssl_certfile is None else Tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs)
-    if trace is None:
+    with events or contextlib.nullcontext():
         run(settings, host, port, log_json=log == "json", tls=tls)
-        return
-    from gpu_actors.tracing import StreamedTrace
-
-    with StreamedTrace(trace) as events:
-        options = dataclasses.replace(settings.options, on_event=events)
-        run(dataclasses.replace(settings, options=options), host, port, log_json=log == "json", tls=tls)
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
