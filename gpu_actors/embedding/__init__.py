@@ -10,8 +10,7 @@ from __future__ import annotations
 from gpu_actors.embedding.blas import limit_blas_threads
 from gpu_actors.embedding.embedder import Embedded, Embedder
 from gpu_actors.embedding.minilm import MiniLM
-from gpu_actors.embedding.passages import Passage, read_passages, split_passages
-from gpu_actors.embedding.search import Hit, rank
+from gpu_actors.embedding.passages import Hit, Passage, rank, read_passages, split_passages
 from gpu_actors.embedding.tokens import TokenBatch, Tokenizer
 from gpu_actors.embedding.weights import find_weights
 

@@ -1,4 +1,4 @@
-"""Splits text files into passages that fit the model, without losing text.
+"""Splits text files into passages that fit the model, without losing text, and ranks them.
 
 Under a Markdown heading, a passage is as many paragraphs as fit, and all but the first are embedded with the heading
 above them. Elsewhere it is one paragraph, joined to the next if it is very short. A paragraph that is too long is cut
@@ -16,10 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpu_actors.embedding.tokens import Tokenizer, TokenSpan
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import integer
 
-__all__ = ["Passage", "Piece", "passages_of", "read_passages", "read_text", "split_passages"]
+__all__ = ["Hit", "Passage", "Piece", "passages_of", "rank", "read_passages", "read_text", "split_passages"]
 
 _HEADING = re.compile(r"^(?:[^\S\n]*(?P<fence>```|~~~)|#{1,6}[^\S\n]+(?P<title>\S[^\n]*))", re.M)
 PARAGRAPH = re.compile(r"\S[^\n]*(?:\n[^\S\n]*\S[^\n]*)*")
@@ -226,3 +230,23 @@ def _last_space(window: str) -> int:
 def _stripped(text: str, start: int, stop: int) -> tuple[int, int]:
     piece = text[start:stop]
     return start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage's row and its cosine with the query, in [-1, 1]."""
+
+    index: int
+    score: float
+
+
+def rank(query: NDArray[np.float32], passages: NDArray[np.float32], top: int) -> list[Hit]:
+    """The ``top`` best passages, best first. Passages with equal scores keep their order.
+
+    query: (dim,) and passages: (n, dim), of any length. Raises `InvalidRequest` unless top >= 1.
+    """
+    integer("top", top, 1)
+    lengths = np.linalg.norm(passages, axis=1) * np.linalg.norm(query)
+    scores = np.clip(passages @ query / np.maximum(lengths, np.float32(1e-12)), -1.0, 1.0)
+    order = np.argsort(-scores, kind="stable")[:top]
+    return [Hit(int(index), float(scores[index])) for index in order]
