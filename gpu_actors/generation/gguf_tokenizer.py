@@ -91,7 +91,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
         raise Unsupported(f"{_PREFIX}model", kind, f"must be one of {', '.join(builders)}", "gpt2")
     try:
         tokens: list[str] = metadata[f"{_PREFIX}tokens"]
-        tokenizer = builders[kind](metadata, tokens)
+        tokenizer = builders[kind](metadata, {token: number for number, token in enumerate(tokens)})
         types = metadata.get(f"{_PREFIX}token_type", ())
         typed = list(zip(tokens, types, strict=False))
         special = [token for token, of in typed if of in (_CONTROL, _UNKNOWN)]
@@ -117,7 +117,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
+def _byte_level(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
     """Byte pairs in GPT-2's spelling of bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -127,7 +127,6 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     split = _SPLITS[name]
     # A space separates the two tokens. The first may begin with a space.
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{_PREFIX}merges"] for cut in [merge.index(" ", 1)]]
-    numbers = _ids(tokens)
     for left, right in pairs:
         # The library panics, which `except Exception` does not catch.
         if not {left, right, left + right} <= numbers.keys():
@@ -143,16 +142,15 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     return tokenizer
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
+def _sentencepiece(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
     """Byte pairs of SentencePiece: of two neighbours that make a token, those are merged whose token scores highest."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    numbers = _ids(tokens)
     unknown = metadata.get(f"{_PREFIX}unknown_token_id")
     model = models.BPE(
         numbers,
         list(_pairs(numbers, metadata[f"{_PREFIX}scores"])),
-        unk_token=None if unknown is None else tokens[unknown],
+        unk_token=None if unknown is None else metadata[f"{_PREFIX}tokens"][unknown],
         fuse_unk=True,
         byte_fallback="<0x00>" in numbers,
     )
@@ -183,7 +181,3 @@ def _add_surrounding_tokens(tokenizer: Any, metadata: Mapping[str, Any], tokens:
         parts = [[] if begin is None else [tokens[begin]], ["$A"], [] if end is None else [tokens[end]]]
         single = [part for some in parts for part in some]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
-
-
-def _ids(tokens: Sequence[str]) -> dict[str, int]:
-    return {token: number for number, token in enumerate(tokens)}
