@@ -38,8 +38,7 @@ class StatusReader:
         self._worker_field: dict[str, str] = {"worker": worker} if worker else {}
         self._history = History(context)
         self._last_state: tuple[str, int] = ("", 0)
-        self._errors: dict[str, dict[str, int]] = {}
-        self._restarts: dict[str, int] = {}
+        self._last_counts: dict[str, tuple[int, dict[str, int]]] = {}
         self._folder: tuple[float, dict[str, int]] = (-_FOLDER_SECONDS, {})
         self._query_after = 0.0
 
@@ -96,18 +95,17 @@ class StatusReader:
             self._last_state = now
         for actor in actors:
             name, errors, restarts = actor["name"], actor["errors"], actor["restarts"]
+            restarts_before, errors_before = self._last_counts.get(name, (0, {}))
             is_local = isinstance(self._context._children.cells[name], ActorCell)
-            if restarts > self._restarts.get(name, 0) and not is_local:
+            if restarts > restarts_before and not is_local:
                 # The events of an isolated context's actors stay in its process.
                 self._event_log.add("actor.restarted", {**self._worker_field, "actor": name, "restarts": restarts})
-            self._restarts[name] = restarts
-            before = self._errors.get(name, {})
             for error, count in errors.items():
-                more = count - before.get(error, 0)
+                more = count - errors_before.get(error, 0)
                 if more > 0 and not first:
                     fields = {**self._worker_field, "actor": name, "error": error, "count": more}
                     self._event_log.add("requests.failed", fields)
-            self._errors[name] = errors
+            self._last_counts[name] = restarts, errors
 
     def _query(self, query: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
         """The answer of the context to a query, or None if it does not answer.
