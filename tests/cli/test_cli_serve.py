@@ -28,6 +28,7 @@ from support.openai_server import CHAT, STREAM, events_of
 from support.service import eventually, runs
 from support.streams import asking
 
+from gpu_actors import TraceEvent
 from gpu_actors.cli.serve import serve
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.generation import LlamaConfig
@@ -283,3 +284,16 @@ def test_the_server_has_the_hang_timeout_of_the_command(run: Run, monkeypatch: p
         code, _, complaint = run("serve", "--device", "mock", *options)
         assert code == 0, complaint
     assert given == [None, 7.5]
+
+
+def test_a_trace_is_open_while_the_server_runs(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    def serve(settings: Any, host: str, port: int, **_: Any) -> None:
+        assert path.read_text() == "[\n"
+        settings.options.on_event(TraceEvent("actor.failed", 0, "main", {"actor": "nvrtc"}))
+
+    monkeypatch.setattr("gpu_actors.server.openai.serve", serve)
+    code, _, complaint = run("serve", "--device", "mock", "--trace", path)
+    assert code == 0, complaint
+    assert "actor.failed" in {record["name"] for record in json.loads(path.read_text())}
