@@ -58,7 +58,7 @@ class Cell:
         self._watchers: list[Callable[[Terminated], None]] = []
         self._terminated: Terminated | None = None
 
-    def may_work_here(self, message: object) -> bool:
+    def takes_directly(self, message: object) -> bool:
         """Whether the calling thread may do the actor's work on a message, for it is short and the device allows it."""
         return False
 
@@ -126,7 +126,7 @@ class ActorCell(Cell):
                 self.stream = self.environment.device.open_stream(self.name)
             return self.stream
 
-    def may_work_here(self, message: object) -> bool:
+    def takes_directly(self, message: object) -> bool:
         return self.environment.device.is_current() and bool(self.actor_type.brief(message))
 
     # Used by the ContextActor

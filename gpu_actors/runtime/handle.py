@@ -72,7 +72,7 @@ def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]
     return decorate
 
 
-def _can_work() -> bool:
+def _may_work_directly() -> bool:
     """Whether the calling thread may do an actor's work: one that runs a loop, whose stack has room for it.
 
     On the main thread a signal's handler may raise between any two instructions. `asyncio.run` and servers replace the
@@ -171,7 +171,7 @@ class ActorHandle(Local):
         except GpuActorsError as error:
             mailbox.refuse(call, error.with_traceback(None))
             return call
-        direct = cell.may_work_here(message) and _can_work()
+        direct = cell.takes_directly(message) and _may_work_directly()
         mailbox.put(call, direct)
         return call
 

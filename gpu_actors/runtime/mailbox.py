@@ -86,7 +86,7 @@ class Mailbox:
         self._flush_requested = False
         self._pipe: WakePipe | None = None
         # While a sender's thread works in place of the actor's, that one sleeps on, and wake-ups are noted.
-        self._lent = False
+        self._working_directly = False
         self._nudged = False
         self._work: Callable[[Call[Any]], None] | None = None
 
@@ -98,7 +98,7 @@ class Mailbox:
         direct: if the actor sleeps and could launch the call at once, this thread does the actor's work on it.
         """
         refusal: GpuActorsError | None = None
-        wake = borrowed = False
+        wake = works = False
         work: Callable[[Call[Any]], None] | None = None
         try:
             with self.lock:
@@ -115,8 +115,8 @@ class Mailbox:
                     idle = self._asleep and not (self._waiting or self._flush_requested or self.saturated)
                     work = self._work
                     if direct and idle and work is not None:
-                        self._asleep, self._lent = False, True
-                        borrowed = True
+                        self._asleep, self._working_directly = False, True
+                        works = True
                     else:
                         self._push(call)
                         wake, self._asleep = self._asleep, False
@@ -124,7 +124,7 @@ class Mailbox:
                 call.fail(refusal)
             elif wake:
                 self._wake()
-            elif borrowed and work is not None:
+            elif works and work is not None:
                 work(call)
         except BaseException:
             # Ctrl-C: the sender never gets the call. Other senders rely on the actor, which must wake.
@@ -133,7 +133,7 @@ class Mailbox:
             call.cancel()
             raise
         finally:
-            if borrowed:
+            if works:
                 try:
                     self._give_back()
                 except BaseException:  # Ctrl-C
@@ -184,7 +184,7 @@ class Mailbox:
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
         """Close the child process's copy, which has no actor, and answer its calls."""
         self.lock = threading.RLock()
-        self._pipe, self._asleep, self._lent = None, False, False  # the parent's actor sleeps by that one
+        self._pipe, self._asleep, self._working_directly = None, False, False  # the parent's actor sleeps by that one
         self.close(reason)
         self.fail_all(reason)
         self.write_off()
@@ -233,8 +233,8 @@ class Mailbox:
             pipe = self._pipe = self._pipe or self.make_pipe()
             with self.lock:
                 # Set before the look for work, so that a call which arrives after that wakes the thread.
-                self._asleep = not self._lent
-                if self._lent:
+                self._asleep = not self._working_directly
+                if self._working_directly:
                     self._nudged = True
                 elif controls or ((self._waiting or self._flush_requested) and not self.saturated):
                     self._asleep = False
@@ -274,7 +274,7 @@ class Mailbox:
         wake = False
         try:
             with self.lock:
-                self._nudged = self._lent
+                self._nudged = self._working_directly
                 wake, self._asleep = self._asleep, False
             if wake:
                 self._wake()
@@ -286,8 +286,8 @@ class Mailbox:
     def _give_back(self) -> None:
         """Let the actor's thread work again, and wake it if there is something to do. May be done twice."""
         with self.lock:
-            if self._lent:
-                self._lent, self._asleep = False, True
+            if self._working_directly:
+                self._working_directly, self._asleep = False, True
         if self._nudged or ((self._waiting or self._flush_requested) and not self.saturated):
             self._nudged = False
             self.nudge()

@@ -119,14 +119,14 @@ class _Inbox:
         # Pykka does not catch errors of an inbox: one that escaped would end the thread silently.
         try:
             while not controls:
-                calls = self.mailbox.take(controls, self.work_for_sender)
+                calls = self.mailbox.take(controls, self.work_directly)
                 if calls is not None:
                     self.work(calls)
         except BaseException as error:
             return _Envelope(_Crash(error))
         return controls.popleft()
 
-    def work_for_sender(self, call: Call[Any]) -> None:
+    def work_directly(self, call: Call[Any]) -> None:
         """Work on one call on its sender's thread. An exception ends the actor as one on its own thread does.
 
         Ctrl-C, and what else is no Exception, is raised to the sender too, and ends the actor with `Interrupted`.

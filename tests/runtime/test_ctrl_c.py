@@ -222,7 +222,7 @@ def test_an_actor_is_woken_by_the_next_call_after_a_sender_was_interrupted_at_it
             another: Call[Any] = Call("another", mailbox)
             mailbox.put(another)
             assert pipe.woken
-            assert not mailbox._lent
+            assert not mailbox._working_directly
             assert another in mailbox._pop(1000)
             assert new.done or new not in mailbox._unanswered
 
