@@ -118,7 +118,17 @@ def _warp_tile(key: DispatchKey) -> int:
 
 _FORWARD = "forward."
 # Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
-_SCRATCH = ("statistics", "dq_sums", "dq_turns", "dbias_sums", "dbias_turns", "dsinks_parts", "tickets", "ds_bounds")
+_SCRATCH = (
+    "statistics",
+    "dq_sums",
+    "dq_turns",
+    "dbias_sums",
+    "dbias_turns",
+    "dsinks_parts",
+    "tickets",
+    "ds_bounds",
+    "ds_exponents",
+)
 
 
 def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) -> Pack:
@@ -138,6 +148,13 @@ def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) ->
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
         more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
+        # The first kernel clears what the others add to. It is not compiled for the sizes, which differ by their tiles.
+        if "dq_sums" in buffers:
+            more["slot_floats"] = buffers["dq_sums"].shape[1]
+        if "dq_turns" in buffers:
+            more["slot_turns"] = math.prod(buffers["dq_turns"].shape[1:])
+        if "dbias_turns" in buffers:
+            more["dbias_turns_size"] = math.prod(buffers["dbias_turns"].shape)
         if summed_in_place and "dbias" in buffers:
             more["dbias_sums"] = buffers["dbias"].address
         packed = binder.pack(buffers, more)
@@ -181,7 +198,7 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Opera
         yield operand("dsinks", ".", shapes["sinks"].shape, *shapes["sinks"].dtypes)
 
 
-_BOUNDS = 3  # that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
+_BOUNDS = 4  # words that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
 
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
@@ -212,11 +229,8 @@ def gradient_program(
         blocks, shared_bytes = (key_blocks, shared_bytes_of(key)) if part == key else (row_blocks, 0)
         geometry = flat_grid(blocks * problem.batch, threads(part), shared_bytes, "batch", problem.batch)
         parts.append(Part(part, geometry, pack if part == key else outer))
-    # The sums of a float bias' gradient are taken in the gradient itself, which then has to start as zeros.
-    summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
-    zeroed = frozenset({"dbias"} if summed_in_place else ())
     scratch = _scratch(key, problem, floats, shares) | sum_scratch(problem)
-    return Program((*parts, *sum_parts(problem, key)), scratch, zeroed)
+    return Program((*parts, *sum_parts(problem, key)), scratch)
 
 
 def query_slots(problem: AttentionProblem, block_m: int) -> int:
@@ -229,26 +243,28 @@ def query_slots(problem: AttentionProblem, block_m: int) -> int:
 def _scratch(
     key: DispatchKey, problem: AttentionProblem, floats: int, shares: tuple[int, ...]
 ) -> dict[str, ScratchSpec]:
-    """What the kernels hand to each other."""
+    """What the kernels hand to each other. The first one clears what the others add to."""
     tile, slots = tile_of(key), query_slots(problem, tile_of(key).block_m)
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     scratch = {
         "statistics": ScratchSpec((slots, 2, tile.block_m), "float32"),
-        "dq_sums": ScratchSpec((slots, floats), "float32", zero=True),
+        "dq_sums": ScratchSpec((slots, floats), "float32"),
     }
     if problem.dtype == "float16":
-        scratch["ds_bounds"] = ScratchSpec((problem.batch, problem.heads_kv, _BOUNDS), "int32", zero=True)
+        pairs = (problem.batch, problem.heads_kv)
+        scratch["ds_bounds"] = ScratchSpec((*pairs, _BOUNDS), "int32", zero=True, rearmed=True)
+        scratch["ds_exponents"] = ScratchSpec(pairs, "int32")
     if problem.sinks:
         scratch["dsinks_parts"] = ScratchSpec((problem.heads_q, problem.batch, row_tiles), "float32")
     if key.deterministic:
-        scratch["dq_turns"] = ScratchSpec((slots, *shares), "int32", zero=True)
-        scratch["tickets"] = ScratchSpec((1,), "int32", zero=True)
+        scratch["dq_turns"] = ScratchSpec((slots, *shares), "int32")
+        scratch["tickets"] = ScratchSpec((1,), "int32")
     if problem.dbias:
         if key.bias != "float32":
-            scratch["dbias_sums"] = ScratchSpec(problem.bias_shape, "float32", zero=True)
+            scratch["dbias_sums"] = ScratchSpec(problem.bias_shape, "float32")
         if key.deterministic:
             key_tiles = -(-problem.seqlen_k // tile.block_n)
-            scratch["dbias_turns"] = ScratchSpec((*problem.bias_shape[:2], row_tiles, key_tiles), "int32", zero=True)
+            scratch["dbias_turns"] = ScratchSpec((*problem.bias_shape[:2], row_tiles, key_tiles), "int32")
     return scratch
 
 

@@ -73,13 +73,11 @@ class Part(NamedTuple):
 class Program:
     """The kernels of a launch in order, and what lies between them.
 
-    zeroed: outputs that the kernels add to. split: makes inputs besides the request's own from (cache_seqlens,
-    cu_seqlens_q), where the host splits the work.
+    split: makes inputs besides the request's own from (cache_seqlens, cu_seqlens_q), where the host splits the work.
     """
 
     parts: tuple[Part, ...]
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
-    zeroed: frozenset[str] = frozenset()
     split: Callable[[Any, Any], dict[str, Any]] | None = None
     _number: int = field(init=False, repr=False, compare=False, default_factory=itertools.count().__next__)
 

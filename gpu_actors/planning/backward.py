@@ -13,7 +13,7 @@ from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
-from gpu_actors.kernels.program import Values
+from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
 from gpu_actors.planning.plan import Accumulate, Plan, program_for
@@ -54,7 +54,7 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
     seed = request.dropout_seed
     oracle = functools.partial(_oracle, plan.problem, plan.accumulate, seed)
     if request.block_mask is None:
-        return plan.launch(inputs, oracle, kernels, Values(seed))
+        return plan.launch(inputs, oracle, kernels, Values(seed) if seed else NO_VALUES)
     return launch_masked(plan, request.block_mask, inputs, oracle, kernels, seed)
 
 
@@ -79,12 +79,10 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
     """The plan of an adopted request. Raises as `pose_backward`."""
     problem, key = pose_backward(request, device.info)
     program = program_for(problem, key, device)
-    zeroed = frozenset() if program is None else program.zeroed
     outputs = {
         name: OutputSpec(
             (1, *array.shape[1:]) if name[1:] in problem.summed else tuple(array.shape),
             array.dtype.name,
-            zero=name in zeroed,
         )
         for name in _NAMES
         if (array := getattr(request, name[1:])) is not None and (name != "dbias" or problem.dbias)

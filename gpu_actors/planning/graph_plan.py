@@ -163,8 +163,7 @@ def graph_plan(
         if runs_kernels:
             raise
         match = key = program = None
-    zeroed = frozenset() if program is None else program.zeroed
-    results = _results(graph, match, zeroed, runs_kernels)
+    results = _results(graph, match, runs_kernels)
     return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate, variants_of(program))
 
 
@@ -186,23 +185,21 @@ def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
             raise Unsupported(f"tensor {uid}", tensor.strides, reason, nearest)
 
 
-def _results(
-    graph: OperationGraph, match: AttentionMatch | None, zeroed: frozenset[str], runs_kernels: bool
-) -> list[Result]:
+def _results(graph: OperationGraph, match: AttentionMatch | None, runs_kernels: bool) -> list[Result]:
     known = {} if match is None else _names(match)
     results = []
     for uid in graph.order().outputs:
         tensor = graph.tensors[uid]
         memory = memory_order(tensor)
         name, kernel = known.get(uid, (f"tensor_{uid}", None))
-        spec = OutputSpec(tuple(tensor.dims[axis] for axis in memory), tensor.dtype, zero=name in zeroed)
+        spec = OutputSpec(tuple(tensor.dims[axis] for axis in memory), tensor.dtype)
         results.append(Result(uid, name, spec, memory, kernel))
     if match is not None and match.gradients is not None and runs_kernels:
         # The kernels write every gradient, in whole rows, whether it was asked for or not.
         for name, (uid, axes) in _kernel_inputs(match).items():
             if name not in match.gradients.written:
                 operand = graph.tensors[uid]
-                spec = OutputSpec(tuple(operand.dims[axis] for axis in axes), operand.dtype, zero=f"d{name}" in zeroed)
+                spec = OutputSpec(tuple(operand.dims[axis] for axis in axes), operand.dtype)
                 results.append(Result(None, f"d{name}", spec, axes, axes))
     return results
 

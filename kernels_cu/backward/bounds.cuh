@@ -5,11 +5,16 @@
 // fp16 ends at 65,504, which dO of a few thousand reach, and its smallest numbers are near 2^-24. dS times the power of two
 // is below 2^(DS_BITS + 1); dK and dQ, which are linear in it, are divided by the same power. A score modification's derivative
 // multiplies dS and is in no bound, so that DS_BITS leaves room for it.
+//
+// The first kernel raises the bounds, block by block. Its last block of a KV head makes the exponent of them and leaves them as
+// 0, as the next launch wants to find them.
 #pragma once
 
 #include "backward/params.cuh"
+#include "ptx/atomic.cuh"
 
-enum Bound { LARGEST_DOUT, LARGEST_VALUE, LARGEST_DELTA, BOUNDS };  // of rows: norms, and the magnitude of delta
+// Of rows: norms, and the magnitude of delta. ARRIVED: blocks that have raised theirs.
+enum Bound { LARGEST_DOUT, LARGEST_VALUE, LARGEST_DELTA, ARRIVED, BOUNDS };
 
 DEVICE int32_t* ds_bounds_of(const BackwardParams& params, int sequence, int kv_head) {
   return params.ds_bounds + (int64_t(sequence) * params.forward.heads_kv + kv_head) * BOUNDS;
@@ -24,15 +29,25 @@ DEVICE float power_of_two(int exponent) {
   return ptx::as_float(uint32_t((exponent > 126 ? 126 : exponent < -126 ? -126 : exponent) + 127) << 23);
 }
 
-// log2 of the factor of dS. Two kernels need the same one, so no rounding is left to the compiler, and nothing depends on the
-// kernel's macros: dropout_scale is 1 without dropout.
+// Takes a bound and leaves 0.
+DEVICE float take_bound(int32_t* bound) { return ptx::as_float(uint32_t(atomicExch(bound, 0))); }
+
+// By a whole block that has raised its bounds, the last of `blocks` of the KV head. dropout_scale is 1 without dropout.
+DEVICE void settle_bounds(const BackwardParams& params, int sequence, int kv_head, int blocks) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int32_t* const bounds = ds_bounds_of(params, sequence, kv_head);
+  if (ptx::atomic_add_acq_rel(bounds + ARRIVED, 1) != blocks - 1) return;
+  const float product = take_bound(bounds + LARGEST_DOUT) * take_bound(bounds + LARGEST_VALUE);
+  const float bound = product * float(params.forward.dropout_scale) + take_bound(bounds + LARGEST_DELTA);
+  bounds[ARRIVED] = 0;
+  const int exponent = int(ptx::as_bits(bound) >> 23);
+  const bool usable = bound != 0.0f && exponent != 255;
+  params.ds_exponents[int64_t(sequence) * params.forward.heads_kv + kv_head] = usable ? DS_BITS - (exponent - 127) : 0;
+}
+
+// log2 of the factor of dS.
 DEVICE int ds_exponent(const BackwardParams& params, int sequence, int kv_head) {
   if constexpr (!DS_BITS) return 0;
-  const int32_t* const bounds = ds_bounds_of(params, sequence, kv_head);
-  const float dout = ptx::as_float(uint32_t(bounds[LARGEST_DOUT])), value = ptx::as_float(uint32_t(bounds[LARGEST_VALUE]));
-  const float product = __fmul_rn(__fmul_rn(dout, value), float(params.forward.dropout_scale));
-  const float bound = __fadd_rn(product, ptx::as_float(uint32_t(bounds[LARGEST_DELTA])));
-  const uint32_t bits = ptx::as_bits(bound);
-  if (bound == 0.0f || bits >> 23 == 255) return 0;
-  return DS_BITS - (int(bits >> 23) - 127);
+  return params.ds_exponents[int64_t(sequence) * params.forward.heads_kv + kv_head];
 }

@@ -26,8 +26,9 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   float* dbias_sums;  // laid out like dbias, and dbias itself where that is float
   int32_t* dbias_turns;
   float* dsinks_parts;  // of each head, query tile and sequence
-  int32_t* tickets;     // how many blocks of backward_mma have drawn their number, where DETERMINISTIC
-  int32_t* ds_bounds;   // of each sequence and KV head, where DS_BITS: the bits of three floats (backward/bounds.cuh)
+  int32_t* tickets;       // how many blocks of backward_mma have drawn their number, where DETERMINISTIC
+  int32_t* ds_bounds;     // of each sequence and KV head, where DS_BITS, 0 between launches (backward/bounds.cuh)
+  int32_t* ds_exponents;  // of each sequence and KV head, where DS_BITS: log2 of dS's factor
   Strides dout_strides;
   Strides dlse_strides;
   Strides dq_strides;
@@ -35,8 +36,11 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   Strides dv_strides;
   Strides dbias_strides;
   int64_t dbias_size;
+  int64_t dbias_turns_size;
   int32_t batch;
-  int32_t pass;  // of backward_simple
+  int32_t pass;         // of backward_simple
+  int32_t slot_floats;  // DQ_FLOATS, for the kernel that clears them
+  int32_t slot_turns;   // of dq_turns
 };
 
 // What a gradient is stored as: unrounded, where backward_sum adds up those of the sequences that share an operand.

@@ -8,6 +8,7 @@
 //                           delta = sum of dout * out, minus the LSE's own gradient
 //   statistics of the slot:   lse, or lse * log2(e), BLOCK_M of them | delta, BLOCK_M of them
 //   dsinks_parts of the block: - sum over rows of exp(sink - lse) * delta
+//   dq_sums and dq_turns of the slot: 0, and so is all else that the kernels behind this one add to or count in
 //
 // Rows past the sequence's end, and those that see no key, get an lse of +inf: their weights 2^(score - lse) are 0
 // without a mask. A NaN or an infinity in dout makes delta NaN, so that it reaches what its row sees however the
@@ -17,6 +18,7 @@
 #include "backward/bounds.cuh"
 #include "mma/tile.cuh"
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 
 constexpr int PREPARE_THREADS = 128;
 constexpr int LANES = 8;  // a row
@@ -94,6 +96,24 @@ DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>&
   return sum;
 }
 
+// What the next kernel adds dQ to and takes turns at.
+DEVICE void clear_slot(const BackwardParams& params, int64_t slot) {
+  const uint32_t zeros[4] = {0, 0, 0, 0};
+  float* const sums = params.dq_sums + slot * params.slot_floats;
+  for (int n = 4 * int(threadIdx.x); n < params.slot_floats; n += 4 * PREPARE_THREADS) ptx::store_global_v4(sums + n, zeros);
+  for (int n = int(threadIdx.x); n < params.slot_turns; n += PREPARE_THREADS) {
+    params.dq_turns[slot * params.slot_turns + n] = 0;
+  }
+}
+
+// What belongs to no slot, by the grid together.
+DEVICE void clear_others(const BackwardParams& params) {
+  const int64_t first = int64_t(blockIdx.x) * PREPARE_THREADS + threadIdx.x, threads = int64_t(gridDim.x) * PREPARE_THREADS;
+  for (int64_t n = first; n < params.dbias_size; n += threads) params.dbias_sums[n] = 0.0f;
+  for (int64_t n = first; n < params.dbias_turns_size; n += threads) params.dbias_turns[n] = 0;
+  if (first == 0 && params.tickets != nullptr) *params.tickets = 0;
+}
+
 DEVICE void prepare_rows(const BackwardParams& params) {
   const Params& forward = params.forward;
   const int tiles = row_tiles_of(forward.seqlen_q), lane = int(threadIdx.x) % LANES;
@@ -105,15 +125,19 @@ DEVICE void prepare_rows(const BackwardParams& params) {
   float sink = -INFINITY, dsink = 0.0f;
   if constexpr (SINKS) sink = sink_logit(forward, at.head);
 
+  const int group = forward.heads_q / forward.heads_kv, kv_head = at.head / group;
   int32_t* bounds = nullptr;
   if constexpr (DS_BITS) {
-    bounds = ds_bounds_of(params, at.sequence, at.head / (forward.heads_q / forward.heads_kv));
+    bounds = ds_bounds_of(params, at.sequence, kv_head);
     raise_by_values(params, at, tiles, lane);
   }
+  clear_others(params);
 
   // More than one tile only if a sequence is longer than the caller said.
   for (int tile = at.tile; tile < row_tiles_of(at.seqlen_q); tile += tiles) {
-    float* const statistics = params.statistics + (first_slot(forward, at.sequence, tile) + at.head) * (2 * BLOCK_M);
+    const int64_t slot = first_slot(forward, at.sequence, tile) + at.head;
+    clear_slot(params, slot);
+    float* const statistics = params.statistics + slot * (2 * BLOCK_M);
     for (int n = int(threadIdx.x) / LANES; n < BLOCK_M; n += PREPARE_THREADS / LANES) {
       const int row = tile * BLOCK_M + n;
       float lse = -INFINITY, delta = 0.0f;
@@ -141,6 +165,7 @@ DEVICE void prepare_rows(const BackwardParams& params) {
       }
     }
   }
+  if constexpr (DS_BITS) settle_bounds(params, at.sequence, kv_head, group * tiles);
   if constexpr (SINKS) {
     __shared__ float parts[PREPARE_THREADS / 32];
 #pragma unroll

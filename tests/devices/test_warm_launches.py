@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from fakes.bench import KERNELS, Bench, floats, on_device, pack
 from fakes.cuda import FakeCuda
+from inside.planning import backward_plan, bind_backward
 
+from gpu_actors import ContextOptions, Cubin, FlashBackward
+from gpu_actors.devices.cuda.api import DeviceProperties
+from gpu_actors.devices.cuda.device import CudaDevice
+from gpu_actors.devices.cuda.null_api import NullApi
 from gpu_actors.devices.cuda.operands import Placement, StreamMemory
-from gpu_actors.devices.interface import Buffer, Launch, ScratchSpec, Steps
+from gpu_actors.devices.interface import Buffer, Kernels, Launch, ScratchSpec, Steps
 
 
 class Packing:
@@ -156,6 +161,53 @@ def test_a_warm_launch_creates_allocates_and_clears_nothing(bench: Bench) -> Non
     for asked in ("event_done", "synchronize_event"):
         calls.pop(asked, None)
     assert calls == {"record_event": 2, "wait_event": 1, "launch_kernel": 1}
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(80, "backward_mma"), (90, "backward_sm90")])
+@pytest.mark.parametrize(
+    ("dtype", "bias", "options"),
+    [
+        ("float16", None, {"causal": True}),
+        ("bfloat16", None, {"deterministic": True}),
+        ("float16", "float16", {"deterministic": True}),
+        ("bfloat16", "float32", {}),
+    ],
+)
+def test_a_warm_backward_allocates_its_answers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    kernel: str,
+    dtype: str,
+    bias: str | None,
+    options: dict[str, Any],
+) -> None:
+    properties = DeviceProperties("null", capability, 80 << 30, 132)
+    monkeypatch.setattr(NullApi, "properties", lambda api: properties)
+    api = NullApi()
+    device = CudaDevice(0, ContextOptions(), api)
+    dout, q, k, v, out = (device.allocate((2, 256, 8, 128), dtype) for _ in range(5))
+    request = FlashBackward(
+        q, k, v, dout=dout, out=out, lse=device.allocate((2, 8, 256), "float32"),
+        bias=None if bias is None else device.allocate((1, 8, 256, 256), bias), **options,
+    )  # fmt: skip
+    plan = backward_plan(request, device, "float64")
+    assert plan.program is not None
+    names = [key.kernel for key in plan.program.keys]
+    assert kernel in names
+    kernels = Kernels(device.load(Cubin(b"image", device.info.arch, (name,), "", {}), name) for name in names)
+    stream = device.open_stream("test")
+    answers = 0
+    for _ in range(3):  # two orders of the answers' memory, and then the first again
+        api.calls.clear()
+        event = stream.launch(bind_backward(plan, request, kernels))
+        event.wait()
+        answers = len(event.outputs)
+        del event
+    calls = Counter(api.calls)
+    for asked in ("event_done", "synchronize_event"):
+        calls.pop(asked, None)
+    assert answers == (3 if bias is None else 4)
+    assert calls == {"allocate": answers, "free": answers, "launch_kernel": 3, "record_event": 1}
 
 
 def test_a_large_launch_has_memory_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class StreamMemory:
     operand does.
     """
 
-    ARMED = 256
+    ARMED = 1 << 14
     MOST = 1 << 25
 
     def __init__(self, pools: MemoryPools) -> None:

@@ -44,7 +44,7 @@ def run(
     program = program_on(problem, key)
     belongs = {f"d{name}": operands.get(name) for name in ("q", "k", "v", "bias", "sinks")}
     inputs = {name: getattr(of, "array", of) for name, of in belongs.items() if of is not None}
-    outputs = {name: filled(array.shape, array.dtype, name in program.zeroed) for name, array in inputs.items()}
+    outputs = {name: filled(array.shape, array.dtype, False) for name, array in inputs.items()}
     scratch = {name: filled(spec.shape, spec.dtype, spec.zero) for name, spec in program.scratch.items()}
     strided = {
         name: operand if isinstance(operand, Strided) else Strided(operand, operand)
@@ -62,6 +62,8 @@ def run(
             list(memory.values()),
             **{"arithmetic": contraction.arithmetic(), **launch},
         )
+    for name, spec in program.scratch.items():
+        assert not spec.rearmed or not memory[name].array.any(), f"the kernels left {name} other than 0"
     for name in outputs:
         strided[name].base.reshape(-1).view(np.uint8)[:] = memory[name].array
     return AttentionGradients(**{name: strided[name].array for name in outputs})

@@ -2,6 +2,7 @@
 
 from gpu_actors.planning import cached, cascade, tma_eligibility
 from gpu_actors.planning.append_rows import NewRows
+from gpu_actors.planning.backward import backward_plan, bind_backward
 from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import cached_problem
 from gpu_actors.planning.cascade import prefix_problem, tail_problem
