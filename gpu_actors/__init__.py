@@ -66,9 +66,10 @@ if TYPE_CHECKING:
     from gpu_actors.handles.gpu_context import GpuContext
     from gpu_actors.handles.health import Health
     from gpu_actors.handles.kv_cache import KvCache
+    from gpu_actors.handles.kv_step import KvStep
     from gpu_actors.kernels.append import Rope
     from gpu_actors.kernels.option_table import Explanation
-    from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
+    from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, KvCacheSpec, KvSequence
     from gpu_actors.kv.sequences import KvCacheStats
     from gpu_actors.kv.transfer import SequencePages
     from gpu_actors.planning.graph_plan import GraphPlan
@@ -90,6 +91,7 @@ __all__ = [
     "AttentionParams",
     "AttentionProblem",
     "BatchedDecode",
+    "BeginStep",
     "BlockMask",
     "CacheFull",
     "CacheOptions",
@@ -129,6 +131,7 @@ __all__ = [
     "KvCacheSpec",
     "KvCacheStats",
     "KvSequence",
+    "KvStep",
     "LaunchError",
     "Mask",
     "MergeBackward",
@@ -172,6 +175,7 @@ _LAZY = {
     "ActorStats": "gpu_actors.runtime.mailbox",
     "AppendRows": "gpu_actors.kv.requests",
     "AttendCache": "gpu_actors.kv.requests",
+    "BeginStep": "gpu_actors.kv.requests",
     "CompiledKernel": "gpu_actors.actors.compiled_kernel",
     "ContextActor": "gpu_actors.actors.context",
     "CudnnLikeActor": "gpu_actors.actors.cudnn_like",
@@ -189,6 +193,7 @@ _LAZY = {
     "KvCacheSpec": "gpu_actors.kv.requests",
     "KvCacheStats": "gpu_actors.kv.sequences",
     "KvSequence": "gpu_actors.kv.requests",
+    "KvStep": "gpu_actors.handles.kv_step",
     "NvrtcActor": "gpu_actors.actors.nvrtc",
     "NvrtcHandle": "gpu_actors.actors.nvrtc",
     "Rope": "gpu_actors.kernels.append",

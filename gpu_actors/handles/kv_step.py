@@ -22,11 +22,11 @@ __all__ = ["KvStep"]
 
 
 class KvStep(Local):
-    """A step that has begun, as `KvCache.step` gives it. `attend` each layer, then `commit`, or `abort`.
+    """One pass of a model over the layers of a cache, as `KvCache.step` begins it.
 
-    Until then requests on its sequences wait, so do not await one in between. As ``async with await cache.step(...)``
-    it is committed at the end of the block, and aborted where that raises or is cancelled. If the last reference to it
-    is dropped, it is aborted.
+    `attend` to each layer, then `commit` or `abort`. Until then requests on its sequences wait, and later requests on
+    the cache behind them, so await none within the step. ``async with await cache.step(...)`` commits at the end of
+    its block, and aborts if the block raises or is cancelled. A step without a reference to it is aborted.
     """
 
     def __init__(self, handle: ActorHandle, step: OpenStep) -> None:
@@ -55,7 +55,8 @@ class KvStep(Local):
     ) -> Any:
         """Append k and v to a layer, and attend to it. Launches on the calling thread, and gives the output at once.
 
-        The arrays have the shapes that `BeginStep` says. c_kv, k_pe: in place of k and v for a latent cache.
+        The shapes and dtypes of the arrays are those of `BeginStep`. The output is (batch, rows, heads_q, head_dim_v),
+        or (total, heads_q, head_dim_v) for packed rows. c_kv, k_pe: in place of k and v for a latent cache.
         stream: a CUDA stream as an int, or torch's or CuPy's object: the layer runs on it, in order. Default: the
             stream that q belongs to, which is its library's current one. The output is complete in the order of that
             stream; arrays on the host are waited for, and complete at once. All layers of a step are run in the order

@@ -274,7 +274,7 @@ class AttendCache(CacheOptions):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BeginStep:
-    """Begin one pass of a model over all layers of a cache. Answered with an `OpenStep`.
+    """Begin one pass of a model over all layers of a cache. `KvCache.step` sends it, and gives the `KvStep`.
 
     seqs: a list of `KvSequence`, each once. rows: of q for each of them, one number for all or a list of numbers. They
         are the last rows of their sequences.
