@@ -50,6 +50,7 @@ def test_the_examples_of_the_page_run(
 
 def decoding(names: dict[str, Any], out: str) -> None:
     assert "(1, 40, 8, 64) 40\n(2, 1, 8, 64) KvCacheStats(blocks=64, free_blocks=60" in out
+    assert "(2, 1, 128) 23\n" in out
 
     async def twice() -> list[int]:
         async with (
