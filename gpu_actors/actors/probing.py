@@ -6,7 +6,7 @@ A context that is not ready receives no requests, so it has to find out itself w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from gpu_actors.errors import CompileError, GpuActorsError, LaunchError, MockMod
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.mailbox import Mailbox
-from gpu_actors.runtime.progress import Progress
 
 __all__ = ["Probing", "probe"]
 
@@ -31,8 +30,7 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
     For any thread; see `GpuContext.probe`.
     """
     answer: Call[None] = Call("probe", Mailbox("probe", 1, 1))
-    progress = children.cells[FlashAttnActor.label].progress
-    completed, failed_launches = progress.completed, progress.failed_launches
+    before = [(progress, progress.counts) for progress in children.vital_progress()]
 
     def judge(launched: Call[Any]) -> None:
         error = launched.error
@@ -41,8 +39,7 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
             # hangs blocks this for as long as `hang_timeout`, so it has a thread of its own.
             threading.Thread(target=ask_device, name="gpu-actors-probe", daemon=True).start()
         elif error is None or isinstance(error, MockModeError):
-            progress.discount(completed, failed_launches)
-            answer.resolve(None)
+            succeed()
         else:
             answer.fail(error)
 
@@ -53,7 +50,12 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
         except BaseException as error:
             answer.fail(error if isinstance(error, GpuActorsError) else LaunchError(f"the device: {error!r}"))
         else:
-            answer.resolve(None)
+            succeed()
+
+    def succeed() -> None:
+        for progress, counts in before:
+            progress.put_on_trial(*counts)
+        answer.resolve(None)
 
     row = np.zeros((1, 1, 1, 64), np.float16)
     children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, timeout, _URGENT).when_done(judge)
@@ -63,8 +65,6 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
 @dataclass(eq=False)
 class Probing:
     """Probes repeatedly until no vital actor fails.
-
-    A probe that succeeds puts each failing actor on trial: it counts as failing again after one more failure.
 
     run: runs a function on the ContextActor's thread. after: does once so many seconds have passed on its clock.
     All but `begin` runs on that thread.
@@ -83,17 +83,12 @@ class Probing:
 
     def _probe(self) -> None:
         children = self.children
-        failing = children.failing()
-        if not failing or not children.open:
+        if not children.failing() or not children.open:
             self._waiting = False
             return
-        before = {progress: progress.completed for progress in failing}
-        probe(children, None).when_done(lambda call: self.run(lambda: self._judge(call.error, before)))
+        probe(children, None).when_done(lambda call: self.run(self._ended))
 
-    def _judge(self, error: BaseException | None, before: Mapping[Progress, int]) -> None:
-        if error is None:
-            for progress, completed in before.items():
-                progress.put_on_trial(completed)
+    def _ended(self) -> None:
         self._waiting = False
         if self.children.failing():
             self.begin()

@@ -118,7 +118,8 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
 
         The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
         for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
-        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``).
+        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``), but
+        makes a context that is not ready for them ready again, until one more fails.
 
         timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
         """

@@ -36,9 +36,12 @@ class Children(Environment):
         """The names of the actors that the context cannot do without."""
         return [name for name, cell in self.cells.items() if cell.actor_type.vital]
 
-    def failing(self) -> list[Progress]:
-        """The vital actors that have failed too often without a success."""
-        return [self.cells[name].progress for name in self.vital() if self.cells[name].progress.failing]
+    def vital_progress(self) -> list[Progress]:
+        return [self.cells[name].progress for name in self.vital()]
+
+    def failing(self) -> bool:
+        """Whether a vital actor has failed too often without a success."""
+        return any(progress.failing for progress in self.vital_progress())
 
     def stuck(self) -> list[str]:
         """The names of the actors that have worked on one batch of requests for over half the hang timeout."""

@@ -58,11 +58,6 @@ class Progress:
         self._note(error)
 
     @property
-    def completed(self) -> int:
-        """Requests that the actor has answered with a result."""
-        return self.answered()
-
-    @property
     def crashes(self) -> int:
         """Incarnations in a row that ended with an exception and without a request answered since."""
         return self._crashes if self.answered() == self._completed_before else 0
@@ -82,24 +77,24 @@ class Progress:
         what = f"{self.failed_launches} launches" if self.failed_launches >= self.crashes else f"{self.crashes} times"
         return f"has failed {what} in a row, last with {self._last}"
 
-    def put_on_trial(self, completed: int) -> None:
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The requests answered with a result, the launches that failed in a row, and the crashes in a row."""
+        return self.answered(), self.failed_launches, self.crashes
+
+    def put_on_trial(self, completed: int, failed_launches: int, crashes: int) -> None:
         """A probe succeeded: the actor is not failing until one more failure.
 
-        completed: the actor's ``completed`` before the probe. The probe's success is not the success of a request.
+        The probe is no request, so its success ends no row of failures. completed, failed_launches, crashes: the
+        actor's ``counts`` before the probe.
         """
         with self._lock:
-            self._crashes = min(self._crashes, self.limit - 1)
-            if self.failed_launches or self.completed - completed <= 1:
-                self.failed_launches = self.limit - 1
-
-    def discount(self, completed: int, failed_launches: int) -> None:
-        """A probe of an actor that is not failing succeeded: its success does not reset the count of failed launches.
-
-        completed, failed_launches: the actor's counts before the probe.
-        """
-        with self._lock:
-            if self.completed - completed <= 1:
-                self.failed_launches = max(self.failed_launches, failed_launches)
+            answered, failed_now, crashes_now = self.counts
+            if answered - completed <= 1:
+                failed_now, crashes_now = max(failed_now, failed_launches), max(crashes_now, crashes)
+            if max(failed_now, crashes_now) >= self.limit:
+                failed_now = crashes_now = self.limit - 1
+            self.failed_launches, self._crashes, self._completed_before = failed_now, crashes_now, answered
 
     def _note(self, error: BaseException) -> None:
         if self.failing:

@@ -170,6 +170,8 @@ def test_a_probe_that_succeeds_ends_no_row_of_failed_requests() -> None:
             assert (probes(ctx), ctx.health().failures["flash_attn"]) == (2 * failures, failures)
         fail(ctx, 1)
         assert not ctx.health().ready
+        ctx.probe().result(30.0)
+        assert (ctx.health().ready, ctx.health().failures["flash_attn"]) == (True, 2), "one more failure ends it"
 
 
 # Actors of one's own
