@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_actors.actors.nvrtc import NvrtcActor
-from gpu_actors.actors.probing import Probing
 from gpu_actors.catching import hand_error_to, log_errors
 from gpu_actors.devices.interface import Device
 from gpu_actors.errors import ActorFailed, ActorStopped, ContextLost, GpuActorsError, caused
@@ -147,7 +146,6 @@ class ContextActor(ThreadActor):
             children.cells[cell.name] = cell
             if issubclass(actor_type, NvrtcActor):
                 children.compiler = cell.handle
-        children.on_failing = Probing(children, self._run, self._after).begin
         self._supervisor.start()
         self._watch_for_hangs()
 

@@ -1,13 +1,8 @@
-"""Probing: launches by the context itself, on demand and while a vital actor fails.
-
-A context that is not ready receives no requests, so it has to find out itself whether launches succeed again.
-"""
+"""Probing: a launch by the context itself, which shows whether its launches succeed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +14,7 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
 from gpu_actors.runtime.mailbox import Mailbox
 
-__all__ = ["Probing", "probe"]
+__all__ = ["probe"]
 
 _URGENT = 1 << 62
 
@@ -60,35 +55,3 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
     row = np.zeros((1, 1, 1, 64), np.float16)
     children.handle(FlashAttnActor).send(FlashForward(row, row, row), None, timeout, _URGENT).when_done(judge)
     return answer
-
-
-@dataclass(eq=False)
-class Probing:
-    """Probes repeatedly until no vital actor fails.
-
-    run: runs a function on the ContextActor's thread. after: does once so many seconds have passed on its clock.
-    All but `begin` runs on that thread.
-    """
-
-    children: Children
-    run: Callable[[Callable[[], None]], None]
-    after: Callable[[float, Callable[[], None]], None]
-    _waiting: bool = False
-
-    def begin(self) -> None:
-        """Probe from now on. For any thread; does nothing while probes are under way."""
-        if not self._waiting:
-            self._waiting = True
-            self.after(self.children.options.probe_interval, self._probe)
-
-    def _probe(self) -> None:
-        children = self.children
-        if not children.failing() or not children.open:
-            self._waiting = False
-            return
-        probe(children, None).when_done(lambda call: self.run(self._ended))
-
-    def _ended(self) -> None:
-        self._waiting = False
-        if self.children.failing():
-            self.begin()

@@ -42,6 +42,7 @@ from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.opening import run_in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
 from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.runtime.watch import Watch
 
 __all__ = ["BUILT_IN", "GpuContext", "open_contexts", "registered", "start_context"]
 
@@ -70,6 +71,8 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         self.nvrtc: NvrtcHandle = cast("NvrtcHandle", children.handle(NvrtcActor))
         super().__init__(children)
         self._root = root
+        self._watch = Watch(children, self._probe)
+        children.on_failing = self._watch.probe_while_failing
         self._stopped = False
         self._close_lock = threading.RLock()
         self._closing = False
@@ -123,7 +126,10 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
 
         timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
         """
-        return Reply(probe(self._children, timeout))
+        return Reply(self._probe(timeout))
+
+    def _probe(self, timeout: float | None) -> Call[None]:
+        return probe(self._children, timeout)
 
     def drain(self, timeout: float | None = None) -> Reply[None]:
         """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from gpu_actors.isolation.rpc_client import MakeError, RemoteMailbox, RpcClient
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.cell import Cell
 from gpu_actors.runtime.children import Children
+from gpu_actors.runtime.progress import Progress
 from gpu_actors.runtime.timers import Timers
 from gpu_actors.tracing import Trace
 from gpu_actors.tracing.otel import otel_listener
@@ -38,6 +40,8 @@ class RemoteCell(Cell):
     def __init__(self, actor_type: Any, environment: RemoteChildren, client: RpcClient) -> None:
         super().__init__(actor_type, environment, "running", functools.partial(RemoteMailbox, client=client))
         self.shared: RemoteState = RemoteState(self.name, client.query)
+        # Counts nothing: the worker's context judges failures. Any launch's last success is each actor's here.
+        self.progress = Progress(environment.options.degraded_after, lambda: 0, _ignore)
         self._earlier_restarts = 0
         self._client = client
 
@@ -89,9 +93,11 @@ class RemoteChildren(Children):
         self.cells = cells
 
     def update(self, status: Status) -> None:
-        """Take over the status of the actors."""
+        """Take over the status of the actors, and the age of the last success."""
+        succeeded_at = time.monotonic() - status.success_age
         for name, counts in status.counts.items():
             cell: Any = self.cells[name]
+            cell.progress.succeeded_at = succeeded_at
             cell.mailbox.update_counts(counts)
             cell.update(status.health.actors[name], status.restarts[name])
 

@@ -47,9 +47,9 @@ class IsolatedContext(GpuContext):
         does not answer."""
         return _examine(self._generations, self._children, self._stopped)
 
-    def probe(self, timeout: float | None = None) -> Reply[None]:
+    def _probe(self, timeout: float | None) -> Call[None]:
         limit = self._children.default_timeout if timeout is None else timeout
-        return Reply(self._request("probe", limit, f"the probe was not answered within {limit} s"))
+        return self._request("probe", limit, f"the probe was not answered within {limit} s")
 
     def after_fork(self) -> None:
         super().after_fork()

@@ -107,9 +107,13 @@ class Response(NamedTuple):
 
 
 class Status(NamedTuple):
-    """The status of the context. counts, restarts: by the actor's label."""
+    """The status of the context. counts, restarts: by the actor's label.
+
+    success_age: seconds since a launch last succeeded.
+    """
 
     health: Health
+    success_age: float
     counts: Mapping[str, Counts]
     restarts: Mapping[str, int]
 

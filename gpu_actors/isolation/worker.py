@@ -179,8 +179,10 @@ class Worker:
         return health
 
     def _status(self) -> Status:
+        assert self._context is not None
         counts = {name: _counts(cell) for name, cell in self._cells.items()}
-        return Status(self._health(), counts, {name: cell.restarts for name, cell in self._cells.items()})
+        restarts = {name: cell.restarts for name, cell in self._cells.items()}
+        return Status(self._health(), self._context._watch.age, counts, restarts)
 
 
 def _counts(cell: Any) -> Counts:

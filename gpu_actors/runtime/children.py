@@ -32,16 +32,16 @@ class Children(Environment):
         ages = [since for cell in self.cells.values() if (since := cell.completion.oldest()) is not None]
         return min(ages, default=None)
 
+    def succeeded_at(self) -> float:
+        """``time.monotonic()`` when a launch last succeeded. -inf if none has."""
+        return max(cell.progress.succeeded_at for cell in self.cells.values())
+
     def vital(self) -> list[str]:
         """The names of the actors that the context cannot do without."""
         return [name for name, cell in self.cells.items() if cell.actor_type.vital]
 
     def vital_progress(self) -> list[Progress]:
         return [self.cells[name].progress for name in self.vital()]
-
-    def failing(self) -> bool:
-        """Whether a vital actor has failed too often without a success."""
-        return any(progress.failing for progress in self.vital_progress())
 
     def stuck(self) -> list[str]:
         """The names of the actors that have worked on one batch of requests for over half the hang timeout."""

@@ -141,17 +141,16 @@ class Completion:
             except BaseException as raised:
                 error = raised
         if error is None:
-            if self.progress.failed_launches:
-                self.progress.launch_ended(None)
+            self.progress.launch_ended(None)
             for call, result in zip(calls, results, strict=True):
                 call.settle(result, None, outbox)
             return
-        # A mock device that does not compute answers every request so. A benchmark times that: call nothing here.
-        if type(error) is not MockModeError or self.progress.failed_launches:
-            error = self._as_answer(error)
-            self.progress.launch_ended(error)
-        else:
+        if type(error) is MockModeError:
+            # A mock device that does not compute answers every request so, and a benchmark times that.
             error.__traceback__ = None
+        else:
+            error = self._as_answer(error)
+        self.progress.launch_ended(error)
         again = failed(error) if failed is not None else ()
         for call in calls:
             if call not in again:

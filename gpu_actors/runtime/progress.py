@@ -1,4 +1,4 @@
-"""Progress: whether an actor's work still succeeds, for the context's health.
+"""Progress: whether an actor's work still succeeds, for the context's health and readiness.
 
 It has two counts, each since the last success: launches that failed, and incarnations that ended with an exception.
 The time between failures does not matter, so an actor that fails slowly is noticed too.
@@ -6,7 +6,9 @@ The time between failures does not matter, so an actor that fails slowly is noti
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,16 +26,18 @@ def is_failure(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Progress:
-    """Counts the failures of one actor. Safe to use from any thread.
+    """Counts the failures of one actor, and notes its last success. Safe to use from any thread.
 
     limit: how many failures without a success make the actor ``failing``.
     answered: returns how many requests the actor has answered with a result.
     on_failing: called at each failure while the actor is failing, on the thread that saw the failure.
+    succeeded_at: ``time.monotonic()`` when a launch last succeeded, -inf before the first one.
     """
 
     limit: int
     answered: Callable[[], int]
     on_failing: Callable[[], object]
+    succeeded_at: float = -math.inf
     failed_launches: int = 0
     _crashes: int = 0
     _completed_before: int = 0
@@ -45,6 +49,7 @@ class Progress:
         if error is None or isinstance(error, MockModeError):
             # A mock device that does not compute answers MockModeError.
             self.failed_launches = 0
+            self.succeeded_at = time.monotonic()
         elif is_failure(error):
             with self._lock:
                 self.failed_launches += 1

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import anyio
 import anyio.to_thread
 
+from gpu_actors.catching import log_errors
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.server.http.heartbeat import Heartbeat
 from gpu_actors.server.http.readiness import readiness_of, readiness_of_workers
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ EXIT_CODE = 70
 
 _BEAT = 0.1
 _GRACE = 2.0
+_LONGEST_PROOF = 200.0
 
 
 class Answer(NamedTuple):
@@ -101,7 +102,6 @@ class Probes:
             expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
         self.exit_when_dead = exit_when_dead
         self._contexts: Mapping[str, GpuContext] = {}
-        self._heartbeats: Mapping[str, Heartbeat] = {}
         self._registry: CollectorRegistry | None = None
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
@@ -116,7 +116,7 @@ class Probes:
     async def __aenter__(self) -> Self:
         if self._thread is not None and self._thread.is_alive():
             raise GpuActorsError("these probes are entered already; make some for each application")
-        self._contexts, self._heartbeats, self._registry = {}, {}, None
+        self._contexts, self._registry = {}, None
         self._collectors, self._reasons, self._leave_callbacks = [], [], []
         self._leaving = False
         self._ended.clear()
@@ -168,7 +168,6 @@ class Probes:
                 self._registry.register(TrafficCollector(traffic))
             for collector in self._collectors:
                 self._registry.register(collector)
-        self._heartbeats = {name: Heartbeat(one, self.proof_seconds) for name, one in workers.items()}
         self._contexts = workers
 
     def collect(self, collector: Collector) -> None:
@@ -213,7 +212,8 @@ class Probes:
         if not contexts:
             return {"ready": False, "state": "starting", "reason": "the context is not open yet"}
         healths = {name: context.health() for name, context in contexts.items()}
-        workers = {name: readiness_of(health, self._heartbeats[name].overdue()) for name, health in healths.items()}
+        overdue = {name: one._watch.overdue(self._proof_limit(one)) for name, one in contexts.items()}
+        workers = {name: readiness_of(health, overdue[name]) for name, health in healths.items()}
         several = "" not in contexts
         front = next((name for name, one in workers.items() if one.ready), next(iter(contexts)))
         ready, state, reason = readiness_of_workers(workers) if several else workers[front]
@@ -240,7 +240,7 @@ class Probes:
             "name": health.device.name,
             "generation": health.generation,
             "kernels": kernels,
-            "last_success_seconds": round(self._heartbeats[front].age, 3),
+            "last_success_seconds": round(contexts[front]._watch.age, 3),
         }
         if several:
             content["workers"] = {
@@ -286,7 +286,7 @@ class Probes:
             listening.start()
         dead_since: float | None = None
         while not self._ended.wait(_BEAT):
-            self._check_heartbeats()
+            self._check_successes()
             reason = self._dead()
             if not reason:
                 dead_since = None
@@ -302,13 +302,18 @@ class Probes:
             self._listener.shutdown()
             listening.join()
 
-    def _check_heartbeats(self) -> None:
-        for heartbeat in self._heartbeats.values():
-            try:
-                heartbeat.check()
-            except Exception:
-                # This thread also ends a dead process. Without heartbeats /readyz says that the last success is old.
-                logger.exception("the heartbeat of the device could not be checked")
+    def _proof_limit(self, context: GpuContext) -> float:
+        """How old the last success of the context's launches may be, in seconds."""
+        return self.proof_seconds or min(context._children.hang_timeout / 3, _LONGEST_PROOF)
+
+    def _check_successes(self) -> None:
+        for context in self._contexts.values():
+            # This thread also ends a dead process. Without probes /readyz says that the last success is old.
+            with log_errors("the last success of the device could not be checked"):
+                health = context.health()
+                # While requests are launched or fail, their launches and the context's own probes are enough.
+                if health.ready and health.oldest_launch is None:
+                    context._watch.check(self._proof_limit(context))
 
     def _close(self) -> None:
         self._ended.set()

@@ -15,7 +15,6 @@ import pytest
 from support.service import REPOSITORY, ask, comes_true, eventually, run_python
 
 import gpu_actors as ga
-from gpu_actors.server.http.heartbeat import Heartbeat
 from gpu_actors.serving import EXIT_CODE, Admission, Probes
 from gpu_actors.testing import FaultPlan, MockClock
 
@@ -158,8 +157,9 @@ def finished(ctx: ga.GpuContext) -> int:
     return stats.launched - stats.in_flight
 
 
-async def test_an_idle_context_proves_its_device_by_launches_of_its_own() -> None:
-    async with Probes(proof_seconds=0.4) as probes, ga.open_context("mock") as ctx:
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_an_idle_context_proves_its_device_by_launches_of_its_own(isolation: Any) -> None:
+    async with Probes(proof_seconds=0.4) as probes, ga.open_context("mock", isolation=isolation) as ctx:
         probes.watch(ctx)
         found: list[tuple[int, Any]] = []
 
@@ -175,8 +175,9 @@ async def test_an_idle_context_proves_its_device_by_launches_of_its_own() -> Non
         assert shown["kernels"] == {"arch": "sm_90a", "run": False, "compiled": 0, "failed": 0, "waiting": 0}
 
 
-async def test_a_context_that_answers_requests_launches_nothing_of_its_own() -> None:
-    async with Probes(proof_seconds=60.0) as probes, ga.open_context("mock") as ctx:
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_a_context_that_answers_requests_launches_nothing_of_its_own(isolation: Any) -> None:
+    async with Probes(proof_seconds=60.0) as probes, ga.open_context("mock", isolation=isolation) as ctx:
         probes.watch(ctx)
         watched = time.monotonic()
         await asyncio.sleep(0.3)
@@ -231,7 +232,7 @@ async def test_readiness_says_how_the_contexts_own_launch_failed() -> None:
 async def test_a_launch_may_take_a_third_of_the_hang_timeout() -> None:
     for limit, seconds in ((None, 200.0), (30.0, 10.0), (float("inf"), 200.0)):
         async with ga.open_context("mock", ga.ContextOptions(hang_timeout=limit)) as ctx:
-            assert Heartbeat(ctx).seconds == seconds
+            assert Probes()._proof_limit(ctx) == seconds
 
 
 # The end of the process
