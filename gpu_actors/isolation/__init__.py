@@ -1,11 +1,11 @@
 """A context in a child process: what ``open_context(..., isolation="process")`` opens.
 
     the program's process                                     the context's process
-    IsolatedContext                                           Worker ── GpuContext, on the device
+    IsolatedContext                                           ContextWorker ── GpuContext, on the device
       └─ RpcClient ── Link ── PipeChannel ══ socket pair ══ PipeChannel ── Link ─┘
            │                      └───────── two memfds ───────┘
       Generations: starts a process, sees it end, starts the next one
 
-`Link`, `RpcClient` and `Worker` know no processes: a `Channel` carries their records. `docs/isolation.md` says what is
-lost when what dies. Nothing here is imported before a context is opened with isolation.
+`Link`, `RpcClient` and `ContextWorker` know no processes: a `Channel` carries their records. `docs/isolation.md` says
+what is lost when what dies. Nothing here is imported before a context is opened with isolation.
 """

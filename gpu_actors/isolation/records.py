@@ -12,6 +12,7 @@ __all__ = [
     "Cancel",
     "Counts",
     "KernelDescriptor",
+    "KernelRef",
     "OpenFailed",
     "Opened",
     "Ping",
@@ -44,7 +45,7 @@ class Counts(NamedTuple):
 class Request(NamedTuple):
     """Request ``number`` for an actor.
 
-    actor: its label. "" is the context itself, whose messages are a name and arguments (see `Worker`).
+    actor: its label. "" is the context itself, whose messages are a name and arguments (see `ContextWorker`).
     left: seconds until its deadline, or None.
     """
 
@@ -53,6 +54,12 @@ class Request(NamedTuple):
     message: Any
     left: float | None
     priority: int
+
+
+class KernelRef(NamedTuple):
+    """Stands for a `CompiledKernel` of the worker's in a request to launch it."""
+
+    number: int
 
 
 class Cancel(NamedTuple):

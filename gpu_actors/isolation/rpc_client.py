@@ -28,10 +28,17 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.records import Cancel, Counts, KernelDescriptor, ReleaseKernel, Request, Response
+from gpu_actors.isolation.records import (
+    Cancel,
+    Counts,
+    KernelDescriptor,
+    KernelRef,
+    ReleaseKernel,
+    Request,
+    Response,
+)
 from gpu_actors.isolation.remote_queries import QUERY_TIMEOUT
 from gpu_actors.isolation.serialization import outbound, side_effect_free, undo_message
-from gpu_actors.isolation.worker import KernelRef
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.waking import Outbox

@@ -123,7 +123,7 @@ def test_a_cache_that_opens_too_late_is_closed(workplace: Holding) -> None:
 def test_a_kernel_that_is_compiled_too_late_is_forgotten(ctx: RemoteContext, workplace: Holding) -> None:
     connection = ctx._generations.connection
     assert isinstance(connection, ThreadConnection)
-    kernels = connection._worker._worker._kernels
+    kernels = connection._worker._kernels
     workplace.hold()
     reply = ctx.kernel('extern "C" __global__ void f(int* x) { *x = 1; }', "f")
     eventually(lambda: bool(kernels))

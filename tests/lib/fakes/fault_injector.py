@@ -87,14 +87,16 @@ class FailingActor(ServiceActor):
 
 def _inject_at(step: str, fault: Callable[[], object]) -> None:
     """Inject the fault when the process reaches that step for the next request of flash_attn."""
-    from inside.isolation import PipeChannel, Worker
+    from inside.isolation import PipeChannel
+
+    from gpu_actors.remote import ContextWorker
 
     if step == "read":
         _before(PipeChannel, "_record", lambda *_: fault())
     elif step == "asked":
         _before_request(lambda *_: fault())
     elif step == "answered":
-        _before(Worker, "_on_call_done", lambda self, number, cell, call: cell.name == "flash_attn" and fault())
+        _before(ContextWorker, "_on_call_done", lambda self, number, cell, call: cell.name == "flash_attn" and fault())
     elif step == "packed":
 
         def post(channel: PipeChannel, sequence: int, parcel: Any) -> None:
@@ -114,15 +116,15 @@ def _inject_at(step: str, fault: Callable[[], object]) -> None:
     elif step == "sent":
         _after(PipeChannel, "post", fault)
     elif step == "closing":
-        _before(Worker, "close", lambda *_: fault())
+        _before(ContextWorker, "close", lambda *_: fault())
     else:
         raise AssertionError(step)
 
 
 def _before_request(first: Callable[..., object]) -> None:
-    from inside.isolation import Worker
+    from gpu_actors.remote import ContextWorker
 
-    _before(Worker, "_on_request", first)
+    _before(ContextWorker, "_on_request", first)
 
 
 def _before(owner: type, name: str, first: Callable[..., object]) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 
 from fakes.fault_injector import FAULTS
 from inside.actors import kv_moving
-from inside.isolation import PipeChannel, Worker
+from inside.isolation import PipeChannel
 from inside.kv import CacheTables, transfer
 
 from gpu_actors import Call, ServiceActor
+from gpu_actors.remote import ContextWorker
 
 __all__ = ["MoveSteps"]
 
@@ -82,16 +83,16 @@ class _Steps:
             for function in list(vars(module).values()):
                 if inspect.isfunction(function) and function.__module__ == module.__name__:
                     _replace(function, self._noting(function, function.__name__))
-        asked, done, post = Worker._on_request, Worker._on_call_done, PipeChannel.post
+        asked, done, post = ContextWorker._on_request, ContextWorker._on_call_done, PipeChannel.post
 
-        def noting_asked(worker: Worker, ask: Any) -> None:
+        def noting_asked(worker: ContextWorker, ask: Any) -> None:
             if ask.actor == "kv_cache":
                 self._numbers.add(ask.number)
                 if self.reached(f"{type(ask.message).__name__} asked"):
                     self.do_harm()
             asked(worker, ask)
 
-        def noting_done(worker: Worker, number: int, cell: Any, call: Call[Any]) -> None:
+        def noting_done(worker: ContextWorker, number: int, cell: Any, call: Call[Any]) -> None:
             if number in self._numbers and self.reached(f"{type(call.message).__name__} done"):
                 self.do_harm()
             done(worker, number, cell, call)
@@ -115,8 +116,8 @@ class _Steps:
             if self.reached("answer sent"):
                 self.do_harm()
 
-        Worker._on_request = noting_asked  # type: ignore[method-assign]
-        Worker._on_call_done = noting_done  # type: ignore[method-assign]
+        ContextWorker._on_request = noting_asked  # type: ignore[method-assign]
+        ContextWorker._on_call_done = noting_done  # type: ignore[method-assign]
         PipeChannel.post = noting_post  # type: ignore[method-assign]
 
     def _noting(self, function: FunctionType, name: str) -> Any:

@@ -2,4 +2,3 @@
 
 from gpu_actors.isolation.launcher import Received
 from gpu_actors.isolation.pipe import PipeChannel
-from gpu_actors.isolation.worker import Worker
