@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import socket
 import threading
@@ -41,7 +42,7 @@ def main(descriptors: list[int], spec: bytes) -> None:
     Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
     with hand_error_to(worker.refuse):  # such as an error while the actor's module is imported
-        worker.open(WorkerSpec(*Unpickler(spec).load()))
+        worker.open(WorkerSpec(*Unpickler(io.BytesIO(spec)).load()))
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
     # Nothing that hangs may keep the process alive: the driver frees what it had.
     os._exit(0)

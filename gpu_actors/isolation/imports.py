@@ -7,11 +7,10 @@ import to read or write a record, and a context's process, which runs the body a
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gpu_actors.errors import Unsupported
@@ -29,9 +28,6 @@ _in_child = False
 
 class Unpickler(pickle.Unpickler):
     """Finds what is already defined without waiting for its module."""
-
-    def __init__(self, data: bytes, buffers: Iterable[Any] = ()) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         defined = getattr(sys.modules.get(module_name), global_name, None)

@@ -1,7 +1,7 @@
 """Packing: records as bytes, and their arrays in shared memory.
 
-A record of plain values and arrays is marshalled, which takes half of a pickle's time; any other record is pickled
-with protocol 5. Arrays are left out of either and described beside it, each by its *place*:
+A record is pickled with protocol 5. Of frequent messages, results and errors only the fields are: their classes would
+take longer. Arrays are left out of the pickle and described beside it, each by its *place*:
 
     inline     a small array, whose bytes travel along
     block      bytes of the memory that the sender writes: copied there, or there already (`Arena.empty`)
@@ -16,8 +16,8 @@ gaps takes as much room as it spans, of which only its elements are written.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
-import marshal
 import operator
 import pickle
 import weakref
@@ -50,7 +50,7 @@ __all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
 INLINE = 8192
 """Bytes up to which an array travels with its record."""
 
-# Messages and results whose fields travel in place of a pickled object, in this order.
+# Messages and results whose fields are pickled in place of the object, by their codes: 1 and so on.
 _KINDS: tuple[type, ...] = (
     FlashForward,
     FlashBackward,
@@ -66,8 +66,6 @@ _KINDS: tuple[type, ...] = (
 )
 _CODES = {kind: index + 1 for index, kind in enumerate(_KINDS)}
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
-_LISTS = frozenset((tuple, list))
-_MARSHALLABLE = _PLAIN | _LISTS | {np.ndarray}
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 
 _ALIGNED = 64  # bytes: a cache line
@@ -115,7 +113,7 @@ class Argument(NamedTuple):
 class Packed(NamedTuple):
     """A record as bytes.
 
-    places: marshalled, with the blocks that it gives back, and with the record if the body is empty.
+    places: pickled, with the blocks that it gives back.
     body: the record, pickled.
     arguments: the arrays, in the order of their places.
     blocks: held for it.
@@ -165,7 +163,7 @@ def unpack(
         blocks, and each block is released with its last array.
     on_returned: called with this side's blocks that the record gives back.
     """
-    placed, returned, content = marshal.loads(places)
+    placed, returned, fields = pickle.loads(places)
     on_returned(returned)
     arrays: list[Any] = []
     waiting = {place[4]: place[7] for place in placed if place[0] == _IN_BLOCK}  # bytes by start, of blocks held here
@@ -188,7 +186,8 @@ def unpack(
     finally:
         for start in waiting:
             release(start)
-    record = _from_tuple(Unpickler(body, arrays).load()) if body else _from_marshal(content, arrays)
+    nested = arrays[fields:] if fields else arrays
+    record = _record(Unpickler(io.BytesIO(body), buffers=nested).load(), arrays)
     return record, [Argument(array, array) for array in arrays]
 
 
@@ -206,53 +205,35 @@ class _Packer:
 
     def packed(self, record: Any, returned: list[int]) -> tuple[bytes, bytes]:
         """The two parts of a `Packed`."""
-        content = self._marshalled(record)
-        if content is not None:
-            return marshal.dumps((self.places, returned, content)), b""
+        content = self._flat(record)
+        fields = len(self.places)  # the arrays that are fields of the message come first
         file = io.BytesIO()
-        _Pickler(file, self._extract).dump(_as_tuple(record))
-        return marshal.dumps((self.places, returned, None)), file.getvalue()
+        # operator.not_ of a buffer is False, which leaves it out of the pickle.
+        pickler = _Pickler(file, 5, buffer_callback=operator.not_)
+        pickler.extract = self._extract
+        pickler.dump(content)
+        return pickle.dumps((self.places, returned, fields), 5), file.getvalue()
 
-    def _marshalled(self, record: Any) -> tuple[Any, ...] | None:
-        """A request or a response of values that `marshal` takes, or None."""
+    def _flat(self, record: Any) -> tuple[Any, ...]:
+        """A record as it is pickled."""
         if type(record) is Request:
             number, actor, message, left, priority = record
-            if not (type(actor) is str and type(left) in _PLAIN and type(priority) is int):
-                return None
-            content = self._without_arrays(message)
-            return None if content is None else (0, number, actor, content, left, priority)
-        if type(record) is not Response or record.health is not None:
-            return None
-        number, value, error, counts, _ = record
-        failure = None
-        if error is not None:
-            if _ERRORS.get(type(error).__name__) is not type(error) or not _is_plain(error):
-                return None
-            failure = type(error).__name__, error.args, vars(error)
-        content = (0, value, []) if type(value) in _PLAIN else self._without_arrays(value)
-        return None if content is None else (1, number, content, failure, None if counts is None else tuple(counts))
+            return 0, number, actor, self._fields_of(message), left, priority
+        if type(record) is Response:
+            number, value, error, counts, health = record
+            return 1, number, self._fields_of(value), _flat_error(error), counts and tuple(counts), health
+        return 2, record
 
-    def _without_arrays(self, message: Any) -> tuple[int, Any, list[int]] | None:
-        """The code of the message's kind, its fields without arrays, and the indices of the arrays. None for fields
-        that marshal does not take."""
-        code = _CODES.get(type(message))
-        if code is None:
-            return None
-        values = list(message if isinstance(message, tuple) else _values(message))
-        kinds = list(map(type, values))
-        if not _MARSHALLABLE.issuperset(kinds):
-            return None
-        at = [index for index, kind in enumerate(kinds) if kind is np.ndarray]
-        nbytes = 0
-        for index in at:
-            if values[index].dtype.hasobject:
-                return None
-            nbytes += values[index].nbytes + _ALIGNED
-        for index, kind in enumerate(kinds):
-            if kind in _LISTS and not all(type(part) in _PLAIN for part in values[index]):
-                return None
+    def _fields_of(self, message: Any) -> tuple[int, Any, list[int]]:
+        """The code of the message's kind, its fields without arrays, and the indices of the arrays."""
+        kind: Any = type(message)
+        code = _CODES.get(kind, 0)
+        if not code:
+            return 0, message, []
+        values = list(message if isinstance(message, tuple) else _reader(kind)(message))
+        at = [i for i, value in enumerate(values) if type(value) is np.ndarray and not value.dtype.hasobject]
         # One block for all of them, which costs a fraction of one for each.
-        self._foreseen = nbytes
+        self._foreseen = sum([values[index].nbytes + _ALIGNED for index in at])
         for index in at:
             self._extract(values[index], values[index])
             values[index] = None
@@ -273,32 +254,37 @@ class _Packer:
         return _itself, (_MARK,)
 
     def _place(self, original: Any, array: Host) -> None:
-        first = _first(array)
-        begin, end = _extent(array, first)
         code = _code(array.dtype)
         copy = None
+        if array.flags.c_contiguous and 0 < array.nbytes <= INLINE:  # wherever it lies
+            place = _IN_RECORD, code, array.shape, array.strides, array.tobytes(), 0, array.flags.writeable
+        else:
+            place, copy = self._place_in_memory(code, array)
+        self.places.append(place)
+        self.arguments.append(Argument(original, array, copy))
+
+    def _place_in_memory(self, code: Any, array: Host) -> tuple[Any, Host | None]:
+        """The place of an array that is large or has gaps, and its copy, if there is one."""
+        first = _first(array)
+        begin, end = _extent(array, first)
         if (start := self._arena.find(begin)) is not None:
             if start not in self.blocks:
                 self._arena.hold(start)
                 self.blocks.append(start)
-            place = self._block(code, array, start, first - self._arena.address - start)
-        elif array.nbytes <= INLINE and end - begin <= INLINE:
-            data = array.tobytes() if array.flags.c_contiguous and array.size else _spanned(array, first, begin, end)
-            place = (_IN_RECORD, code, array.shape, array.strides, data, first - begin, array.flags.writeable)
-        else:
-            # Arrays over the same elements still share them on the other side.
-            key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
-            if key in self._same:
-                place, copy = self._same[key]
-            else:
-                start, lead = self._room(end - begin)
-                memory = self._arena.memory(start + lead, max(end - begin, 1))
-                copy = _like(array, memory, first - begin)
-                np.copyto(copy, array)
-                place = self._block(code, array, start, first - begin + lead)
-                self._same[key] = place, copy
-        self.places.append(place)
-        self.arguments.append(Argument(original, array, copy))
+            return self._block(code, array, start, first - self._arena.address - start), None
+        if array.nbytes <= INLINE and end - begin <= INLINE:
+            data = _spanned(array, first, begin, end)
+            return (_IN_RECORD, code, array.shape, array.strides, data, first - begin, array.flags.writeable), None
+        # Arrays over the same elements still share them on the other side.
+        key = (begin, end, array.shape, array.strides, code, array.flags.writeable)
+        if key not in self._same:
+            start, lead = self._room(end - begin)
+            memory = self._arena.memory(start + lead, max(end - begin, 1))
+            copy = _like(array, memory, first - begin)
+            np.copyto(copy, array)
+            self._same[key] = self._block(code, array, start, first - begin + lead), copy
+        place, copy = self._same[key]
+        return place, copy
 
     def _room(self, nbytes: int) -> tuple[int, int]:
         """A block with room for so many bytes, and the offset in it: behind the last array if there is room."""
@@ -318,32 +304,26 @@ class _Packer:
 class _Pickler(pickle.Pickler):
     """extract: describes the place of an array, and gives what is pickled instead."""
 
-    def __init__(self, file: io.BytesIO, extract: Callable[[Any, Any], Any]) -> None:
-        # operator.not_ of a buffer is False, which leaves it out of the pickle.
-        super().__init__(file, 5, buffer_callback=operator.not_)
-        self._extract = extract
+    extract: Callable[[Any, Any], Any]
 
     def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         if kind is np.ndarray:
-            return NotImplemented if value.dtype.hasobject else self._extract(value, value)
+            return NotImplemented if value.dtype.hasobject else self.extract(value, value)
         if isinstance(value, (type, FunctionType)):
             refuse_unfinished(value.__module__)
             return NotImplemented
         if kind.__module__.startswith("gpu_actors."):
-            if isinstance(value, GpuActorsError):
-                return _reduced(value)
             if isinstance(value, Local):
                 reason = f"a {kind.__name__} belongs to the process that made it"
                 raise InvalidRequest("message", kind.__name__, reason)
-            names = _fields(kind)
-            if names is not None:
-                return _rebuilt, (kind, tuple(_values(value)))
+            if _fields(kind) is not None:
+                return _rebuilt, (kind, tuple(_reader(kind)(value)))
             return NotImplemented
         if isinstance(value, np.ndarray) or (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
             adopted = adopt(value, "array")
             check_device(adopted, "array", "cpu")
-            return self._extract(value, adopted.array)
+            return self.extract(value, adopted.array)
         if hasattr(kind, "__cuda_array_interface__"):
             raise InvalidRequest("array", kind.__name__, "must lie on the host: memory of a device cannot cross")
         return NotImplemented
@@ -418,44 +398,43 @@ def _dtype(code: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _as_tuple(record: Any) -> tuple[Any, ...]:
-    """A record as it is pickled: pickling the class of a request or a response costs more than its fields."""
-    if type(record) is Request:
-        return 0, *record
-    if type(record) is Response:
-        number, value, error, counts, health = record
-        return 1, number, value, error, None if counts is None else tuple(counts), health
-    return 2, record
+def _record(flat: Any, arrays: Sequence[Any]) -> Any:
+    """The record of `_Packer._flat`. arrays: in the order of their places."""
+    if flat[0] == 0:
+        _, number, actor, message, left, priority = flat
+        return Request(number, actor, _filled(message, arrays), left, priority)
+    if flat[0] == 1:
+        _, number, value, error, counts, health = flat
+        error = _error(*error) if type(error) is tuple else error
+        return Response(number, _filled(value, arrays), error, counts and Counts(*counts), health)
+    return flat[1]
 
 
-def _from_tuple(fields: Sequence[Any]) -> Any:
-    kind, *rest = fields
-    if kind == 0:
-        return Request(*rest)
-    if kind == 1:
-        number, value, error, counts, health = rest
-        return Response(number, value, error, None if counts is None else Counts(*counts), health)
-    return rest[0]
-
-
-def _from_marshal(fields: Any, arrays: Sequence[Any]) -> Any:
-    """The record of `_Packer._marshalled`. arrays: in the order of their places."""
-    if fields[0] == 0:
-        _, number, actor, content, left, priority = fields
-        return Request(number, actor, _filled(content, arrays), left, priority)
-    _, number, content, failure, counts = fields
-    error = None if failure is None else _error(_ERRORS[failure[0]], failure[1], failure[2])
-    return Response(number, _filled(content, arrays), error, None if counts is None else Counts(*counts), None)
-
-
-def _filled(content: Any, arrays: Sequence[Any]) -> Any:
-    code, values, at = content
-    for index, array in zip(at, arrays, strict=True):
-        values[index] = array
+def _filled(fields: tuple[int, Any, list[int]], arrays: Sequence[Any]) -> Any:
+    code, values, at = fields
+    for place, index in enumerate(at):
+        values[index] = arrays[place]
     if not code:
         return values
     kind = _KINDS[code - 1]
     return kind(*values) if issubclass(kind, tuple) else _rebuilt(kind, values)
+
+
+def _flat_error(error: BaseException | None) -> Any:
+    """The arguments of `_error`, or an error whose fields pickle has to try."""
+    kind = type(error)
+    if error is None or _ERRORS.get(kind.__name__) is not kind or error.__cause__ is not None:
+        return error
+    plain = all(type(value) in _PLAIN for value in (*error.args, *vars(error).values()))
+    return (kind.__name__, error.args, vars(error)) if plain else error
+
+
+def _error(name: str, args: tuple[Any, ...], fields: dict[str, Any]) -> GpuActorsError:
+    kind = _ERRORS[name]
+    error: GpuActorsError = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(fields)
+    return error
 
 
 # Called by pickles
@@ -465,63 +444,29 @@ def _itself(array: Any) -> Any:
     return array
 
 
-_FIELDS: dict[type, tuple[str, ...] | None] = {}
-_READERS: dict[type, Callable[[Any], Sequence[Any]]] = {}
-_WRITERS: dict[type, list[Callable[[Any, Any], None]]] = {}
-
-
+@functools.cache
 def _fields(kind: type) -> tuple[str, ...] | None:
     """The fields of a plain message: a dataclass with slots, whose own way of pickling spells each name out."""
-    try:
-        return _FIELDS[kind]
-    except KeyError:
-        plain = dataclasses.is_dataclass(kind) and hasattr(kind, "__slots__") and kind.__reduce__ is object.__reduce__
-        names = tuple(field.name for field in dataclasses.fields(kind)) if plain else None
-        _FIELDS[kind] = names
-        return names
+    plain = dataclasses.is_dataclass(kind) and hasattr(kind, "__slots__") and kind.__reduce__ is object.__reduce__
+    return tuple(field.name for field in dataclasses.fields(kind)) if plain else None
 
 
-def _reduced(error: GpuActorsError) -> Any:
-    """How an error of plain fields is pickled, without a trial of each field."""
-    if not _is_plain(error):
-        return NotImplemented
-    return _error, (type(error), error.args, vars(error))
+@functools.cache
+def _reader(kind: type) -> Callable[[Any], Sequence[Any]]:
+    """What gives the values of a message's `_fields`."""
+    names = _fields(kind) or ()
+    # attrgetter gives one name's value bare.
+    return operator.attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, x) for x in names]
 
 
-def _is_plain(error: BaseException) -> bool:
-    if error.__cause__ is not None:
-        return False
-    return all(type(value) in _PLAIN for value in (*error.args, *vars(error).values()))
-
-
-def _error(kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any]) -> GpuActorsError:
-    error: GpuActorsError = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(fields)
-    return error
-
-
-def _values(message: Any) -> Sequence[Any]:
-    """The fields of a message of `_fields`, or nothing."""
-    kind = type(message)
-    if kind not in _READERS:
-        names = _fields(kind) or ()
-        # attrgetter gives one name's value bare.
-        _READERS[kind] = operator.attrgetter(*names) if len(names) > 1 else _each(names)
-    values: Sequence[Any] = _READERS[kind](message)
-    return values
-
-
-def _each(names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
-    return lambda message: [getattr(message, name) for name in names]
+@functools.cache
+def _writers(kind: type) -> list[Callable[[Any, Any], None]]:
+    """Those of the slots: the class may be frozen."""
+    return [getattr(kind, name).__set__ for name in _fields(kind) or ()]
 
 
 def _rebuilt(kind: type, values: Sequence[Any]) -> Any:
-    writers = _WRITERS.get(kind)
-    if writers is None:
-        # Those of the slots: the class may be frozen.
-        writers = _WRITERS[kind] = [getattr(kind, name).__set__ for name in _fields(kind) or ()]
     message: Any = object.__new__(kind)
-    for write, value in zip(writers, values, strict=True):
+    for write, value in zip(_writers(kind), values, strict=True):
         write(message, value)
     return message
