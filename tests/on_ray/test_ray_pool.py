@@ -26,8 +26,8 @@ ray = pytest.importorskip("ray")
 
 from gpu_actors.interop.ray import RayActor, StartTimeout, ray_pool, start_worker  # noqa: E402
 from gpu_actors.interop.ray.channel import Parcels  # noqa: E402
-from gpu_actors.interop.ray.worker import Place  # noqa: E402
-from gpu_actors.interop.ray.workers import _Connection  # noqa: E402
+from gpu_actors.interop.ray.ray_actor import _Connection  # noqa: E402
+from gpu_actors.interop.ray.ray_worker import Place  # noqa: E402
 
 SPEC: dict[str, Any] = {"num_blocks": 64, "page_size": 8, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
 QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)

@@ -3,16 +3,16 @@
 async with ray_pool(2, num_gpus=1) as pool:  # a ContextPool
     reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
 
-channel: records as calls. worker: the actor. workers: `start_worker`, the workplace of `open_remote`. pool: `ray_pool`.
-serve: deployments of Ray Serve. router: their request router, which is imported from there, for it needs Serve (the
-extra "ray-serve"). The rest needs ray (the extra "ray").
+channel: records as calls. ray_worker: the actor. ray_actor: `RayActor`, the workplace of `start_worker`. pool:
+`ray_pool`. serve: deployments of Ray Serve. router: their request router, which is imported from there, for it needs
+Serve (the extra "ray-serve"). The rest needs ray (the extra "ray").
 """
 
 from __future__ import annotations
 
 from gpu_actors.interop.ray.pool import ray_pool
+from gpu_actors.interop.ray.ray_actor import RayActor, StartTimeout, start_worker
 from gpu_actors.interop.ray.serve import ContextDeployment, Outcome, as_value, ask
-from gpu_actors.interop.ray.workers import RayActor, StartTimeout, start_worker
 
 __all__ = [
     "ContextDeployment",

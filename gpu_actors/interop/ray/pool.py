@@ -17,7 +17,7 @@ from gpu_actors.catching import shielded, undo_on_error
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.distributed.worker_pool import PoolOptions
 from gpu_actors.fields import expect, integer, real
-from gpu_actors.interop.ray.workers import RayActor, check_connected, resources_for, start_timeout
+from gpu_actors.interop.ray.ray_actor import RayActor, check_connected, resources_for, start_timeout
 from gpu_actors.options import ContextOptions
 
 __all__ = ["ray_pool"]

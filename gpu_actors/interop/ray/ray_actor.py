@@ -18,7 +18,7 @@ from gpu_actors.distributed.remote.context import open_remote
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
-from gpu_actors.interop.ray.worker import Place, RayWorker
+from gpu_actors.interop.ray.ray_worker import Place, RayWorker
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.launcher import Received, WorkerSpec
 from gpu_actors.options import ContextOptions
