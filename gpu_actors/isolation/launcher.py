@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.options import ContextOptions
@@ -64,7 +66,7 @@ class Connection(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the generations of one worker.
+    """Starts the generations of one worker. Those that share nothing with their worker inherit all but `start`.
 
     noun: what a generation is called in messages.
     patience: seconds that a record may be missing from its channel.
@@ -81,13 +83,13 @@ class Launcher(Protocol):
         ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        """An array that requests and their generation may use without a copy."""
-        ...
+        """An array that requests and their generation may use without a copy, or an ordinary one."""
+        return np.empty(shape, dtype)
 
     def close(self) -> None:
         """No generation follows."""
-        ...
+        return
 
     def after_fork(self) -> None:
         """In a forked child of the program: keep nothing open."""
-        ...
+        return

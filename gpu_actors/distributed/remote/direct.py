@@ -7,12 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.channel import Channel
 from gpu_actors.isolation.context_worker import ContextWorker
-from gpu_actors.isolation.launcher import Received, WorkerSpec
+from gpu_actors.isolation.launcher import Launcher, Received, WorkerSpec
 
 __all__ = ["DirectChannel", "InProcess", "Inbox"]
 
@@ -46,7 +43,7 @@ class DirectChannel:
         return self._inbox.qsize()
 
 
-class InProcess:
+class InProcess(Launcher):
     """Each generation is a context of this process, whose records a thread hands on. Nothing is copied or pickled.
 
     It costs least and isolates least: for tests, and for devices that may share a process. A worker that hangs cannot
@@ -58,15 +55,6 @@ class InProcess:
 
     def start(self, order: WorkerSpec, received: Received) -> ThreadConnection:
         return ThreadConnection(order, received, DirectChannel)
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        return np.empty(shape, dtype)
-
-    def close(self) -> None:
-        """Nothing is shared by the generations."""
-
-    def after_fork(self) -> None:
-        """No descriptor is open."""
 
 
 class ThreadConnection:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import ray
 
 from gpu_actors.distributed.remote.context import open_remote
@@ -19,8 +18,7 @@ from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
 from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
 from gpu_actors.interop.ray.ray_worker import Place, RayWorker
-from gpu_actors.isolation.arena import Host
-from gpu_actors.isolation.launcher import Received, WorkerSpec
+from gpu_actors.isolation.launcher import Launcher, Received, WorkerSpec
 from gpu_actors.options import ContextOptions
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]
@@ -89,7 +87,7 @@ def check_connected() -> None:
         raise GpuActorsError("Ray is not initialised in this process: call ray.init() first")
 
 
-class RayActor:
+class RayActor(Launcher):
     """A `gpu_actors.remote.Workplace`: each generation of a worker is a Ray actor. Ray restarts none of them, the
     context does, as its `RestartPolicy` allows.
 
@@ -115,16 +113,6 @@ class RayActor:
     def start(self, order: WorkerSpec, received: Received) -> _Connection:
         check_connected()
         return _Connection(self, order, received, dict(self._options()))
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        """An ordinary array: nothing is shared with a worker that may be on another machine."""
-        return np.empty(shape, dtype)
-
-    def close(self) -> None:
-        """Nothing is shared by the generations."""
-
-    def after_fork(self) -> None:
-        """No descriptor is open."""
 
 
 class _Connection:
