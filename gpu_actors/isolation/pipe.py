@@ -181,12 +181,12 @@ class PipeChannel:
             # Where another thread reads, it sees the end of the other side too, and leaves it to this one.
             if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
                 try:
-                    if not self._receive():
+                    if not self.receive():
                         return None
                 finally:
                     self._reading.release()
             if ready:
-                while self._receive(once=True):
+                while self.receive(once=True):
                     pass
                 return next(iter(ready))
 
@@ -213,10 +213,6 @@ class PipeChannel:
         if error is not None:
             self._error = error
             self.wake()
-
-    def receive(self) -> None:
-        """Read what has arrived."""
-        self._receive()
 
     def _watch(self) -> None:
         """Set the events of the socket that wake the thread in `serve`."""
@@ -270,7 +266,7 @@ class PipeChannel:
                     return
                 self._backlog.popleft()
 
-    def _receive(self, once: bool = False) -> bool:
+    def receive(self, once: bool = False) -> bool:
         """Read what has arrived. False at the end of the stream, and with ``once`` if nothing is left."""
         try:
             count = self._socket.recv_into(self._buffer)
