@@ -20,7 +20,6 @@ from gpu_actors.isolation.records import (
     Cancel,
     Counts,
     KernelDescriptor,
-    KernelRef,
     Opened,
     OpenFailed,
     Ping,
@@ -149,8 +148,8 @@ class ContextWorker:
         reply = self._context.probe(left) if name == "probe" else self._context.drain(left)
         reply._call.when_done(functools.partial(self._on_call_done, number, None))
 
-    def _kernel(self, reference: Any) -> CompiledKernel:
-        kernel = self._kernels.get(reference.number) if isinstance(reference, KernelRef) else None
+    def _kernel(self, number: Any) -> CompiledKernel:
+        kernel = self._kernels.get(number)
         if kernel is None:
             raise StaleBuffer("the kernel was compiled in an earlier process of the context: compile it again")
         return kernel

@@ -12,7 +12,6 @@ __all__ = [
     "Cancel",
     "Counts",
     "KernelDescriptor",
-    "KernelRef",
     "OpenFailed",
     "Opened",
     "Ping",
@@ -54,12 +53,6 @@ class Request(NamedTuple):
     message: Any
     left: float | None
     priority: int
-
-
-class KernelRef(NamedTuple):
-    """Stands for a `CompiledKernel` of the worker's in a request to launch it."""
-
-    number: int
 
 
 class Cancel(NamedTuple):
@@ -126,7 +119,10 @@ class Status(NamedTuple):
 
 
 class KernelDescriptor(NamedTuple):
-    """Describes a `CompiledKernel`, which stays in the process that compiled it. The other fields are the kernel's."""
+    """Describes a `CompiledKernel`, which stays in the process that compiled it. The other fields are the kernel's.
+
+    number: stands for the kernel in requests to launch it.
+    """
 
     number: int
     entry: str

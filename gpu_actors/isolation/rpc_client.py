@@ -28,15 +28,7 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.records import (
-    Cancel,
-    Counts,
-    KernelDescriptor,
-    KernelRef,
-    ReleaseKernel,
-    Request,
-    Response,
-)
+from gpu_actors.isolation.records import Cancel, Counts, KernelDescriptor, ReleaseKernel, Request, Response
 from gpu_actors.isolation.remote_queries import QUERY_TIMEOUT
 from gpu_actors.isolation.serialization import outbound, side_effect_free, undo_message
 from gpu_actors.runtime.call import Call
@@ -391,5 +383,5 @@ class RpcClient:
         remote: Any = kernel.loaded
         if not isinstance(remote, RemoteKernel) or remote.generation != self._generation:
             raise StaleBuffer(f"it was not compiled in generation {self._generation} of the context: compile it again")
-        reference: Any = KernelRef(remote.number)
-        return LaunchKernel(reference, message.grid, message.block, message.args, message.out, message.shared_bytes)
+        number: Any = remote.number
+        return LaunchKernel(number, message.grid, message.block, message.args, message.out, message.shared_bytes)
