@@ -89,13 +89,8 @@ class Lowering:
 
     def value(self, node: Any) -> Any:
         """A tensor of the graph, a number, or a tensor of torch that depends on no place."""
-        # In the order of the graph, for one function may have more operations than Python has frames.
-        needed = {node}
-        for before in reversed(self._traced.graph.nodes):
-            if before in needed:
-                needed.update(before.all_input_nodes)
-        for before in self._traced.graph.nodes:
-            if before in needed and before not in self._values:
+        for before in self._needed_by(node):
+            if before not in self._values:
                 self._values[before] = self._lowered(before)
         return self.operand(node, self._values[node])
 
@@ -159,15 +154,19 @@ class Lowering:
         return self._read(node.name, read, not _only_compared(node))
 
     def _at_every_place(self, node: Any) -> torch.Tensor:
+        for before in self._needed_by(node):
+            if before not in self._everywhere:
+                known = getattr(self._traced, before.target) if before.op == "get_attr" else None
+                self._everywhere[before] = self._computed(before, self._everywhere) if known is None else known
+        return self._everywhere[node]
+
+    def _needed_by(self, node: Any) -> list[Any]:
+        """A node and all that it reads, in the order of the graph: there may be more than Python has frames."""
         needed = {node}
         for before in reversed(self._traced.graph.nodes):
             if before in needed:
                 needed.update(before.all_input_nodes)
-        for before in self._traced.graph.nodes:
-            if before in needed and before not in self._everywhere:
-                known = getattr(self._traced, before.target) if before.op == "get_attr" else None
-                self._everywhere[before] = self._computed(before, self._everywhere) if known is None else known
-        return self._everywhere[node]
+        return [before for before in self._traced.graph.nodes if before in needed]
 
     def _fault(self, node: Any) -> str:
         return f"{self._name} at {place}" if (place := node.meta.get("place")) else self._name
@@ -381,7 +380,6 @@ _OPERATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
     aten.where.self: _where,
     aten._to_copy.default: _cast,
-    **dict.fromkeys(_AND, _bitwise(_and)),
     aten.logical_and.default: _and,
     aten.logical_or.default: _or,
     aten.logical_xor.default: _xor,

@@ -179,7 +179,9 @@ def _attend(
     }
     if cu_seq_lens_q is not None:
         options |= _pattern(causal, reach)
-        ends_q, ends_k = (_ends(ends) for ends in (cu_seq_lens_q, _first(cu_seq_lens_k, cu_seq_lens_q)))
+        if cu_seq_lens_k is None:
+            cu_seq_lens_k = cu_seq_lens_q
+        ends_q, ends_k = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
         return _packed(q, k, v, ends_q, ends_k, max_length_q, max_length_k, position_bias, options), None
     if attention_mask is not None and attention_mask.ndim == 2 and position_bias is None:
         options |= _pattern(causal, reach)
@@ -221,14 +223,6 @@ def _pattern(causal: bool, reach: int | None) -> dict[str, Any]:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _first(given: Any, default: Any) -> Any:
-    return default if given is None else given
-
-
-def _ends(ends: torch.Tensor) -> torch.Tensor:
-    return ends.to(torch.int32)
 
 
 def _longest(ends: torch.Tensor) -> int:
