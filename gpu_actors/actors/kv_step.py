@@ -202,11 +202,16 @@ class OpenStep:
                 if first is not None and "out" in read and self._series.repeat(first, pools, read, stream):
                     out = read["out"]
                 else:
-                    out = self._series.add(layers.launch(layer, read), stream)["out"]
+                    event = self._series.add(layers.launch(layer, read), stream)
+                    self._cell.completion.wait(event)
+                    out = event.outputs["out"]
             except RequestError:
                 raise
-            except BaseException as error:
+            except Exception as error:
                 raise self._fail(error) from None
+            except BaseException:  # Ctrl-C: part of the layer may be enqueued
+                self.abandon(LaunchError("the launch of a layer was interrupted"))
+                raise
             self._attended.add(layer)
         if "out" in arrays:
             return arrays["out"]

@@ -287,23 +287,21 @@ class FinishedEvent(Event):
 class Series:
     """Launches of one stream that end together, such as those of a model's layers. For one thread at a time.
 
-    This one waits for each.
+    Those of this one are launches like others, which are waited for.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    def add(self, launch: Launch, stream: int | None = None) -> Outputs:
-        """Launch behind those before, on the calling thread, and give the outputs.
+    def add(self, launch: Launch, stream: int | None = None) -> Event:
+        """Launch behind those before, on the calling thread.
 
-        Operands on the device are launched on at once: outputs are complete in the order of ``stream``, the caller's
-        own, or of the series' where it is None. What lies on the host is waited for.
+        Of operands on the device the event is over at once: its outputs are complete in the order of ``stream``, the
+        caller's own, or of the series' where it is None. A launch on the host's has to be waited for.
         Launches with the same ``steps`` differ in their arrays on the device alone: the first one uploads the others.
         Raises what `Event.wait` raises, and `InvalidRequest` for an array that cannot be used where it lies.
         """
-        event = self._stream.launch(launch)
-        event.wait()
-        return event.outputs
+        return self._stream.launch(launch)
 
     def repeat(
         self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None

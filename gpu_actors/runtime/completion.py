@@ -28,6 +28,9 @@ __all__ = ["Completion", "Failed", "Finish", "as_answer"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
+_LOOK = 0.1
+"""Seconds after which a thread that waits for a launch looks whether the context is lost or closed."""
+
 Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
 
@@ -60,6 +63,7 @@ class Completion:
     _entries: deque[_Entry] = field(init=False, default_factory=deque)
     _arrivals: queue.SimpleQueue[_Entry | None] = field(init=False, default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = field(init=False, default=None)
+    _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
 
     def watch(
         self,
@@ -71,7 +75,8 @@ class Completion:
     ) -> None:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
+        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work,
+        and for any with no calls.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -79,14 +84,45 @@ class Completion:
             self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
             return
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
-            thread.start()  # may raise: until here no launch is counted, which would never end
-            self._thread = thread
-        self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
-        self._entries.append(entry)
-        self._arrivals.put(entry)
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
+                thread.start()  # may raise: until here no launch is counted, which would never end
+                self._thread = thread
+            self.mailbox.launch_began(len(calls))
+            self._entries.append(entry)
+            self._arrivals.put(entry)
+
+    def wait(self, event: Event) -> None:
+        """Block the calling thread, any, until a launch that answers no call is over. Raises its error.
+
+        The launch is watched as others are, so that one that hangs ends with its context.
+        """
+        if event.done():
+            event.wait()
+            return
+        over = threading.Event()
+        errors: list[BaseException] = []
+
+        def finish(_: Outputs) -> Sequence[Any]:
+            over.set()
+            return ()
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            errors.append(error)
+            over.set()
+            return ()
+
+        outbox = Outbox()
+        self.watch(event, (), finish, outbox, failed)
+        outbox.flush()
+        while not over.wait(_LOOK):
+            reason = self.mailbox.closed
+            if reason is not None:
+                raise reason
+        if errors:
+            raise errors[0]
 
     def oldest(self) -> float | None:
         """The clock's reading when the oldest unfinished launch began. None if there is none."""

@@ -90,6 +90,11 @@ class Mailbox:
         self._nudged = False
         self._work: Callable[[Call[Any]], None] | None = None
 
+    @property
+    def closed(self) -> GpuActorsError | None:
+        """The error that new calls are refused with, or None."""
+        return None if self._closed is None else self._closed()
+
     # The sender's side
 
     def put(self, call: Call[Any], direct: bool = False) -> None:

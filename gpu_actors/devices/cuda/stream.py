@@ -381,7 +381,7 @@ class CudaSeries(Series):
         self.uploaded: set[Operands] = set()
         self.held: list[DeviceArray] = []
 
-    def add(self, launch: Launch, stream: int | None = None) -> Outputs:
+    def add(self, launch: Launch, stream: int | None = None) -> Event:
         if first_on_device(launch) is None:
             return super().add(launch)
         shared = self._shared.get(id(launch.steps))
@@ -394,7 +394,7 @@ class CudaSeries(Series):
             self._shared[id(launch.steps)] = shared
         operands = shared.operands
         self._cuda.enqueue(self, operands, operands.on_device(launch), stream)
-        return operands.found
+        return FinishedEvent(operands.found)
 
     def repeat(
         self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None
