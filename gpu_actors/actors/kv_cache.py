@@ -131,9 +131,6 @@ class KvCacheActor(ServiceActor):
 
     def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
         """Answer what shares no launch."""
-        if isinstance(message, BeginStep):
-            self._stepping.begin(call, cache, message)
-            return
         if isinstance(message, CreateSequence):
             with reading(message):
                 pool, tokens = cache.pool, message.tokens
@@ -143,7 +140,11 @@ class KvCacheActor(ServiceActor):
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
         with reading(message):
-            table = None if isinstance(message, CloseCache | ImportSequence) else cache.table(message.seq)
+        if isinstance(message, BeginStep) and not self._coalescer.held_up:
+            self._stepping.begin(call, cache, message)
+            return
+            several = isinstance(message, BeginStep | CloseCache | ImportSequence)
+            table = None if several else cache.table(message.seq)
         # Pages whose rows are still on their way are not shared, cut off or given back.
         if self._coalescer.held_up or (table is not None and table.users):
             self._store.order.hold(call)
