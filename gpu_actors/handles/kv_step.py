@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
 from gpu_actors.attention.requests import Array
+from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.kv.requests import EndStep
 from gpu_actors.process import Local
@@ -32,6 +34,7 @@ class KvStep(Local):
     def __init__(self, handle: ActorHandle, step: OpenStep) -> None:
         self._handle = handle
         self._step = step
+        self._priority = 0  # of the least urgent commit
 
     def __repr__(self) -> str:
         return f"<KvStep over {len(self._step.lengths)} sequences>"
@@ -86,6 +89,7 @@ class KvStep(Local):
         Raises `InvalidRequest` where a layer has no new rows, and then the step goes on. Where a launch of the step
         fails, it raises that error, and every sequence is as before the step.
         """
+        self._priority = min(self._priority, priority)
         return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
 
     def abort(self) -> Reply[None]:
@@ -98,18 +102,14 @@ class KvStep(Local):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
-                await self.commit()
-            except InvalidRequest:
-                self.abort()
-                raise
+        if error is not None:
+            await self._leave()
             return
-        with anyio.CancelScope(shield=True):
-            try:
-                await self.abort()
-            except GpuActorsError:
-                return  # the context is gone or going, and the cache with it
+        try:
+            await self.commit()
+        except BaseException:
+            await self._leave()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -117,21 +117,25 @@ class KvStep(Local):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
-                self.commit().result()
-            except InvalidRequest:
-                self.abort()
-                raise
+        if error is not None:
+            self._leave_at_once()
             return
-        try:
-            self.abort().result()
-        except GpuActorsError:
-            return
+        with undo_on_error(self._leave_at_once):
+            self.commit().result()
 
     def __del__(self) -> None:
         if hasattr(self, "_step") and self._step.open:
-            self.abort()
+            self._end(False, priority=self._priority)  # behind a commit that has not been taken
+
+    # Where these raise, the context is gone or going, and the cache with it.
+
+    async def _leave(self) -> None:
+        with anyio.CancelScope(shield=True), contextlib.suppress(GpuActorsError):
+            await self.abort()
+
+    def _leave_at_once(self) -> None:
+        with contextlib.suppress(GpuActorsError):
+            self.abort().result()
 
     def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
         reply: Reply[Any] = self._handle.submit(EndStep(self._step.cache.number, self._step, commit), **limits)
