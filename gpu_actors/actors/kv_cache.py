@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
-from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
+from gpu_actors.actors.kv_kind import kind_launch
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
-from gpu_actors.actors.kv_step import Stepping
+from gpu_actors.actors.kv_step import Stepping, kind_of
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief
@@ -139,10 +139,10 @@ class KvCacheActor(ServiceActor):
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
-        with reading(message):
         if isinstance(message, BeginStep) and not self._coalescer.held_up:
             self._stepping.begin(call, cache, message)
             return
+        with reading(message):
             several = isinstance(message, BeginStep | CloseCache | ImportSequence)
             table = None if several else cache.table(message.seq)
         # Pages whose rows are still on their way are not shared, cut off or given back.
@@ -188,17 +188,7 @@ class KvCacheActor(ServiceActor):
         """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
         layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
-        try:
-            key = kind_key(cache, message, tables)
-            kind = None if key is None else cache.kinds.find(key)
-        except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
-            key = kind = None
-        if kind is not None:
-            request, rows = bind(cache, kind, message)
-        else:
-            kind, (request, rows) = pose(self._store, cache, message, tables)
-            if key is not None:
-                cache.kinds.add(key, kind)
+        kind, (request, rows) = kind_of(self._store, cache, message, tables)
         if rows is not None and len(tables) > 1 and rows.counts.any():
             check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)

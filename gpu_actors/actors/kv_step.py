@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_kind import bind, kind_key, kind_launch, pose
+from gpu_actors.actors.kv_kind import Bound, bind, kind_key, kind_launch, pose
 from gpu_actors.actors.kv_launch import add_rows, copy_launch
 from gpu_actors.actors.kv_store import (
     CacheStore,
@@ -44,10 +44,10 @@ from gpu_actors.errors import (
     RequestError,
     StaleBuffer,
 )
-from gpu_actors.fields import FP8, describe, expect, integer
+from gpu_actors.fields import FP8, describe, expect, flag, integer
 from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
-from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep
+from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, EndStep, StepKeywords
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, pack_rows
 from gpu_actors.planning.cached import bind_cached
@@ -57,14 +57,18 @@ from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import as_answer
 from gpu_actors.validation.overlap import check_output_memory
+from gpu_actors.validation.paged import check_bias
 from gpu_actors.values import show
 
-__all__ = ["OpenStep", "Stepping"]
+__all__ = ["OpenStep", "Stepping", "kind_of"]
 
 _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
 _PLAIN = (int, float, bool, str, type(None), Rope)
 # Of options, what holds for one step alone.
 _OWN = frozenset(("tokens", "expect_length"))
+
+# Of the sequences, whatever the layer.
+_OF_A_LAYER = frozenset(StepKeywords.__annotations__) - {"tokens", "expect_length"}
 
 
 @dataclass(slots=True, eq=False)
@@ -279,8 +283,8 @@ class OpenStep:
                 raise InvalidRequest(name, describe(array), f"must be {layout}, as the step was begun for")
             read[name] = array
         if len(read) < len(layouts):
-            for name in layouts.keys() - read.keys() - {"out"}:
-                raise InvalidRequest(name, None, "must be given to each layer of this step")
+            for name in layouts:
+                expect(name in read or name == "out", name, None, "must be given to each layer of this step")
         return read, template
 
 
@@ -304,6 +308,8 @@ class Stepping:
         if not all(self._has_kernels(group.work) for group in groups):
             return
         first, begun = groups[0].work, list[KvWork]()
+        for group in groups[1:]:  # the first is checked where its pages are taken
+            _check_reach(group.work)
         for _, error in cache.begin([first], begun):
             raise error
         if not begun:
@@ -395,8 +401,12 @@ class Stepping:
             return [_Layers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
         given = message.layer_options or {}
         expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")
-        for layer in given:
+        for layer, options in given.items():
             integer("layer_options", layer, 0, cache.layers - 1)
+            expect(isinstance(options, Mapping), f"layer_options[{layer}]", show(options), "must give options by name")
+            for name in options:
+                reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
+                expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
         arrays = _arrays(cache, message, len(tables), self._store.device)
         common = self._planned(call, cache, message, tables, arrays, {})
         own = {layer: self._planned(call, cache, message, tables, arrays, given[layer]) for layer in given}
@@ -418,14 +428,7 @@ class Stepping:
         device, notes = self._store.device_name, call.caller_notes
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
         expect(request.return_lse is False, "return_lse", request.return_lse, "must be False: a layer gives out alone")
-        key = kind_key(cache, request, tables)
-        kind = None if key is None else cache.kinds.find(key)
-        if kind is None:
-            kind, (attention, rows) = pose(self._store, cache, request, tables)
-            if key is not None:
-                cache.kinds.add(key, kind)
-        else:
-            attention, rows = bind(cache, kind, request)
+        kind, (attention, rows) = kind_of(self._store, cache, request, tables)
         work = _work(call, cache, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
@@ -459,12 +462,39 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
         return None
     longest = max([table.length + count for table, count in zip(tables, new, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
-    kinds = *map(type, said), *[type(part) for value in said if type(value) is tuple for part in value]
+    kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
     return cache.columns(longest), type(rows), tuple(new), said, tuple(options), kinds
 
 
 def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value))
+
+
+def kind_of(
+    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: list[PageTable]
+) -> tuple[RequestKind, Bound]:
+    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`."""
+    try:
+        key = kind_key(cache, message, tables)
+        kind = None if key is None else cache.kinds.find(key)
+    except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
+        key = kind = None
+    if kind is not None:
+        return kind, bind(cache, kind, message)
+    kind, bound = pose(store, cache, message, tables)
+    if key is not None:
+        cache.kinds.add(key, kind)
+    return kind, bound
+
+
+def _check_reach(work: KvWork) -> None:
+    """Check tables and a bias, which a layer may have of its own, against the lengths. Raises `InvalidRequest`."""
+    lengths = np.array([table.length for table in work.tables], np.int32)
+    if work.rows is not None:
+        lengths += work.rows.counts
+        work.rows.check_reach(lengths)
+    if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
+        check_bias(work.plan.problem, changed(work.request, {"cache_seqlens": lengths}))
 
 
 def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
@@ -477,6 +507,7 @@ def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
 
 def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) -> dict[str, Any]:
     """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
+    expect(isinstance(message.like, Mapping | None), "like", show(message.like), "must give arrays by name")
     pool, like = cache.pool, dict(message.like or {})
     rows: Any = message.rows
     heads = integer("heads_q", message.heads_q, 1)
@@ -491,7 +522,7 @@ def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) 
     name = pool.cache_dtype if message.dtype is None else dtype_text(message.dtype)
     expect(name not in FP8 or message.dtype is not None, "dtype", None, "must be given: the cache's is fp8")
     shapes = {"q": (heads, sum(pool.sides.values()) if pool.latent else pool.head_dim)}
-    if message.append:
+    if flag("append", message.append):
         k, v = _LATENT if pool.latent else _WHOLE
         shapes |= {k: (pool.heads_kv, pool.head_dim), v: (pool.heads_kv, pool.head_dim_v)}
     for other in like.keys() - shapes.keys() - {"out"}:
