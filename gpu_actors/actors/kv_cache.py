@@ -106,11 +106,12 @@ class KvCacheActor(ServiceActor):
             return
         if not isinstance(message, _MESSAGES):
             raise self.refusal(message)
-        cache = self._store.find(message.cache)
         if isinstance(message, EndStep):  # which others wait for
             self._stepping.end(call, message)
             return
-        if not self._store.order.admits(call):
+        cache = self._store.find(message.cache)
+        # A cache that is left does not wait for what waits for an open step, which may never end.
+        if not (cache.stepping and isinstance(message, CloseCache)) and not self._store.order.admits(call):
             return
         launched = isinstance(message, AppendRows | AttendCache)
         if not launched and not isinstance(message, CreateSequence):

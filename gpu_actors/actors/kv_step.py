@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ _OWN = frozenset(("tokens", "expect_length"))
 
 # Of the sequences, whatever the layer.
 _OF_A_LAYER = frozenset(StepKeywords.__annotations__) - {"tokens", "expect_length"}
+
+_LATE = "the deadline of the step has passed"
 
 
 @dataclass(slots=True, eq=False)
@@ -252,10 +255,19 @@ class OpenStep:
     def _check(self) -> None:
         if self._over is not None:
             raise self._over
+        failure: GpuActorsError | None = None
         if self.work.lost:
-            raise LaunchError("a launch that the step builds on has failed: abort it, and begin another")
+            failure = _built_on_failed()
+        else:
+            try:
+                self._cell.shared.find(self.cache.number)
+            except GpuActorsError as closed:
+                failure = closed.with_traceback(None)
+        if failure is not None:
+            self.abandon(failure)
+            raise failure
         if self._deadline is not None and self._cell.environment.clock.now() >= self._deadline:
-            raise DeadlineExceeded("the deadline of the step has passed")
+            raise DeadlineExceeded(_LATE)
 
     def _fail(self, error: BaseException) -> GpuActorsError:
         """The step's launch raised ``error``. Gives the one to raise."""
@@ -326,8 +338,8 @@ class Stepping:
                 group.work = dataclasses.replace(group.work, writes=[])
             if call.deadline is not None:
                 environment = self._actor.cell.environment
-                passed = DeadlineExceeded("the deadline of the step has passed")
-                environment.timers.at(call.deadline, functools.partial(step.abandon, passed))
+                # A step that has ended, and its arrays, need not stay until then.
+                environment.timers.at(call.deadline, functools.partial(_deadline_passed, weakref.ref(step)))
         except BaseException:
             self._undo(first)
             raise
@@ -346,6 +358,7 @@ class Stepping:
             call.resolve(None, self._actor.outbox)
             return
         work = step.work
+        work.call = call  # which fails with a launch that the step builds on
         try:
             event = step.end()
         except BaseException:
@@ -357,8 +370,12 @@ class Stepping:
             return
 
         def finish(_: Outputs) -> Sequence[Any]:
-            work.cache.succeeded([work])
-            self._leave(work)
+            if work.lost:
+                self._undo(work)
+                call.fail(_built_on_failed())
+            else:
+                work.cache.succeeded([work])
+                self._leave(work)
             return (step.lengths,)
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
@@ -495,6 +512,16 @@ def _check_reach(work: KvWork) -> None:
         work.rows.check_reach(lengths)
     if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
         check_bias(work.plan.problem, changed(work.request, {"cache_seqlens": lengths}))
+
+
+def _built_on_failed() -> LaunchError:
+    return LaunchError("a launch that the step builds on has failed: begin another")
+
+
+def _deadline_passed(step: weakref.ref[OpenStep]) -> None:
+    alive = step()
+    if alive is not None:
+        alive.abandon(DeadlineExceeded(_LATE))
 
 
 def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
