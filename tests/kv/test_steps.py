@@ -1,0 +1,411 @@
+"""Random steps over the layers of a KvCache beside a dictionary of float64 rows, and beside caches of one layer each.
+
+While a step is open, requests on its sequences must wait and succeed afterwards, and others must not wait. However it
+ends, every sequence is then as the dictionary has it in all layers, the outputs of its layers are those of the caches
+of one layer bit by bit, and the pages add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from support.kv_cache import attention
+from support.service import eventually
+
+import gpu_actors as ga
+
+LAYERS, HEADS, HEADS_Q, DIM, PAGE, BLOCKS = 3, 2, 4, 4, 3, 14
+
+ENDS = ("commit", "block", "abort", "drop", "raise", "cancel", "missing", "incomplete")
+
+operations = Counter[str]()
+
+
+class Rows:
+    """A sequence of the dictionary. twins: the same sequence in each cache of one layer."""
+
+    def __init__(self, k: np.ndarray, v: np.ndarray, twins: list[ga.KvSequence]) -> None:
+        self.k, self.v, self.twins = k, v, twins
+
+    def __len__(self) -> int:
+        return self.k.shape[1]
+
+    def more(self, k: np.ndarray, v: np.ndarray) -> None:
+        self.k, self.v = np.concatenate([self.k, k], axis=1), np.concatenate([self.v, v], axis=1)
+
+
+@dataclass(eq=False)
+class Begun:
+    """An open step. k, v: its rows in all layers, packed. outs: by layer, what was attended with and to."""
+
+    step: Any
+    seqs: list[ga.KvSequence]
+    counts: list[int]
+    listed: bool
+    append: bool
+    k: np.ndarray
+    v: np.ndarray
+    outs: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def shaped(self, packed: np.ndarray) -> np.ndarray:
+        return packed if self.listed else packed.reshape(len(self.seqs), self.counts[0], *packed.shape[1:])
+
+    def parts(self, packed: np.ndarray, axis: int = 0) -> list[np.ndarray]:
+        return np.split(packed, np.cumsum(self.counts)[:-1], axis=axis)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request on a sequence of an open step. then: does to the dictionary what it has done."""
+
+    seq: ga.KvSequence
+    reply: ga.Reply[Any]
+    then: Callable[[Any], Any]
+
+
+class Stepping(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.opener = ga.open_context("mock")
+        ctx = self.opener.__enter__()
+        spec: dict[str, Any] = {"page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
+        self.cache = ctx.kv_cache(num_blocks=BLOCKS, layers=LAYERS, **spec).__enter__()
+        # They have room for what an abort leaves there.
+        self.ones = [ctx.kv_cache(num_blocks=4 * BLOCKS, **spec).__enter__() for _ in range(LAYERS)]
+        self.rows: dict[ga.KvSequence, Rows] = {}
+        self.steps: list[Begun] = []
+        self.waiting: list[Waiting] = []
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def seeded(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        for _ in range(4):
+            self.create()
+
+    def draw(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal((*shape, DIM)).astype(np.float32)
+
+    def pick(self, choices: list[int]) -> list[ga.KvSequence]:
+        known = list(self.rows)
+        return list(dict.fromkeys(known[choice % len(known)] for choice in choices)) if known else []
+
+    def stepping(self, seq: ga.KvSequence) -> bool:
+        return any(seq in begun.seqs for begun in self.steps)
+
+    def ask(self, what: str, seq: ga.KvSequence, ask: Callable[[], ga.Reply[Any]], then: Callable[[Any], Any]) -> None:
+        """Make a request on one sequence. It must wait where that is in an open step, and only then."""
+        if self.waiting and not self.stepping(seq):
+            return  # those of a cache keep their order, so it would wait with them
+        waiting = Waiting(seq, ask(), then)
+        if self.stepping(seq):
+            operations[f"{what} waits"] += 1
+            self.waiting.append(waiting)
+        else:
+            operations[what] += 1
+            self.settle(waiting)
+
+    def settle(self, waiting: Waiting) -> None:
+        try:
+            result = waiting.reply.result(10.0)
+        except ga.CacheFull:
+            operations["CacheFull"] += 1
+            return
+        waiting.then(result)
+
+    # Requests
+
+    @rule()
+    def create(self) -> None:
+        if len(self.rows) < 7 and not self.waiting:
+            seq = self.cache.create().result(10.0)
+            none = np.zeros((LAYERS, 0, HEADS, DIM))
+            self.rows[seq] = Rows(none, none, [one.create().result(10.0) for one in self.ones])
+
+    @rule(choice=st.integers(0, 99), count=st.integers(1, 5))
+    def append(self, choice: int, count: int) -> None:
+        for seq in self.pick([choice]):
+            k, v = self.draw(LAYERS, count, HEADS), self.draw(LAYERS, count, HEADS)
+
+            def then(length: int, seq: ga.KvSequence = seq, k: np.ndarray = k, v: np.ndarray = v) -> None:
+                rows = self.rows[seq]
+                rows.more(k, v)
+                assert length == len(rows)
+                for layer, (one, twin) in enumerate(zip(self.ones, rows.twins, strict=True)):
+                    one.append(twin, k[layer], v[layer]).result(10.0)
+
+            self.ask("append", seq, lambda seq=seq, k=k, v=v: self.cache.append(seq, k, v), then)
+
+    @rule(choice=st.integers(0, 99), layer=st.integers(0, LAYERS - 1), count=st.integers(1, 2))
+    def attend(self, choice: int, layer: int, count: int) -> None:
+        for seq in self.pick([choice]):
+            q = self.draw(1, count, HEADS_Q)
+
+            def then(result: ga.AttentionOutput, seq: ga.KvSequence = seq, q: np.ndarray = q) -> None:
+                rows = self.rows[seq]
+                check_attention(result.out[0], q[0], rows.k[layer], rows.v[layer])
+                assert (
+                    result.out.tobytes() == self.ones[layer].attend(q, [rows.twins[layer]]).result(10.0).out.tobytes()
+                )
+
+            self.ask("attend", seq, lambda seq=seq, q=q: self.cache.attend(q, [seq], layer=layer), then)
+
+    @rule(choice=st.integers(0, 99))
+    def fork(self, choice: int) -> None:
+        for seq in self.pick([choice]) if len(self.rows) < 7 else ():
+
+            def then(child: ga.KvSequence, seq: ga.KvSequence = seq) -> None:
+                rows = self.rows[seq]
+                assert child.cached == len(rows)
+                twins = [one.fork(twin).result(10.0) for one, twin in zip(self.ones, rows.twins, strict=True)]
+                self.rows[child] = Rows(rows.k, rows.v, twins)
+
+            self.ask("fork", seq, lambda seq=seq: self.cache.fork(seq), then)
+
+    @rule(choice=st.integers(0, 99), cut=st.integers(0, 2))
+    def truncate(self, choice: int, cut: int) -> None:
+        for seq in self.pick([choice]):
+            # What waits may still fail for want of pages, and a step may be undone: of no more rows than there are.
+            length = max(0, len(self.rows[seq]) - cut)
+            if any(waiting.seq is seq for waiting in self.waiting):
+                continue
+
+            def then(_: None, seq: ga.KvSequence = seq, length: int = length) -> None:
+                rows = self.rows[seq]
+                rows.k, rows.v = rows.k[:, :length], rows.v[:, :length]
+                for one, twin in zip(self.ones, rows.twins, strict=True):
+                    one.truncate(twin, length).result(10.0)
+
+            self.ask("truncate", seq, lambda seq=seq, length=length: self.cache.truncate(seq, length), then)
+
+    @rule(choice=st.integers(0, 99))
+    def free(self, choice: int) -> None:
+        for seq in self.pick([choice]):
+            if not self.stepping(seq) and (choice % 3 == 0 or len(self.rows) > 5):
+
+                def then(_: None, seq: ga.KvSequence = seq) -> None:
+                    for one, twin in zip(self.ones, self.rows.pop(seq).twins, strict=True):
+                        one.free(twin).result(10.0)
+
+                self.ask("free", seq, lambda seq=seq: self.cache.free(seq), then)
+
+    # Steps
+
+    @rule(
+        choices=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        number=st.integers(1, 4),
+    )
+    def begin(self, choices: list[int], number: int) -> None:
+        seqs = self.pick(choices)
+        if self.waiting or len(self.steps) == 2:
+            return
+        free = [seq for seq in seqs if not self.stepping(seq)]
+        if not free:
+            return
+        listed, append = bool(self.rng.random() < 0.5), bool(self.rng.random() < 0.8)
+        each = self.rng.integers(0, 6, len(free)).tolist() if listed else [number] * len(free)
+        k, v = (self.draw(LAYERS, sum(each), HEADS) for _ in "kv")
+        try:
+            step = self.cache.step(free, heads_q=HEADS_Q, rows=each if listed else number, append=append).result(10.0)
+        except ga.CacheFull:
+            operations["CacheFull of a step"] += 1
+            return
+        operations["a step of a list" if listed else "a step of a number"] += 1
+        operations["two steps"] += len(self.steps)
+        new = each if append else [0] * len(free)
+        assert step.lengths == [len(self.rows[seq]) + more for seq, more in zip(free, new, strict=True)]
+        self.steps.append(Begun(step, free, each, listed, append, k, v))
+
+    @rule(choice=st.integers(0, 9), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=5))
+    def attend_layers(self, choice: int, layers: list[int]) -> None:
+        if self.steps:
+            begun = self.steps[choice % len(self.steps)]
+            for layer in layers:
+                self.attend_layer(begun, layer)
+
+    def attend_layer(self, begun: Begun, layer: int) -> None:
+        q = self.draw(sum(begun.counts), HEADS_Q)
+        new = (begun.shaped(begun.k[layer]), begun.shaped(begun.v[layer])) if begun.append else ()
+        out = np.empty_like(begun.shaped(q)) if self.rng.random() < 0.5 else None
+        result = begun.step.attend(layer, begun.shaped(q), *new, out=out)
+        assert out is None or result is out
+        assert result.shape == begun.shaped(q).shape
+        operations["a layer again"] += any(layer == other for other, _, _ in begun.outs)
+        begun.outs.append((layer, q, result))
+        k, v = begun.parts(begun.k[layer]), begun.parts(begun.v[layer])
+        packed = begun.parts(result.reshape(q.shape))
+        for index, (seq, of_q) in enumerate(zip(begun.seqs, begun.parts(q), strict=True)):
+            rows = self.rows[seq]
+            keys, values = rows.k[layer], rows.v[layer]
+            if begun.append:
+                keys, values = np.concatenate([keys, k[index]]), np.concatenate([values, v[index]])
+            check_attention(packed[index], of_q, keys, values)
+
+    @rule(choice=st.integers(0, 9))
+    def end(self, choice: int) -> None:
+        # Not drawn by the rule, which would draw few of them.
+        self.end_by(choice, ENDS[self.rng.integers(len(ENDS))])
+
+    def end_by(self, choice: int, how: str) -> None:
+        if not self.steps:
+            return
+        begun = self.steps[choice % len(self.steps)]
+        for waiting in self.waiting[:1]:
+            assert not waiting.reply.done(), "it did not wait for the step"
+        step, attended = begun.step, {layer for layer, _, _ in begun.outs}
+        if how in ("commit", "block"):
+            for layer in set(range(LAYERS)) - attended if begun.append else ():
+                self.attend_layer(begun, layer)
+            if how == "commit":
+                assert step.commit().result(10.0) == step.lengths
+            else:
+                with step:
+                    pass
+        elif how in ("missing", "incomplete"):
+            if not begun.append or len(attended) == LAYERS:
+                return
+            commit = step.commit().result if how == "missing" else functools.partial(step.__exit__, None, None, None)
+            with pytest.raises(ga.InvalidRequest, match="layers") as caught:
+                commit()
+            assert caught.value.value == sorted(set(range(LAYERS)) - attended)
+            if how == "missing":
+                operations[how] += 1
+                return  # it goes on
+        else:
+            leave(step, how)
+        operations[how] += 1
+        opened = begun.step._step
+        begun.step = step = None
+        gc.collect(0)
+        eventually(lambda: not opened.open)
+        self.steps.remove(begun)
+        self.compare(begun, how in ("commit", "block"))
+        while self.waiting and not self.stepping(self.waiting[0].seq):
+            self.settle(self.waiting.pop(0))
+
+    def compare(self, begun: Begun, committed: bool) -> None:
+        """Do to the dictionary what a step did, and the same in the caches of one layer."""
+        ends = {"cu_seqlens_q": np.cumsum([0, *begun.counts]).astype(np.int32)} if begun.listed else {}
+        appended = set[int]()
+        for layer, q, out in begun.outs:
+            one, twins = self.ones[layer], [self.rows[seq].twins[layer] for seq in begun.seqs]
+            new: dict[str, Any] = {}
+            if begun.append and layer not in appended:
+                new = {"k": begun.shaped(begun.k[layer]), "v": begun.shaped(begun.v[layer])}
+            result = one.attend(begun.shaped(q), twins, **new, **ends).result(10.0).out
+            assert result.tobytes() == out.tobytes(), "the bits differ from those of a cache of one layer"
+            appended.add(layer)
+        for layer in () if committed or not begun.append else appended:
+            for seq in begun.seqs:
+                self.ones[layer].truncate(self.rows[seq].twins[layer], len(self.rows[seq])).result(10.0)
+        if committed and begun.append:
+            parts = zip(begun.seqs, begun.parts(begun.k, 1), begun.parts(begun.v, 1), strict=True)
+            for seq, k, v in parts:
+                self.rows[seq].more(k, v)
+
+    # What always holds
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if self.steps or self.waiting:
+            return
+        opened = self.cache._find()
+        eventually(lambda: not opened._in_flight and not opened.stepping)
+        tables, pool = opened.tables, opened.tables._pool
+        held = Counter(page for table in tables._tables.values() for page in table.pages)
+        assert [pool.references(page) for page in range(BLOCKS)] == [held[page] for page in range(BLOCKS)]
+        stats = self.cache.stats()
+        assert (stats.sequences, stats.free_blocks) == (len(self.rows), BLOCKS - len(held))
+        for seq, rows in self.rows.items():
+            table = tables.find(seq.number)
+            assert (table.length, table.users) == (self.cache.length(seq), 0) == (len(rows), 0)
+            assert len(table.pages) == -(-len(rows) // PAGE)
+            for side, wanted in ((opened.k_pool, rows.k), (opened.v_pool, rows.v)):
+                held_rows = side[:, table.pages].reshape(LAYERS, -1, HEADS, DIM)[:, : len(rows)]
+                assert np.array_equal(held_rows, wanted)
+
+    def teardown(self) -> None:
+        while self.steps:
+            self.end_by(0, "abort")
+        self.everything_adds_up()
+        for cache in (self.cache, *self.ones):
+            cache.__exit__(None, None, None)
+        self.opener.__exit__(None, None, None)
+
+
+def leave(step: Any, how: str) -> None:
+    """End a step otherwise than by a commit."""
+    if how == "abort":
+        step.abort().result(10.0)
+    elif how == "raise":
+        with pytest.raises(ZeroDivisionError), step:
+            raise ZeroDivisionError("on purpose")
+    elif how == "cancel":
+
+        async def block() -> None:
+            async with step:
+                await asyncio.sleep(60.0)
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(block())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(cancelled())
+
+
+def check_attention(out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    if not len(k):
+        assert (out == 0).all()
+    elif len(q):
+        np.testing.assert_allclose(out, attention(q, k.astype(q.dtype), v.astype(q.dtype)), rtol=1e-4, atol=1e-5)
+
+
+def run(examples: int, derandomize: bool) -> None:
+    operations.clear()
+    run_state_machine_as_test(
+        Stepping,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=derandomize,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
+def test_random_steps_do_what_a_dictionary_does() -> None:
+    run(40, True)
+    waits = {"append waits", "attend waits", "fork waits", "truncate waits"}
+    expected = {
+        *ENDS,
+        *waits,
+        "a step of a list",
+        "a step of a number",
+        "two steps",
+        "a layer again",
+        "CacheFull of a step",
+    }
+    assert not {name for name in expected if not operations[name]}, operations
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_500_runs_of_random_steps_do_what_a_dictionary_does() -> None:
+    run(500, False)
