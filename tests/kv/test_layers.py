@@ -28,6 +28,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "values of their own width": ({"head_dim_v": 8}, {"k": DIM, "v": 8}, {}),
     "fp8": ({"dtype": "float8_e4m3fn", "k_descale": FACTORS, "v_descale": FACTORS}, {"k": DIM, "v": DIM}, {}),
     "latent": ({"kv_heads": 1, "head_dim": 32, "latent_dim": 24}, {"c_kv": 24, "k_pe": 8}, {"softmax_scale": 0.2}),
+    "latent fp8": (
+        {"kv_heads": 1, "head_dim": 32, "latent_dim": 24, "dtype": "float8_e4m3fn", "k_descale": FACTORS[:1]},
+        {"c_kv": 24, "k_pe": 8},
+        {"softmax_scale": 0.2},
+    ),
 }
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
