@@ -132,6 +132,8 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
         own["k"], own["v"] = rows.k, rows.v
     if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
         own |= plan.program.split(work.lengths, None)
+    if cache.pool.latent and "k_descale" in own:
+        own["v_descale"] = own["k_descale"]  # values are columns of keys
     inputs = {name: own[name] for name in known.inputs}
     return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
 

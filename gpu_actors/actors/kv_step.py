@@ -192,7 +192,8 @@ class OpenStep:
         """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
         device = self._cell.environment.device
         with self._lock:
-            if self._over is not None or self.work.lost or self._deadline is not None:
+            work = self.work
+            if self._over is not None or work.lost or work.cache.closed or self._deadline is not None:
                 self._check()
             if type(layer) is not int or not 0 <= layer < len(self._layers):
                 layer = integer("layer", layer, 0, len(self._layers) - 1)

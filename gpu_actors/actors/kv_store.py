@@ -174,6 +174,7 @@ class OpenedCache:
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
     stepping: set[PageTable] = field(init=False, default_factory=set)
+    closed: bool = field(init=False, default=False)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     _pools: list[dict[str, Any]] = field(init=False)
@@ -370,7 +371,9 @@ class CacheStore(Workbench):
 
     def forget(self, number: int) -> None:
         """Give up a cache. Its memory is freed when no launch in flight uses it."""
-        self._caches.pop(number, None)
+        cache = self._caches.pop(number, None)
+        if cache is not None:
+            cache.closed = True
         self.order.look_again()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ __all__ = ["Completion", "Failed", "Finish", "as_answer"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
-_LOOK = 0.1
-"""Seconds after which a thread that waits for a launch looks whether the context is lost or closed."""
+_SHORTEST, _LONGEST = 1e-5, 1e-3
+"""Seconds between two looks at a launch that a thread waits for."""
 
 Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
@@ -63,7 +64,7 @@ class Completion:
     _entries: deque[_Entry] = field(init=False, default_factory=deque)
     _arrivals: queue.SimpleQueue[_Entry | None] = field(init=False, default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = field(init=False, default=None)
-    _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
+    _waited_for: list[float] = field(init=False, default_factory=list)
 
     def watch(
         self,
@@ -75,8 +76,7 @@ class Completion:
     ) -> None:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work,
-        and for any with no calls.
+        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -84,52 +84,38 @@ class Completion:
             self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
             return
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
+            thread.start()  # may raise: until here no launch is counted, which would never end
+            self._thread = thread
+        self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
-                thread.start()  # may raise: until here no launch is counted, which would never end
-                self._thread = thread
-            self.mailbox.launch_began(len(calls))
-            self._entries.append(entry)
-            self._arrivals.put(entry)
+        self._entries.append(entry)
+        self._arrivals.put(entry)
 
     def wait(self, event: Event) -> None:
         """Block the calling thread, any, until a launch that answers no call is over. Raises its error.
 
-        The launch is watched as others are, so that one that hangs ends with its context.
+        One that hangs counts as the others do, and this thread looks whether the context is lost meanwhile: no other
+        thread could end a wait for the event itself.
         """
-        if event.done():
-            event.wait()
-            return
-        over = threading.Event()
-        errors: list[BaseException] = []
-
-        def finish(_: Outputs) -> Sequence[Any]:
-            over.set()
-            return ()
-
-        def failed(error: BaseException) -> Collection[Call[Any]]:
-            errors.append(error)
-            over.set()
-            return ()
-
-        outbox = Outbox()
-        self.watch(event, (), finish, outbox, failed)
-        outbox.flush()
-        while not over.wait(_LOOK):
-            reason = self.mailbox.closed
-            if reason is not None:
-                raise reason
-        if errors:
-            raise errors[0]
+        since, pause = self.clock.now(), _SHORTEST
+        self._waited_for.append(since)
+        try:
+            while not event.done():
+                reason = self.mailbox.closed
+                if reason is not None:
+                    raise reason
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+        finally:
+            self._waited_for.remove(since)
+        event.wait()
 
     def oldest(self) -> float | None:
         """The clock's reading when the oldest unfinished launch began. None if there is none."""
-        try:
-            return self._entries[0].since
-        except IndexError:
-            return None
+        began = [entry.since for entry in list(self._entries)[:1]]
+        return min(began + list(self._waited_for), default=None)
 
     def calls(self) -> set[Call[Any]]:
         """The calls of unfinished launches. For the thread that does the actor's work."""
