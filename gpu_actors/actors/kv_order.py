@@ -1,9 +1,10 @@
-"""KvOrder: keeps the calls of each cache in order while one of them waits for a kernel or for the end of a launch."""
+"""KvOrder: keeps the calls on each sequence in order while one waits for a kernel, a step, or the end of a launch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gpu_actors.kv.requests import CreateSequence, ImportSequence, KvSequence
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 
@@ -11,7 +12,7 @@ __all__ = ["KvOrder"]
 
 
 class KvOrder:
-    """Parks the calls that wait, and those of the same cache that were made after them. More urgent calls pass.
+    """Parks the calls that wait, and those on the same sequences that were made after them. More urgent calls pass.
 
     For the thread that does the actor's work, all but `look_again`. Calls go back to the mailbox in `release` alone,
     when the actor has no calls in hand: so none of them can be overtaken by one that the actor took earlier. It
@@ -61,6 +62,19 @@ class KvOrder:
                 self._cell.mailbox.requeue(parked)
 
     def _goes_before(self, call: Call[Any], other: Call[Any]) -> bool:
-        """Whether the mailbox gives ``call`` out before ``other``, and both are of one cache."""
+        """Whether the mailbox gives ``call`` out before ``other``, and both are on one sequence."""
         rank = self._cell.mailbox.rank
-        return not call.done and call.message.cache == other.message.cache and rank(call) < rank(other)
+        if call.done or call.message.cache != other.message.cache or rank(call) >= rank(other):
+            return False
+        ours, others = _numbers(call.message), _numbers(other.message)
+        return ours is None or others is None or not ours.isdisjoint(others)
+
+
+def _numbers(message: Any) -> set[int] | None:
+    """The sequences that a message is on. None: all of its cache."""
+    if isinstance(message, CreateSequence | ImportSequence):
+        return set()
+    seqs = getattr(message, "seqs", getattr(message, "seq", None))
+    if seqs is None:
+        return None
+    return {seq.number for seq in (seqs if isinstance(seqs, list | tuple) else (seqs,)) if isinstance(seq, KvSequence)}

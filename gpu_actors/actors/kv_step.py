@@ -31,7 +31,7 @@ from gpu_actors.actors.kv_store import (
     dtype_text,
     expected_lengths,
 )
-from gpu_actors.arrays.adopt import Adopted, dtype_of, restore
+from gpu_actors.arrays.adopt import Adopted, dtype_of, name_of, restore
 from gpu_actors.arrays.adoption import adopt_request, changed, take_in
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.dlpack import contiguous_strides
@@ -415,7 +415,9 @@ class Stepping:
         known = None if key is None else cache.steps.find(key)
         if known is not None:
             kind = known.kind
-            request = None if kind.request is None else changed(kind.request, {})
+            q = known.layouts["q"]
+            example = _contiguous(q.shape, name_of(q.dtype), self._store.device)  # to plan for a table of another width
+            request = None if kind.request is None else changed(kind.request, {"q": example})
             return [_Layers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
         given = message.layer_options or {}
         expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from inside.kv import CloseCache, CreateSequence, ForkSequence, FreeSequence, TruncateSequence
 from support.order import Cell
 
+from gpu_actors import AppendRows, KvSequence
 from gpu_actors.actors.kv_order import KvOrder
 
 
@@ -38,6 +40,15 @@ def test_later_calls_wait_behind_one_that_waits_for_its_kernel(cell: Cell, order
     order.release()
     assert cell.taken() == [later]
     assert order.admits(later)
+
+
+def test_calls_on_other_sequences_pass_and_those_on_the_same_or_on_all_wait(cell: Cell, order: KvOrder) -> None:
+    one, two, three = (KvSequence(1, number, 1) for number in (1, 2, 3))
+    order.block(cell.call(message=AppendRows(cache=1, seqs=[one, two])))
+    passing = FreeSequence(1, three), AppendRows(cache=1, seqs=three), CreateSequence(1), ForkSequence(2, one)
+    waiting = FreeSequence(1, two), AppendRows(cache=1, seqs=(three, one)), TruncateSequence(1, one, 0), CloseCache(1)
+    assert all(order.admits(cell.call(message=message)) for message in passing)
+    assert not any(order.admits(cell.call(message=message)) for message in waiting)
 
 
 def test_a_call_that_is_answered_while_it_waits_for_its_kernel_lets_later_calls_go_on(

@@ -507,6 +507,8 @@ def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
 def test_the_others_do_not_wait_for_a_step() -> None:
     with model() as one:
         step = one.step(0)
+        waits = one.append(0)
+        taken(one.ctx)
         assert wait(one.append(1)) == PAGE + 1
         wait(one.cache.attend(one.rows.q(1, 1), [one.seqs[1]], layer=2))
         new = wait(one.cache.create())
@@ -514,7 +516,10 @@ def test_the_others_do_not_wait_for_a_step() -> None:
         fork = wait(one.cache.fork(one.seqs[1]))
         wait(one.cache.free(fork))
         wait(one.cache.truncate(one.seqs[1], PAGE))
+        assert not waits.done()
         wait(step.abort())
+        assert wait(waits) == 6
+        one.cut(5, PAGE)
         one.check()
 
 

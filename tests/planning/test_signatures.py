@@ -277,9 +277,10 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
 
 def test_rows_are_appended_together_where_they_are_rotated_alike_only() -> None:
     names = {field.name for field in dataclasses.fields(NewRows)}
-    assert names == NEW_ROWS.keys() | {"v", "counts", "tokens"}, "v has k's dtype"
+    assert names == NEW_ROWS.keys() | {"v", "counts", "tokens", "layers"}, "v has k's dtype"
     base = NewRows(ROWS, ROWS, COUNTS, 2)
     found = [base, *(dataclasses.replace(base, **{name: value}) for name in NEW_ROWS for value in NEW_ROWS[name])]
     keys = [rows.merge_key for rows in found]
     assert len(set(keys)) == len(keys)
     assert keys == [dataclasses.replace(rows).merge_key for rows in found]
+    assert dataclasses.replace(base, k=ROWS[None], v=ROWS[None], layers=2).merge_key is None

@@ -16,9 +16,9 @@ class Cell:
     def __init__(self) -> None:
         self.mailbox = Mailbox("test", 100, 8)
 
-    def call(self, priority: int = 0, cache: int = 1) -> Call[Any]:
-        """A call for a cache that was taken from the mailbox."""
-        call: Call[Any] = Call(SimpleNamespace(cache=cache), self.mailbox, priority)
+    def call(self, priority: int = 0, cache: int = 1, message: Any = None) -> Call[Any]:
+        """A call for a cache, or with this message, that was taken from the mailbox."""
+        call: Call[Any] = Call(message or SimpleNamespace(cache=cache), self.mailbox, priority)
         self.mailbox.put(call)
         assert self.taken() == [call]
         return call
