@@ -51,7 +51,7 @@ def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
     }
     figures["driver_calls"] = asyncio.run(_driver_calls(kinds))
     return figures | {
-        "steps": {f"{batch}": asyncio.run(_steps(batch, max(_TURN, requests // 10))) for batch in (1, _CROWD)}
+        "steps": {f"{batch}": asyncio.run(_steps(batch, max(4 * _TURN, requests // 5))) for batch in (1, _CROWD)}
     }
 
 
