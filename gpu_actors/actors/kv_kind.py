@@ -32,7 +32,7 @@ from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.tma_eligibility import alignments
 from gpu_actors.validation.overlap import check_output_memory
 
-__all__ = ["Bound", "bind", "kind_key", "kind_launch", "pose"]
+__all__ = ["kind_launch", "kind_of"]
 
 Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
 """The attention of one request, and its new rows."""
@@ -159,6 +159,23 @@ def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
         else:
             kind.launches[place] = known
     return launch
+
+
+def kind_of(
+    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: list[PageTable]
+) -> tuple[RequestKind, Bound]:
+    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`."""
+    try:
+        key = kind_key(cache, message, tables)
+        kind = None if key is None else cache.kinds.find(key)
+    except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
+        key = kind = None
+    if kind is not None:
+        return kind, bind(cache, kind, message)
+    kind, bound = pose(store, cache, message, tables)
+    if key is not None:
+        cache.kinds.add(key, kind)
+    return kind, bound
 
 
 def pose(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_kind import Bound, bind, kind_key, kind_launch, pose
+from gpu_actors.actors.kv_kind import kind_launch, kind_of
 from gpu_actors.actors.kv_launch import add_rows, copy_launch
 from gpu_actors.actors.kv_store import (
     CacheStore,
@@ -48,7 +48,7 @@ from gpu_actors.errors import (
 from gpu_actors.fields import FP8, describe, expect, flag, integer
 from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
-from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, EndStep, StepKeywords
+from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep, StepKeywords
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, pack_rows
 from gpu_actors.planning.cached import bind_cached
@@ -61,15 +61,13 @@ from gpu_actors.validation.overlap import check_output_memory
 from gpu_actors.validation.paged import check_bias
 from gpu_actors.values import show
 
-__all__ = ["OpenStep", "Stepping", "kind_of"]
+__all__ = ["OpenStep", "Stepping"]
 
 _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
 _PLAIN = (int, float, bool, str, type(None), Rope)
-# Of options, what holds for one step alone.
+# Of options, what holds for the sequences of one step, whatever the layer.
 _OWN = frozenset(("tokens", "expect_length"))
-
-# Of the sequences, whatever the layer.
-_OF_A_LAYER = frozenset(StepKeywords.__annotations__) - {"tokens", "expect_length"}
+_OF_A_LAYER = frozenset(StepKeywords.__annotations__) - _OWN
 
 _LATE = "the deadline of the step has passed"
 
@@ -94,14 +92,14 @@ class _Layout:
         if isinstance(array, DeviceArray):
             modulo = TMA_ALIGNMENT if name in ("q", "out") else array.itemsize
             place = array.device, array.address % modulo, modulo
-        return cls(type(array), array.shape, _taken(array), array.dtype, array.strides, place)
+        return cls(type(array), array.shape, _strides_of(array), array.dtype, array.strides, place)
 
     def fits(self, array: Any) -> bool:
         """Whether an adopted array, or a `DeviceArray`, is like this."""
         if type(array) is not self.kind or array.shape != self.shape or array.dtype != self.dtype:
             return False
         if array.strides != self.exact:
-            if _taken(array) != self.strides:
+            if _strides_of(array) != self.strides:
                 return False
             self.exact = array.strides
         if self.place is None:
@@ -117,7 +115,7 @@ class _Layout:
         return f"{self.dtype} of shape {self.shape} with strides of {self.strides} bytes, {where}"
 
 
-def _taken(array: Any) -> tuple[int, ...]:
+def _strides_of(array: Any) -> tuple[int, ...]:
     return tuple([0 if extent == 1 else step for extent, step in zip(array.shape, array.strides, strict=True)])
 
 
@@ -480,7 +478,8 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
     said = (message.heads_q, message.append, message.dtype, *options.values())
     if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
         return None
-    longest = max([table.length + count for table, count in zip(tables, new, strict=True)], default=0)
+    added = new if message.append else [0] * len(tables)
+    longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
     return cache.columns(longest), type(rows), tuple(new), said, tuple(options), kinds
@@ -488,23 +487,6 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
 
 def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value))
-
-
-def kind_of(
-    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: list[PageTable]
-) -> tuple[RequestKind, Bound]:
-    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`."""
-    try:
-        key = kind_key(cache, message, tables)
-        kind = None if key is None else cache.kinds.find(key)
-    except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
-        key = kind = None
-    if kind is not None:
-        return kind, bind(cache, kind, message)
-    kind, bound = pose(store, cache, message, tables)
-    if key is not None:
-        cache.kinds.add(key, kind)
-    return kind, bound
 
 
 def _check_reach(work: KvWork) -> None:

@@ -504,6 +504,17 @@ def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
         one.check()
 
 
+def test_a_known_step_without_new_rows_is_planned_for_the_table_that_there_is() -> None:
+    with model() as one:
+        for _ in range(2 * PAGE):
+            step = one.step(0, append=False, rows=PAGE)
+            q = one.rows.q(1, PAGE)
+            out = step.attend(1, q)
+            wait(step.commit())
+            assert out.tobytes() == wait(one.cache.attend(q, [one.seqs[0]], layer=1)).out.tobytes()
+            wait(one.append(0))
+
+
 def test_the_others_do_not_wait_for_a_step() -> None:
     with model() as one:
         step = one.step(0)
