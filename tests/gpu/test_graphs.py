@@ -57,8 +57,7 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
             function.prepare(device.driver.api, geometry.shared_bytes)
         runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
         operands.upload(device.driver.api, stream.handle)
-        for function, geometry, params in operands.bound.kernels:
-            device.driver.api.launch_kernel(function.handle, *geometry, stream.handle, params)
+        operands.launch(device.driver.api, stream.handle)
         graph = runtime.streamEndCapture(stream.handle)
         replay = runtime.graphInstantiate(graph)
         out = operands.results()[answer._fields[0]]
