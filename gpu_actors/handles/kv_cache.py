@@ -406,20 +406,27 @@ class _Begun(Reply[T]):
 
 
 class _Step(Reply[KvStep]):
-    """The reply that gives a step. If it is dropped before a task has taken that, the step is aborted."""
+    """The reply that gives a step, the same to each reader. Dropped before one has taken that, it aborts the step."""
 
-    __slots__ = ("_begun", "_cache")
+    __slots__ = ("_begun", "_cache", "_step")
 
     def __init__(self, reply: Reply[OpenStep], cache: KvCache) -> None:
         super().__init__(reply._call)  # type: ignore[arg-type]
         self._cache = cache
         self._begun = _Begun(reply, cache)
+        self._step: list[KvStep] = []
 
     def __await__(self) -> Generator[Any, None, KvStep]:
-        return KvStep(self._cache._handle, (yield from self._begun.__await__()))
+        return self._given((yield from self._begun.__await__()))
 
     def result(self, timeout: float | None = None) -> KvStep:
-        return KvStep(self._cache._handle, self._begun.result(timeout))
+        return self._given(self._begun.result(timeout))
+
+    def _given(self, begun: OpenStep) -> KvStep:
+        if not self._step:  # one alone, for a step ends with the last reference to it
+            with self._cache._lock:
+                self._step = self._step or [KvStep(self._cache._handle, begun)]
+        return self._step[0]
 
 
 def _closed(_: Call[None]) -> None:

@@ -504,6 +504,16 @@ def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
         one.check()
 
 
+def test_each_reader_of_a_reply_gets_the_same_step() -> None:
+    with model() as one:
+        reply = one.begin()
+        first, second = wait(reply), wait(reply)
+        assert first is second
+        del second
+        one.attend(first, range(LAYERS))
+        assert wait(first.commit()) == [6, PAGE + 1]
+
+
 def test_a_known_step_without_new_rows_is_planned_for_the_table_that_there_is() -> None:
     with model() as one:
         for _ in range(2 * PAGE):
