@@ -67,7 +67,7 @@ _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
 _PLAIN = (int, float, bool, str, type(None), Rope)
 # Of options, what holds for the sequences of one step, whatever the layer.
 _OWN = frozenset(("tokens", "expect_length"))
-_OF_A_LAYER = frozenset(StepKeywords.__annotations__) - _OWN
+_OF_A_LAYER = StepKeywords.__optional_keys__ - _OWN
 
 _LATE = "the deadline of the step has passed"
 

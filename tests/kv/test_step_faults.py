@@ -9,108 +9,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
-from support.kv_cache import LATER, PAGE, Rows, attention, in_flight, opened, outcome, slow, spec, taken, wait
+from support.kv_cache import LATER, PAGE, in_flight, outcome, slow, spec, taken, wait
 from support.service import eventually
+from support.steps import LAYERS, Model, error_of, model, over
 from support.supervision import break_down
 
 import gpu_actors as ga
 from gpu_actors.testing import FaultPlan, MockClock
 
-LAYERS, HEADS_Q = 4, 4
 EACH_LAYER = pytest.mark.parametrize("layer", range(LAYERS))
-
-
-class Model:
-    """A cache of four layers with two sequences of five and of eight rows, and what they hold."""
-
-    def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache) -> None:
-        self.ctx, self.cache, self.rows = ctx, cache, Rows(7)
-        self.seqs: list[ga.KvSequence] = wait(cache.create(), cache.create())
-        k, v = self.rows.new(LAYERS, 5 + PAGE)
-        ends = np.array([0, 5, 5 + PAGE], np.int32)
-        wait(cache.append(self.seqs, k, v, cu_seqlens=ends))
-        self.held = [(side[:, :5], side[:, 5:]) for side in (k, v)]
-
-    def step(self, *seqs: int, **options: Any) -> Any:
-        return wait(self.begin(*seqs, **options))
-
-    def begin(self, *seqs: int, **options: Any) -> ga.Reply[Any]:
-        return self.cache.step([self.seqs[index] for index in seqs or (0, 1)], heads_q=HEADS_Q, **options)
-
-    def attend(self, step: Any, layers: Iterable[int]) -> None:
-        for layer in layers:
-            count = len(step.lengths)
-            step.attend(layer, self.rows.q(count, 1), *self.rows.new(count, 1))
-
-    def append(self, seq: int = 0) -> ga.Reply[Any]:
-        return self.cache.append(self.seqs[seq], *self.rows.new(LAYERS, 1))
-
-    def cut(self, *lengths: int) -> None:
-        for seq, length in zip(self.seqs, lengths, strict=True):
-            wait(self.cache.truncate(seq, length))
-
-    def check(self) -> None:
-        """Everything is as it was in the beginning, and a step over both sequences is right."""
-        cache, state = self.cache, self.cache._find()
-        eventually(lambda: not state._in_flight and not state.stepping)
-        assert [cache.length(seq) for seq in self.seqs] == [5, PAGE]
-        assert (cache.stats().free_blocks, cache.stats().sequences) == (6, 2)
-        self.check_contents(0)
-        new = [self.rows.new(2, 1) for _ in range(LAYERS)]
-        q = self.rows.q(2, 1)
-        step = self.step()
-        assert step.lengths == [6, PAGE + 1]
-        outs = [step.attend(layer, q, *new[layer]) for layer in range(LAYERS)]
-        assert wait(step.commit()) == [6, PAGE + 1]
-        for layer, out in enumerate(outs):
-            for index in range(2):
-                k, v = (
-                    np.concatenate([held[index][layer], more[index]])
-                    for held, more in zip(self.held, new[layer], strict=True)
-                )
-                np.testing.assert_allclose(out[index], attention(q[index], k, v), rtol=1e-5, atol=1e-6)
-        self.held = [
-            tuple(
-                np.concatenate([held[index], np.stack([one[side][index] for one in new])], axis=1) for index in range(2)
-            )
-            for side, held in enumerate(self.held)
-        ]
-        self.check_contents(1)
-        assert cache.stats().free_blocks == 5
-
-    def check_contents(self, more: int) -> None:
-        state = self.cache._find()
-        for index, seq in enumerate(self.seqs):
-            table = state.table(seq)
-            for pool, held in zip((state.k_pool, state.v_pool), self.held, strict=True):
-                rows = pool[:, table.pages].reshape(LAYERS, -1, *pool.shape[3:])[:, : table.length]
-                np.testing.assert_array_equal(rows, held[index])
-                assert rows.shape[1] == (5, PAGE)[index] + more
-
-
-@contextmanager
-def model(options: ga.ContextOptions | None = None, **changes: Any) -> Iterator[Model]:
-    with opened(options, **{"layers": LAYERS, **changes}) as (ctx, cache):
-        yield Model(ctx, cache)
-
-
-def error_of(ask: Callable[[], Any]) -> Any:
-    with pytest.raises(ga.GpuActorsError) as caught:
-        ask()
-    return caught.value
-
-
-def over(model: Model, step: Any, kind: type[ga.GpuActorsError]) -> None:
-    """Every call of a step that has ended raises this, but an abort."""
-    assert isinstance(error_of(lambda: model.attend(step, [0])), kind)
-    assert isinstance(outcome(step.commit()), kind)
-    assert wait(step.abort()) is None
 
 
 # How a program ends a step
@@ -540,118 +450,5 @@ def test_the_others_do_not_wait_for_a_step() -> None:
         assert not waits.done()
         wait(step.abort())
         assert wait(waits) == 6
-        one.cut(5, PAGE)
-        one.check()
-
-
-# Refusals
-
-ROPE = ga.Rope(dim=16, table_rows=4)
-SHORT = {"rope": ROPE, "rope_cos": np.ones((4, 8), np.float32), "rope_sin": np.zeros((4, 8), np.float32)}
-WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("options", "field", "value"),
-    [
-        ({"heads_q": 0}, "heads_q", 0),
-        ({"heads_q": "4"}, "heads_q", "4"),
-        ({"rows": 0}, "rows", 0),
-        ({"rows": True}, "rows", True),
-        ({"rows": [1]}, "rows", [1]),
-        ({"rows": [1, -1]}, "rows[1]", -1),
-        ({"append": 1}, "append", 1),
-        ({"dtype": "int8"}, "dtype", "int8"),
-        ({"like": 5}, "like", "5"),
-        ({"like": ["q"]}, "like", "['q']"),
-        ({"like": {"lse": WIDE}}, "like", "lse"),
-        ({"like": {"q": 5}}, "q", "int"),
-        ({"like": {"k": WIDE}}, "k", "float32[2, 1, 4, 16]"),
-        ({"like": {"out": WIDE[:1]}}, "out", "float32[1, 1, 4, 16]"),
-        ({"layer_options": 5}, "layer_options", 5),
-        ({"layer_options": {LAYERS: {}}}, "layer_options", LAYERS),
-        ({"layer_options": {True: {}}}, "layer_options", True),
-        ({"layer_options": {1: 5}}, "layer_options[1]", "5"),
-        ({"layer_options": {1: {"sink": 2}}}, "layer_options[1]", "sink"),
-        ({"layer_options": {1: {"q": WIDE}}}, "layer_options[1]", "q"),
-        ({"layer_options": {1: {"layer": 2}}}, "layer_options[1]", "layer"),
-        ({"layer_options": {1: {"seqs": []}}}, "layer_options[1]", "seqs"),
-        ({"layer_options": {1: {"tokens": [[1], [1]]}}}, "layer_options[1]", "tokens"),
-        ({"layer_options": {1: {"expect_length": [9, 9]}}}, "layer_options[1]", "expect_length"),
-        ({"layer_options": {1: {"return_lse": True}}}, "layer_options[1]", "return_lse"),
-        ({"layer_options": {1: {"window_size": (-5, 0)}}}, "window_size", (-5, 0)),
-        ({"layer_options": {1: SHORT}}, "rope.table_rows", 4),
-        ({"layer_options": {0: SHORT}}, "rope.table_rows", 4),
-        ({"layer_options": {3: {"bias": np.zeros((1, 1, 1, 6), np.float32)}}}, "bias", "float32[1, 1, 1, 6]"),
-        (SHORT, "rope.table_rows", 4),
-        ({"window_size": []}, "window_size", []),
-        ({"window_size": None}, "window_size", None),
-        ({"softmax_scale": []}, "softmax_scale", []),
-        ({"softcap": -1.0}, "softcap", -1.0),
-        ({"causal": 1}, "causal", 1),
-        ({"expect_length": [5, 5]}, "expect_length", [5, 5]),
-        ({"expect_length": 5}, "expect_length", 5),
-        ({"tokens": [1, 2, 3]}, "tokens", "[1, 2, 3]"),
-        ({"append": False, "rope": ROPE}, "rope", ROPE),
-    ],
-)
-def test_what_a_step_cannot_be_is_refused_by_name(options: dict[str, Any], field: str, value: Any) -> None:
-    with model() as one:
-        refusal = outcome(one.cache.step(one.seqs, **{"heads_q": HEADS_Q, **options}))
-        assert isinstance(refusal, ga.InvalidRequest | ga.Unsupported)
-        assert (refusal.field, refusal.value) == (field, value)
-        one.check()
-
-
-def test_sequences_that_cannot_step_are_refused_by_name() -> None:
-    with model() as one, one.ctx.kv_cache(**spec()) as other:
-        foreign, freed = wait(other.create(), one.cache.create())
-        wait(one.cache.free(freed))
-        first = one.seqs[0]
-        for seqs, field in (
-            (first, "seqs"),
-            (5, "seqs"),
-            ([5], "seqs[0]"),
-            ([first, foreign], "seqs[1]"),
-            ([first, freed], "seqs[1]"),
-            ([first, first], "seqs"),
-        ):
-            refusal = outcome(one.cache.step(seqs, heads_q=HEADS_Q))  # type: ignore[arg-type]
-            assert isinstance(refusal, ga.InvalidRequest)
-            assert refusal.field == field
-        one.check()
-
-
-def test_arrays_that_the_step_was_not_begun_for_are_refused_and_the_step_goes_on() -> None:
-    with model() as one:
-        step = one.step()
-        q, (k, v) = one.rows.q(2, 1), one.rows.new(2, 1)
-        pool = one.cache._find().k_pool
-        for arguments, options, field in (
-            ((LAYERS, q, k, v), {}, "layer"),
-            ((-1, q, k, v), {}, "layer"),
-            ((True, q, k, v), {}, "layer"),
-            (("0", q, k, v), {}, "layer"),
-            ((0, None, k, v), {}, "q"),
-            ((0, q), {}, "k"),
-            ((0, q, k), {}, "v"),
-            ((0, q[:1], k, v), {}, "q"),
-            ((0, q.astype(np.float64), k, v), {}, "q"),
-            ((0, q[..., ::-1], k, v), {}, "q"),
-            ((0, q, k, v[:, :, :1]), {}, "v"),
-            ((0, 5, k, v), {}, "q"),
-            ((0, q, k, v), {"out": q}, "out"),
-            ((0, q, k, v), {"out": k}, "out"),
-            ((0, q, k, v), {"out": pool.reshape(-1)[: q.size].reshape(q.shape)}, "out"),
-            ((0, q, k, v), {"c_kv": k}, "c_kv"),
-            ((0, q, k, v), {"stream": "x"}, "stream"),
-            ((0, q, k, v), {"stream": True}, "stream"),
-        ):
-            refusal = error_of(lambda arguments=arguments, options=options: step.attend(*arguments, **options))
-            assert isinstance(refusal, ga.InvalidRequest)
-            assert refusal.field == field
-        step.attend(np.int64(0), q, k, v)
-        one.attend(step, range(1, LAYERS))
-        assert wait(step.commit()) == [6, PAGE + 1]
         one.cut(5, PAGE)
         one.check()

@@ -1,0 +1,122 @@
+"""What a step cannot be, and what its layers cannot take, is refused by the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kv_cache import PAGE, outcome, spec, wait
+from support.steps import HEADS_Q, LAYERS, error_of, model
+
+import gpu_actors as ga
+
+ROPE = ga.Rope(dim=16, table_rows=4)
+SHORT = {"rope": ROPE, "rope_cos": np.ones((4, 8), np.float32), "rope_sin": np.zeros((4, 8), np.float32)}
+WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ({"heads_q": 0}, "heads_q", 0),
+        ({"heads_q": "4"}, "heads_q", "4"),
+        ({"rows": 0}, "rows", 0),
+        ({"rows": True}, "rows", True),
+        ({"rows": [1]}, "rows", [1]),
+        ({"rows": [1, -1]}, "rows[1]", -1),
+        ({"append": 1}, "append", 1),
+        ({"dtype": "int8"}, "dtype", "int8"),
+        ({"like": 5}, "like", "5"),
+        ({"like": ["q"]}, "like", "['q']"),
+        ({"like": {"lse": WIDE}}, "like", "lse"),
+        ({"like": {"q": 5}}, "q", "int"),
+        ({"like": {"k": WIDE}}, "k", "float32[2, 1, 4, 16]"),
+        ({"like": {"out": WIDE[:1]}}, "out", "float32[1, 1, 4, 16]"),
+        ({"layer_options": 5}, "layer_options", 5),
+        ({"layer_options": {LAYERS: {}}}, "layer_options", LAYERS),
+        ({"layer_options": {True: {}}}, "layer_options", True),
+        ({"layer_options": {1: 5}}, "layer_options[1]", "5"),
+        ({"layer_options": {1: {"sink": 2}}}, "layer_options[1]", "sink"),
+        ({"layer_options": {1: {"q": WIDE}}}, "layer_options[1]", "q"),
+        ({"layer_options": {1: {"layer": 2}}}, "layer_options[1]", "layer"),
+        ({"layer_options": {1: {"seqs": []}}}, "layer_options[1]", "seqs"),
+        ({"layer_options": {1: {"tokens": [[1], [1]]}}}, "layer_options[1]", "tokens"),
+        ({"layer_options": {1: {"expect_length": [9, 9]}}}, "layer_options[1]", "expect_length"),
+        ({"layer_options": {1: {"return_lse": True}}}, "layer_options[1]", "return_lse"),
+        ({"layer_options": {1: {"window_size": (-5, 0)}}}, "window_size", (-5, 0)),
+        ({"layer_options": {1: SHORT}}, "rope.table_rows", 4),
+        ({"layer_options": {0: SHORT}}, "rope.table_rows", 4),
+        ({"layer_options": {3: {"bias": np.zeros((1, 1, 1, 6), np.float32)}}}, "bias", "float32[1, 1, 1, 6]"),
+        (SHORT, "rope.table_rows", 4),
+        ({"window_size": []}, "window_size", []),
+        ({"window_size": None}, "window_size", None),
+        ({"softmax_scale": []}, "softmax_scale", []),
+        ({"softcap": -1.0}, "softcap", -1.0),
+        ({"causal": 1}, "causal", 1),
+        ({"expect_length": [5, 5]}, "expect_length", [5, 5]),
+        ({"expect_length": 5}, "expect_length", 5),
+        ({"tokens": [1, 2, 3]}, "tokens", "[1, 2, 3]"),
+        ({"append": False, "rope": ROPE}, "rope", ROPE),
+    ],
+)
+def test_what_a_step_cannot_be_is_refused_by_name(options: dict[str, Any], field: str, value: Any) -> None:
+    with model() as one:
+        refusal = outcome(one.cache.step(one.seqs, **{"heads_q": HEADS_Q, **options}))
+        assert isinstance(refusal, ga.InvalidRequest | ga.Unsupported)
+        assert (refusal.field, refusal.value) == (field, value)
+        one.check()
+
+
+def test_sequences_that_cannot_step_are_refused_by_name() -> None:
+    with model() as one, one.ctx.kv_cache(**spec()) as other:
+        foreign, freed = wait(other.create(), one.cache.create())
+        wait(one.cache.free(freed))
+        first = one.seqs[0]
+        for seqs, field in (
+            (first, "seqs"),
+            (5, "seqs"),
+            ([5], "seqs[0]"),
+            ([first, foreign], "seqs[1]"),
+            ([first, freed], "seqs[1]"),
+            ([first, first], "seqs"),
+        ):
+            refusal = outcome(one.cache.step(seqs, heads_q=HEADS_Q))  # type: ignore[arg-type]
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert refusal.field == field
+        one.check()
+
+
+def test_arrays_that_the_step_was_not_begun_for_are_refused_and_the_step_goes_on() -> None:
+    with model() as one:
+        step = one.step()
+        q, (k, v) = one.rows.q(2, 1), one.rows.new(2, 1)
+        pool = one.cache._find().k_pool
+        for arguments, options, field in (
+            ((LAYERS, q, k, v), {}, "layer"),
+            ((-1, q, k, v), {}, "layer"),
+            ((True, q, k, v), {}, "layer"),
+            (("0", q, k, v), {}, "layer"),
+            ((0, None, k, v), {}, "q"),
+            ((0, q), {}, "k"),
+            ((0, q, k), {}, "v"),
+            ((0, q[:1], k, v), {}, "q"),
+            ((0, q.astype(np.float64), k, v), {}, "q"),
+            ((0, q[..., ::-1], k, v), {}, "q"),
+            ((0, q, k, v[:, :, :1]), {}, "v"),
+            ((0, 5, k, v), {}, "q"),
+            ((0, q, k, v), {"out": q}, "out"),
+            ((0, q, k, v), {"out": k}, "out"),
+            ((0, q, k, v), {"out": pool.reshape(-1)[: q.size].reshape(q.shape)}, "out"),
+            ((0, q, k, v), {"c_kv": k}, "c_kv"),
+            ((0, q, k, v), {"stream": "x"}, "stream"),
+            ((0, q, k, v), {"stream": True}, "stream"),
+        ):
+            refusal = error_of(lambda arguments=arguments, options=options: step.attend(*arguments, **options))
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert refusal.field == field
+        step.attend(np.int64(0), q, k, v)
+        one.attend(step, range(1, LAYERS))
+        assert wait(step.commit()) == [6, PAGE + 1]
+        one.cut(5, PAGE)
+        one.check()
