@@ -142,6 +142,9 @@ class FlashForward(RequestOptions):
         they lie on a device: they must be finite.
     block_mask: a `BlockMask`: what it does not list is hidden, beside what causal and windows hide, and kernels neither
         load nor multiply it. It goes without softcap, bias, positions and seqused.
+    pack_gqa: whether fewer than 64 rows of the query heads that share a KV head are packed into one tile, and the keys
+        split. None: by FlashAttention's rule, which `FlashAttn.explain` shows. True: wherever a kernel can. False:
+        never, so that a sequence has the same bits alone and in any batch.
     """
 
     __repr__ = brief
@@ -170,6 +173,7 @@ class FlashForward(RequestOptions):
     block_mask: BlockMask | None = None
     compute: str | None = None
     lse_dtype: str = "float32"
+    pack_gqa: bool | None = None
 
 
 class _DenseKeywords(RequestKeywords, total=False):
@@ -197,6 +201,7 @@ class ForwardKeywords(_DenseKeywords, OutputKeywords, total=False):
     k_descale: Array | None
     v_descale: Array | None
     lse_dtype: str
+    pack_gqa: bool | None
 
 
 class BackwardKeywords(_DenseKeywords, total=False):
@@ -210,7 +215,7 @@ class FlashBackward(FlashForward):
     """Attention backward: the gradients of `FlashForward` at the same options.
 
     dout: as the output. lse: as `FlashForward` returns it: fp32, or float64 of float64 inputs. ``out`` is the forward's
-    output, read here. lse_dtype is left: lse has its own.
+    output, read here. lse_dtype is left: lse has its own. So is pack_gqa: gradients pack no rows.
     deterministic: give bitwise the same gradients every time.
     """
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.kernels.decode_tiles import decode_tile, row_tiles
+from gpu_actors.kernels.rules import RANGE_KEYS
 
 __all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "splitter"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MIN_KEYS = 128  # of a range: docs/kernels_decode.md weighs a smaller one against the merge of more pieces
 _MIN_UNITS = 2  # of a range: one alone may be an item's beginning, without keys
 _LENGTHS = 64  # of a batch, whose ranges a plan keeps
 ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
@@ -100,7 +100,7 @@ def _split(least: int, ranges: int, load: Workload) -> Schedule:
 
 def min_units(key: DispatchKey) -> int:
     """The fewest units of a range, while there are enough for that."""
-    return max(_MIN_UNITS, _MIN_KEYS // decode_tile(key).tile.block_n)
+    return max(_MIN_UNITS, RANGE_KEYS // decode_tile(key).tile.block_n)
 
 
 def workload(

@@ -1,11 +1,10 @@
-"""Dense requests of few query rows as requests over a cache of the same arrays, where a model says that this pays.
+"""Dense requests of few query rows as requests over a cache of the same arrays, where a published rule says so.
 
     forward_sm90, forward_mma     a tile of up to 192 rows holds the rows of one query head, and reads all its keys
     decode_sm90, decode_mma       a tile of 16 to 128 rows holds those of a whole group, and its keys are split
 
 Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim), and every sequence of
-it has seqlen_k keys. `clocks_of_tiles` and `clocks_of_ranges` are the model. Its figures come from data sheets and are
-bounds that no measurement has confirmed.
+it has seqlen_k keys. FlashAttention packs rows if it splits keys, and else by ``should_pack_gqa``. So does `Packing`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, ScratchSpec
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode_mma import DECODE_MMA
-from gpu_actors.kernels.decode_schedule import ITEM_UNITS, min_units
 from gpu_actors.kernels.decode_sm90 import DECODE_SM90
 from gpu_actors.kernels.decode_tiles import decode_tile, items_of
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
@@ -29,19 +27,13 @@ from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward import FORWARD_MMA
 from gpu_actors.kernels.forward_sm90 import FORWARD_SM90, MULTIPROCESSORS, ROWS
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
-from gpu_actors.kernels.support import ELEMENTS, capability
+from gpu_actors.kernels.rules import fill, should_pack, split_count
+from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
 
 __all__ = ["Packing", "as_cache", "packed_program", "packing_of"]
 
 _MULTIPROCESSORS = {80: 108}  # of an A100, where a device does not say how many it has; else those of an H100
-# Of a multiprocessor, in bytes and multiply-adds of 16 bits a clock: data sheets of A100 and H100.
-_L2, _SHARED, _MEMORY = 64, 128, 16
-_MMA, _WGMMA = 1024, 2048
-_WIDENED = 32  # bytes of 8-bit keys that a warp widens in a clock: docs/kernels_decode.md counts the instructions
-_START = 4000  # clocks from the end of a kernel to the first work of the next, assumed
-_WAIT = 270  # clocks of a read from L2, of which the merge of p pieces has 4 + p / 16 + p / 4, one after another
-_FLOAT = 4  # bytes of an element of a piece
 _RENAMED = {"k": "k_cache", "v": "v_cache"}
 _TILED = (FORWARD_SM90.name, FORWARD_MMA.name)
 # What packed rows do not have, or mean otherwise.
@@ -51,34 +43,48 @@ _LACKING = ("dropout_p", "score_mod", "alibi_signed", "positions", "varlen_q")
 class Packing(NamedTuple):
     """What packing the rows of a dense problem comes to. key: of the kernel that attends packed rows.
 
-    tiled: clocks of the kernel that ``tiled_by`` names, by the model. packed: of ``key``.
+    tiled_by: the kernel that takes the problem otherwise. tile: its rows. rows, heads: of a head, and of query heads a
+    KV head. splits: see `split_count`. asked: ``pack_gqa`` of the request.
     """
 
     tiled_by: str
     key: DispatchKey
-    tiled: int
-    packed: int
+    tile: int
+    rows: int
+    heads: int
+    splits: int
+    asked: bool | None = None
 
     @property
-    def pays(self) -> bool:
-        """Whether the rows are packed: where the model, which errs, sees a quarter of the clocks gained."""
-        return 4 * self.packed <= 3 * self.tiled
+    def taken(self) -> bool:
+        """Whether the rows are packed."""
+        if self.asked is not None:
+            return self.asked
+        # `should_pack` for every architecture: FlashAttention packs on those before sm_90 to have fewer binaries.
+        return self.splits > 1 or should_pack(self.rows, self.heads, self.tile)
 
     @property
     def reason(self) -> str:
         """A sentence for `explain`."""
-        figures = f"{self.packed} clocks packed by {self.key.kernel}, {self.tiled} in tiles of {self.tiled_by}"
-        rule = "" if self.pays else "; rows are packed where that saves a quarter"
-        return f"by the model, rows that fill little of a tile take {figures}{rule}"
+        verb = "are packed" if self.taken else "stay in tiles"
+        if self.asked is not None:
+            return f"pack_gqa={self.asked}: rows {verb}"
+        alone, together = (f"{fill(rows, self.tile):.0%}" for rows in (self.rows, self.rows * self.heads))
+        filled = f"one head's rows fill {alone} of tiles of {self.tile}, those of a group {together}"
+        return f"rows {verb} by FlashAttention's rule: num_splits is {self.splits}; in {self.tiled_by} {filled}"
 
 
 def packing_of(
-    problem: AttentionProblem, key: DispatchKey, families: Sequence[KernelFamily], multiprocessors: int | None = None
+    problem: AttentionProblem,
+    key: DispatchKey,
+    families: Sequence[KernelFamily],
+    multiprocessors: int | None = None,
+    asked: bool | None = None,
 ) -> Packing | None:
     """Whether rows of a dense problem are packed, or None where no kernel packs them.
 
     key: what answers the problem otherwise. families: to choose from, for operands that lie as k and v do.
-    multiprocessors: of the device, where it says.
+    multiprocessors: of the device, where it says. asked: ``pack_gqa`` of the request.
     """
     if not _may_pack(problem, key):
         return None
@@ -89,7 +95,9 @@ def packing_of(
     except Unsupported:
         return None
     count = multiprocessors or _MULTIPROCESSORS.get(capability(key.arch), MULTIPROCESSORS)
-    return Packing(key.kernel, packed, clocks_of_tiles(problem, key, count), clocks_of_ranges(cached, packed, count))
+    key_tiles = -(-_seen(problem) // decode_tile(packed).tile.block_n)
+    splits = split_count(items_of(cached, packed.row_tile), key_tiles, count)
+    return Packing(key.kernel, packed, tile_of(key).block_m, problem.seqlen_q, problem.gqa_ratio, splits, asked)
 
 
 def _may_pack(problem: AttentionProblem, key: DispatchKey) -> bool:
@@ -112,45 +120,6 @@ def as_cache(problem: AttentionProblem) -> AttentionProblem:
     return dataclasses.replace(problem, layout="cache", alignment="bottom_right")
 
 
-def clocks_of_tiles(problem: AttentionProblem, key: DispatchKey, multiprocessors: int) -> int:
-    """Clocks of a kernel that gives each query head tiles of its own, by the model.
-
-    The busiest multiprocessor brings the keys of its tiles, one tile after another. A tile takes as long for few rows
-    as for all that it has room for.
-    """
-    tile = tile_of(key)
-    tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // tile.block_m)
-    hopper = key.kernel == FORWARD_SM90.name
-    readers = tile.block_m // ROWS if hopper else tile.warps
-    passes: float = 1 + readers
-    if ELEMENTS[problem.dtype].fp8:  # V is read and written once more, transposed
-        passes += 2 * problem.head_dim_v / _columns(problem)
-    clocks = _clocks_a_key(problem, tile.block_m, passes, _WGMMA if hopper else _MMA)
-    busiest = -(-tiles // multiprocessors) * _seen(problem) * clocks
-    return round(max(busiest, _memory(problem, multiprocessors)))
-
-
-def clocks_of_ranges(cached: AttentionProblem, key: DispatchKey, multiprocessors: int) -> int:
-    """Clocks of the kernels over caches, by the model: the longest ranges of a multiprocessor, and the merge."""
-    tile, blocks, _ = decode_tile(key)
-    narrow, hopper = ELEMENTS[key.kv_dtype].fp8, key.kernel == DECODE_SM90.name
-    items = items_of(cached, key.row_tile)
-    units = items * (-(-_seen(cached) // tile.block_n) + ITEM_UNITS)
-    used = min(multiprocessors * (1 if hopper else blocks), max(1, units // min_units(key)))
-    ranges = -(-used // multiprocessors)  # of the busiest multiprocessor
-    readers = key.row_tile // (ROWS if hopper else 16)
-    # 8-bit keys are widened once for all readers on Hopper, in shared memory; else by each.
-    passes = 4 + 2 * readers if narrow and hopper else 1 + readers
-    clocks = _clocks_a_key(cached, key.row_tile, passes, _WGMMA if hopper else _MMA)
-    if narrow and not hopper:
-        clocks = max(clocks, readers * _bytes_a_key(cached) / _WIDENED)
-    busiest = ranges * -(-units // used) * tile.block_n * clocks
-    pieces = -(-used // items) + 1
-    merge = _START + _WAIT * (4 + -(-pieces // 16) + -(-pieces // 4))
-    merge += 2 * (used + items) * key.row_tile * cached.head_dim_v * _FLOAT // (multiprocessors * _L2)
-    return round(max(busiest, _memory(cached, multiprocessors)) + merge)
-
-
 def _seen(problem: AttentionProblem) -> int:
     """The keys of a sequence that one of its rows sees."""
     rows, keys = problem.seqlen_q, problem.seqlen_k
@@ -158,27 +127,6 @@ def _seen(problem: AttentionProblem) -> int:
     sinks, first, last = (int(found.max()) for found in problem.key_ranges(begin, end, offset, keys))
     first = max(sinks, first)
     return sinks + max(0, last - first)
-
-
-def _columns(problem: AttentionProblem) -> int:
-    return problem.head_dim + problem.head_dim_v
-
-
-def _bytes_a_key(problem: AttentionProblem) -> int:
-    return _columns(problem) * ELEMENTS[problem.kv_dtype].itemsize
-
-
-def _clocks_a_key(problem: AttentionProblem, rows: int, passes: float, products: int) -> float:
-    """Clocks of a tile of so many rows for one key: from L2, through shared memory ``passes`` times, and multiplied."""
-    own, doubled = _bytes_a_key(problem), 2 if products == _WGMMA and not problem.decoding else 1
-    rate = products * (doubled if ELEMENTS[problem.dtype].fp8 else 1)
-    return max(own / _L2, own * passes / _SHARED, rows * _columns(problem) / rate)
-
-
-def _memory(problem: AttentionProblem, multiprocessors: int) -> float:
-    """Clocks in which memory brings all keys and values once."""
-    keys = problem.batch * problem.heads_kv * _seen(problem)
-    return keys * _bytes_a_key(problem) / (multiprocessors * _MEMORY)
 
 
 def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:

@@ -52,15 +52,15 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
 
 
 def _explain_forward(problem: AttentionProblem, key: DispatchKey, packing: Packing | None) -> Explanation:
-    """As `explain_problem`. Kernels that a model leaves out say what it has found."""
+    """As `explain_problem`. Kernels that the rule for packing leaves out name its numbers."""
     if packing is None:
         return explain_problem(problem, key.arch, key)
-    posed, chosen = (as_cache(problem), packing.key) if packing.pays else (problem, key)
+    posed, chosen = (as_cache(problem), packing.key) if packing.taken else (problem, key)
     found = explain_problem(posed, key.arch, chosen)
     others = {
         family.name
         for family in FAMILIES
-        if family.direction == "forward" and ("dense" in (family.layouts or ())) == packing.pays
+        if family.direction == "forward" and ("dense" in (family.layouts or ())) == packing.taken
     }
     verdicts = (Verdict(v.family, False, packing.reason) if v.family in others else v for v in found.verdicts)
     return dataclasses.replace(found, verdicts=tuple(verdicts))

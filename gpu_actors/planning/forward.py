@@ -222,7 +222,7 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
 def pose_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
     problem, key, packing = weigh_forward(request, info)
-    return problem, packing.key if packing is not None and packing.pays else key
+    return problem, packing.key if packing is not None and packing.taken else key
 
 
 def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
@@ -236,7 +236,7 @@ def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionPro
     # Sequences that `broadcast_batch` lets share one in memory are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
-    return problem, key, packing_of(problem, key, families, info.multiprocessors)
+    return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa)
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:

@@ -22,6 +22,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
         raise Unsupported("q", dtype, reason, "bfloat16")
     expect(request.out_dtype is None, "out_dtype", request.out_dtype, "must be None: backward takes out in q's dtype")
     one_of("lse_dtype", request.lse_dtype, ("float32",), "must be left: lse has its own dtype here")
+    expect(request.pack_gqa is None, "pack_gqa", request.pack_gqa, "must be left: gradients pack no rows")
     problem = forward_problem(request)
     shape = tuple(int(extent) for extent in request.q.shape[:-1])
     output = ((*shape, problem.head_dim_v),)

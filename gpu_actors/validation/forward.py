@@ -78,6 +78,8 @@ def forward_problem(request: FlashForward) -> AttentionProblem:
     Raises `InvalidRequest` and, for a dtype that attention is not defined on, `Unsupported`.
     """
     check_beside_blocks(request)
+    if request.pack_gqa is not None:
+        flag("pack_gqa", request.pack_gqa)
     varlen = request.cu_seqlens_q is not None or request.cu_seqlens_k is not None
     shape = _varlen_shape(request) if varlen else _dense_shape(request)
     heads_ratio(shape.heads_q, shape.heads_kv, "k", request.k)

@@ -92,7 +92,7 @@ CALLS = {
     ga.FlashAttnHandle.forward: (ga.FlashForward, set()),
     ga.FlashAttnHandle.backward: (
         ga.FlashBackward,
-        {"return_lse", "out_dtype", "lse_dtype", "q_descale", "k_descale", "v_descale"},
+        {"return_lse", "out_dtype", "lse_dtype", "pack_gqa", "q_descale", "k_descale", "v_descale"},
     ),
     ga.FlashAttnHandle.paged_forward: (ga.PagedForward, set()),
     ga.FlashAttnHandle.mla_decode: (
@@ -141,7 +141,7 @@ def test_inspect_key_tells_without_launching(ctx: ga.GpuContext) -> None:
     q, k, v = operands(dtype=ml_dtypes.bfloat16)
     launched = ctx.stats()["flash_attn"].launched
     message = ga.FlashForward(
-        q=q, k=k, v=v, causal=True, window_size=(3, 0), sinks=np.zeros(4, np.float32), softcap=2.0
+        q=q, k=k, v=v, causal=True, window_size=(3, 0), sinks=np.zeros(4, np.float32), softcap=2.0, pack_gqa=False
     )
     key = ctx.flash_attn.inspect_key(message)
     assert (key.direction, key.dtype, key.kv_dtype, key.out_dtype) == ("forward", *["bfloat16"] * 3)
@@ -152,7 +152,14 @@ def test_inspect_key_tells_without_launching(ctx: ga.GpuContext) -> None:
     assert ctx.stats()["flash_attn"].launched == launched
     bigger = ga.FlashForward(q=normal(7, 99, 4, 16, dtype=q.dtype), k=normal(7, 3, 2, 16, dtype=q.dtype), v=v)
     bigger = ga.FlashForward(
-        q=bigger.q, k=bigger.k, v=bigger.k, causal=True, window_size=(3, 0), sinks=message.sinks, softcap=9
+        q=bigger.q,
+        k=bigger.k,
+        v=bigger.k,
+        causal=True,
+        window_size=(3, 0),
+        sinks=message.sinks,
+        softcap=9,
+        pack_gqa=False,
     )
     assert ctx.flash_attn.inspect_key(bigger) == key, "sizes and values are no part of it"
 

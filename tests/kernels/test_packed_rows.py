@@ -63,9 +63,11 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
     ("sm_90a", {"rows": 63}, ("decode_sm90", 128)),
     ("sm_80", {"rows": 63}, ("decode_mma", 64)),
     ("sm_90a", {"rows": 64}, None),
-    ("sm_90a", {"keys": 256}, None),
-    ("sm_80", {"keys": 256}, None),
-    ("sm_80", {"keys": 512}, ("decode_mma", 16)),
+    # Few keys are not split, but one head's rows fill less of a tile than a group's.
+    ("sm_90a", {"keys": 256}, ("decode_mma", 16)),
+    ("sm_80", {"keys": 256}, ("decode_mma", 16)),
+    ("sm_90a", {"keys": 256, "heads": (8, 8)}, None),
+    ("sm_80", {"keys": 256, "heads": (8, 8)}, None),
     # One head a group: the keys of few heads are split, those of many are not.
     ("sm_90a", {"rows": 32, "heads": (32, 32)}, ("decode_sm90", 64)),
     ("sm_80", {"rows": 32, "heads": (32, 32)}, ("decode_mma", 32)),
@@ -74,8 +76,9 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
     # Many heads a group: fewer tiles read the same keys.
     ("sm_90a", {"heads": (32, 2), "batch": 64}, ("decode_sm90", 64)),
     ("sm_80", {"heads": (32, 2), "batch": 64}, ("decode_mma", 16)),
-    # A window leaves too few keys.
-    ("sm_90a", {"window_size": (200, 0)}, None),
+    # A window leaves too few keys to split.
+    ("sm_90a", {"heads": (8, 8)}, ("decode_mma", 16)),
+    ("sm_90a", {"heads": (8, 8), "window_size": (200, 0)}, None),
     ("sm_90a", {"dim": 256}, ("decode_mma", 16)),
     ("sm_90a", {"dim": 64, "rows": 8, "causal": True}, ("decode_sm90", 64)),
     ("sm_90a", {"dtype": "float16", "out_dtype": "float32"}, ("decode_mma", 16)),
@@ -86,10 +89,10 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
 
 
 @pytest.mark.parametrize(("arch", "fields", "wanted"), CHOICES, ids=str)
-def test_rows_are_packed_where_the_model_saves_a_quarter(arch, fields, wanted):
+def test_rows_are_packed_by_flash_attentions_rule(arch, fields, wanted):
     found = weighed(dense(**fields), arch)
     assert found is None or found.reason
-    assert ((found.key.kernel, found.key.row_tile) if found is not None and found.pays else None) == wanted, found
+    assert ((found.key.kernel, found.key.row_tile) if found is not None and found.taken else None) == wanted, found
 
 
 LEFT: list[dict[str, Any]] = [
@@ -134,7 +137,7 @@ def test_options_that_both_have_are_packed(fields):
     for arch in ARCHES:
         found = weighed(dense(rows=3, **fields), arch)
         assert found is not None
-        assert found.pays
+        assert found.taken
         assert (found.key.layout, found.key.alignment) == ("cache", "bottom_right")
 
 
@@ -148,86 +151,30 @@ def test_a_gradient_and_a_request_over_a_cache_are_left_alone():
         assert weighed(problem) is None
 
 
-# The model, by hand
-
-
-def merged(pieces: int, written: int, rows: int, multiprocessors: int = 132) -> int:
-    """A start, waits, and the rows of so many pieces written and read, 64 bytes a clock."""
-    waits = 4 + -(-pieces // 16) + -(-pieces // 4)
-    return 4000 + 270 * waits + 2 * written * rows * 128 * 4 // (multiprocessors * 64)
-
-
-# What of a problem, the architecture and its multiprocessors, and the clocks in tiles and packed.
-FIGURES: dict[str, tuple[dict[str, Any], str, int, float | None, float | None]] = {
-    # Eight tiles in one round. A key has 512 bytes; 128 rows are multiplied by it in 128 * 256 / 2048 = 16 clocks.
-    # 64 tiles of keys and a beginning make 65 units in 32 ranges of up to 3; a key takes 512 / 64 = 8 clocks.
-    "eight heads are a tile each, or one item": ({}, "sm_90a", 132, 4096 * 16, 3 * 64 * 8 + merged(33, 33, 16)),
-    # 256 tiles on 100 multiprocessors are three rounds of 16 clocks a key.
-    "several rounds": ({"batch": 32}, "sm_90a", 100, 3 * 4096 * 16, None),
-    # 8 items of 64 tiles and a beginning: 520 units in 132 ranges of up to 4, 8 clocks a key; memory takes longer.
-    "a range of decode_sm90 a multiprocessor": (
-        {"rows": 8, "heads": (64, 8)}, "sm_90a", 132, None, 8 * 4096 * 512 / (132 * 16) + merged(18, 140, 64),
-    ),
-    # Four warps of 32 rows and the copy make 5 * 512 / 128 = 20 clocks; the products 128 * 256 / 1024 = 32 are longer.
-    # Of 64 packed rows, four warps: 20 clocks a key, in 65 units over 32 ranges.
-    "mma reads keys once a warp": ({"rows": 8}, "sm_80", 108, 4096 * 32, 3 * 64 * 20 + merged(33, 33, 64, 108)),
-    # 64 * 32 heads of 4096 keys of 512 bytes, 16 bytes a clock and multiprocessor; 16 rounds of tiles are shorter.
-    "memory is a floor": (
-        {"heads": (32, 32), "batch": 64}, "sm_90a", 132, 64 * 32 * 4096 * 512 / (132 * 16), None,
-    ),
-    # Rows 0..3 lie on keys 4092..4095: from key 3092 on, and the first 8.
-    "a window": ({"rows": 4, "window_size": (1000, 0), "sink_tokens": 8}, "sm_90a", 132, (1004 + 8) * 16, None),
-    "few keys": ({"rows": 8, "keys": 5, "causal": True}, "sm_90a", 132, 5 * 16, None),
-    # A key has 256 bytes: 128 rows * 256 columns / 4096 = 8 clocks.
-    # 64 rows of one warpgroup: six passes of 256 bytes, 128 a clock, are 12 clocks a key.
-    "8 bits": ({"rows": 8, "dtype": "float8_e4m3fn"}, "sm_90a", 132, 4096 * 8, 3 * 64 * 12 + merged(33, 33, 64)),
-    # 320 bytes pass three times, and 256 of them twice more: 128 a clock, while products take 10 clocks.
-    "wide values of 8 bits": (
-        {"rows": 8, "dim": 64, "dtype": "float8_e4m3fn", "head_dim_v": 256},
-        "sm_90a", 132, 4096 * (320 * 3 + 256 * 2) / 128, None,
-    ),
-    # decode_mma's warp widens 32 bytes a clock. 32 tiles of 128 keys and a beginning are 16 ranges of up to 3 units.
-    "widened by a warp": ({"dtype": "float8_e4m3fn"}, "sm_90a", 132, None, 3 * 128 * 8 + merged(17, 17, 16)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_models_clocks_are_those_by_hand(name):
-    fields, arch, multiprocessors, tiled, packed = FIGURES[name]
-    found = weighed(dense(**fields), arch, multiprocessors=multiprocessors)
-    assert tiled is None or found.tiled == round(tiled)
-    assert packed is None or found.packed == round(packed)
-
-
 def test_the_devices_multiprocessors_decide():
     """A device of unknown size is that of the data sheet."""
     problem = dense(rows=16, heads=(8, 8), keys=1024)
-    assert weighed(problem).pays
-    assert not weighed(problem, multiprocessors=4).pays
+    assert weighed(problem).taken
+    assert not weighed(problem, multiprocessors=8).taken
     for arch, count in (("sm_80", 108), ("sm_90a", 132)):
         assert weighed(dense(batch=20), arch) == weighed(dense(batch=20), arch, multiprocessors=count)
 
 
-def test_what_is_found_is_a_sentence_with_both_figures():
-    found = weighed(dense())
-    assert found.reason == (
-        f"by the model, rows that fill little of a tile take {found.packed} clocks packed by decode_mma, "
-        f"{found.tiled} in tiles of forward_sm90"
+def test_the_reason_has_the_numbers_of_the_rule():
+    assert weighed(dense()).reason == (
+        "rows are packed by FlashAttention's rule: num_splits is 55; "
+        "in forward_sm90 one head's rows fill 1% of tiles of 128, those of a group 6%"
     )
-    assert weighed(dense(keys=256)).reason.endswith("; rows are packed where that saves a quarter")
-
-
-def test_a_quarter_is_what_it_takes():
-    key = dispatch_key(as_cache(dense()), "sm_90a")
-    assert Packing("forward_sm90", key, 4000, 3000).pays
-    assert not Packing("forward_sm90", key, 4000, 3001).pays
+    tiled = weighed(dense(heads=(8, 8), keys=256)).reason
+    assert tiled.startswith("rows stay in tiles by FlashAttention's rule: num_splits is 1; ")
+    assert weighed(dense(), asked=False).reason == "pack_gqa=False: rows stay in tiles"
 
 
 # The kernels
 
 
 def run(case: ForwardCase, arch: str, *, multiprocessors: int = 3, **emulation: Any) -> tuple[Any, Any, str]:
-    """(out, lse, kernel), whatever the model says."""
+    """(out, lse, kernel), whatever the rule says."""
     options = {name: value for name, value in case.options.items() if name != "dropout_seed"}
     problem = problem_of(*case.inputs, **options)
     found = weighed(problem, arch)

@@ -116,7 +116,7 @@ def test_where_keys_lie_on_the_device_decides(mock: ga.GpuContext, address: int,
 
 def test_the_devices_multiprocessors_decide(mock: ga.GpuContext) -> None:
     request = ga.FlashForward(*arrays(16, 1024, heads=(8, 8), dim=128))
-    for count, kernel in ((None, "decode_sm90"), (132, "decode_sm90"), (4, "forward_sm90")):
+    for count, kernel in ((None, "decode_sm90"), (132, "decode_sm90"), (8, "forward_sm90")):
         info = dataclasses.replace(mock.info, multiprocessors=count)
         assert pose_forward(request, info)[1].kernel == kernel
 
@@ -127,23 +127,50 @@ def test_queries_that_tma_cannot_move_are_packed_without_it(mock: ga.GpuContext)
     assert pose_forward(request, mock.info)[1].kernel == "decode_mma"
 
 
-def test_explain_has_the_figures_of_what_is_taken_and_of_what_is_not(mock: ga.GpuContext) -> None:
+def test_explain_has_the_rule_and_its_numbers(mock: ga.GpuContext) -> None:
     packed = mock.flash_attn.explain(ga.FlashForward(*arrays(5, 1101), **OPTIONS))
     verdicts = {verdict.family: verdict for verdict in packed.verdicts}
     assert packed.key == mock.flash_attn.inspect_key(ga.FlashForward(*arrays(5, 1101), **OPTIONS))
     assert [name for name, verdict in verdicts.items() if verdict.taken] == ["decode_sm90"]
     for name in ("forward_sm90", "forward_mma", "forward_simple"):
-        assert "clocks packed by decode_sm90" in verdicts[name].reason
-        assert "in tiles of forward_sm90" in verdicts[name].reason
+        assert "rows are packed by FlashAttention's rule" in verdicts[name].reason
+        assert "in forward_sm90 one head's rows fill" in verdicts[name].reason
     assert "comes first" in verdicts["decode_mma"].reason
     assert {"decode_sm90", "decode_mma"} <= {cell.family for cell in packed.options}
 
-    tiled = mock.flash_attn.explain(ga.FlashForward(*arrays(5, 101)))
-    assert tiled.key == mock.flash_attn.inspect_key(ga.FlashForward(*arrays(5, 101)))
+    alone = ga.FlashForward(*arrays(5, 101, heads=(8, 8)))
+    tiled = mock.flash_attn.explain(alone)
+    assert tiled.key == mock.flash_attn.inspect_key(alone)
     verdicts = {verdict.family: verdict for verdict in tiled.verdicts}
     assert [name for name, verdict in verdicts.items() if verdict.taken] == ["forward_sm90"]
     for name in ("decode_sm90", "decode_mma", "decode_simple"):
-        assert verdicts[name].reason.endswith("rows are packed where that saves a quarter")
+        assert "rows stay in tiles by FlashAttention's rule" in verdicts[name].reason
 
     many = mock.flash_attn.explain(ga.FlashForward(*arrays(64, 1101)))
-    assert not any("by the model" in verdict.reason for verdict in many.verdicts)
+    assert not any("FlashAttention's rule" in verdict.reason for verdict in many.verdicts)
+
+
+def test_the_caller_decides_before_the_rule(mock: ga.GpuContext) -> None:
+    packed, tiled = arrays(5, 1101), arrays(5, 101, heads=(8, 8))
+    for operands, asked, kernel in (
+        (packed, None, "decode_sm90"),
+        (packed, True, "decode_sm90"),
+        (packed, False, "forward_sm90"),
+        (tiled, None, "forward_sm90"),
+        (tiled, False, "forward_sm90"),
+        (tiled, True, "decode_mma"),
+        (arrays(64, 1101), True, "forward_sm90"),
+    ):
+        request = ga.FlashForward(*operands, pack_gqa=asked)
+        assert mock.flash_attn.inspect_key(request).kernel == kernel, asked
+        result = mock.flash_attn.forward(*operands, pack_gqa=asked, return_lse=True).result(60)
+        check_output(result.out, result.lse, *operands)
+    explained = str(mock.flash_attn.explain(ga.FlashForward(*packed, pack_gqa=False)))
+    assert "pack_gqa=False: rows stay in tiles" in explained
+
+
+@pytest.mark.parametrize("value", [1, 0, "auto"])
+def test_another_choice_is_refused(mock: ga.GpuContext, value: Any) -> None:
+    with pytest.raises(ga.InvalidRequest, match="must be True or False") as refusal:
+        mock.flash_attn.forward(*arrays(5, 101), pack_gqa=value).result(60)
+    assert refusal.value.field == "pack_gqa"

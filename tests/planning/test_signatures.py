@@ -91,6 +91,7 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "seqused_q": (PLACES, longer(PLACES)),
     "seqused_k": (PLACES, longer(PLACES)),
     "block_mask": MASKS,
+    "pack_gqa": (True, False, 1, 0),
 }
 BACKWARD = {
     **FORWARD,

@@ -197,7 +197,7 @@ def fits(annotation: str, value: Any) -> bool:
     if annotation == "tuple[int, int]":
         return isinstance(value, tuple) and len(value) == 2 and all(fits("int", bound) for bound in value)
     if isinstance(value, bool):
-        return annotation == "bool"
+        return "bool" in annotation.split(" | ")
     if isinstance(value, numbers.Real) and not math.isfinite(value):
         return False
     return isinstance(value, tuple(_KINDS[name] for name in annotation.split(" | ") if name in _KINDS))
@@ -219,7 +219,7 @@ def too_little(name: str, value: Any) -> bool:
 
 # Of the fields of a message, those that the door's method does not have.
 _ABSENT = {
-    "backward": ("return_lse", "out_dtype", "lse_dtype"),
+    "backward": ("return_lse", "out_dtype", "lse_dtype", "pack_gqa"),
     "kv_cache": ("latent_dim", "chunk_index", "num_chunks"),
     "": ("deterministic",),
 }

@@ -203,7 +203,7 @@ def _batches(spec: Spec, problem: Problem, longest: tuple[int, int] | None = Non
     return found
 
 
-_REQUEST = ("return_lse", "compute", "out_dtype", "lse_dtype", "deterministic", "num_splits")
+_REQUEST = ("return_lse", "compute", "out_dtype", "lse_dtype", "deterministic", "num_splits", "pack_gqa")
 
 
 def _said(spec: Spec, backward: bool) -> dict[str, Any]:

@@ -179,6 +179,8 @@ def _draw_how(
         may("compute", st.sampled_from(("f32", "tf32", "f16", "bf16")))
     if free and dtype == "float64" and name in ("dense", "varlen", "padded") and (backward or how.get("return_lse")):
         may("lse_dtype", st.just("float64"))
+    if door == "dense":
+        may("pack_gqa", st.booleans())
     if backward:
         bias = options.get("bias")
         own_tiles = name in ("varlen", "padded") or options.keys() & {"q_positions", "k_positions"}
