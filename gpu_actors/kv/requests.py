@@ -45,8 +45,8 @@ class KvCacheSpec:
     latent_dim: in place of V and head_dim_v: values are the first so many columns of keys, as in `PagedForward`. The
         rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale is that of whole
         rows then, and there is no v_descale.
-    cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where a model
-        says that this pays. True: wherever it is exact. False: nowhere.
+    cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where
+        at least 8 of them share at least 256 keys, which is vLLM's rule. True: wherever it is exact. False: nowhere.
     layers: pools of this layout, one for each layer of a model. A sequence has the same rows and pages in all of them.
         The pools are K (layers, num_blocks, ...) and V alike where there is more than one.
     """

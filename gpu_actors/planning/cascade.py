@@ -9,7 +9,8 @@ float32, are merged and rounded once:
 
 The idea is FlashInfer's: Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding",
 2024, https://flashinfer.ai/2024/02/02/cascade-inference.html, there of one prefix for a whole batch too. The merge is
-`gpu_actors.partial`'s. Learned sinks go to the tails, of which each row has one, and so they count once.
+`gpu_actors.partial`'s. Learned sinks go to the tails, of which each row has one, and so they count once. When a launch
+is a cascade, where its caller does not say, is vLLM's rule: `gpu_actors.kernels.rules`.
 
 Operands beside those of `gpu_actors.planning.cached`, for each of the two parts under "prefix." and "tail.":
 block_table, cache_seqlens, out, lse and the scratch of its kernels; and "prefix.cu_seqlens_q".
@@ -54,6 +55,7 @@ from gpu_actors.kernels.merge import (
 )
 from gpu_actors.kernels.params import ITEMSIZES
 from gpu_actors.kernels.program import NO_VALUES, Pack, Program
+from gpu_actors.kernels.rules import SHARED_KEYS, SHARING_SEQUENCES
 from gpu_actors.kernels.variants import variant_of
 from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
@@ -62,17 +64,11 @@ from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
 from gpu_actors.planning.shape_buckets import bucket
 from gpu_actors.planning.tma_eligibility import eligible_families
 
-__all__ = ["LAUNCH_BYTES", "CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
-
-LAUNCH_BYTES = 16 << 20
-"""What a step more of a launch costs, in bytes of memory traffic.
-
-The fit of docs/reports/model.md counts a launch of decoding as 6,350 clocks, in which an H200 reads so many.
-"""
+__all__ = ["CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
 
 _KERNELS = (DECODE, DECODE_SM90)  # whose launches have the same kernels whatever their sizes
 _PLANS = 4096
-_STEPS = 2  # more than without a cascade: the prefix, and the merge
+_FEWER = f"no prefix of {SHARED_KEYS} keys has {SHARING_SEQUENCES} neighbours that share it"
 _FLOAT = "float32"
 _MANY_ROWS = 128  # of a packed group, for the largest tile of rows: then one kernel serves groups of any size
 _PARTS = _PREFIX, _TAIL = "prefix.", "tail."
@@ -117,14 +113,15 @@ class Cascader:
     def keys(self, plan: Plan, request: PagedForward, most_pages: int, forced: bool) -> CascadeKeys | str:
         """The kernels that a cascade of such requests would take, or why there is none.
 
-        most_pages: that could be saved by sharing. forced: whatever the model says.
+        most_pages: that could be saved by sharing. forced: whatever the rule says.
         """
         p = plan.problem
         reason = _refusal(plan, request)
         if reason is not None:
             return reason
-        if not forced and most_pages * _page_bytes(p) < _STEPS * LAUNCH_BYTES:
-            return f"at most {most_pages * _page_bytes(p)} bytes could be saved, and {_STEPS} steps more cost more"
+        # Of a group that is large enough, all sequences but one could save the prefix.
+        if not forced and most_pages * p.page_size < (SHARING_SEQUENCES - 1) * SHARED_KEYS:
+            return _FEWER
         families = eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache")})
         keys = self._keys.of(lambda: (p, families), lambda: self._find_keys(p, families))
         if keys is None:
@@ -173,11 +170,8 @@ class Cascader:
         if found is None:
             return None, Cascading(False, "no neighbours begin with a whole page in common")
         gain = _gain(p, found, rows, keys)
-        traffic = 16 * p.total_q * p.heads_q * p.head_dim_v  # two floats of each element, written and read
-        cost = _STEPS * LAUNCH_BYTES + traffic
-        if not forced and gain.saved_bytes < cost:
-            reason = f"{_STEPS} steps more and their results cost {cost} bytes"
-            return None, gain._replace(taken=False, reason=reason)
+        if not forced and not gain.taken:
+            return None, gain
         inputs = _inputs(p, request, found, rows, bucket if padded else int)
         table, longest = inputs["prefix.block_table"], int(np.diff(inputs["prefix.cu_seqlens_q"]).max())
         shapes = (*table.shape, bucket(longest) if padded else longest, inputs["tail.block_table"].shape[1])
@@ -197,7 +191,7 @@ class Cascader:
         oracle = functools.partial(_oracle, made.problems, self._accumulate)
         launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), made.scratch if steps else {})
         launch.recording = (shapes, keys) if padded else None
-        return launch, gain
+        return launch, gain if gain.taken else gain._replace(taken=True, reason="cascade=True")
 
 
 class _Parts(NamedTuple):
@@ -269,6 +263,7 @@ def _refusal(plan: Plan, request: PagedForward) -> str | None:
 
 
 def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKeys) -> Cascading:
+    """What a cascade of these groups comes to, by the rule."""
     ratio, tiles = p.gqa_ratio, [part[0].row_tile for part in (keys.tail, keys.prefix)]
     sizes = np.diff(found.ends)
     # A tile of packed rows reads all keys that it sees.
@@ -276,9 +271,16 @@ def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKe
     together = -(-np.add.reduceat(rows, found.ends[:-1]) * ratio // tiles[1])
     saved = int(((alone - together) * found.pages).sum())
     shared = found.pages > 0
+    enough = (sizes >= SHARING_SEQUENCES) & (found.pages * p.page_size >= SHARED_KEYS)
+    if not enough.any():
+        reason = _FEWER
+    elif saved <= 0:
+        reason = "the rows of a group take as many tiles together as alone"
+    else:
+        reason = f"{sizes[enough].max()} sequences share a prefix of at least {SHARED_KEYS} keys"
     return Cascading(
-        True,
-        "a prefix is read once for all that share it",
+        bool(enough.any()) and saved > 0,
+        reason,
         int(shared.sum()),
         int(sizes[shared].sum()),
         int(found.pages.sum()) * p.page_size,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cases.cascades import CASES, FP8, KV_HEADS, Batch, Case, run
 from emulated.memory import host_view
-from inside.planning import cascade as cascading
 from support.kv_cache import contents, outcome, wait
 from support.service import eventually
 
@@ -115,23 +114,36 @@ def test_fp8_queries_without_factors_are_a_cascade() -> None:
     assert len(run(Case(dtype=FP8, kv_dtype=FP8), "mock", steps=1).events) == 1
 
 
-def test_the_model_decides_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES["sixteen of eight heads"]
-    (event, _) = run(case, "mock").events
-    traffic = 16 * 16 * KV_HEADS * case.ratio * case.dim
-    seen = run(case, "mock", cascade="auto")
-    assert seen.events == [], "64 keys are not worth two more launches"
-    assert "could be saved, and 2 steps more cost more" in seen.reasons[0]
-    monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2)
-    assert run(case, "mock", cascade="auto", steps=1).events == [event]
-    monkeypatch.setattr(cascading, "LAUNCH_BYTES", (event["saved_bytes"] - traffic) // 2 + 1)
+LONG = 256 + 3  # rows, of which 256 are whole pages
+
+
+@pytest.mark.parametrize(
+    ("groups", "ratio", "reason"),
+    [
+        (((LONG, (0,) * 8),), 4, ""),
+        (((20, (0, 0)), (LONG, (0,) * 8), (20, (0, 0))), 4, ""),
+        (((LONG, (0,) * 7),), 4, "no prefix of 256 keys has 8 neighbours that share it"),
+        (((LONG - 8, (0,) * 8),), 4, "no prefix of 256 keys has 8 neighbours that share it"),
+        (((LONG, (0,) * 4), (LONG, (0,) * 4)), 4, "no prefix of 256 keys has 8 neighbours that share it"),
+        (((LONG, (0,) * 8),), 127, "the rows of a group take as many tiles together as alone"),
+    ],
+    ids=["eight of 256 keys", "beside smaller groups", "seven", "248 keys", "two groups of four", "as many tiles"],
+)
+def test_vllms_rule_decides_where_nothing_else_is_said(groups: Any, ratio: int, reason: str) -> None:
+    case = Case(groups=groups, ratio=ratio)
     seen = run(case, "mock", cascade="auto", steps=1)
-    assert (seen.events, seen.reasons) == (
-        [],
-        [f"2 steps more and their results cost {event['saved_bytes'] + 2} bytes"],
-    )
-    monkeypatch.setattr(cascading, "LAUNCH_BYTES", 0)
-    seen = run(CASES["sixteen of 128 rows"], "mock", cascade="auto", steps=1)
+    if reason:
+        assert (seen.events, seen.reasons) == ([], [reason])
+        (event,) = run(case, "mock", steps=1).events
+        assert (event["taken"], event["reason"]) == (True, "cascade=True")
+    else:
+        assert [event["reason"] for event in seen.events] == ["8 sequences share a prefix of at least 256 keys"]
+        assert seen.events == run(case, "mock", steps=1).events
+
+
+def test_rows_that_fill_a_tile_are_no_cascade_by_themselves() -> None:
+    case = Case(groups=((LONG, (0,) * 8),), ratio=8, rows=16)
+    seen = run(case, "mock", cascade="auto", steps=1)
     assert seen.events == [], "each has a tile of its own"
     assert ["fill a tile" in reason for reason in seen.reasons] == [True]
 

@@ -1,6 +1,6 @@
 """What tests of other rooms take from inside `planning`."""
 
-from gpu_actors.planning import cached, cascade, tma_eligibility
+from gpu_actors.planning import cached, tma_eligibility
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.backward import backward_plan, bind_backward
 from gpu_actors.planning.block_masks import masked_problem
