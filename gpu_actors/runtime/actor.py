@@ -33,7 +33,8 @@ class ServiceActor(MailboxActor, ActorType):
 
     label: the actor's name, unique in a context.
     handle_type: the type of the handle that ``ctx.actor(TheClass)`` returns.
-    takes: the types of its messages, for the text of `refusal`.
+    takes: the types of its messages, for the text of `refusal`. They are submitted: Pykka's ``ask`` and ``tell`` raise
+        `InvalidRequest` for them, in the caller.
     vital: whether the context cannot do without it. If a vital actor fails more often than the restart policy allows,
         the context fails; otherwise that actor alone stops, and health says so. All built-in actors are vital but
         KernelActor.
@@ -140,6 +141,12 @@ class ServiceActor(MailboxActor, ActorType):
 
     def on_stop(self) -> None:
         self.cell.report_stopped(self.actor_urn)
+
+    def _check_sent(self, message: Any) -> None:
+        if isinstance(message, self.takes):
+            name = type(self).__name__
+            reason = f"is a request, which ask() and tell() do not answer: use ctx.actor({name}).submit(message)"
+            raise InvalidRequest("message", type(message).__name__, reason)
 
     def _receive(self, message: Any) -> Any:
         try:

@@ -62,13 +62,16 @@ class MailboxActor(ThreadActor):
     def _receive(self, message: Any) -> Any:
         """Handle a message that was sent by ``actor_ref``, and return the answer."""
 
+    def _check_sent(self, message: Any) -> None:
+        """Raise for a message that is not to be sent by ``actor_ref``. Called on the sender's thread."""
+
     def on_receive(self, message: Any) -> Any:
         if type(message) is _Crash:
             raise message.error
         return self._receive(message)
 
     def _create_actor_inbox(self) -> Any:  # type: ignore[override]  # Pykka calls its static method on self
-        return _Inbox(self._mailbox, self._controls, self._work)
+        return _Inbox(self._mailbox, self._controls, self._work, self._check_sent)
 
 
 def raise_exception(name: str, error: BaseException) -> NoReturn:
@@ -107,8 +110,11 @@ class _Inbox:
     mailbox: Mailbox
     controls: deque[_Envelope]
     work: Callable[[list[Call[Any]]], None]
+    check: Callable[[Any], None]
 
     def put(self, envelope: _Envelope) -> None:
+        # Here and not where the message is received: an error there ends the actor if nothing waits for the answer.
+        self.check(envelope.message)
         self.controls.append(envelope)
         self.mailbox.nudge()
 
