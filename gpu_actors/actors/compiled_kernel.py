@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_actors.attention.requests import Array
 from gpu_actors.compiling.signature import KernelParameter
 from gpu_actors.compiling.source import Cubin
-from gpu_actors.devices.interface import Kernel
+from gpu_actors.devices.interface import DeviceInfo, Kernel
 from gpu_actors.errors import Unsupported
 from gpu_actors.process import Local, process_folder
 from gpu_actors.runtime.handle import ActorHandle
@@ -20,7 +20,7 @@ from gpu_actors.runtime.reply import Reply
 if TYPE_CHECKING:
     from gpu_actors.runtime.cell import ActorCell
 
-__all__ = ["CompiledKernel", "LaunchKernel"]
+__all__ = ["CompiledKernel", "LaunchKernel", "raw_module"]
 
 
 class CompiledKernel(Local):
@@ -98,10 +98,7 @@ class CompiledKernel(Local):
         Their launches run on the caller's own CuPy stream, outside of this service: no reply, no deadline, no health.
         Raises `Unsupported` on a device that is not CUDA.
         """
-        kind = self._cell.environment.device.info.kind
-        if kind != "cuda" or self.cubin is None:
-            raise Unsupported("device", kind, "CuPy launches on CUDA alone", nearest="cuda")
-        return importlib.import_module("cupy").RawModule(path=str(_cubin_file(self.cubin.data)))
+        return raw_module(self.cubin, self._cell.environment.device.info)
 
 
 class LaunchKernel:
@@ -116,6 +113,19 @@ class LaunchKernel:
         self.args: Any = args
         self.out: Any = out
         self.shared_bytes: Any = shared_bytes
+
+
+def raw_module(cubin: Cubin | None, info: DeviceInfo) -> Any:
+    """A cubin as a ``cupy.RawModule`` for the device.
+
+    Raises `Unsupported` for a device that is not CUDA, and for a cubin of another architecture.
+    """
+    if info.kind != "cuda" or cubin is None:
+        raise Unsupported("device", info.kind, "CuPy launches on CUDA alone", nearest="cuda")
+    if cubin.arch != info.arch:
+        # CuPy loads it at its first use, and would fail only there.
+        raise Unsupported("cubin", cubin.arch, "is for another architecture than the device's", info.arch)
+    return importlib.import_module("cupy").RawModule(path=str(_cubin_file(cubin.data)))
 
 
 def _cubin_file(data: bytes) -> Path:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from gpu_actors.actors.compiled_kernel import raw_module
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.variant import Variant
@@ -107,6 +108,19 @@ class NvrtcHandle(ActorHandle):
         except Exception:
             given = keys  # which the actor refuses as well
         return self.submit(Warm(given, progress), deadline=deadline, timeout=timeout, priority=priority)
+
+    def raw_module(self, cubin: Cubin) -> Any:
+        """A cubin as a ``cupy.RawModule``, whose ``get_function`` gives ``cupy.RawKernel``s with their attributes.
+
+        cubin: of the context's architecture, as `compile` gives it, or `warm` for the key of a request. Kernels of this
+        package take their parameters as one struct, which ``kernels_cu`` declares.
+        As with `CompiledKernel.raw_module`, launches run on the caller's own CuPy stream, outside of this service.
+        Raises `InvalidRequest` for what is no `Cubin`, and `Unsupported` on a device that is not CUDA and for a cubin
+        of another architecture.
+        """
+        if not isinstance(cubin, Cubin):
+            raise InvalidRequest("cubin", type(cubin).__name__, "must be a Cubin, as compile and warm give")
+        return raw_module(cubin, self._cell.environment.device.info)
 
     def cache_stats(self) -> CacheStats:
         """hits, misses, compiles, corrupt, evicted, entries, bytes of the cubin cache."""

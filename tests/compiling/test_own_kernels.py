@@ -421,5 +421,18 @@ def test_raw_modules_are_for_cuda_alone(saxpy: ga.CompiledKernel, mocked: ga.Com
         assert caught.value.nearest == "cuda"
 
 
+def test_raw_modules_of_cubins_are_for_cuda_alone() -> None:
+    source = ga.KernelSource("saxpy.cu", SAXPY, ("saxpy",))
+    for device in ("mock", "emulated"):
+        with ga.open_context(device) as ctx:
+            cubin = ctx.nvrtc.compile(source).result(RESULT_S)
+            with pytest.raises(ga.Unsupported, match="CUDA alone") as caught:
+                ctx.nvrtc.raw_module(cubin)
+            assert caught.value.nearest == "cuda"
+            for wrong in (cubin.data, source, None):
+                with pytest.raises(ga.InvalidRequest, match="must be a Cubin"):
+                    ctx.nvrtc.raw_module(wrong)
+
+
 def test_a_kernels_repr_is_its_declaration(saxpy: ga.CompiledKernel) -> None:
     assert repr(saxpy) == "<CompiledKernel saxpy(int n, float a, const float* x, float* y)>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import struct
 import sys
@@ -77,19 +78,32 @@ def test_arrays_on_the_device_are_written_where_they_lie(cuda: FakeCuda, ctx: ga
     np.testing.assert_array_equal(theirs[1].read(np.float32, (1000,)), 2 * x + 1)
 
 
+class RawModule:
+    """CuPy's, as far as it is used here."""
+
+    def __init__(self, *, path: str) -> None:
+        self.path = Path(path)
+
+
 def test_cupy_loads_the_same_cubin(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-
-    class RawModule:
-        def __init__(self, *, path: str) -> None:
-            loaded.append(path)
-
     kernel = ctx.kernel(SAXPY, "saxpy").result(RESULT_S)
     other = ctx.kernel(SAXPY.replace("a * x", "a + x"), "saxpy").result(RESULT_S)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=RawModule))
-    for one in (kernel, kernel, other):
-        assert isinstance(one.raw_module(), RawModule)
+    loaded = [one.raw_module().path for one in (kernel, kernel, other)]
     assert loaded[0] == loaded[1] != loaded[2]
     assert kernel.cubin is not None
-    assert Path(loaded[0]).read_bytes() == kernel.cubin.data
-    assert Path(loaded[0]).parent.stat().st_mode & 0o777 == 0o700
+    assert loaded[0].read_bytes() == kernel.cubin.data
+    assert loaded[0].parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_cupy_loads_the_cubin_of_a_built_in_variant(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 4, 2, 24), np.float32)
+    (warmed,) = ctx.nvrtc.warm([ctx.flash_attn.inspect_key(ga.FlashForward(q, q, q))]).result(RESULT_S)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=RawModule))
+    module = ctx.nvrtc.raw_module(warmed.cubin)
+    assert isinstance(module, RawModule)
+    assert module.path.read_bytes() == warmed.cubin.data
+    other = dataclasses.replace(warmed.cubin, arch="sm_70")
+    with pytest.raises(ga.Unsupported) as refusal:
+        ctx.nvrtc.raw_module(other)
+    assert (refusal.value.field, refusal.value.value, refusal.value.nearest) == ("cubin", "sm_70", warmed.cubin.arch)

@@ -52,6 +52,18 @@ def test_a_launch_that_no_gpu_makes_is_a_typed_error(context: Any) -> None:
     test_arrays_of_the_host_are_written_in_place(context)
 
 
+def test_cupy_inspects_the_cubin_of_a_built_in_variant(context: Any) -> None:
+    pytest.importorskip("cupy")
+    q = np.ones((1, 64, 2, 64), np.float16)
+    (warmed,) = context.nvrtc.warm([context.flash_attn.inspect_key(ga.FlashForward(q, q, q))]).result(120)
+    (entry,) = warmed.cubin.entry_points
+    function = context.nvrtc.raw_module(warmed.cubin).get_function(entry)
+    assert function.name == entry
+    assert function.max_threads_per_block >= 128
+    resources = warmed.cubin.resources[entry]
+    assert (function.num_regs, function.shared_size_bytes) == (resources.registers, resources.shared_bytes)
+
+
 def test_cupy_launches_the_same_cubin_on_a_stream_of_its_own(context: Any) -> None:
     cupy = pytest.importorskip("cupy")
     kernel = context.kernel(SOURCE, "line").result(120)
