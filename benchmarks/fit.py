@@ -167,7 +167,8 @@ TEMPLATE = """# Ours beside other libraries, by a model
 Every figure of ours here is a model's. An H100 [has measured](../benchmarks/README.md#on-an-h100) some of these cases
 since: forward in 16 bits 2 to 16% faster than here, in e4m3 14 to 19% slower. `python -m benchmarks.fit` writes this
 page from published figures of other libraries (`peers.json`, with their sources) and from [counts of machine
-code](peers_sass.md).
+code](peers_sass.md). It is for writers of kernels: the package makes no choice by this model, but by published rules
+([design](../design.md#kernels)).
 
 ## The model
 
