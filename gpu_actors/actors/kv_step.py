@@ -414,7 +414,8 @@ class Stepping:
         if known is not None:
             kind = known.kind
             q = known.layouts["q"]
-            example = _contiguous(q.shape, name_of(q.dtype), self._store.device)  # to plan for a table of another width
+            # To plan for a table of another width.
+            example = _contiguous(q.shape, name_of(q.dtype), self._store.device, q.kind is not DeviceArray)
             request = None if kind.request is None else changed(kind.request, {"q": example})
             return [_Layers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
         given = message.layer_options or {}
@@ -453,7 +454,8 @@ class Stepping:
         known = {name: array for name in named if (array := getattr(request, name)) is not None}
         if "out" not in known and kind.plan is not None:
             out = kind.plan.outputs["out"]
-            known["out"] = _contiguous(out.shape, out.dtype, self._store.device)
+            on_host = not isinstance(request.q, DeviceArray)
+            known["out"] = _contiguous(out.shape, out.dtype, self._store.device, on_host)
         return _Layers(work, {name: _Layout.of(array, name) for name, array in known.items()})
 
 
@@ -475,7 +477,7 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
         return None
     rows = message.rows
     new = [rows] * len(tables) if type(rows) is int else rows
-    said = (message.heads_q, message.append, message.dtype, *options.values())
+    said = (message.heads_q, message.append, message.dtype, message.on_host, *options.values())
     if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
         return None
     added = new if message.append else [0] * len(tables)
@@ -539,13 +541,16 @@ def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) 
         shapes |= {k: (pool.heads_kv, pool.head_dim), v: (pool.heads_kv, pool.head_dim_v)}
     for other in like.keys() - shapes.keys() - {"out"}:
         raise InvalidRequest("like", other, f"must name arrays of a layer: {', '.join((*shapes, 'out'))}")
-    made = {part: like.get(part, _contiguous((*leading, *shape), name, device)) for part, shape in shapes.items()}
+    made = {
+        part: like.get(part, _contiguous((*leading, *shape), name, device, message.on_host))
+        for part, shape in shapes.items()
+    }
     return own | made | {part: like[part] for part in like if part == "out"}
 
 
-def _contiguous(shape: tuple[int, ...], dtype: str, device: Device) -> Any:
-    """An array without contents, of the kind that lies on the device."""
+def _contiguous(shape: tuple[int, ...], dtype: str, device: Device, on_host: bool) -> Any:
+    """An array without contents, of the kind that lies on the device or on the host."""
     kind = dtype_of(dtype)
-    if device.info.kind != "cuda":
+    if on_host or device.info.kind != "cuda":
         return np.empty(shape, kind)
     return DeviceArray(0, shape, contiguous_strides(shape, kind.itemsize), kind, device.info.index)

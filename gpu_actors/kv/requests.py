@@ -285,6 +285,7 @@ class BeginStep:
     like: arrays by the names q, k, v (c_kv and k_pe of a latent cache) and out, of the kind, strides and alignment that
         each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes.
     options: those of `AttendCache` for all layers. layer_options: for single layers, in place of these.
+    on_host: whether arrays lie on the host by default on a GPU too, as for a context in another process.
     """
 
     __repr__ = brief
@@ -298,6 +299,7 @@ class BeginStep:
     like: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     layer_options: Mapping[int, Mapping[str, Any]] | None = None
+    on_host: bool = False
 
 
 @dataclass(slots=True, eq=False)

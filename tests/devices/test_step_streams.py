@@ -15,7 +15,7 @@ from inside.arrays import DeviceArray
 from inside.handles import start_context
 
 import gpu_actors as ga
-from gpu_actors import ContextOptions, EmulationOptions
+from gpu_actors import ContextOptions, EmulationOptions, KvStep
 from gpu_actors.devices.cuda import CudaDevice, stream
 from gpu_actors.devices.cuda.host_api import HostOrder
 from gpu_actors.devices.emulation.emulated_api import EmulatedApi
@@ -185,6 +185,30 @@ def right(order: HostOrder, seed: int, place: str) -> bool:
 @pytest.mark.parametrize("order", ORDERS)
 def test_steps_are_right_in_every_order_of_streams(order: HostOrder, place: str) -> None:
     assert right(order, 1, place)
+
+
+def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
+    """As it does where the program is another process: of steps that are planned, and of those that are known."""
+    with program(ORDERS[0], 1) as made:
+        handle = made.cache._handle
+        for length in (6, 7, 8):
+            message = ga.BeginStep(cache=made.cache._number, seqs=made.seqs, heads_q=HEADS_Q, on_host=True)
+            step = KvStep(handle, handle.submit(message).result(20))
+            k, v, q = made.rows(1), made.rows(1), made.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM))
+            q = q.astype(np.float16)
+            outs = []
+            for layer in range(LAYERS):
+                out = np.zeros_like(q[layer])
+                assert step.attend(layer, q[layer], k[layer], v[layer], out=out) is out
+                assert step.attend(layer, q[layer], k[layer], v[layer]).tobytes() == out.tobytes()
+                outs.append(out)
+            assert step.commit().result(20) == [length] * 2
+            made.plain.append(made.twins, k, v).result(20)
+            for layer, out in enumerate(outs):
+                assert np.array_equal(out, made.attended(made.plain, made.twins, layer, q[layer]))
+            assert made.same()
+        with pytest.raises(ga.InvalidRequest, match="on cuda:0"):  # where nothing says so
+            made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).attend(0, q[0], k[0], v[0])
 
 
 def wrong(order: HostOrder, seed: int, place: str) -> bool:
