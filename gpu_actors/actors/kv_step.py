@@ -178,8 +178,8 @@ class OpenStep:
         self._closed = False
 
     @property
-    def cache(self) -> OpenedCache:
-        return self.work.cache
+    def cache_number(self) -> int:
+        return self.work.cache.number
 
     @property
     def open(self) -> bool:
@@ -249,7 +249,7 @@ class OpenStep:
         if self._over is None:
             self._over = reason
             mailbox = self._cell.mailbox
-            mailbox.put(Call(EndStep(self.work.cache.number, self, False), mailbox), False)
+            mailbox.put(Call(EndStep(self.cache_number, self, False), mailbox), False)
 
     def _check(self) -> None:
         if self._over is not None:
@@ -259,7 +259,7 @@ class OpenStep:
             failure = _built_on_failed()
         else:
             try:
-                self._cell.shared.find(self.cache.number)
+                self._cell.shared.find(self.cache_number)
             except GpuActorsError as closed:
                 failure = closed.with_traceback(None)
         if failure is not None:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 import anyio
 
 from gpu_actors.actors.kv_cache import KvCacheActor
-from gpu_actors.actors.kv_step import OpenStep
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
 from gpu_actors.fields import describe, expect
-from gpu_actors.handles.kv_step import KvStep
+from gpu_actors.handles.kv_step import BegunStep, KvStep
 from gpu_actors.kv.requests import (
     AppendKeywords,
     AppendRows,
@@ -44,7 +43,6 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.planning.concat import concat
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.cell import ActorCell, Cell
 from gpu_actors.runtime.handle import takes_options
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
@@ -293,10 +291,6 @@ class KvCache(Local):
             cache=self._number, seqs=seqs, heads_q=heads_q, rows=rows, append=append, dtype=dtype, like=like,
             options=options, layer_options=layer_options,
         )  # fmt: skip
-        cell: Cell = self._handle._cell
-        if not isinstance(cell, ActorCell):
-            reason = "launches on the caller's thread, and the device of this context is in another process"
-            raise Unsupported("step", self._children.device.info.name, reason, "KvCache.attend")
         return _Step(self._submit(message, deadline, timeout, priority, seqs), self)
 
     # Looking on
@@ -341,7 +335,7 @@ class KvCache(Local):
     def _free_unknown(self, beginning: Call[Any]) -> None:
         if beginning.error is None:
             begun = beginning.answer()
-            if isinstance(begun, OpenStep):
+            if isinstance(beginning.message, BeginStep):
                 KvStep(self._handle, begun).abort()
                 return
             self.free(getattr(begun, "lease", begun))
@@ -410,7 +404,7 @@ class _Step(Reply[KvStep]):
 
     __slots__ = ("_begun", "_cache", "_step")
 
-    def __init__(self, reply: Reply[OpenStep], cache: KvCache) -> None:
+    def __init__(self, reply: Reply[BegunStep], cache: KvCache) -> None:
         super().__init__(reply._call)  # type: ignore[arg-type]
         self._cache = cache
         self._begun = _Begun(reply, cache)
@@ -422,7 +416,7 @@ class _Step(Reply[KvStep]):
     def result(self, timeout: float | None = None) -> KvStep:
         return self._given(self._begun.result(timeout))
 
-    def _given(self, begun: OpenStep) -> KvStep:
+    def _given(self, begun: BegunStep) -> KvStep:
         if not self._step:  # one alone, for a step ends with the last reference to it
             with self._cache._lock:
                 self._step = self._step or [KvStep(self._cache._handle, begun)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import anyio
 
@@ -17,10 +18,23 @@ from gpu_actors.runtime.reply import Reply
 from gpu_actors.values import show
 
 if TYPE_CHECKING:
-    from gpu_actors.actors.kv_step import OpenStep
     from gpu_actors.runtime.handle import ActorHandle
 
-__all__ = ["KvStep"]
+__all__ = ["BegunStep", "KvStep"]
+
+
+class BegunStep(Protocol):
+    """A step that has begun: an `OpenStep` of this process, or what stands for one in the context's process."""
+
+    lengths: list[int]
+
+    @property
+    def cache_number(self) -> int: ...
+
+    @property
+    def open(self) -> bool: ...
+
+    def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any: ...
 
 
 class KvStep(Local):
@@ -31,7 +45,7 @@ class KvStep(Local):
     its block, and aborts if the block raises or is cancelled. A step without a reference to it is aborted.
     """
 
-    def __init__(self, handle: ActorHandle, step: OpenStep) -> None:
+    def __init__(self, handle: ActorHandle, step: BegunStep) -> None:
         self._handle = handle
         self._step = step
         self._priority = 0  # of the least urgent commit
@@ -63,10 +77,11 @@ class KvStep(Local):
         stream: a CUDA stream as an int, or torch's or CuPy's object: the layer runs on it, in order. Default: the
             stream that q belongs to, which is its library's current one. The output is complete in the order of that
             stream; arrays on the host are waited for, and complete at once. All layers of a step are run in the order
-            of the calls.
+            of the calls. A context in another process takes none.
         A layer may be attended again, with the same rows. Raises `InvalidRequest` for arrays that are not what the step
         was begun for, and then the step goes on; `StaleBuffer` once it has ended; `DeadlineExceeded`, `LaunchError`,
-        `ContextLost` and other errors of a launch: then the step is aborted.
+        `ContextLost` and other errors of a launch: then the step is aborted. A context in another process raises
+        `WouldBlock` in a callback of a reply, on the thread that receives its answers.
         """
         arrays = {"q": q}
         if k is not None:
@@ -138,7 +153,7 @@ class KvStep(Local):
             self.abort().result()
 
     def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
-        reply: Reply[Any] = self._handle.submit(EndStep(self._step.cache.number, self._step, commit), **limits)
+        reply: Reply[Any] = self._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
         # A callback keeps the call alive where its reply is dropped.
         reply._call.when_done(_ended)
         return reply

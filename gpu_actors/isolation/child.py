@@ -16,6 +16,7 @@ from gpu_actors.isolation.imports import Unpickler, enter_child
 from gpu_actors.isolation.launcher import WorkerSpec
 from gpu_actors.isolation.pipe import PipeChannel
 from gpu_actors.isolation.records import Request
+from gpu_actors.kv.requests import AttendLayer
 from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.waking import WakePipe
 
@@ -37,7 +38,7 @@ def main(descriptors: list[int], spec: bytes) -> None:
     def received(sequence: int, record: Any) -> None:
         worker.received(sequence, record)
 
-    channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received, _is_for_an_actor)
+    channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received, _is_handed_on)
     # Found in a class, a partial is bound from Python 3.14 on.
     Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
@@ -73,6 +74,7 @@ class ReadingPipe(WakePipe):
             super().wake()
 
 
-def _is_for_an_actor(record: Any) -> bool:
+def _is_handed_on(record: Any) -> bool:
+    """Whether another thread does the work of a record: an actor's, or one for layers of steps."""
     # A request to the context itself may wait for an actor, and `Stop` does: not on the thread of one.
-    return type(record) is Request and bool(record.actor)
+    return type(record) is Request and (bool(record.actor) or type(record.message) is AttendLayer)

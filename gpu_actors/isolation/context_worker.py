@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
+from gpu_actors.actors.kv_step import OpenStep
+from gpu_actors.attention.requests import AttentionOutput, array_fields
 from gpu_actors.catching import hand_error_to
 from gpu_actors.devices.select import choose_device, open_device
 from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer
@@ -23,19 +25,26 @@ from gpu_actors.isolation.records import (
     Opened,
     OpenFailed,
     Ping,
-    ReleaseKernel,
+    Release,
     Request,
     Response,
     Status,
+    StepDescriptor,
     Stop,
 )
 from gpu_actors.isolation.remote_queries import QUERIES
 from gpu_actors.isolation.serialization import sendable_error
 from gpu_actors.isolation.side_tasks import SideTasks
+from gpu_actors.kv.requests import AttendLayer, EndStep
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.progress import is_failure
 
 __all__ = ["ContextWorker"]
+
+_OF_A_LAYER = tuple(array_fields(AttendLayer))
+
+# Threads that launch layers of steps. Each waits for the device alone, so any number of steps goes on with these.
+_THREADS = 32
 
 
 class ContextWorker:
@@ -44,8 +53,8 @@ class ContextWorker:
     Its host calls `received` with each record of the channel, on one thread or several, until ``ended`` is true, and
     then `close`.
 
-    A request to the context itself is "probe", "drain", "run" with a function and its arguments, or one of `QUERIES`
-    with the label of an actor and arguments.
+    A request to the context itself is "probe", "drain", "run" with a function and its arguments, one of `QUERIES` with
+    the label of an actor and arguments, or an `AttendLayer`.
 
     channel: carries the responses.
     """
@@ -57,7 +66,8 @@ class ContextWorker:
         self._side_tasks: SideTasks | None = None
         self._cells: Mapping[str, Any] = {}
         self._calls: dict[int, Call[Any] | Future[Any]] = {}
-        self._kernels: dict[int, CompiledKernel] = {}
+        self._kept: dict[int, CompiledKernel | OpenStep] = {}  # what the program refers to, by request
+        self._threads: ThreadPoolExecutor | None = None
         self._ready = True  # what the program knows
 
     def open(self, order: WorkerSpec) -> None:
@@ -87,6 +97,8 @@ class ContextWorker:
             self._side_tasks.close()
         if self._context is not None:
             self._context.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
     def _handle(self, record: Any) -> None:
         """Handle one record, in order. A request never makes it raise."""
@@ -101,8 +113,8 @@ class ContextWorker:
                     call.cancel()
             case Ping():
                 self._link.send(self._status())
-            case ReleaseKernel(kernel):
-                self._kernels.pop(kernel, None)
+            case Release(number):
+                self._kept.pop(number, None)
             case Stop():
                 self.close()
                 self._end()
@@ -115,6 +127,9 @@ class ContextWorker:
     def _on_request(self, request: Request) -> None:
         number, actor, message, left, priority = request
         try:
+            if type(message) is AttendLayer:
+                self._launching().submit(self._attend, number, self._step(message.step), message)
+                return
             if not actor:
                 self._on_context_request(number, message, left)
                 return
@@ -122,6 +137,8 @@ class ContextWorker:
             prepared = None
             if type(message) is LaunchKernel:
                 message.kernel = self._kernel(message.kernel)
+            elif type(message) is EndStep:
+                message.step = self._step(message.step)
             elif actor == "flash_attn":
                 prepared = cell.shared.recall(message) if hasattr(message, "alignment") else None
             call = cell.handle.send(message, None, left, priority, prepared)
@@ -149,10 +166,31 @@ class ContextWorker:
         reply._call.when_done(functools.partial(self._on_call_done, number, None))
 
     def _kernel(self, number: Any) -> CompiledKernel:
-        kernel = self._kernels.get(number)
-        if kernel is None:
+        kernel = self._kept.get(number)
+        if not isinstance(kernel, CompiledKernel):
             raise StaleBuffer("the kernel was compiled in an earlier process of the context: compile it again")
         return kernel
+
+    # Steps
+
+    def _step(self, number: Any) -> OpenStep:
+        step = self._kept.get(number)
+        if not isinstance(step, OpenStep):
+            raise StaleBuffer("the step has ended")
+        return step
+
+    def _launching(self) -> ThreadPoolExecutor:
+        """Threads that launch layers, and wait for them, in place of the one that reads the channel."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-layers")
+        return self._threads
+
+    def _attend(self, number: int, step: OpenStep, message: AttendLayer) -> None:
+        arrays = {name: array for name in _OF_A_LAYER if (array := getattr(message, name)) is not None or name == "q"}
+        with hand_error_to(functools.partial(self._respond, number, None, None)):
+            self._respond(number, None, AttentionOutput(step.attend(message.layer, arrays, None)), None)
+
+    # Responses
 
     def _on_task_done(self, number: int, value: Any, error: BaseException | None) -> None:
         self._calls.pop(number, None)
@@ -162,8 +200,11 @@ class ContextWorker:
         self._calls.pop(number, None)
         value = call.value
         if isinstance(value, CompiledKernel):
-            self._kernels[number] = value
+            self._kept[number] = value
             value = KernelDescriptor(number, value.entry, value.parameters, value.parameter_bytes, value.cubin)
+        elif isinstance(value, OpenStep):
+            self._kept[number] = value
+            value = StepDescriptor(number, value.cache_number, value.lengths)
         self._respond(number, cell, value, call.error)
 
     def _respond(self, number: int, cell: Any, value: Any, error: BaseException | None) -> None:

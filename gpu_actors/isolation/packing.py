@@ -42,7 +42,7 @@ from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.isolation.arena import Host
 from gpu_actors.isolation.imports import Unpickler, refuse_unfinished
 from gpu_actors.isolation.records import Counts, Request, Response
-from gpu_actors.kv.requests import AppendRows, AttendCache
+from gpu_actors.kv.requests import AppendRows, AttendCache, AttendLayer
 from gpu_actors.process import Local
 
 __all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
@@ -60,6 +60,7 @@ _KINDS: tuple[type, ...] = (
     MhaBackward,
     AppendRows,
     AttendCache,
+    AttendLayer,
     AttentionOutput,
     AttentionGradients,
     MhaOutput,

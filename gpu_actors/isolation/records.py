@@ -15,10 +15,11 @@ __all__ = [
     "OpenFailed",
     "Opened",
     "Ping",
-    "ReleaseKernel",
+    "Release",
     "Request",
     "Response",
     "Status",
+    "StepDescriptor",
     "Stop",
 ]
 
@@ -61,10 +62,10 @@ class Cancel(NamedTuple):
     number: int
 
 
-class ReleaseKernel(NamedTuple):
-    """The program has dropped its last reference to a compiled kernel."""
+class Release(NamedTuple):
+    """The program has dropped its last reference to a compiled kernel or a step. number: of its descriptor."""
 
-    kernel: int
+    number: int
 
 
 class Ping(NamedTuple):
@@ -129,3 +130,16 @@ class KernelDescriptor(NamedTuple):
     parameters: Any
     parameter_bytes: Any
     cubin: Any
+
+
+class StepDescriptor(NamedTuple):
+    """Describes an `OpenStep`, which stays in the process of its device.
+
+    number: stands for the step in requests to it.
+    cache: its cache's number.
+    lengths: of its sequences, with its rows.
+    """
+
+    number: int
+    cache: int
+    lengths: list[int]

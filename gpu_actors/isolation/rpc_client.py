@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
+from gpu_actors.arrays.adoption import changed
+from gpu_actors.catching import undo_on_error
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import (
     DeadlineExceeded,
@@ -26,18 +28,31 @@ from gpu_actors.errors import (
     Overloaded,
     RequestCancelled,
     StaleBuffer,
+    WouldBlock,
 )
 from gpu_actors.isolation.channel import Channel, Link
-from gpu_actors.isolation.records import Cancel, Counts, KernelDescriptor, ReleaseKernel, Request, Response
+from gpu_actors.isolation.records import (
+    Cancel,
+    Counts,
+    KernelDescriptor,
+    Release,
+    Request,
+    Response,
+    StepDescriptor,
+)
 from gpu_actors.isolation.remote_queries import QUERY_TIMEOUT
+from gpu_actors.isolation.remote_step import RemoteStep
 from gpu_actors.isolation.serialization import outbound, side_effect_free, undo_message
+from gpu_actors.kv.requests import AttendLayer, EndStep
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.waking import Outbox
+from gpu_actors.values import show
 
 __all__ = ["MakeError", "RemoteKernel", "RemoteMailbox", "RpcClient"]
 
 _NO_COUNTS = Counts(0, 0, 0, 0)
+_OF_A_STEP = (AttendLayer, EndStep)
 
 MakeError = Callable[[bool], GpuActorsError]
 """Makes the error of one request. Its argument: whether a worker had the request, and may have carried it out."""
@@ -173,6 +188,8 @@ class RpcClient:
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal()
+            if type(call.message) in _OF_A_STEP:  # which no later worker answers
+                self._step_number(call.message.step)
             link = self._link
             if link is None or self._waiting or self._thread.sending:
                 if bounded and self._count_waiting() >= self._capacity:
@@ -205,6 +222,25 @@ class RpcClient:
         call: Call[Any] = Call(message, self._context_mailbox, 0, deadline)
         self._context_mailbox.put(call)
         return call
+
+    def attend(self, message: AttendLayer) -> Any:
+        """Send a layer of a step to the worker, and wait for its output.
+
+        Raises what `OpenStep.attend` does, `ContextLost` if the worker ends, and `WouldBlock` on the channel's thread.
+        """
+        if self._thread.sending:
+            raise WouldBlock("attend would block the thread that receives its answer; call it on another one")
+        call: Call[Any] = Call(message, self._context_mailbox, 0, message.step.deadline)
+        # An answer to an interrupted call must not be written into ``out`` later.
+        with undo_on_error(call.fail, RequestCancelled("interrupted as it waited")):
+            self._context_mailbox.put(call)
+            if not call.wait(None if call.deadline is None else call.deadline - SYSTEM_CLOCK.now()):
+                call.fail(DeadlineExceeded("the deadline of the step has passed"))
+        return call.answer().out
+
+    def has(self, generation: int) -> bool:
+        """Whether the worker of a generation answers."""
+        return self._link is not None and self._generation == generation
 
     def cancel(self, call: Call[Any]) -> bool:
         """Cancel a request that a worker has. True if the request is answered by that already.
@@ -306,7 +342,10 @@ class RpcClient:
         value, error = response.value, response.error
         if error is None:
             try:
-                value = self._compiled_kernel(value) if type(value) is KernelDescriptor else value
+                if type(value) is KernelDescriptor:
+                    value = self._compiled_kernel(value)
+                elif type(value) is StepDescriptor:
+                    value = self._step(value, call)
                 value = value if pending.finish is None else pending.finish(value)
             except Exception as failure:
                 error = failure if isinstance(failure, GpuActorsError) else GpuActorsError(repr(failure))
@@ -338,6 +377,10 @@ class RpcClient:
         message, finish = outbound(call.message, call.caller_notes)
         if type(message) is LaunchKernel:
             message = self._launch(message)
+        elif type(message) in _OF_A_STEP:
+            if type(message) is EndStep and isinstance(message.step, RemoteStep):
+                finish = message.step.end
+            message = changed(message, {"step": self._step_number(message.step)})
         number = next(self._numbers)
         pending = _Pending(call, finish, side_effect_free(call.message))
         with self._lock:
@@ -358,23 +401,41 @@ class RpcClient:
 
     def _undo(self, call: Call[Any] | None, value: Any) -> None:
         """A response came too late: have the worker free what it made for the request, which no one else can."""
-        if type(value) is KernelDescriptor:
-            self._notify(ReleaseKernel(value.number))
         undo = None if call is None or value is None else undo_message(call.message, value)
         if undo is not None:
             mailbox: Any = call and call.mailbox
             self._notify(Request(next(self._numbers), mailbox.name, undo, None, 0))
+        if type(value) in (KernelDescriptor, StepDescriptor):
+            self._notify(Release(value.number))
 
     def _compiled_kernel(self, descriptor: KernelDescriptor) -> CompiledKernel:
         kernel = RemoteKernel(descriptor.number, self._generation)
-        weakref.finalize(kernel, self._forget_kernel, descriptor.number, self._generation).atexit = False
+        self._release_with(kernel)
         sizes = descriptor.parameter_bytes
         entry, parameters, cubin = descriptor.entry, descriptor.parameters, descriptor.cubin
         return CompiledKernel(self.kernel_cell, entry, parameters, sizes, cubin, cast("Any", kernel))
 
-    def _forget_kernel(self, number: int, generation: int) -> None:
+    def _step(self, descriptor: StepDescriptor, call: Call[Any]) -> RemoteStep:
+        mailbox: Any = call.mailbox
+        step = RemoteStep(self, mailbox, descriptor, self._generation, call.deadline)
+        self._release_with(step)
+        return step
+
+    def _step_number(self, step: Any) -> int:
+        """The worker's number for a step. Raises `InvalidRequest`, and `StaleBuffer` if the worker has been lost."""
+        if not isinstance(step, RemoteStep) or step.client is not self:
+            raise InvalidRequest("step", show(step), "must be a step of this cache")
+        if not self.has(step.generation):
+            raise StaleBuffer(f"the step was begun in generation {step.generation} of the context, which is lost")
+        return step.number
+
+    def _release_with(self, remote: RemoteKernel | RemoteStep) -> None:
+        """Have the worker drop what this stands for, with the last reference to it here."""
+        weakref.finalize(remote, self._release, remote.number, remote.generation).atexit = False
+
+    def _release(self, number: int, generation: int) -> None:
         if generation == self._generation:
-            self._notify(ReleaseKernel(number))
+            self._notify(Release(number))
 
     def _launch(self, message: LaunchKernel) -> LaunchKernel:
         kernel = message.kernel

@@ -21,8 +21,10 @@ from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.isolation.imports import refuse_unfinished
 from gpu_actors.kv.requests import (
+    BeginStep,
     CloseCache,
     CreateSequence,
+    EndStep,
     ExportSequence,
     ForkSequence,
     FreeSequence,
@@ -91,6 +93,8 @@ def undo_message(message: Any, result: Any) -> Any:
             return FreeSequence(message.cache, result)
         case ExportSequence():
             return FreeSequence(message.cache, result.lease)
+        case BeginStep():
+            return EndStep(message.cache, result.number, False)
     return None
 
 
@@ -103,6 +107,8 @@ def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | No
         return _graph(message, notes)
     if isinstance(message, Warm) and message.progress is not None:
         raise InvalidRequest("progress", show(message.progress), f"must be left out: a function {_ELSEWHERE}")
+    if isinstance(message, BeginStep):
+        return dataclasses.replace(message, on_host=True), None
     if not dataclasses.is_dataclass(message) or isinstance(message, type):
         return message, None
     adopted: Any

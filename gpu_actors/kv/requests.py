@@ -17,6 +17,7 @@ __all__ = [
     "AppendRows",
     "AttendCache",
     "AttendKeywords",
+    "AttendLayer",
     "BeginStep",
     "CacheMessage",
     "CloseCache",
@@ -306,7 +307,8 @@ class BeginStep:
 class EndStep:
     """End a step. A full mailbox takes it too, and no default deadline applies to it.
 
-    step: an `OpenStep`. commit: whether its rows stay. If not, every sequence is as before.
+    step: an `OpenStep`, or what stands for it in another process. commit: whether its rows stay. If not, every sequence
+        is as before.
     """
 
     frees_memory: ClassVar[bool] = True
@@ -315,6 +317,26 @@ class EndStep:
     cache: int
     step: Any
     commit: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AttendLayer:
+    """Attend to one layer of a step in another process: the arguments of `KvStep.attend`. Answered with its output.
+
+    It waits in no mailbox, so that none is too full for it.
+    """
+
+    __repr__ = brief
+    frees_memory: ClassVar[bool] = True
+
+    step: Any
+    layer: Any
+    q: Array
+    k: Array | None = None
+    v: Array | None = None
+    c_kv: Array | None = None
+    k_pe: Array | None = None
+    out: Array | None = None
 
 
 class AttendKeywords(CacheKeywords, total=False):

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes.fault_injector import FailingActor, FaultInjector
+from inside.kv import requests
 from support.service import eventually
 
 import gpu_actors as ga
@@ -96,6 +97,51 @@ def cache(ctx: ga.GpuContext) -> Any:
         return length, lengths[0] >= 3, out, kept.length(seq), kept.stats(), fork.cached
 
 
+def steps(layers: int = 3, begin: Any = (), rows: Any = 2, **changes: Any) -> Ask:
+    """Two steps over a cache of several layers, the second with ``out``. begin: options of both."""
+    latent = changes.get("latent_dim", 0)
+    names, widths = (("c_kv", "k_pe"), (latent, 64)) if latent else (("k", "v"), (16, 16))
+    leading = (2, rows) if isinstance(rows, int) else (sum(rows),)
+    spec = {**CACHE, **changes}
+
+    def new(leading: tuple[int, ...], seed: int) -> dict[str, Any]:
+        shapes = [(*leading, spec["kv_heads"], width) for width in widths]
+        return {
+            name: arrays(shape, seed=seed + index)
+            for index, (name, shape) in enumerate(zip(names, shapes, strict=True))
+        }
+
+    def ask(ctx: ga.GpuContext) -> Any:
+        with ctx.kv_cache(**spec, layers=layers) as kept:
+            seqs = [kept.create().result(30.0) for _ in range(2)]
+            kept.append(seqs, **new((layers, 2, 5) if layers > 1 else (2, 5), 1)).result(30.0)
+            outs: list[Any] = []
+            for number in range(2):
+                step = kept.step(seqs, heads_q=4, rows=rows, **dict(begin)).result(30.0)
+                for layer in range(layers):
+                    q = arrays((*leading, 4, sum(widths) if latent else 16), seed=layer)
+                    out = np.zeros((*leading, 4, latent or 16), np.float32) if number else None
+                    outs.append(step.attend(layer, q, out=out, **new(leading, 7 * layer)))
+                    assert out is None or outs[-1] is out
+                outs.append((step.lengths, step.commit().result(30.0)))
+            return outs, [kept.length(seq) for seq in seqs], kept.stats()
+
+    return ask
+
+
+def wrong_layer(**changes: Any) -> Ask:
+    """One layer of a step whose arguments are not what the step was begun for."""
+    arguments: dict[str, Any] = {"layer": 1, "q": arrays((1, 1, 4, 16)), "k": arrays((1, 1, 2, 16))}
+
+    def ask(ctx: ga.GpuContext) -> Any:
+        with ctx.kv_cache(**CACHE, layers=2) as kept:
+            seq = kept.create().result(30.0)
+            with kept.step([seq], heads_q=4).result(30.0) as step:
+                return step.attend(**{**arguments, "v": arguments["k"], **changes})
+
+    return ask
+
+
 def full_cache(ctx: ga.GpuContext) -> Any:
     with ctx.kv_cache(**CACHE) as kept:
         seq = kept.create().result(30.0)
@@ -172,6 +218,22 @@ REQUESTS: dict[str, Ask] = {
     "mha": mha,
     "graph": graph,
     "cache": cache,
+    "steps": steps(),
+    "steps of lists": steps(rows=[3, 0]),
+    "steps of one layer": steps(1),
+    "steps with options": steps(
+        begin={
+            "softmax_scale": 0.3,
+            "rope": ga.Rope(dim=16),
+            "sinks": arrays((4,)),
+            "layer_options": {1: {"window_size": (2, 0), "sinks": None}},
+        }
+    ),
+    "steps of latents": steps(
+        begin={"softmax_scale": 0.1}, kv_heads=1, head_dim=512 + 64, latent_dim=512, num_blocks=4
+    ),
+    "steps of large rows": steps(rows=20),
+    "steps like": steps(begin={"like": {"q": arrays((2, 2, 4, 16)), "out": arrays((2, 2, 4, 16))}}),
     "out": given_out,
     "own actor": own_actor,
     "priorities": priorities,
@@ -192,6 +254,20 @@ REFUSALS: dict[str, Ask] = {
     "past deadline": lambda ctx: forward(timeout=-1.0)(ctx),
     "both limits": lambda ctx: forward(timeout=1.0, deadline=1.0)(ctx),
     "full cache": full_cache,
+    "layer": wrong_layer(layer=2),
+    "no layer": wrong_layer(layer="1"),
+    "no q of a layer": wrong_layer(q=None),
+    "no array of a layer": wrong_layer(q="q"),
+    "a layer without k": wrong_layer(k=None),
+    "shape of a layer": wrong_layer(q=arrays((1, 2, 4, 16))),
+    "dtype of a layer": wrong_layer(v=arrays((1, 1, 2, 16), np.float64)),
+    "strides of a layer": wrong_layer(q=arrays((1, 1, 4, 32))[..., ::2]),
+    "unknown array of a layer": wrong_layer(c_kv=arrays((1, 1, 2, 16))),
+    "missing layers": wrong_layer(),
+    "options of a step": steps(begin={"layer_options": {1: {"seqs": []}}}),
+    "steps that are full": steps(rows=70),
+    "rows of a step": steps(rows=[1, -1]),
+    "no step": lambda ctx: ctx.actor(ga.KvCacheActor).submit(requests.EndStep(1, 5, True)).result(30.0),
     "freed sequence": freed,
     "closed cache": closed_cache,
     "not entered": lambda ctx: ctx.kv_cache(**CACHE).create().result(30.0),

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.kv_cache import LATER, PAGE, in_flight, outcome, slow, spec, taken, wait
 from support.service import eventually
-from support.steps import LAYERS, Model, error_of, model, over
+from support.steps import EACH_PLACE, LAYERS, Isolation, Model, error_of, model, over
 from support.supervision import break_down
 
 import gpu_actors as ga
@@ -23,69 +24,84 @@ from gpu_actors.testing import FaultPlan, MockClock
 EACH_LAYER = pytest.mark.parametrize("layer", range(LAYERS))
 
 
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[ga.GpuContext]:
+    """For tests that do it no harm."""
+    with ga.open_context("mock", isolation="process") as ctx:
+        yield ctx
+
+
+@pytest.fixture(params=["here", "process"])
+def one(request: pytest.FixtureRequest) -> Iterator[Model]:
+    """A cache in a context of this process, and in one of another process."""
+    if request.param == "here":
+        with model() as one:
+            yield one
+        return
+    ctx: ga.GpuContext = request.getfixturevalue("isolated")
+    with ctx.kv_cache(**spec(layers=LAYERS)) as cache:
+        yield Model(ctx, cache)
+
+
 # How a program ends a step
 
 
 @EACH_LAYER
-def test_a_step_that_is_aborted_at_any_layer_leaves_no_trace(layer: int) -> None:
-    with model() as one:
-        step = one.step()
-        one.attend(step, range(layer))
-        waits = one.append()
-        taken(one.ctx)
-        assert not waits.done()
-        wait(step.abort())
-        assert wait(waits) == 6
-        one.cut(5, PAGE)
-        over(one, step, ga.StaleBuffer)
-        one.check()
+def test_a_step_that_is_aborted_at_any_layer_leaves_no_trace(layer: int, one: Model) -> None:
+    step = one.step()
+    one.attend(step, range(layer))
+    waits = one.append()
+    taken(one.ctx)
+    assert not waits.done()
+    wait(step.abort())
+    assert wait(waits) == 6
+    one.cut(5, PAGE)
+    over(one, step, ga.StaleBuffer)
+    one.check()
 
 
 @EACH_LAYER
-def test_an_exception_in_the_block_aborts_the_step(layer: int) -> None:
-    with model() as one:
-        step = one.step()
+def test_an_exception_in_the_block_aborts_the_step(layer: int, one: Model) -> None:
+    step = one.step()
 
-        def block() -> None:
-            with step:
-                one.attend(step, range(layer))
-                raise ZeroDivisionError("on purpose")
+    def block() -> None:
+        with step:
+            one.attend(step, range(layer))
+            raise ZeroDivisionError("on purpose")
 
-        with pytest.raises(ZeroDivisionError):
-            block()
-        over(one, step, ga.StaleBuffer)
-        one.check()
+    with pytest.raises(ZeroDivisionError):
+        block()
+    over(one, step, ga.StaleBuffer)
+    one.check()
 
 
 @EACH_LAYER
-def test_a_cancelled_block_aborts_the_step(layer: int) -> None:
-    async def block(one: Model, reached: asyncio.Event) -> None:
+def test_a_cancelled_block_aborts_the_step(layer: int, one: Model) -> None:
+    async def block(reached: asyncio.Event) -> None:
         async with await one.begin() as step:
             one.attend(step, range(layer))
             reached.set()
             await asyncio.sleep(60.0)
 
-    async def cancelled(one: Model) -> None:
+    async def cancelled() -> None:
         reached = asyncio.Event()
-        task = asyncio.create_task(block(one, reached))
+        task = asyncio.create_task(block(reached))
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with model() as one:
-        asyncio.run(cancelled(one))
-        one.check()
+    asyncio.run(cancelled())
+    one.check()
 
 
 @EACH_LAYER
-def test_a_step_that_is_dropped_is_aborted(layer: int) -> None:
-    with model() as one:
-        step = one.step()
-        one.attend(step, range(layer))
-        del step
-        gc.collect()
-        one.check()
+def test_a_step_that_is_dropped_is_aborted(layer: int, one: Model) -> None:
+    step = one.step()
+    one.attend(step, range(layer))
+    del step
+    gc.collect()
+    one.check()
 
 
 @pytest.mark.parametrize("received", [True, False])
@@ -102,29 +118,27 @@ def test_a_step_that_no_task_receives_is_aborted(received: bool) -> None:
 
 
 @EACH_LAYER
-def test_a_commit_without_all_layers_names_those_that_are_missing(layer: int) -> None:
-    with model() as one:
-        step = one.step()
-        one.attend(step, range(layer))
-        refusal = outcome(step.commit())
-        assert isinstance(refusal, ga.InvalidRequest)
-        assert (refusal.field, refusal.value) == ("layers", list(range(layer, LAYERS)))
-        one.attend(step, range(layer))  # it goes on until its block ends
-        with pytest.raises(ga.InvalidRequest, match="layers"), step:
-            pass
-        assert [one.cache.length(seq) for seq in one.seqs] == [5, PAGE]
-        over(one, step, ga.StaleBuffer)
-        one.check()
+def test_a_commit_without_all_layers_names_those_that_are_missing(layer: int, one: Model) -> None:
+    step = one.step()
+    one.attend(step, range(layer))
+    refusal = outcome(step.commit())
+    assert isinstance(refusal, ga.InvalidRequest)
+    assert (refusal.field, refusal.value) == ("layers", list(range(layer, LAYERS)))
+    one.attend(step, range(layer))  # it goes on until its block ends
+    with pytest.raises(ga.InvalidRequest, match="layers"), step:
+        pass
+    assert [one.cache.length(seq) for seq in one.seqs] == [5, PAGE]
+    over(one, step, ga.StaleBuffer)
+    one.check()
 
 
-def test_a_second_commit_is_refused_and_an_abort_undoes_nothing() -> None:
-    with model() as one:
-        step = one.step()
-        one.attend(step, range(LAYERS))
-        assert wait(step.commit()) == [6, PAGE + 1]
-        over(one, step, ga.StaleBuffer)
-        one.cut(5, PAGE)
-        one.check()
+def test_a_second_commit_is_refused_and_an_abort_undoes_nothing(one: Model) -> None:
+    step = one.step()
+    one.attend(step, range(LAYERS))
+    assert wait(step.commit()) == [6, PAGE + 1]
+    over(one, step, ga.StaleBuffer)
+    one.cut(5, PAGE)
+    one.check()
 
 
 @pytest.mark.parametrize("priority", [0, 5, -5])
@@ -190,10 +204,11 @@ def test_a_step_that_has_ended_is_not_kept_until_its_deadline() -> None:
 # Launches that fail
 
 
+@EACH_PLACE
 @EACH_LAYER
 @pytest.mark.parametrize("kind", [ga.LaunchError, ga.OutOfDeviceMemory])
-def test_a_launch_that_fails_aborts_the_step(layer: int, kind: Any) -> None:
-    with model(ga.ContextOptions(fault_plan=FaultPlan().fail(2 + layer, kind))) as one:
+def test_a_launch_that_fails_aborts_the_step(layer: int, kind: Any, isolation: Isolation) -> None:
+    with model(ga.ContextOptions(fault_plan=FaultPlan().fail(2 + layer, kind)), isolation) as one:
         step = one.step()
         waits = one.append()
         one.attend(step, range(layer))
@@ -204,9 +219,10 @@ def test_a_launch_that_fails_aborts_the_step(layer: int, kind: Any) -> None:
         one.check()
 
 
+@EACH_PLACE
 @EACH_LAYER
-def test_a_lost_context_ends_a_step_at_any_layer(layer: int) -> None:
-    with model(ga.ContextOptions(fault_plan=FaultPlan().lose_context(2 + layer))) as one:
+def test_a_lost_context_ends_a_step_at_any_layer(layer: int, isolation: Isolation) -> None:
+    with model(ga.ContextOptions(fault_plan=FaultPlan().lose_context(2 + layer)), isolation) as one:
         step, other = one.step(0), one.step(1)
         waits = one.append()
         one.attend(step, range(layer))
@@ -270,8 +286,9 @@ def test_a_commit_fails_with_the_launch_that_the_step_builds_on() -> None:
         one.check()
 
 
-def test_the_copy_of_a_shared_page_that_fails_takes_the_step_with_it() -> None:
-    with model(ga.ContextOptions(fault_plan=FaultPlan().fail(2))) as one:
+@EACH_PLACE
+def test_the_copy_of_a_shared_page_that_fails_takes_the_step_with_it(isolation: Isolation) -> None:
+    with model(ga.ContextOptions(fault_plan=FaultPlan().fail(2)), isolation) as one:
         fork = wait(one.cache.fork(one.seqs[0]))
         step = one.step(0)
         assert isinstance(error_of(lambda: one.attend(step, range(LAYERS))), ga.LaunchError)
@@ -284,19 +301,19 @@ def test_the_copy_of_a_shared_page_that_fails_takes_the_step_with_it() -> None:
 
 
 @pytest.mark.parametrize(("rows", "full"), [(1 + 8 * PAGE, True), (6 * PAGE, True), (3 * PAGE, False)])
-def test_a_step_without_room_takes_nothing(rows: int, full: bool) -> None:
-    with model() as one:
-        result = outcome(one.begin(rows=rows))
-        assert isinstance(result, ga.CacheFull) == full
-        if not full:
-            assert one.cache.stats().free_blocks == 0
-            wait(result.abort())
-        one.check()
+def test_a_step_without_room_takes_nothing(rows: int, full: bool, one: Model) -> None:
+    result = outcome(one.begin(rows=rows))
+    assert isinstance(result, ga.CacheFull) == full
+    if not full:
+        assert one.cache.stats().free_blocks == 0
+        wait(result.abort())
+    one.check()
 
 
+@EACH_PLACE
 @pytest.mark.parametrize("layer", [0, 2, LAYERS])
-def test_a_cache_that_is_closed_ends_its_steps(layer: int) -> None:
-    with ga.open_context("mock") as ctx:
+def test_a_cache_that_is_closed_ends_its_steps(layer: int, isolation: Isolation) -> None:
+    with ga.open_context("mock", isolation=isolation) as ctx:
         with ctx.kv_cache(**spec(layers=LAYERS)) as cache:
             one = Model(ctx, cache)
             step, dropped = one.step(0), one.step(1)
@@ -312,9 +329,10 @@ def test_a_cache_that_is_closed_ends_its_steps(layer: int) -> None:
             Model(ctx, cache).check()
 
 
+@EACH_PLACE
 @pytest.mark.parametrize("layer", [0, 2, LAYERS])
-def test_a_context_that_is_closed_ends_its_steps(layer: int) -> None:
-    with model(ga.ContextOptions(drain_timeout=0.1)) as one:
+def test_a_context_that_is_closed_ends_its_steps(layer: int, isolation: Isolation) -> None:
+    with model(ga.ContextOptions(drain_timeout=0.1), isolation) as one:
         step, dropped = one.step(0), one.step(1)
         one.attend(step, range(layer))
         waits = one.append()
@@ -348,8 +366,9 @@ def test_a_step_outlives_its_actor(layer: int, commits: bool) -> None:
         one.check()
 
 
-def test_a_full_mailbox_refuses_a_step_and_takes_its_end() -> None:
-    with model(ga.ContextOptions(mailbox_capacity=2)) as one:
+@EACH_PLACE
+def test_a_full_mailbox_refuses_a_step_and_takes_its_end(isolation: Isolation) -> None:
+    with model(ga.ContextOptions(mailbox_capacity=2), isolation) as one:
         step = one.step()
         one.attend(step, range(LAYERS))
         waits = [one.append(), one.append()]
@@ -370,31 +389,29 @@ def test_a_full_mailbox_refuses_a_step_and_takes_its_end() -> None:
 # Order
 
 
-def test_two_steps_at_once_on_different_sequences() -> None:
-    with model() as one:
-        first, second = one.step(0), one.step(1)
-        for layer in range(LAYERS):
-            one.attend(first, [layer])
-            one.attend(second, [LAYERS - 1 - layer])
-        wait(second.abort())
-        assert wait(first.commit()) == [6]
-        one.cut(5, PAGE)
-        one.check()
+def test_two_steps_at_once_on_different_sequences(one: Model) -> None:
+    first, second = one.step(0), one.step(1)
+    for layer in range(LAYERS):
+        one.attend(first, [layer])
+        one.attend(second, [LAYERS - 1 - layer])
+    wait(second.abort())
+    assert wait(first.commit()) == [6]
+    one.cut(5, PAGE)
+    one.check()
 
 
-def test_a_second_step_on_a_sequence_waits_for_the_first() -> None:
-    with model() as one:
-        first = one.step(0)
-        second = one.begin(0, 1)
-        taken(one.ctx)
-        assert not second.done()
-        one.attend(first, range(LAYERS))
-        wait(first.commit())
-        step = wait(second)
-        assert step.lengths == [7, PAGE + 1]
-        wait(step.abort())
-        one.cut(5, PAGE)
-        one.check()
+def test_a_second_step_on_a_sequence_waits_for_the_first(one: Model) -> None:
+    first = one.step(0)
+    second = one.begin(0, 1)
+    taken(one.ctx)
+    assert not second.done()
+    one.attend(first, range(LAYERS))
+    wait(first.commit())
+    step = wait(second)
+    assert step.lengths == [7, PAGE + 1]
+    wait(step.abort())
+    one.cut(5, PAGE)
+    one.check()
 
 
 def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
@@ -414,41 +431,38 @@ def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
         one.check()
 
 
-def test_each_reader_of_a_reply_gets_the_same_step() -> None:
-    with model() as one:
-        reply = one.begin()
-        first, second = wait(reply), wait(reply)
-        assert first is second
-        del second
-        one.attend(first, range(LAYERS))
-        assert wait(first.commit()) == [6, PAGE + 1]
+def test_each_reader_of_a_reply_gets_the_same_step(one: Model) -> None:
+    reply = one.begin()
+    first, second = wait(reply), wait(reply)
+    assert first is second
+    del second
+    one.attend(first, range(LAYERS))
+    assert wait(first.commit()) == [6, PAGE + 1]
 
 
-def test_a_known_step_without_new_rows_is_planned_for_the_table_that_there_is() -> None:
-    with model() as one:
-        for _ in range(2 * PAGE):
-            step = one.step(0, append=False, rows=PAGE)
-            q = one.rows.q(1, PAGE)
-            out = step.attend(1, q)
-            wait(step.commit())
-            assert out.tobytes() == wait(one.cache.attend(q, [one.seqs[0]], layer=1)).out.tobytes()
-            wait(one.append(0))
+def test_a_known_step_without_new_rows_is_planned_for_the_table_that_there_is(one: Model) -> None:
+    for _ in range(2 * PAGE):
+        step = one.step(0, append=False, rows=PAGE)
+        q = one.rows.q(1, PAGE)
+        out = step.attend(1, q)
+        wait(step.commit())
+        assert out.tobytes() == wait(one.cache.attend(q, [one.seqs[0]], layer=1)).out.tobytes()
+        wait(one.append(0))
 
 
-def test_the_others_do_not_wait_for_a_step() -> None:
-    with model() as one:
-        step = one.step(0)
-        waits = one.append(0)
-        taken(one.ctx)
-        assert wait(one.append(1)) == PAGE + 1
-        wait(one.cache.attend(one.rows.q(1, 1), [one.seqs[1]], layer=2))
-        new = wait(one.cache.create())
-        wait(one.cache.free(new))
-        fork = wait(one.cache.fork(one.seqs[1]))
-        wait(one.cache.free(fork))
-        wait(one.cache.truncate(one.seqs[1], PAGE))
-        assert not waits.done()
-        wait(step.abort())
-        assert wait(waits) == 6
-        one.cut(5, PAGE)
-        one.check()
+def test_the_others_do_not_wait_for_a_step(one: Model) -> None:
+    step = one.step(0)
+    waits = one.append(0)
+    taken(one.ctx)
+    assert wait(one.append(1)) == PAGE + 1
+    wait(one.cache.attend(one.rows.q(1, 1), [one.seqs[1]], layer=2))
+    new = wait(one.cache.create())
+    wait(one.cache.free(new))
+    fork = wait(one.cache.fork(one.seqs[1]))
+    wait(one.cache.free(fork))
+    wait(one.cache.truncate(one.seqs[1], PAGE))
+    assert not waits.done()
+    wait(step.abort())
+    assert wait(waits) == 6
+    one.cut(5, PAGE)
+    one.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,13 +124,42 @@ def test_a_cache_that_opens_too_late_is_closed(workplace: Holding) -> None:
 def test_a_kernel_that_is_compiled_too_late_is_forgotten(ctx: RemoteContext, workplace: Holding) -> None:
     connection = ctx._generations.connection
     assert isinstance(connection, ThreadConnection)
-    kernels = connection._worker._kernels
+    kernels = connection._worker._kept
     workplace.hold()
     reply = ctx.kernel('extern "C" __global__ void f(int* x) { *x = 1; }', "f")
     eventually(lambda: bool(kernels))
     reply._call.fail(ga.DeadlineExceeded("as a timer says it"))
     workplace.let_go()
     eventually(lambda: not kernels)
+
+
+def test_a_step_that_begins_too_late_is_aborted_and_forgotten(ctx: RemoteContext, workplace: Holding) -> None:
+    connection = ctx._generations.connection
+    assert isinstance(connection, ThreadConnection)
+    steps = connection._worker._kept
+    with ctx.kv_cache(**SPEC) as cache:
+        seq = cache.create().result(30.0)
+        workplace.hold()
+        reply = cache.step([seq], heads_q=2)
+        eventually(lambda: bool(steps))
+        reply._call.fail(ga.DeadlineExceeded("as a timer says it"))
+        waits = cache.append(seq, ROWS, ROWS)
+        workplace.let_go()
+        assert waits.result(30.0) == 20
+        eventually(lambda: not steps)
+
+
+@pytest.mark.parametrize("ends", ["commit", "abort", "drop"])
+def test_a_step_that_has_ended_is_forgotten(ctx: RemoteContext, ends: str) -> None:
+    connection = ctx._generations.connection
+    assert isinstance(connection, ThreadConnection)
+    with ctx.kv_cache(**SPEC) as cache:
+        step = cache.step([cache.create().result(30.0)], heads_q=2, append=False).result(30.0)
+        assert len(connection._worker._kept) == 1
+        if ends != "drop":
+            getattr(step, ends)().result(30.0)
+        del step
+        eventually(lambda: gc.collect() >= 0 and not connection._worker._kept)
 
 
 def test_a_full_channel_takes_what_frees_memory(workplace: Holding) -> None:

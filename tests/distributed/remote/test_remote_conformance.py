@@ -55,6 +55,21 @@ def cached(ctx: ga.GpuContext) -> Any:
         return length, cache.length(seq), cache.length(fork), cache.stats().shared_blocks, out
 
 
+def stepped(ctx: ga.GpuContext) -> Any:
+    with ctx.kv_cache(**SPEC, layers=3) as cache:
+        seq = cache.create().result(30.0)
+        outs = []
+        for _ in range(2):
+            with cache.step([seq], heads_q=4, rows=3).result(30.0) as step:
+                for layer in range(3):
+                    new = arrays((1, 3, 2, 16), layer)
+                    outs.append(step.attend(layer, arrays((1, 3, 4, 16), 9), new, new))
+        step = cache.step([seq], heads_q=4).result(30.0)
+        step.attend(0, arrays((1, 1, 4, 16)), new[:, :1], new[:, :1])
+        step.abort().result(30.0)
+        return cache.length(seq), tuple(step.lengths), tuple(outs)
+
+
 def moved(ctx: ga.GpuContext) -> Any:
     with ctx.kv_cache(**SPEC) as cache, ctx.kv_cache(**SPEC) as other:
         seq = cache.create().result(30.0)
@@ -87,7 +102,9 @@ def same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("ask", [forward, forward_of_much, refused, cached, moved], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize(
+    "ask", [forward, forward_of_much, refused, cached, stepped, moved], ids=lambda ask: ask.__name__
+)
 def test_it_answers_as_a_context_of_this_process(remote: RemoteContext, ask: Ask) -> None:
     with ga.open_context("mock") as ctx:
         same(outcome(ask, remote), outcome(ask, ctx))

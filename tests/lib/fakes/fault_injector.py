@@ -86,7 +86,7 @@ class FailingActor(ServiceActor):
 
 
 def _inject_at(step: str, fault: Callable[[], object]) -> None:
-    """Inject the fault when the process reaches that step for the next request of flash_attn."""
+    """Inject the fault when the process reaches that step for the next request of flash_attn, or the next layer."""
     from inside.isolation import PipeChannel
 
     from gpu_actors.remote import ContextWorker
@@ -97,6 +97,14 @@ def _inject_at(step: str, fault: Callable[[], object]) -> None:
         _before_request(lambda *_: fault())
     elif step == "answered":
         _before(ContextWorker, "_on_call_done", lambda self, number, cell, call: cell.name == "flash_attn" and fault())
+    elif step == "layer asked":
+        _before(ContextWorker, "_attend", lambda *_: fault())
+    elif step == "layer done":
+        _before(
+            ContextWorker,
+            "_respond",
+            lambda *_: threading.current_thread().name.startswith("gpu-actors-layers") and fault(),
+        )
     elif step == "packed":
 
         def post(channel: PipeChannel, sequence: int, parcel: Any) -> None:

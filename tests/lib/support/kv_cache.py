@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from emulated.memory import host_view
@@ -23,9 +23,11 @@ def spec(**changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(options: ga.ContextOptions | None = None, **changes: Any) -> Iterator[tuple[ga.GpuContext, ga.KvCache]]:
+def opened(
+    options: ga.ContextOptions | None = None, isolation: Literal["process"] | None = None, **changes: Any
+) -> Iterator[tuple[ga.GpuContext, ga.KvCache]]:
     """A context on mock with a cache of 8 pages of 8 rows."""
-    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**spec(**changes)) as cache:
+    with ga.open_context("mock", options, isolation=isolation) as ctx, ctx.kv_cache(**spec(**changes)) as cache:
         yield ctx, cache
 
 

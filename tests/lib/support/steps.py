@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+from inside.isolation import IsolatedContext
 from support.kv_cache import PAGE, Rows, attention, opened, outcome, wait
 from support.service import eventually
 
 import gpu_actors as ga
 
 LAYERS, HEADS_Q = 4, 4
+
+Isolation = Literal["process"] | None
+EACH_PLACE = pytest.mark.parametrize("isolation", [None, "process"], ids=["here", "process"])
+"""Where the context is."""
 
 
 class Model:
@@ -47,8 +52,11 @@ class Model:
 
     def check(self) -> None:
         """Everything is as it was in the beginning, and a step over both sequences is right."""
-        cache, state = self.cache, self.cache._find()
-        eventually(lambda: not state._in_flight and not state.stepping)
+        cache = self.cache
+        if not isinstance(self.ctx, IsolatedContext):
+            state = cache._find()
+            eventually(lambda: not state._in_flight and not state.stepping)
+        eventually(lambda: cache.stats().free_blocks == 6)
         assert [cache.length(seq) for seq in self.seqs] == [5, PAGE]
         assert (cache.stats().free_blocks, cache.stats().sequences) == (6, 2)
         self.check_contents(0)
@@ -75,18 +83,18 @@ class Model:
         assert cache.stats().free_blocks == 5
 
     def check_contents(self, more: int) -> None:
-        state = self.cache._find()
         for index, seq in enumerate(self.seqs):
-            table = state.table(seq)
-            for pool, held in zip((state.k_pool, state.v_pool), self.held, strict=True):
-                rows = pool[:, table.pages].reshape(LAYERS, -1, *pool.shape[3:])[:, : table.length]
+            pages = wait(self.cache.export_pages(seq))
+            for side, held in zip((pages.k, pages.v), self.held, strict=True):
+                rows = side.reshape(LAYERS, -1, *side.shape[3:])[:, : pages.length]
                 np.testing.assert_array_equal(rows, held[index])
                 assert rows.shape[1] == (5, PAGE)[index] + more
+            wait(self.cache.release(pages))
 
 
 @contextmanager
-def model(options: ga.ContextOptions | None = None, **changes: Any) -> Iterator[Model]:
-    with opened(options, **{"layers": LAYERS, **changes}) as (ctx, cache):
+def model(options: ga.ContextOptions | None = None, isolation: Isolation = None, **changes: Any) -> Iterator[Model]:
+    with opened(options, isolation, **{"layers": LAYERS, **changes}) as (ctx, cache):
         yield Model(ctx, cache)
 
 
