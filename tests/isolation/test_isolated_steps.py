@@ -137,17 +137,28 @@ def test_a_layer_ends_by_the_deadline_though_the_process_has_stopped(one: Model)
 def test_a_layer_that_is_interrupted_aborts_the_step(one: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     step = one.step()
     one.attend(step, [0])
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        held.set()
+        go_on.wait(30.0)
 
     def interrupted(*_: Any) -> bool:
+        time.sleep(0.2)  # the process answers, and the thread that receives it is held
         raise KeyboardInterrupt
 
+    out = np.full((2, 1, 4, 16), 7.0, np.float32)
+    one.ctx.actor(FaultInjector).submit(("sleep", 0.1)).add_done_callback(hold)
+    assert held.wait(30.0)
     with monkeypatch.context() as patch:
         patch.setattr(ga.Call, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            step.attend(1, one.rows.q(2, 1), *one.rows.new(2, 1))
+            step.attend(1, one.rows.q(2, 1), *one.rows.new(2, 1), out=out)
+    go_on.set()
     assert isinstance(error_of(lambda: one.attend(step, [2])), ga.LaunchError)
     assert isinstance(outcome(step.commit()), ga.StaleBuffer)
     assert wait(step.abort()) is None
+    assert (out == 7.0).all(), "an answer that came too late was written"
     one.check()
 
 
