@@ -63,10 +63,11 @@ if TYPE_CHECKING:
     from gpu_actors.actors.kernels import KernelActor
     from gpu_actors.actors.kv_cache import KvCacheActor
     from gpu_actors.actors.nvrtc import NvrtcActor, NvrtcHandle, WarmedVariant
+    from gpu_actors.actors.prepared import Prepare, PreparedAttention
     from gpu_actors.handles.gpu_context import GpuContext
     from gpu_actors.handles.health import Health
     from gpu_actors.handles.kv_cache import KvCache
-    from gpu_actors.handles.kv_step import KvStep
+    from gpu_actors.handles.kv_step import KvCapture, KvStep
     from gpu_actors.kernels.append import Rope
     from gpu_actors.kernels.option_table import Explanation
     from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, KvCacheSpec, KvSequence
@@ -130,6 +131,7 @@ __all__ = [
     "KvCacheActor",
     "KvCacheSpec",
     "KvCacheStats",
+    "KvCapture",
     "KvSequence",
     "KvStep",
     "LaunchError",
@@ -149,6 +151,8 @@ __all__ = [
     "OutOfDeviceMemory",
     "Overloaded",
     "PagedForward",
+    "Prepare",
+    "PreparedAttention",
     "Reply",
     "RequestCancelled",
     "RequestError",
@@ -192,10 +196,13 @@ _LAZY = {
     "KvCacheActor": "gpu_actors.actors.kv_cache",
     "KvCacheSpec": "gpu_actors.kv.requests",
     "KvCacheStats": "gpu_actors.kv.sequences",
+    "KvCapture": "gpu_actors.handles.kv_step",
     "KvSequence": "gpu_actors.kv.requests",
     "KvStep": "gpu_actors.handles.kv_step",
     "NvrtcActor": "gpu_actors.actors.nvrtc",
     "NvrtcHandle": "gpu_actors.actors.nvrtc",
+    "Prepare": "gpu_actors.actors.prepared",
+    "PreparedAttention": "gpu_actors.actors.prepared",
     "Rope": "gpu_actors.kernels.append",
     "SequencePages": "gpu_actors.kv.transfer",
     "ServiceActor": "gpu_actors.runtime.actor",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
+from gpu_actors.actors.prepared import Prepare, PreparedAttention
 from gpu_actors.arrays.adoption import adopt_request, is_brief
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.requests import (
@@ -23,27 +24,28 @@ from gpu_actors.attention.requests import (
     PagedForward,
     PagedKeywords,
 )
-from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.errors import RequestError
+from gpu_actors.devices.interface import DeviceInfo, Kernels, Launch
+from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.fields import shape_of
 from gpu_actors.kernels.option_table import Explanation
 from gpu_actors.partial import MergeBackward, MergeGradients, MergePartials, Partial, adopt_partials
 from gpu_actors.planning.backward import attention_gradients
-from gpu_actors.planning.cached import adopt_cache_request, check_cached
+from gpu_actors.planning.cached import adopt_cache_request, bind_cached, check_cached
 from gpu_actors.planning.concat import concat
 from gpu_actors.planning.explanation import explain_request, key_of
-from gpu_actors.planning.forward import attention_output, broadcast_batch, is_padded, is_plain
+from gpu_actors.planning.forward import attention_output, bind_forward, broadcast_batch, is_padded, is_plain
 from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.partials import bind_merge, bind_merge_gradients, merge_gradients_answer, merge_plan
-from gpu_actors.planning.plan import PlanCacheStats
+from gpu_actors.planning.plan import Plan, PlanCacheStats
 from gpu_actors.planning.planner import AttentionPlanner
 from gpu_actors.planning.seqused import to_dense_answer, to_varlen
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.cell import ActorCell, Cell
 from gpu_actors.runtime.completion import Finish
 from gpu_actors.runtime.handle import ActorHandle, takes_options
 from gpu_actors.runtime.reply import Reply
+from gpu_actors.values import show
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
 
@@ -213,6 +215,29 @@ class FlashAttnHandle(ActorHandle):
         """
         return Reply(self.send(MergeBackward(partials, dout, dlse, sinks), deadline, timeout, priority))
 
+    def prepare(
+        self,
+        request: FlashForward | PagedForward,
+        *,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[PreparedAttention]:
+        """Check, plan and compile a request now, to launch it many times without the actor: `PreparedAttention.run`.
+
+        request: with arrays shaped and placed as those of the runs. Its tables, lengths and other arrays besides q, the
+        keys and values are those of all runs. The reply raises one of `gpu_actors.errors`: `Unsupported` too for padded
+        sequences (``seqused_q``), and in a context with ``isolation="process"``.
+        """
+        message = Prepare(request)
+        cell: Cell = self._cell
+        if not isinstance(cell, ActorCell):
+            call: Call[Any] = Call(message, cell.mailbox)
+            reason = "is launched on the caller's thread, and the device of this context is in another process"
+            cell.mailbox.refuse(call, Unsupported("request", show(request), reason, "forward or paged_forward"))
+            return Reply(call)
+        return Reply(self.send(message, deadline, timeout, priority))
+
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
         """The dispatch key of a request. Validates it and launches nothing.
 
@@ -255,6 +280,7 @@ class FlashAttnActor(ServiceActor):
         BatchedDecode,
         MergePartials,
         MergeBackward,
+        Prepare,
     )
     vital: ClassVar[bool] = True
 
@@ -310,6 +336,9 @@ class FlashAttnActor(ServiceActor):
         if isinstance(message, MergePartials | MergeBackward):
             self._merge(call, message)
             return
+        if isinstance(message, Prepare):
+            self._prepare(call, message)
+            return
         raise self.refusal(message)
 
     def _decode(self, call: Call[Any], message: PagedForward | BatchedDecode) -> None:
@@ -321,6 +350,39 @@ class FlashAttnActor(ServiceActor):
         if kernels is not None:
             work = Work(call=call, request=request, plan=plan, template=template, result=message.out, kernels=kernels)
             self._coalescer.add(work, merge_key(plan, request))
+
+    def _prepare(self, call: Call[Any], message: Prepare) -> None:
+        planner = self._planner
+        request: Any = message.request
+        plan: Plan
+        with reading(message):
+            if isinstance(request, PagedForward):
+                cached, _ = adopt_cache_request(request, planner.device_name, call.caller_notes)
+                plan = planner.decoding.plan(cached)
+                check_cached(plan, cached)
+                bind: Callable[[Kernels], Launch] = functools.partial(bind_cached, plan, cached)
+                adopted: Any = cached
+            elif isinstance(request, FlashForward) and not isinstance(request, FlashBackward):
+                if is_padded(request):
+                    name = "seqused_q" if request.seqused_q is not None else "seqused_k"
+                    reason = "of a request that is prepared would be read once, from the host"
+                    raise Unsupported(name, show(getattr(request, name)), reason, "cu_seqlens_q and cu_seqlens_k")
+                adopted, _ = adopt_request(request, planner.device_name, call.caller_notes)
+                plan = planner.plan(adopted, False)
+                bind = functools.partial(bind_forward, plan, adopted, False)
+            else:
+                reason = "must be a FlashForward or a PagedForward to be prepared"
+                raise InvalidRequest("request", type(request).__name__, reason)
+        kernels = planner.kernels_of(call, plan.variants)
+        if kernels is None or not call.claim():
+            return
+        with reading(message):
+            prepared = PreparedAttention(self.cell, adopted, bind(kernels))
+        ready = prepared.ready()
+        if ready.done():
+            call.resolve(prepared, self.outbox)
+        else:
+            self.cell.completion.watch(ready, (call,), lambda _: (prepared,), self.outbox)
 
     def _merge(self, call: Call[Any], message: MergePartials | MergeBackward) -> None:
         planner = self._planner

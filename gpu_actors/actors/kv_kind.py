@@ -64,7 +64,9 @@ _APPEND = _Fields(AppendRows, _ROWS)
 _ATTEND = _Fields(AttendCache, (*_ROWS, "q", "out"))
 
 
-def kind_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]) -> Hashable | None:
+def kind_key(
+    cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int
+) -> Hashable | None:
     """What decides the kind of an adopted request. None for one with further arrays, tokens or a block mask."""
     fields = _ATTEND if isinstance(message, AttendCache) else _APPEND
     for other in fields.others(message):
@@ -82,7 +84,7 @@ def kind_key(cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequ
     if isinstance(message, AttendCache):
         # The window is not checked yet, so it may be of any length.
         kinds += type(message.window_size[0]), type(message.window_size[1])
-    where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(longest)
+    where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(max(longest, most))
     of_q_and_out = alignments(*arrays[len(_ROWS) :])
     return type(message), *scalars, *kinds, where, of_q_and_out, *described
 
@@ -162,28 +164,35 @@ def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
 
 
 def kind_of(
-    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: list[PageTable]
+    store: CacheStore,
+    cache: OpenedCache,
+    message: AppendRows | AttendCache,
+    tables: list[PageTable],
+    most: int = 0,
 ) -> tuple[RequestKind, Bound]:
-    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`."""
+    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`.
+
+    most: the block table is as wide as for sequences of so many rows, if they are not longer.
+    """
     try:
-        key = kind_key(cache, message, tables)
+        key = kind_key(cache, message, tables, most)
         kind = None if key is None else cache.kinds.find(key)
     except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
         key = kind = None
     if kind is not None:
         return kind, bind(cache, kind, message)
-    kind, bound = pose(store, cache, message, tables)
+    kind, bound = pose(store, cache, message, tables, most)
     if key is not None:
         cache.kinds.add(key, kind)
     return kind, bound
 
 
 def pose(
-    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable]
+    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int = 0
 ) -> tuple[RequestKind, Bound]:
     """Check an adopted request in full, and plan it. Raises `InvalidRequest` and `Unsupported`."""
     if isinstance(message, AttendCache):
-        return _pose_attend(store, cache, message, tables)
+        return _pose_attend(store, cache, message, tables, most)
     batch = None if isinstance(message.seqs, KvSequence) else len(tables)
     rows = new_rows(message, cache.pool, batch, cache.layers)
     shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
@@ -191,14 +200,14 @@ def pose(
 
 
 def _pose_attend(
-    store: CacheStore, cache: OpenedCache, message: AttendCache, tables: Sequence[PageTable]
+    store: CacheStore, cache: OpenedCache, message: AttendCache, tables: Sequence[PageTable], most: int
 ) -> tuple[RequestKind, Bound]:
     rows = _rows_to_attend(message, cache, tables)
     # As many as there are now; requests that wait for their launch may add to them before this one's.
     lengths = np.array([table.length for table in tables], np.int32)
     if rows is not None:
         lengths += rows.counts
-    request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS})
+    request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS}, most)
     plan = store.decoding.plan(request)
     check_operands(plan, request)
     variants = plan.variants

@@ -14,11 +14,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from gpu_actors.actors.caller_launch import CallerLaunches
 from gpu_actors.actors.kv_kind import kind_launch, kind_of
 from gpu_actors.actors.kv_launch import add_rows, copy_launch
 from gpu_actors.actors.kv_store import (
@@ -31,10 +32,10 @@ from gpu_actors.actors.kv_store import (
     dtype_text,
     expected_lengths,
 )
-from gpu_actors.arrays.adopt import Adopted, dtype_of, name_of, restore
+from gpu_actors.arrays.adopt import name_of, restore
 from gpu_actors.arrays.adoption import adopt_request, changed, take_in
 from gpu_actors.arrays.device_array import DeviceArray
-from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Device, Event, Launch, Outputs, Series
 from gpu_actors.errors import (
@@ -45,9 +46,10 @@ from gpu_actors.errors import (
     RequestError,
     StaleBuffer,
 )
-from gpu_actors.fields import FP8, describe, expect, flag, integer
+from gpu_actors.fields import FP8, expect, flag, integer
 from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
+from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep, StepKeywords
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.planning.append_rows import NewRows, pack_rows
@@ -56,12 +58,11 @@ from gpu_actors.planning.merging import ends_of
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
-from gpu_actors.runtime.completion import as_answer
 from gpu_actors.validation.overlap import check_output_memory
 from gpu_actors.validation.paged import check_bias
 from gpu_actors.values import show
 
-__all__ = ["OpenStep", "Stepping"]
+__all__ = ["OpenStep", "StepCapture", "Stepping"]
 
 _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
 _PLAIN = (int, float, bool, str, type(None), Rope)
@@ -73,58 +74,11 @@ _LATE = "the deadline of the step has passed"
 
 
 @dataclass(slots=True, eq=False)
-class _Layout:
-    """What an array of a layer is like. strides: 0 along axes of one element. exact: those of the last such array.
-
-    place: on the device, its number, and what the address is modulo which number of bytes.
-    """
-
-    kind: type[Any]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-    exact: tuple[int, ...]
-    place: tuple[int, int, int] | None = None
-
-    @classmethod
-    def of(cls, array: Any, name: str) -> _Layout:
-        place = None
-        if isinstance(array, DeviceArray):
-            modulo = TMA_ALIGNMENT if name in ("q", "out") else array.itemsize
-            place = array.device, array.address % modulo, modulo
-        return cls(type(array), array.shape, _strides_of(array), array.dtype, array.strides, place)
-
-    def fits(self, array: Any) -> bool:
-        """Whether an adopted array, or a `DeviceArray`, is like this."""
-        if type(array) is not self.kind or array.shape != self.shape or array.dtype != self.dtype:
-            return False
-        if array.strides != self.exact:
-            if _strides_of(array) != self.strides:
-                return False
-            self.exact = array.strides
-        if self.place is None:
-            return True
-        device, rest, modulo = self.place
-        return bool(array.device == device and array.address % modulo == rest)
-
-    def __str__(self) -> str:
-        where = "on the host"
-        if self.place is not None:
-            device, rest, modulo = self.place
-            where = f"on cuda:{device} at {rest} modulo {modulo} bytes"
-        return f"{self.dtype} of shape {self.shape} with strides of {self.strides} bytes, {where}"
-
-
-def _strides_of(array: Any) -> tuple[int, ...]:
-    return tuple([0 if extent == 1 else step for extent, step in zip(array.shape, array.strides, strict=True)])
-
-
-@dataclass(slots=True, eq=False)
 class _Layers:
     """Layers with the same options. work: of one of them. layouts: of each array. first: the launch of the first."""
 
     work: KvWork
-    layouts: dict[str, _Layout]
+    layouts: dict[str, ArrayLayout]
     first: Launch | None = None
 
     def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
@@ -144,6 +98,20 @@ class _Layers:
         inputs = {**first.inputs, **own}
         return Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
 
+    def renew(self, captured: _Layers, series: Series) -> None:
+        """Put the tables of this step to where captured launches read them."""
+        first = captured.first
+        if first is None:
+            return
+        examples = {
+            name: contiguous(layout.shape, name_of(layout.dtype), layout.place[0])
+            for name, layout in self.layouts.items()
+            if layout.place is not None and name != "out"
+        }
+        launch = self.launch(0, examples)
+        series.renew(first.steps, launch)
+        self.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
+
     def _first(self, own: Mapping[str, Any]) -> Launch:
         work = self.work
         assert work.request is not None
@@ -158,18 +126,45 @@ class _Layers:
         return launch if work.rows is None else add_rows(launch, [work])
 
 
+@dataclass(slots=True, eq=False)
+class StepCapture:
+    """Launches of a step that a caller's CUDA graph has. One step at a time has its tables where they read them.
+
+    message: of the step, for tables of one width. sequences: how many. layers: as they were captured. numbers: of the
+    layers that the graph has. q: of the latest one, for the stream of its library. lost: a step could not be ended. The
+    memory of the launches stays until this is dropped.
+    """
+
+    message: BeginStep
+    sequences: int
+    layers: Sequence[_Layers]
+    launches: CallerLaunches
+    numbers: set[int] = field(default_factory=set)
+    q: Any = None
+    lost: bool = False
+
+    def __del__(self) -> None:
+        self.launches.series.drop()
+
+
 class OpenStep:
     """A step that has begun. `attend` may be called by any thread, by one at a time.
 
-    work: its rows and pages, as of a request in flight. lengths: of its sequences, with its rows.
+    work: its rows and pages, as of a request in flight. lengths: of its sequences, with its rows. capture: of its
+    layers, or of those of a step before it.
     """
 
-    def __init__(self, cell: ActorCell, work: KvWork, layers: Sequence[_Layers], deadline: float | None) -> None:
+    def __init__(
+        self, cell: ActorCell, work: KvWork, layers: Sequence[_Layers], deadline: float | None, message: BeginStep
+    ) -> None:
         self.work = work
         self.lengths: list[int] = work.lengths.tolist()
+        self.capture: StepCapture | None = message.captured
+        self._message = message
         self._cell = cell
         self._layers = layers
-        self._series: Series = (cell.stream or cell.open_stream()).series()
+        self._launches = CallerLaunches(cell) if self.capture is None else self.capture.launches
+        self._device_name = cell.environment.device.info.device_name
         self._deadline = deadline
         self._lock = threading.Lock()
         self._pools = [work.cache.pools_of(layer) for layer in range(len(layers))]
@@ -188,7 +183,6 @@ class OpenStep:
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any:
         """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
-        device = self._cell.environment.device
         with self._lock:
             work = self.work
             if self._over is not None or work.lost or work.cache.closed or self._deadline is not None:
@@ -196,32 +190,52 @@ class OpenStep:
             if type(layer) is not int or not 0 <= layer < len(self._layers):
                 layer = integer("layer", layer, 0, len(self._layers) - 1)
             layers = self._layers[layer]
-            read, template = self._read(layers, arrays)
-            q = read["q"]
-            if isinstance(q, DeviceArray):
-                if not device.is_current():
-                    reason = "must be given on a thread whose current device is the array's"
-                    raise InvalidRequest("q", describe(q), reason)
-                stream = q.stream if stream is None else stream
+            read, template = read_arrays(layers.layouts, arrays, self._device_name, "this step")
+            if len(read) < len(layers.layouts):
+                for name in layers.layouts:
+                    expect(name in read or name == "out", name, None, "must be given to each layer of this step")
+            make = functools.partial(layers.launch, layer, read)
             try:
-                first, pools = layers.first, self._pools[layer]
-                if first is not None and "out" in read and self._series.repeat(first, pools, read, stream):
-                    out = read["out"]
-                else:
-                    event = self._series.add(layers.launch(layer, read), stream)
-                    self._cell.completion.wait(event)
-                    out = event.outputs["out"]
-            except RequestError:
+                out = self._launches.run(layers.first, self._pools[layer], read, stream, make)["out"]
+            except BaseException as error:
+                self._abandon_after(error)
                 raise
-            except Exception as error:
-                raise self._fail(error) from None
-            except BaseException:  # Ctrl-C: part of the layer may be enqueued
-                self.abandon(LaunchError("the launch of a layer was interrupted"))
-                raise
-            self._attended.add(layer)
+            if self._launches.series.captured:
+                self._captured(layer, arrays["q"])
+            else:
+                self._attended.add(layer)
         if "out" in arrays:
             return arrays["out"]
         return out if template is None else restore(out, template)
+
+    def replay(self, run: Callable[[], object], stream: int | None) -> None:
+        """Have ``run`` enqueue the captured layers on a stream: the caller's, or that of q's library."""
+        with self._lock:
+            self._check()
+            if self.capture is None:
+                reason = "replays the layers of a step that were captured, and this step has none"
+                raise InvalidRequest("run", show(run), reason)
+            q: Any = take_in(self.capture.q, "q", self._device_name).array
+            try:
+                self._launches.replay(run, q.stream if stream is None else stream)
+            except BaseException as error:
+                self._abandon_after(error)
+                raise
+            self._attended |= self.capture.numbers
+
+    def _captured(self, layer: int, q: Any) -> None:
+        if self.capture is None:
+            message, columns = self._message, self.work.table.shape[1]
+            message = dataclasses.replace(message, max_length=columns * self.work.cache.pool.page_size)
+            self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
+        self.capture.numbers.add(layer)
+        self.capture.q = q
+
+    def _abandon_after(self, error: BaseException) -> None:
+        """A launch has raised. A request that is refused has launched nothing."""
+        if not isinstance(error, RequestError):
+            interrupted = LaunchError("the launch of a layer was interrupted")  # part of it may be enqueued
+            self.abandon(error if isinstance(error, GpuActorsError) else interrupted)
 
     def close(self, commit: bool) -> bool:
         """Let no layer follow. False for an abort of a step that has ended.
@@ -242,7 +256,8 @@ class OpenStep:
 
     def end(self) -> Event:
         """The end of all launches."""
-        return self._series.end()
+        series: Series = self._launches.series
+        return series.end() if self.capture is None else series.mark()
 
     def abandon(self, reason: GpuActorsError) -> None:
         """Undo the step, and raise ``reason`` for what is still asked of it. For any thread."""
@@ -268,36 +283,6 @@ class OpenStep:
         if self._deadline is not None and self._cell.environment.clock.now() >= self._deadline:
             raise DeadlineExceeded(_LATE)
 
-    def _fail(self, error: BaseException) -> GpuActorsError:
-        """The step's launch raised ``error``. Gives the one to raise."""
-        self._cell.progress.launch_ended(error)
-        name, lost = self._cell.name, self._cell.environment.context_lost
-        failure = as_answer(error, lost, name, "could not launch a layer")
-        self.abandon(failure)
-        return failure
-
-    def _read(self, layers: _Layers, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Adopted | None]:
-        """The arrays of a layer as this package reads them, and what q was where that is no such array."""
-        read: dict[str, Any] = {}
-        template: Adopted | None = None
-        place, layouts = self._cell.environment.device.info.device_name, layers.layouts
-        for name, array in arrays.items():
-            layout = layouts.get(name)
-            if layout is None:
-                raise InvalidRequest(name, describe(array), "is not given to the layers of this step")
-            if type(array) is not layout.kind:
-                adopted = take_in(array, name, place)
-                array = adopted.array
-                if name == "q" and array is not adopted.source:
-                    template = adopted
-            if not layout.fits(array):
-                raise InvalidRequest(name, describe(array), f"must be {layout}, as the step was begun for")
-            read[name] = array
-        if len(read) < len(layouts):
-            for name in layouts:
-                expect(name in read or name == "out", name, None, "must be given to each layer of this step")
-        return read, template
-
 
 class Stepping:
     """Begins and ends the steps of one incarnation of the actor."""
@@ -310,10 +295,15 @@ class Stepping:
     def begin(self, call: Call[Any], cache: OpenedCache, message: BeginStep) -> None:
         """Reserve the pages of a step's rows, and answer with it."""
         with reading(message):
-            tables = _tables(cache, message)
-            if not cache.stepping.isdisjoint(tables):
+            tables, capture = _tables(cache, message), message.captured
+            if not cache.stepping.isdisjoint((*tables, capture)):
                 self._store.order.hold(call)
                 return
+            if capture is not None and capture.lost:
+                raise StaleBuffer("a step of this capture could not be ended: capture another")
+            if capture is not None:
+                reason = f"must be {capture.sequences} sequences, as the captured step has"
+                expect(len(tables) == capture.sequences, "seqs", len(tables), reason)
             layers = self._plan(call, cache, message, tables)
         groups = list(dict.fromkeys(layers))
         if not all(self._has_kernels(group.work) for group in groups):
@@ -325,13 +315,16 @@ class Stepping:
             raise error
         if not begun:
             return  # answered meanwhile
-        cache.stepping.update(tables)
+        cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
             for group in groups:
                 group.work.table, group.work.lengths = first.table, first.lengths
                 group.work.take_pages(self._store.decoding)
             self._copy_pages(first)
-            step = OpenStep(self._actor.cell, first, layers, call.deadline)
+            if capture is not None:
+                for group, captured in zip(groups, dict.fromkeys(capture.layers), strict=True):
+                    group.renew(captured, capture.launches.series)
+            step = OpenStep(self._actor.cell, first, layers, call.deadline, message)
             for group in groups:
                 # Copies are made, and layers change no pages.
                 group.work = dataclasses.replace(group.work, writes=[])
@@ -341,10 +334,12 @@ class Stepping:
                 environment.timers.at(call.deadline, functools.partial(_deadline_passed, weakref.ref(step)))
         except BaseException:
             self._undo(first)
+            self._give_back(cache, capture)
             raise
         if not call.resolve(step, self._actor.outbox):
             step.close(commit=False)
             self._undo(first)
+            self._give_back(cache, capture)
 
     def end(self, call: Call[Any], message: EndStep) -> None:
         """Commit a step, or undo it."""
@@ -356,19 +351,26 @@ class Stepping:
         if not step.close(message.commit):
             call.resolve(None, self._actor.outbox)
             return
-        work = step.work
+        work, capture = step.work, step.capture
         work.call = call  # which fails with a launch that the step builds on
+        watch = self._actor.cell.completion.watch
         try:
             event = step.end()
         except BaseException:
             self._undo(work)
+            if capture is not None:
+                capture.lost = True
+            self._give_back(work.cache, capture)
             raise
         if not message.commit:
             self._undo(work)
+            if capture is not None:  # its next step must not change tables that kernels still read
+                watch(event, (), lambda _: self._give_back(work.cache, capture), self._actor.outbox)
             call.resolve(None, self._actor.outbox)
             return
 
         def finish(_: Outputs) -> Sequence[Any]:
+            self._give_back(work.cache, capture)
             if work.lost:
                 self._undo(work)
                 call.fail(_built_on_failed())
@@ -379,9 +381,10 @@ class Stepping:
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
             self._undo(work, error)
+            self._give_back(work.cache, capture)
             return ()
 
-        self._actor.cell.completion.watch(event, (call,), finish, self._actor.outbox, failed)
+        watch(event, (call,), finish, self._actor.outbox, failed)
 
     def _undo(self, work: KvWork, error: BaseException | None = None) -> None:
         for other in work.cache.failed([work]):
@@ -391,6 +394,13 @@ class Stepping:
     def _leave(self, work: KvWork) -> None:
         work.cache.stepping.difference_update(work.tables)
         self._store.order.look_again()
+
+    def _give_back(self, cache: OpenedCache, capture: StepCapture | None) -> Sequence[Any]:
+        """Let the next step have a capture. Answers no call."""
+        if capture is not None:
+            cache.stepping.discard(capture)
+            self._store.order.look_again()
+        return ()
 
     def _copy_pages(self, work: KvWork) -> None:
         """Copy shared pages that the step will write to."""
@@ -409,13 +419,14 @@ class Stepping:
 
     def _plan(self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]) -> list[_Layers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        _check_longest(message, tables)
         key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
         if known is not None:
             kind = known.kind
             q = known.layouts["q"]
             # To plan for a table of another width.
-            example = _contiguous(q.shape, name_of(q.dtype), self._store.device, q.kind is not DeviceArray)
+            example = contiguous(q.shape, name_of(q.dtype), None if q.place is None else q.place[0])
             request = None if kind.request is None else changed(kind.request, {"q": example})
             return [_Layers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
         given = message.layer_options or {}
@@ -447,16 +458,23 @@ class Stepping:
         device, notes = self._store.device_name, call.caller_notes
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
         expect(request.return_lse is False, "return_lse", request.return_lse, "must be False: a layer gives out alone")
-        kind, (attention, rows) = kind_of(self._store, cache, request, tables)
+        kind, (attention, rows) = kind_of(self._store, cache, request, tables, message.max_length or 0)
         work = _work(call, cache, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
         known = {name: array for name in named if (array := getattr(request, name)) is not None}
         if "out" not in known and kind.plan is not None:
             out = kind.plan.outputs["out"]
-            on_host = not isinstance(request.q, DeviceArray)
-            known["out"] = _contiguous(out.shape, out.dtype, self._store.device, on_host)
-        return _Layers(work, {name: _Layout.of(array, name) for name, array in known.items()})
+            known["out"] = contiguous(
+                out.shape, out.dtype, request.q.device if isinstance(request.q, DeviceArray) else None
+            )
+        return _Layers(
+            work,
+            {
+                name: ArrayLayout.of(array, TMA_ALIGNMENT if name in ("q", "out") else None)
+                for name, array in known.items()
+            },
+        )
 
 
 def _work(
@@ -467,7 +485,22 @@ def _work(
     request: PagedForward | None,
     rows: NewRows | None,
 ) -> KvWork:
-    return KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
+    work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
+    work.columns = cache.columns(call.message.max_length or 0)
+    return work
+
+
+def _check_longest(message: BeginStep, tables: Sequence[PageTable]) -> None:
+    """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
+    if message.max_length is None:
+        return
+    most = integer("max_length", message.max_length, 1, MAX_SEQLEN)
+    rows = message.rows if isinstance(message.rows, list | tuple) else [message.rows] * len(tables)
+    for index, (table, count) in enumerate(zip(tables, rows, strict=False)):
+        length = table.length + (count if message.append and type(count) is int else 0)
+        expect(
+            length <= most, f"seqs[{index}]", f"{length} rows", f"must have at most max_length, {most}, with the step's"
+        )
 
 
 def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
@@ -484,7 +517,8 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
-    return cache.columns(longest), type(rows), tuple(new), said, tuple(options), kinds
+    columns = cache.columns(max(longest, message.max_length or 0))
+    return columns, type(rows), tuple(new), said, tuple(options), kinds
 
 
 def _is_plain(value: object) -> bool:
@@ -541,16 +575,6 @@ def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) 
         shapes |= {k: (pool.heads_kv, pool.head_dim), v: (pool.heads_kv, pool.head_dim_v)}
     for other in like.keys() - shapes.keys() - {"out"}:
         raise InvalidRequest("like", other, f"must name arrays of a layer: {', '.join((*shapes, 'out'))}")
-    made = {
-        part: like.get(part, _contiguous((*leading, *shape), name, device, message.on_host))
-        for part, shape in shapes.items()
-    }
+    index = None if message.on_host or device.info.kind != "cuda" else device.info.index
+    made = {part: like.get(part, contiguous((*leading, *shape), name, index)) for part, shape in shapes.items()}
     return own | made | {part: like[part] for part in like if part == "out"}
-
-
-def _contiguous(shape: tuple[int, ...], dtype: str, device: Device, on_host: bool) -> Any:
-    """An array without contents, of the kind that lies on the device or on the host."""
-    kind = dtype_of(dtype)
-    if on_host or device.info.kind != "cuda":
-        return np.empty(shape, kind)
-    return DeviceArray(0, shape, contiguous_strides(shape, kind.itemsize), kind, device.info.index)

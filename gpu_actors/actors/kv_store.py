@@ -99,7 +99,8 @@ class KvWork(Work):
     request, plan: None where it only appends. rows: new ones, or None. kind: while its plan is the kind's.
     expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
     none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
-    sequence was not in a list. layer: whose keys are attended to. table, lengths, writes: since `OpenedCache.begin`.
+    sequence was not in a list. layer: whose keys are attended to. columns: that the table has at least.
+    table, lengths, writes: since `OpenedCache.begin`.
     lost: a launch that it builds on has failed.
     """
 
@@ -115,6 +116,7 @@ class KvWork(Work):
     cascading: tuple[Kernel, ...] = ()
     single: bool = False
     layer: int = 0
+    columns: int = 0
     table: Any = None
     lengths: Any = None
     writes: list[Write] = field(default_factory=list)
@@ -157,7 +159,8 @@ class OpenedCache:
 
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
     (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`. layers: where
-    there are several, the pools have an axis of them before that of pages. stepping: the sequences of open steps.
+    there are several, the pools have an axis of them before that of pages.
+    stepping: the sequences of open steps, and their captures.
     """
 
     number: int
@@ -173,7 +176,7 @@ class OpenedCache:
     # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
-    stepping: set[PageTable] = field(init=False, default_factory=set)
+    stepping: set[object] = field(init=False, default_factory=set)
     closed: bool = field(init=False, default=False)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
@@ -222,10 +225,13 @@ class OpenedCache:
         shape = batch, self.pool.heads_kv
         return {name: np.ascontiguousarray(np.broadcast_to(one, shape)) for name, one in self.descales.items()}
 
-    def request(self, q: Any, lengths: Any, options: Mapping[str, Any]) -> PagedForward:
-        """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages."""
+    def request(self, q: Any, lengths: Any, options: Mapping[str, Any], most: int = 0) -> PagedForward:
+        """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages.
+
+        most: the shape is for sequences of so many rows, if they are not longer.
+        """
         batch = len(lengths)
-        columns = self.columns(int(lengths.max(initial=0)), options.get("block_mask"))
+        columns = self.columns(int(lengths.max(initial=most)), options.get("block_mask"))
         table = np.zeros((batch, columns), np.int32)
         return PagedForward(
             q=q,
@@ -288,7 +294,7 @@ class OpenedCache:
             lengths = [table.length for table in tables]
         self.tables.enter(tables)
         most = self._most_columns(None if work.request is None else work.request.block_mask)
-        work.table, work.lengths = block_table(tables, most), np.array(lengths, np.int32)
+        work.table, work.lengths = block_table(tables, most, work.columns), np.array(lengths, np.int32)
 
     def succeeded(self, group: list[KvWork]) -> None:
         """The launch of a group has succeeded."""

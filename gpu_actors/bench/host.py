@@ -35,6 +35,7 @@ KERNEL_SECONDS = 50e-6
 _TO_THREAD = "to_thread"
 _CROWD = 64
 _TURN = 50
+_LONGEST = 1 << 12  # rows of a sequence
 _HEADS, _HEADS_KV, _DIM, _PAGE, _LAYERS = 64, 8, 128, 16, 32
 _addresses = itertools.count(1 << 50, 1 << 32)
 
@@ -113,7 +114,11 @@ async def _in_turn(ask: Ask) -> tuple[float, int]:
 
 
 async def _steps(batch: int, steps: int) -> dict[str, Any]:
-    """A step of `_LAYERS` layers, each with a new row, beside ``asyncio.to_thread``, and the driver's calls of one."""
+    """A step of `_LAYERS` layers, each with a new row, beside ``asyncio.to_thread``, and the driver's calls of one.
+
+    "captured": a step that replays the layers of another one, which a graph has. "queries": whether a stream is being
+    captured, which enqueue nothing.
+    """
     api = NullApi()
     context = _open(api)
     try:
@@ -124,18 +129,41 @@ async def _steps(batch: int, steps: int) -> dict[str, Any]:
         async def step(_: int) -> None:
             begun = await cache.step(seqs, heads_q=_HEADS)
             for layer, (q, k, v, out) in enumerate(layers):
-                begun.attend(layer, q, k, v, out=out)
+                begun.attend(layer, q, k, v, out=out, stream=stream)
             await begun.commit()
 
-        asks: dict[str, Ask] = {_TO_THREAD: _to_thread(0.0), "step": step}
-        for _ in range(_TURN):
-            await step(0)
-        api.calls.clear()
-        figures = await _in_turns(asks, _alone, steps)
-        made = api.calls.total() / (_TURN * (steps // _TURN + 1))
+        stream = api.create_stream()
+        begun = await cache.step(seqs, heads_q=_HEADS, max_length=_LONGEST)
+        for capture in (False, True):
+            if capture:
+                api.begin_capture(stream)
+            for layer, (q, k, v, out) in enumerate(layers):
+                begun.attend(layer, q, k, v, out=out, stream=stream)
+        graph = api.end_capture(stream)
+        await begun.commit()
+        captured = begun.captured
+
+        async def replay(_: int) -> None:
+            begun = await captured.step(seqs)
+            begun.replay(lambda: api.launch_graph(graph, stream), stream=stream)
+            await begun.commit()
+
+        asks: dict[str, Ask] = {"step": step, "captured": replay}
+        calls = {}
+        for kind, ask in asks.items():
+            for _ in range(_TURN):
+                await ask(0)
+            api.calls.clear()
+            for _ in range(_TURN):
+                await ask(0)
+            calls[kind] = {
+                "queries": api.calls.pop("is_capturing", 0) / _TURN,
+                "driver_calls": api.calls.total() / _TURN,
+            }
+        figures = await _in_turns({_TO_THREAD: _to_thread(0.0), **asks}, _alone, steps)
     finally:
         await asyncio.to_thread(context.close)
-    return {**_beside(figures, "step"), "driver_calls": round(made, 2)}
+    return {kind: _beside(figures, kind) | calls[kind] for kind in asks}
 
 
 async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, dict[str, float]]:

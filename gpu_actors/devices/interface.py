@@ -10,7 +10,7 @@ module depends on the choice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -288,7 +288,11 @@ class Series:
     """Launches of one stream that end together, such as those of a model's layers. For one thread at a time.
 
     Those of this one are launches like others, which are waited for.
+
+    captured: whether the latest launch went into a capture of the caller's, which has not run.
     """
+
+    captured: bool = False
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -299,9 +303,29 @@ class Series:
         Of operands on the device the event is over at once: its outputs are complete in the order of ``stream``, the
         caller's own, or of the series' where it is None. A launch on the host's has to be waited for.
         Launches with the same ``steps`` differ in their arrays on the device alone: the first one uploads the others.
-        Raises what `Event.wait` raises, and `InvalidRequest` for an array that cannot be used where it lies.
+        Raises what `Event.wait` raises, and `InvalidRequest` for an array that cannot be used where it lies, and for a
+        stream that is being captured where the launch would allocate, copy from the host or wait for another stream.
         """
         return self._stream.launch(launch)
+
+    def ready(self, launch: Launch) -> None:
+        """Take the memory of a launch that will be added, and upload what it reads from the host.
+
+        It may be captured then. Raises as `add`.
+        """
+
+    def renew(self, steps: Sequence[Step], launch: Launch) -> None:
+        """Replace what launches with these steps read from the host by that of ``launch``, at the same addresses.
+
+        It is uploaded before the next launch, or `replay`. What was enqueued before must be over.
+        """
+
+    def replay(self, run: Callable[[], object], stream: int | None = None) -> None:
+        """Call ``run``, which enqueues launches of this series that were captured, on ``stream`` behind what they read.
+
+        Raises `InvalidRequest` where the stream is being captured, and what ``run`` raises.
+        """
+        run()
 
     def repeat(
         self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None
@@ -313,9 +337,16 @@ class Series:
         """
         return False
 
+    def mark(self) -> Event:
+        """The end of its launches so far. The event has no outputs."""
+        return FinishedEvent()
+
     def end(self) -> Event:
         """The end of all of its launches. None may follow. The event has no outputs."""
         return FinishedEvent()
+
+    def drop(self) -> None:
+        """`end` it with the next launch of the stream. For any thread, in a finalizer too: it takes no lock."""
 
 
 class Stream(ABC):

@@ -276,6 +276,7 @@ class KvCache(Local):
         dtype: Any = None,
         like: Mapping[str, Array] | None = None,
         layer_options: Mapping[int, Mapping[str, Any]] | None = None,
+        max_length: int | None = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -289,9 +290,9 @@ class KvCache(Local):
         """
         message = BeginStep(
             cache=self._number, seqs=seqs, heads_q=heads_q, rows=rows, append=append, dtype=dtype, like=like,
-            options=options, layer_options=layer_options,
+            options=options, layer_options=layer_options, max_length=max_length,
         )  # fmt: skip
-        return _Step(self._submit(message, deadline, timeout, priority, seqs), self)
+        return self._begin_step(message, deadline, timeout, priority)
 
     # Looking on
 
@@ -336,7 +337,7 @@ class KvCache(Local):
         if beginning.error is None:
             begun = beginning.answer()
             if isinstance(beginning.message, BeginStep):
-                KvStep(self._handle, begun).abort()
+                KvStep(self, begun).abort()
                 return
             self.free(getattr(begun, "lease", begun))
 
@@ -348,6 +349,11 @@ class KvCache(Local):
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, seqs: Any = ()
     ) -> Reply[KvSequence]:
         return _Begun(self._submit(message, deadline, timeout, priority, seqs), self)
+
+    def _begin_step(
+        self, message: BeginStep, deadline: float | None, timeout: float | None, priority: int
+    ) -> Reply[KvStep]:
+        return _Step(self._submit(message, deadline, timeout, priority, message.seqs), self)
 
     def _submit(
         self, message: Any, deadline: float | None, timeout: float | None, priority: int, seqs: Any = ()
@@ -419,7 +425,7 @@ class _Step(Reply[KvStep]):
     def _given(self, begun: BegunStep) -> KvStep:
         if not self._step:  # one alone, for a step ends with the last reference to it
             with self._cache._lock:
-                self._step = self._step or [KvStep(self._cache._handle, begun)]
+                self._step = self._step or [KvStep(self._cache, begun)]
         return self._step[0]
 
 

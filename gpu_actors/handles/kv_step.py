@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import anyio
 
+from gpu_actors.actors.caller_launch import stream_of
 from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError, InvalidRequest
-from gpu_actors.kv.requests import EndStep
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.kv.requests import EndStep, KvSequence
 from gpu_actors.process import Local
 from gpu_actors.runtime.reply import Reply
-from gpu_actors.values import show
 
 if TYPE_CHECKING:
+    from gpu_actors.actors.kv_step import StepCapture
+    from gpu_actors.kv.requests import BeginStep
     from gpu_actors.runtime.handle import ActorHandle
 
-__all__ = ["BegunStep", "KvStep"]
+__all__ = ["BegunStep", "KvCapture", "KvStep"]
 
 
 class BegunStep(Protocol):
     """A step that has begun: an `OpenStep` of this process, or what stands for one in the context's process."""
 
     lengths: list[int]
+    capture: StepCapture | None
 
     @property
     def cache_number(self) -> int: ...
@@ -35,6 +39,18 @@ class BegunStep(Protocol):
     def open(self) -> bool: ...
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any: ...
+
+    def replay(self, run: Callable[[], object], stream: int | None) -> None: ...
+
+
+class _Cache(Protocol):
+    """The `KvCache` of a step."""
+
+    _handle: ActorHandle
+
+    def _begin_step(
+        self, message: BeginStep, deadline: float | None, timeout: float | None, priority: int
+    ) -> Reply[KvStep]: ...
 
 
 class KvStep(Local):
@@ -45,8 +61,8 @@ class KvStep(Local):
     its block, and aborts if the block raises or is cancelled. A step without a reference to it is aborted.
     """
 
-    def __init__(self, handle: ActorHandle, step: BegunStep) -> None:
-        self._handle = handle
+    def __init__(self, cache: _Cache, step: BegunStep) -> None:
+        self._cache = cache
         self._step = step
         self._priority = 0  # of the least urgent commit
 
@@ -94,7 +110,23 @@ class KvStep(Local):
             arrays["k_pe"] = k_pe
         if out is not None:
             arrays["out"] = out
-        return self._step.attend(layer, arrays, None if stream is None else _stream_of(stream))
+        return self._step.attend(layer, arrays, stream_of(stream))
+
+    @property
+    def captured(self) -> KvCapture | None:
+        """What a CUDA graph has of this step, for later steps. None while no layer was captured."""
+        capture = self._step.capture
+        return None if capture is None else KvCapture(self._cache, capture)
+
+    def replay(self, run: Callable[[], object], *, stream: Any = None) -> None:
+        """Call ``run``, which launches the graph with the captured layers, behind the tables and lengths of this step.
+
+        run: for example ``graph.replay`` of torch, or ``lambda: graph.launch(stream)`` of CuPy. It must not use the
+            step. stream: the one that it launches on, as in `attend`.
+        The layers that were captured count as attended to. Raises `InvalidRequest` where none was, and where the stream
+        is being captured; `LaunchError` for what ``run`` raises, and then the step is aborted; else as `attend`.
+        """
+        self._step.replay(run, stream_of(stream))
 
     def commit(
         self, *, deadline: float | None = None, timeout: float | None = None, priority: int = 0
@@ -153,7 +185,7 @@ class KvStep(Local):
             self.abort().result()
 
     def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
-        reply: Reply[Any] = self._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
+        reply: Reply[Any] = self._cache._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
         # A callback keeps the call alive where its reply is dropped.
         reply._call.when_done(_ended)
         return reply
@@ -163,11 +195,34 @@ def _ended(_: Any) -> None:
     return
 
 
-def _stream_of(stream: Any) -> int:
-    """The handle of a CUDA stream. Raises `InvalidRequest`."""
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
-    if not isinstance(handle, int):
-        raise InvalidRequest("stream", show(stream), "must be an int, or a stream of torch or CuPy")
-    return handle
+class KvCapture(Local):
+    """Layers of a step that a CUDA graph has, with the tables and the memory that it reads. `KvStep.captured` gives it.
+
+    Keep it as long as the graph. Its steps begin one after the other: each waits until the one before has ended.
+    """
+
+    def __init__(self, cache: _Cache, capture: StepCapture) -> None:
+        self._cache = cache
+        self._capture = capture
+
+    def __repr__(self) -> str:
+        return f"<KvCapture of layers {sorted(self._capture.numbers)}>"
+
+    def step(
+        self,
+        seqs: Sequence[KvSequence],
+        *,
+        tokens: Any = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Reply[KvStep]:
+        """Begin a step over as many other sequences, or the same, whose layers are replayed: see `KvStep.replay`.
+
+        Rows, options and layouts are those of the captured step; tokens as in `AttendCache`. Raises as `KvCache.step`,
+        and `InvalidRequest` for a sequence that is longer than the step was planned for.
+        """
+        message = self._capture.message
+        options = message.options if tokens is None else {**message.options, "tokens": tokens}
+        message = dataclasses.replace(message, seqs=seqs, captured=self._capture, options=options)
+        return self._cache._begin_step(message, deadline, timeout, priority)

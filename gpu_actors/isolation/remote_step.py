@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest, LaunchError
@@ -10,6 +10,7 @@ from gpu_actors.isolation.records import StepDescriptor
 from gpu_actors.kv.requests import AttendLayer, EndStep
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.values import show
 
 __all__ = ["RemoteStep"]
 
@@ -27,9 +28,12 @@ class RemoteStep:
 
     A worker that has lost its device, or has ended, has no step: no later generation answers for it.
 
+    capture: none, for the device's streams are the worker's.
     mailbox: of its actor. number: the worker's for it. generation: of the context, whose worker has it.
     deadline: of the step. The worker aborts it then; a worker that does not answer is waited for no longer.
     """
+
+    capture: None = None
 
     def __init__(
         self, client: _Client, mailbox: Mailbox, descriptor: StepDescriptor, generation: int, deadline: float | None
@@ -61,6 +65,12 @@ class RemoteStep:
             self._over = LaunchError("the launch of a layer was interrupted")
             self._mailbox.put(Call(EndStep(self.cache_number, self, False), self._mailbox))
             raise
+
+    def replay(self, run: Callable[[], object], stream: int | None) -> None:
+        """Raises `InvalidRequest`."""
+        raise InvalidRequest(
+            "run", show(run), "replays captured layers, and a context in another process captures none"
+        )
 
     def end(self, result: Any) -> Any:
         """The worker has ended it, with this result."""

@@ -287,6 +287,9 @@ class BeginStep:
         each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes.
     options: those of `AttendCache` for all layers. layer_options: for single layers, in place of these.
     on_host: whether arrays lie on the host by default on a GPU too, as for a context in another process.
+    max_length: rows that a sequence may have with those of the step. The step is planned for as many, so that steps
+        over longer sequences may replay what this one captures. Default: what the block table has room for.
+    captured: of the step whose captured layers this one replays, by `KvCapture.step`.
     """
 
     __repr__ = brief
@@ -301,6 +304,8 @@ class BeginStep:
     options: Mapping[str, Any] = field(default_factory=dict)
     layer_options: Mapping[int, Mapping[str, Any]] | None = None
     on_host: bool = False
+    max_length: int | None = None
+    captured: Any = None
 
 
 @dataclass(slots=True, eq=False)

@@ -324,9 +324,9 @@ def table_width(pages: int, most: int) -> int:
     return max(1, pages, min(most, 1 << max(0, pages - 1).bit_length()))
 
 
-def block_table(tables: Sequence[PageTable], most: int) -> Any:
-    """int32 (batch, columns), as wide as `table_width` says. Behind a sequence's last page it is -1."""
-    width = table_width(max((len(table.pages) for table in tables), default=0), most)
+def block_table(tables: Sequence[PageTable], most: int, least: int = 0) -> Any:
+    """int32 (batch, columns), as wide as `table_width` says, or ``least``. Behind a sequence's last page it is -1."""
+    width = max(least, table_width(max((len(table.pages) for table in tables), default=0), most))
     block_ids = np.empty((len(tables), width), np.int32)
     block_ids.fill(-1)
     for row, table in zip(block_ids, tables, strict=True):

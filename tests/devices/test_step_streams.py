@@ -2,138 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from typing import Any, cast, get_args
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Program, program
 from emulated.memory import host_view
-from inside.arrays import DeviceArray
-from inside.handles import start_context
 
 import gpu_actors as ga
-from gpu_actors import ContextOptions, EmulationOptions, KvStep
-from gpu_actors.devices.cuda import CudaDevice, stream
+from gpu_actors.devices.cuda import stream
 from gpu_actors.devices.cuda.host_api import HostOrder
-from gpu_actors.devices.emulation.emulated_api import EmulatedApi
-
-LAYERS, HEADS, HEADS_Q, DIM, PAGE = 3, 1, 2, 64, 4
-SIZES: dict[str, Any] = {
-    "num_blocks": 32, "page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float16", "layers": LAYERS,
-}  # fmt: skip
-ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
-
-
-class Emulated(CudaDevice):
-    """An emulated device whose programs have arrays on it, as on a GPU."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.info = dataclasses.replace(self.info, kind="cuda")
-
-    def note_caller(self) -> None:
-        """Note no stream: CuPy would call the real driver, which may be missing."""
-
-
-class Program:
-    """A cache on an emulated device, a stream of the caller's, and a cache that is only asked by requests."""
-
-    def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, plain: ga.KvCache, seed: int) -> None:
-        self.device = cast("CudaDevice", ctx._children.device)
-        self.api: Any = self.device.driver.api
-        self.cache, self.plain = cache, plain
-        self.rng = np.random.default_rng(seed)
-        self.streams = [self.api.create_stream() for _ in range(2)]
-        self.seqs, self.twins = ([one.create().result(20) for _ in range(2)] for one in (cache, plain))
-        self.append(self.rows(5), self.rows(5))
-
-    def append(self, k: Any, v: Any) -> None:
-        for one, seqs in ((self.cache, self.seqs), (self.plain, self.twins)):
-            one.append(seqs, k, v).result(20)
-
-    def rows(self, count: int) -> Any:
-        return self.rng.standard_normal((LAYERS, 2, count, HEADS, DIM)).astype(np.float16)
-
-    def produced(self, value: Any, handle: int | None) -> DeviceArray:
-        """An array that the work of a stream has yet to write, or one that belongs to no stream."""
-        memory = self.device.memory.empty(value.shape, value.dtype.name)
-        if handle is None:
-            host_view(memory)[...] = value
-            return memory
-        staged = self.api.allocate_pinned(value.nbytes)
-        ctypes.memmove(staged, value.ctypes.data, value.nbytes)
-        self.api.copy_to_device(memory.address, staged, value.nbytes, handle)
-        return dataclasses.replace(memory, stream=handle, owner=memory)
-
-    def consumed(self, array: DeviceArray, handle: int) -> DeviceArray:
-        """A copy of an array, which a stream makes in its order."""
-        copy = self.device.memory.empty(array.shape, array.dtype.name)
-        nbytes = int(np.prod(array.shape)) * array.dtype.itemsize
-        self.api.copy_on_device(copy.address, array.address, nbytes, handle)
-        return copy
-
-    def step(self, kept: list[Any], on: Callable[[int], int | None]) -> tuple[ga.Reply[Any], list[Any], list[Any]]:
-        """A step whose layers run on streams. Gives its commit, what the streams' next work read, and what is right."""
-        k, v, q = self.rows(1), self.rows(1), self.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16)
-        # Rows that are still on their way, and a page that the step must copy.
-        before = self.rows(1), self.rows(1)
-        appended = [one.append(seqs, *before) for one, seqs in ((self.cache, self.seqs), (self.plain, self.twins))]
-        forked = self.cache.fork(self.seqs[0])
-        step = self.cache.step(self.seqs, heads_q=HEADS_Q).result(20)
-        outs = []
-        for layer in range(LAYERS):
-            handle = on(layer)
-            arrays = [self.produced(one[layer], handle) for one in (q, k, v)]
-            out = self.device.memory.empty(q[layer].shape, "float16")
-            result = step.attend(layer, *arrays, out=out, stream=handle)
-            # An allocator in the order of the stream would keep what belongs to it; the step holds the others.
-            kept += [out] if handle is None else [out, *arrays]
-            outs.append(result if handle is None else self.consumed(result, handle))
-        reply = step.commit()
-        for one in appended:
-            one.result(20)
-        self.cache.free(forked.result(20)).result(20)
-        self.plain.append(self.twins, k, v).result(20)
-        return reply, outs, [self.attended(self.plain, self.twins, layer, q[layer]) for layer in range(LAYERS)]
-
-    def attended(self, cache: ga.KvCache, seqs: Any, layer: int, q: Any) -> Any:
-        return cache.attend(q, seqs, layer=layer).result(20).out
-
-    def finish(self) -> None:
-        """Wait for the caller's streams, which the commit does not wait for."""
-        for handle in self.streams:
-            event = self.api.create_event()
-            self.api.record_event(event, handle)
-            self.api.synchronize_event(event)
-
-    def same(self) -> bool:
-        """Whether both caches have the same rows in all layers."""
-        q = self.rng.standard_normal((2, 1, HEADS_Q, DIM)).astype(np.float16)
-        return all(
-            np.array_equal(
-                self.attended(self.cache, self.seqs, layer, q), self.attended(self.plain, self.twins, layer, q)
-            )
-            for layer in range(LAYERS)
-        )
-
-
-@contextmanager
-def program(order: HostOrder, seed: int) -> Iterator[Program]:
-    options = ContextOptions()
-
-    def device() -> CudaDevice:
-        return Emulated(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
-
-    with (
-        closing(start_context(device, options)) as ctx,
-        ctx.kv_cache(**SIZES) as cache,
-        ctx.kv_cache(**SIZES) as plain,
-    ):
-        yield Program(ctx, cache, plain, seed)
-
 
 PLACES: dict[str, Callable[[Program, int], int | None]] = {
     "a caller's stream": lambda made, layer: made.streams[0],
@@ -193,7 +72,7 @@ def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
         handle = made.cache._handle
         for length in (6, 7, 8):
             message = ga.BeginStep(cache=made.cache._number, seqs=made.seqs, heads_q=HEADS_Q, on_host=True)
-            step = KvStep(handle, handle.submit(message).result(20))
+            step = ga.KvStep(made.cache, handle.submit(message).result(20))
             k, v, q = made.rows(1), made.rows(1), made.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM))
             q = q.astype(np.float16)
             outs = []

@@ -120,6 +120,9 @@ class CudaApi(Protocol):
     def begin_capture(self, stream: int) -> None:
         """Record the work that this thread enqueues on the stream from now on, instead of running it."""
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether work for the stream is recorded now, by whatever began it."""
+
     def end_capture(self, stream: int) -> int:
         """The record as a graph that can be launched."""
 

@@ -142,6 +142,10 @@ class CupyApi:
         runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
 
     @_checked
+    def is_capturing(self, stream: int) -> bool:
+        return bool(runtime.streamIsCapturing(stream))
+
+    @_checked
     def end_capture(self, stream: int) -> int:
         graph = runtime.streamEndCapture(stream)
         try:

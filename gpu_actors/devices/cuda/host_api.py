@@ -230,6 +230,10 @@ class HostApi(ABC):
         assert queue.captured is None, "the stream is being captured"
         queue.captured = []
 
+    @driver_call
+    def is_capturing(self, stream: int) -> bool:
+        return self._find(self._streams, stream).captured is not None
+
     def end_capture(self, stream: int) -> int:
         with self._lock:
             # It is over in any case, also where no graph comes of it.

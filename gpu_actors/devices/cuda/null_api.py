@@ -45,6 +45,7 @@ class NullApi:
         self._pinned: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._filled: dict[int, int] = {}
         self._ends: dict[int, float] = {}
+        self._capturing: set[int] = set()
 
     def bind(self) -> None:
         self.calls["bind"] += 1
@@ -118,8 +119,14 @@ class NullApi:
 
     def begin_capture(self, stream: int) -> None:
         self.calls["begin_capture"] += 1
+        self._capturing.add(stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        self.calls["is_capturing"] += 1
+        return stream in self._capturing
 
     def end_capture(self, stream: int) -> int:
+        self._capturing.discard(stream)
         return self._new_handle("end_capture")
 
     def launch_graph(self, graph: int, stream: int) -> None:

@@ -402,13 +402,17 @@ class Operands:
         return self._placement.bound.get((*self._fixed, *[arrays[name].address for name in self._names]))
 
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copies of the inputs."""
+        """Enqueue the copies of the inputs, and the first clearing of memory that launches leave as 0."""
         placement = self._placement
         # No local variable holds the memory: the traceback of a call that fails would keep it.
         if self._staging_in is not None and self._memory is not None:
             for piece, offset, staged, nbytes in placement.copies_in:
                 address = self._memory.addresses[piece] + offset
                 api.copy_to_device(address, self._staging_in.address + staged, nbytes, stream)
+        if self._armed is not None and not self._armed.cleared:
+            for address, nbytes in zip(self._armed.memory.addresses, placement.armed_pieces, strict=True):
+                api.fill(address, 0, nbytes, stream)
+            self._armed.cleared = True
 
     def launch(self, api: CudaApi, stream: int) -> None:
         """Enqueue the kernels, behind the clearing of outputs and scratch."""
@@ -424,10 +428,6 @@ class Operands:
         if api.emulation is not None:
             for address, nbytes in self.bound.discarded:
                 api.emulation.discard(address, nbytes, stream)
-        if self._armed is not None and not self._armed.cleared:
-            for address, nbytes in zip(self._armed.memory.addresses, placement.armed_pieces, strict=True):
-                api.fill(address, 0, nbytes, stream)
-            self._armed.cleared = True
         for function, geometry, params in self.bound.kernels:
             if 0 not in geometry.grid:
                 api.launch_kernel(function.handle, *geometry, stream, params, self.bound.operands)
@@ -469,6 +469,13 @@ class Operands:
     def rebind(self, launch: Launch) -> None:
         """Stage the operands of another launch of the same kind, and write its outputs from now on."""
         self._launch, self._results = launch, {}
+        self._fill_staging(launch)
+
+    def restage(self, launch: Launch) -> None:
+        """Stage what another launch of the same kind reads from the host. What was uploaded before must be there."""
+        for place in self._placement.uploads:
+            if launch.inputs[place.name].shape != place.shape:
+                raise LaunchError(f"operand {place.name!r} has another shape than the one whose place it takes")
         self._fill_staging(launch)
 
     def forget(self) -> None:

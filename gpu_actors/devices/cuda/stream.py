@@ -34,7 +34,7 @@ from gpu_actors.devices.interface import (
     Stream,
 )
 from gpu_actors.devices.recorded import Recordings, recording_key
-from gpu_actors.errors import ActorStopped, GpuActorsError, LaunchError
+from gpu_actors.errors import ActorStopped, GpuActorsError, InvalidRequest, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
 
@@ -99,6 +99,7 @@ class CudaStream(Stream):
         self._memory = StreamMemory(pools)
         self._of_series: deque[tuple[Hashable, StreamMemory]] = deque(maxlen=_IDLE)
         self._open: set[CudaSeries] = set()
+        self.dropped: deque[CudaSeries] = deque()
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while work is enqueued, so that the stream is not destroyed meanwhile.
         self._lock = threading.Lock()
@@ -106,6 +107,7 @@ class CudaStream(Stream):
     def launch(self, launch: Launch) -> Event:
         driver = self._driver
         driver.enter()
+        self._end_dropped()
         with self._lock:
             self._reap()
         key = recording_key(launch)
@@ -245,12 +247,19 @@ class CudaStream(Stream):
     def prepare(self, launch: Launch) -> _Shared | None:
         """What launches with these steps have in common. None where each copies something to or from the host."""
         self._driver.enter()
+        self._end_dropped()
         placement = self._placement(launch)
         if not placement.stays:
             return None
         sizes = placement.pieces, placement.armed_pieces
         memory = self._take_memory(sizes)
         return _Shared(launch.steps, Operands(self._pools, launch, placement, memory), memory, sizes)
+
+    def is_capturing(self, target: int | None) -> bool:
+        """Whether a caller captures its stream."""
+        driver = self._driver
+        driver.enter()
+        return target is not None and driver.call(driver.api.is_capturing, target)
 
     def enqueue(
         self, series: CudaSeries, operands: Operands, arrays: Iterable[DeviceArray], target: int | None
@@ -259,40 +268,70 @@ class CudaStream(Stream):
 
         arrays: of the caller's. Those that another stream made are held until the series is over.
         """
-        driver, api, events = self._driver, self._driver.api, self._events
+        driver, api = self._driver, self._driver.api
         driver.enter()
         with self._lock:
-            if self._closed or self.handle is None:
-                raise self._stopped()
-            self._open.add(series)
-            here = self.handle if target is None else target
-            last = self.handle if series.last is None else series.last
             try:
-                if last != here:
-                    events.order_after(last, here)
+                here = self._enter(series, target)
                 for array in arrays:
                     made_on = array.stream
                     if made_on != here:
                         series.held.append(array)
                         if made_on is not None:
-                            events.order_after(made_on, here)
-                series.last = here
-                if operands not in series.uploaded:
-                    _prepare(api, operands.bound.kernels)
-                    operands.upload(api, here)
-                    series.uploaded.add(operands)
+                            self._events.order_after(made_on, here)
+                self._upload(series, operands, here)
                 operands.launch(api, here)
             except CudaFailure as failure:
                 raise driver.failed(failure) from failure
 
-    def end(self, series: CudaSeries) -> Event:
-        """The end of what the series has launched."""
+    def capture(self, operands: Operands, arrays: Iterable[DeviceArray], target: int) -> None:
+        """Enqueue a launch into the capture of a caller's stream. Raises `InvalidRequest`."""
+        for array in arrays:
+            if array.stream not in (None, target):
+                reason = f"is being captured, and cannot wait for stream {array.stream}, which an array belongs to"
+                raise InvalidRequest("stream", target, reason)
+        with self._lock:
+            self._driver.call(operands.launch, self._driver.api, target)
+
+    def upload(self, series: CudaSeries, target: int | None = None) -> None:
+        """Enqueue what the launches of a series read from the host, on ``target`` or on this stream."""
+        driver = self._driver
+        driver.enter()
+        with self._lock:
+            try:
+                here = self._enter(series, target)
+                for operands in series.operands():
+                    self._upload(series, operands, here)
+            except CudaFailure as failure:
+                raise driver.failed(failure) from failure
+
+    def _enter(self, series: CudaSeries, target: int | None) -> int:
+        """Order the series' next work on a stream behind the work before. Gives the stream. Raises `CudaFailure`."""
+        if self._closed or self.handle is None:
+            raise self._stopped()
+        self._open.add(series)
+        here = self.handle if target is None else target
+        last = self.handle if series.last is None else series.last
+        if last != here:
+            self._events.order_after(last, here)
+        series.last = here
+        return here
+
+    def _upload(self, series: CudaSeries, operands: Operands, here: int) -> None:
+        if operands not in series.uploaded:
+            _prepare(self._driver.api, operands.bound.kernels)
+            operands.upload(self._driver.api, here)
+            series.uploaded.add(operands)
+
+    def end(self, series: CudaSeries, stays: bool = False) -> Event:
+        """The end of what the series has launched. stays: more may follow."""
         driver = self._driver
         with self._lock:
             if series not in self._open:
                 return FinishedEvent()
-            self._open.remove(series)
-            flight = Flight(driver, self.name, series, self._events)
+            if not stays:
+                self._open.remove(series)
+            flight = Flight(driver, self.name, series.take_held() if stays else series, self._events)
             event = CudaEvent(flight)
             try:
                 if self._closed or self.handle is None:
@@ -309,6 +348,14 @@ class CudaStream(Stream):
                 raise
             self._flights.append(flight)
         return event
+
+    def _end_dropped(self) -> None:
+        while self.dropped:
+            series = self.dropped.popleft()
+            if series in self._open:
+                self.end(series)
+            else:
+                series.release()
 
     def _take_memory(self, sizes: Hashable) -> StreamMemory:
         for index, (others, memory) in enumerate(self._of_series):
@@ -365,6 +412,21 @@ class _Shared(NamedTuple):
     sizes: Hashable
 
 
+class _Held:
+    """Arrays that stay until launches of a series are over."""
+
+    producers: tuple[int, ...] = ()
+
+    def __init__(self, arrays: list[DeviceArray]) -> None:
+        self._arrays = arrays
+
+    def results(self) -> Outputs:
+        return {}
+
+    def release(self) -> None:
+        self._arrays = []
+
+
 class CudaSeries(Series):
     """Launches of which only the arrays on the device differ. They use the memory of the first, one after the other.
 
@@ -381,10 +443,20 @@ class CudaSeries(Series):
         self.uploaded: set[Operands] = set()
         self.held: list[DeviceArray] = []
 
+    def operands(self) -> Iterable[Operands]:
+        return [shared.operands for shared in self._shared.values()]
+
+    def take_held(self) -> _Held:
+        held, self.held = _Held(self.held), []
+        return held
+
     def add(self, launch: Launch, stream: int | None = None) -> Event:
+        self.captured = self._cuda.is_capturing(stream)
+        shared = self._shared.get(id(launch.steps))
+        if self.captured:
+            _check_capture(launch, stream, shared is not None and shared.operands in self.uploaded)
         if first_on_device(launch) is None:
             return super().add(launch)
-        shared = self._shared.get(id(launch.steps))
         if shared is not None:
             shared.operands.move(launch, shared.memory)
         else:
@@ -393,7 +465,7 @@ class CudaSeries(Series):
                 return super().add(launch)
             self._shared[id(launch.steps)] = shared
         operands = shared.operands
-        self._cuda.enqueue(self, operands, operands.on_device(launch), stream)
+        self._enqueue(operands, operands.on_device(launch), stream)
         return FinishedEvent(operands.found)
 
     def repeat(
@@ -401,14 +473,48 @@ class CudaSeries(Series):
     ) -> bool:
         shared = self._shared.get(id(launch.steps))
         bound = None if shared is None else shared.operands.bound_before({**kept, **arrays})
-        if shared is None or bound is None:
+        if shared is None or bound is None or shared.operands not in self.uploaded:
             return False
+        self.captured = self._cuda.is_capturing(stream)
         shared.operands.bound = bound
-        self._cuda.enqueue(self, shared.operands, arrays.values(), stream)
+        self._enqueue(shared.operands, arrays.values(), stream)
         return True
+
+    def _enqueue(self, operands: Operands, arrays: Iterable[DeviceArray], stream: int | None) -> None:
+        if self.captured and stream is not None:
+            self._cuda.capture(operands, arrays, stream)
+        else:
+            self._cuda.enqueue(self, operands, arrays, stream)
+
+    def ready(self, launch: Launch) -> None:
+        if first_on_device(launch) is None:
+            return
+        shared = self._cuda.prepare(launch)
+        if shared is not None:
+            self._shared[id(launch.steps)] = shared
+            self._cuda.upload(self)
+
+    def renew(self, steps: Sequence[Step], launch: Launch) -> None:
+        shared = self._shared.get(id(steps))
+        if shared is not None:
+            shared.operands.restage(launch)
+            self.uploaded.discard(shared.operands)
+            self.last = None  # the next launch waits for what this stream has done since
+
+    def replay(self, run: Callable[[], object], stream: int | None = None) -> None:
+        if self._cuda.is_capturing(stream):
+            raise InvalidRequest("stream", stream, "is being captured, and a graph is replayed on one that is not")
+        self._cuda.upload(self, stream)
+        run()
+
+    def mark(self) -> Event:
+        return self._cuda.end(self, stays=True)
 
     def end(self) -> Event:
         return self._cuda.end(self)
+
+    def drop(self) -> None:
+        self._cuda.dropped.append(self)
 
     def results(self) -> Outputs:
         return {}
@@ -420,6 +526,17 @@ class CudaSeries(Series):
             _, shared = self._shared.popitem()
             shared.operands.release()
             self._cuda.put_back(shared)
+
+
+def _check_capture(launch: Launch, stream: int | None, uploaded: bool) -> None:
+    """Refuse a launch that a capture cannot hold: the graph has neither its memory nor what the host copies later."""
+    for name, spec in launch.outputs.items():
+        if spec.into is None:
+            reason = "must be given while its stream is captured: nothing is allocated there"
+            raise InvalidRequest(name, None, reason)
+    if not uploaded:
+        reason = "is being captured: launch once on arrays of the device before, for its memory and tables"
+        raise InvalidRequest("stream", stream, reason)
 
 
 class Flight:
@@ -529,7 +646,7 @@ class Flight:
             self._events.put_back(self.event)
 
 
-_Work: TypeAlias = Operands | RecordedLaunch | CudaSeries
+_Work: TypeAlias = Operands | RecordedLaunch | CudaSeries | _Held
 """What a flight holds."""
 
 

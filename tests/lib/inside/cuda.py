@@ -3,7 +3,15 @@
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable, device, tensor_map
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import CudaFailure
-from gpu_actors.devices.cuda.host_api import ILLEGAL_ADDRESS, HostApi, HostFunction, HostQueue, Operation, driver_call
+from gpu_actors.devices.cuda.host_api import (
+    ILLEGAL_ADDRESS,
+    HostApi,
+    HostFunction,
+    HostOrder,
+    HostQueue,
+    Operation,
+    driver_call,
+)
 from gpu_actors.devices.cuda.null_api import NullApi
 from gpu_actors.devices.cuda.operands import Operands, Placement
 from gpu_actors.devices.cuda.stream import CudaStream

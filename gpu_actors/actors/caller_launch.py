@@ -1,0 +1,85 @@
+"""CallerLaunches: launches that the threads of callers make themselves, on their own streams, without the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.devices.interface import Launch, Outputs, Series
+from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.fields import describe
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.runtime.completion import as_answer
+from gpu_actors.values import show
+
+__all__ = ["CallerLaunches", "stream_of"]
+
+
+class CallerLaunches:
+    """One behind the other, on the device of an actor. For one thread at a time.
+
+    series: they end together.
+    """
+
+    def __init__(self, cell: ActorCell) -> None:
+        self.series: Series = (cell.stream or cell.open_stream()).series()
+        self._cell = cell
+
+    def run(
+        self,
+        known: Launch | None,
+        kept: Mapping[str, Any],
+        arrays: Mapping[str, Any],
+        stream: int | None,
+        make: Callable[[], Launch],
+    ) -> Outputs:
+        """Launch on the calling thread. Gives the outputs, complete in the order of the stream, or on the host.
+
+        known: a launch of the same steps, which is made again where it was made on these addresses; None for one that
+        makes more than ``out``. kept: its arrays beside the caller's, by name. arrays: the caller's, with out if it is
+        given. stream: a caller's; None: that of q. make: gives the launch anew.
+        Raises `InvalidRequest` for arrays that cannot be used where they lie, and then nothing was launched;
+        `LaunchError`, `ContextLost` and other errors of a launch.
+        """
+        q = arrays["q"]
+        if isinstance(q, DeviceArray):
+            if not self._cell.environment.device.is_current():
+                reason = "must be given on a thread whose current device is the array's"
+                raise InvalidRequest("q", describe(q), reason)
+            stream = q.stream if stream is None else stream
+        try:
+            if known is not None and "out" in arrays and self.series.repeat(known, kept, arrays, stream):
+                return arrays
+            event = self.series.add(make(), stream)
+            self._cell.completion.wait(event)
+            return event.outputs
+        except RequestError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from None
+
+    def replay(self, run: Callable[[], object], stream: int | None) -> None:
+        """Have ``run`` enqueue captured launches on a stream. Raises as `run`, and `LaunchError` for its errors."""
+        try:
+            self.series.replay(run, stream)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> GpuActorsError:
+        """What to raise for an error of a launch, which counts as one of the actor's."""
+        cell = self._cell
+        cell.progress.launch_ended(error)
+        return as_answer(error, cell.environment.context_lost, cell.name, "could not launch")
+
+
+def stream_of(stream: Any) -> int | None:
+    """The handle of a caller's CUDA stream, None for none. Raises `InvalidRequest`."""
+    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+        return stream
+    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+    if not isinstance(handle, int):
+        raise InvalidRequest("stream", show(stream), "must be an int, or a stream of torch or CuPy")
+    return handle

@@ -1,0 +1,119 @@
+"""PreparedAttention: a request that was checked, planned and compiled once, and that any thread launches at once.
+
+    Prepare ──check, plan, compile, upload──> PreparedAttention ──run(q, k, v) ──> kernels on the caller's stream
+
+What FlashInfer calls plan and run (arXiv 2501.01005, section 3.4), for requests over arrays of the caller's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_actors.actors.caller_launch import CallerLaunches, stream_of
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
+from gpu_actors.attention.requests import Array, AttentionOutput, FlashForward, PagedForward
+from gpu_actors.devices.interface import Event, Launch
+from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
+from gpu_actors.planning.forward import attention_output
+from gpu_actors.process import Local
+from gpu_actors.runtime.cell import ActorCell
+from gpu_actors.validation.overlap import check_output_memory
+from gpu_actors.values import brief
+
+__all__ = ["Prepare", "PreparedAttention"]
+
+
+@dataclass(slots=True, eq=False)
+class Prepare:
+    """Check, plan and compile a request, to launch it many times. `FlashAttnHandle.prepare` sends it."""
+
+    __repr__ = brief
+
+    request: FlashForward | PagedForward
+
+
+class PreparedAttention(Local):
+    """A request that is ready to be launched again and again, as `FlashAttnHandle.prepare` gives it.
+
+    Any thread may `run` it, one at a time. Between runs may change: what q, the keys and values, and ``out`` hold, and
+    where they lie; what the request's arrays on the device hold, such as ``cache_seqlens`` and ``block_table``, which
+    each run reads where they lie. Shapes, strides, dtypes and options may not. Arrays of the request that lie on the
+    host were read when it was prepared: they must not change.
+    """
+
+    def __init__(self, cell: ActorCell, request: FlashForward | PagedForward, launch: Launch) -> None:
+        """request: adopted. launch: on its arrays."""
+        paged = isinstance(request, PagedForward)
+        names = ("k_cache", "v_cache") if paged else ("k", "v")
+        self._names = names
+        # The request's arrays are complete before the reply is.
+        inputs = {
+            name: dataclasses.replace(array, stream=None) if isinstance(array, DeviceArray) else array
+            for name, array in launch.inputs.items()
+        }
+        self._first = dataclasses.replace(launch, inputs=inputs)
+        self._cell = cell
+        self._launches = CallerLaunches(cell)
+        self._lock = threading.Lock()
+        self._kept = {name: array for name, array in inputs.items() if isinstance(array, DeviceArray)}
+        self._device_name = cell.environment.device.info.device_name
+        device = request.q.device if isinstance(request.q, DeviceArray) else None
+        spec = launch.outputs["out"]
+        given: dict[str, Any] = {"q": request.q} | {name: getattr(request, name) for name in names}
+        given["out"] = contiguous(spec.shape, spec.dtype, device) if request.out is None else request.out
+        self._layouts = {
+            name: ArrayLayout.of(array, TMA_ALIGNMENT) for name, array in given.items() if array is not None
+        }
+        self._alone = self._first if len(launch.outputs) == 1 else None
+        self._launches.series.ready(launch)
+
+    def __repr__(self) -> str:
+        key = self._first.key
+        return f"<PreparedAttention {key if key is None else key.kernel}>"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_launches"):
+            self._launches.series.drop()
+
+    def ready(self) -> Event:
+        """The end of what `run` needs."""
+        return self._launches.series.mark()
+
+    def run(
+        self, q: Array, k: Array | None = None, v: Array | None = None, *, out: Array | None = None, stream: Any = None
+    ) -> AttentionOutput:
+        """Launch on the calling thread, and give the output at once.
+
+        q: shaped as the request's. k, v: in place of its k and v, or k_cache and v_cache; None: the request's own.
+        out: where the output goes. stream: a CUDA stream as an int, or torch's or CuPy's object. Default: that of q,
+        which is its library's current one. The output is complete in the order of that stream; arrays on the host are
+        waited for, and complete at once. Write the arrays of the request in that order too.
+        A caller's capture of the stream records the launch, and needs ``out``; keep this object as long as the graph.
+        Raises `InvalidRequest` for arrays that are not what was prepared, and `LaunchError`, `ContextLost`,
+        `ActorStopped` and other errors of a launch.
+        """
+        handle = stream_of(stream)
+        given = {"q": q, self._names[0]: k, self._names[1]: v, "out": out}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        with self._lock:
+            read, template = read_arrays(self._layouts, arrays, self._device_name, "this prepared request")
+            make = functools.partial(self._launch, read)
+            outputs = self._launches.run(self._alone, self._kept, read, handle, make)
+        (answer,) = attention_output(template, out, outputs)
+        return answer
+
+    def _launch(self, arrays: Mapping[str, Any]) -> Launch:
+        """The launch on a caller's arrays. Raises `InvalidRequest` for where ``out`` lies."""
+        first = self._first
+        inputs = {name: arrays.get(name, array) for name, array in first.inputs.items()}
+        out = arrays.get("out")
+        if out is not None:
+            check_output_memory(out, inputs)
+        outputs = {**first.outputs, "out": first.outputs["out"]._replace(into=out)}
+        return dataclasses.replace(first, inputs=inputs, outputs=outputs)

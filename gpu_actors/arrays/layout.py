@@ -1,0 +1,98 @@
+"""ArrayLayout: what the array of an argument is like in each of many launches that were checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.arrays.adopt import Adopted, dtype_of
+from gpu_actors.arrays.adoption import take_in
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import describe
+
+__all__ = ["ArrayLayout", "contiguous", "read_arrays"]
+
+
+@dataclass(slots=True, eq=False)
+class ArrayLayout:
+    """What an array is like. strides: 0 along axes of one element. exact: those of the last such array.
+
+    place: on the device, its number, and what the address is modulo which number of bytes.
+    """
+
+    kind: type[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    exact: tuple[int, ...]
+    place: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, array: Any, alignment: int | None) -> ArrayLayout:
+        """alignment: bytes that decide which kernels read it; None: those of an element."""
+        place = None
+        if isinstance(array, DeviceArray):
+            modulo = alignment or array.itemsize
+            place = array.device, array.address % modulo, modulo
+        return cls(type(array), array.shape, _strides_of(array), array.dtype, array.strides, place)
+
+    def fits(self, array: Any) -> bool:
+        """Whether an adopted array, or a `DeviceArray`, is like this."""
+        if type(array) is not self.kind or array.shape != self.shape or array.dtype != self.dtype:
+            return False
+        if array.strides != self.exact:
+            if _strides_of(array) != self.strides:
+                return False
+            self.exact = array.strides
+        if self.place is None:
+            return True
+        device, rest, modulo = self.place
+        return bool(array.device == device and array.address % modulo == rest)
+
+    def __str__(self) -> str:
+        where = "on the host"
+        if self.place is not None:
+            device, rest, modulo = self.place
+            where = f"on cuda:{device} at {rest} modulo {modulo} bytes"
+        return f"{self.dtype} of shape {self.shape} with strides of {self.strides} bytes, {where}"
+
+
+def _strides_of(array: Any) -> tuple[int, ...]:
+    return tuple([0 if extent == 1 else step for extent, step in zip(array.shape, array.strides, strict=True)])
+
+
+def read_arrays(
+    layouts: Mapping[str, ArrayLayout], arrays: Mapping[str, Any], device: str, owner: str
+) -> tuple[dict[str, Any], Adopted | None]:
+    """Arrays by name as this package reads them, and what q was where that is no such array.
+
+    device: "cpu" or "cuda:N". owner: what they are given to, such as "this step". Raises `InvalidRequest`.
+    """
+    read: dict[str, Any] = {}
+    template: Adopted | None = None
+    for name, array in arrays.items():
+        layout = layouts.get(name)
+        if layout is None:
+            raise InvalidRequest(name, describe(array), f"is not an array of {owner}")
+        if type(array) is not layout.kind:
+            adopted = take_in(array, name, device)
+            array = adopted.array
+            if name == "q" and array is not adopted.source:
+                template = adopted
+        if not layout.fits(array):
+            raise InvalidRequest(name, describe(array), f"must be {layout}, as {owner} was planned for")
+        read[name] = array
+    return read, template
+
+
+def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
+    """An array without contents, to plan for. device: the index of a CUDA device, None for the host."""
+    kind = dtype_of(dtype)
+    if device is None:
+        return np.empty(shape, kind)
+    return DeviceArray(0, shape, contiguous_strides(shape, kind.itemsize), kind, device)
