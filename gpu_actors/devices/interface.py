@@ -427,7 +427,7 @@ class Device(ABC):
         return None
 
     def bind_thread(self) -> None:
-        """Make the device current on the calling thread, on devices that need it."""
+        """Make the device current on the calling thread, one of this package's own, on devices that need it."""
         return
 
     def is_current(self) -> bool:

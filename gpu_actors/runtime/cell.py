@@ -112,7 +112,12 @@ class ActorCell(Cell):
             environment.options.degraded_after, lambda: self.mailbox.answered.get(None, 0), self._failing
         )
         self.completion: Completion = Completion(
-            self.name, self.mailbox, environment.clock, environment.context_lost, self.progress
+            self.name,
+            self.mailbox,
+            environment.clock,
+            environment.context_lost,
+            self.progress,
+            environment.device.bind_thread,
         )
         self.busy_since: float | None = None
         self.ref: ActorRef[Any] | None = None

@@ -7,6 +7,7 @@ driver would do none of this, and it never fires after a device error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -54,6 +55,7 @@ class Completion:
     on_lost: called, on the thread that saw it, when a launch reports that the context is lost. Returns the error for
         the launch's calls.
     progress: counts how launches end.
+    bind_thread: `Device.bind_thread`.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Completion:
     clock: Clock
     on_lost: Callable[[ContextLost], ContextLost]
     progress: Progress
+    bind_thread: Callable[[], None] = lambda: None
     _entries: deque[_Entry] = field(init=False, default_factory=deque)
     _arrivals: queue.SimpleQueue[_Entry | None] = field(init=False, default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = field(init=False, default=None)
@@ -131,6 +134,8 @@ class Completion:
 
     def _run(self) -> None:
         outbox = Outbox()
+        with contextlib.suppress(GpuActorsError):  # the launches say why
+            self.bind_thread()
         while (entry := self._arrivals.get()) is not None:
             try:
                 self._settle(*entry[:-1], outbox)

@@ -291,6 +291,10 @@ CUDA int cuStreamQuery(void* stream) {
 CUDA int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
   return on_stream(stream, [&](Held&, Stream& s) { return wait_for(s, *event); });
 }
+CUDA int cuThreadExchangeStreamCaptureMode(int* mode) {
+  *mode = exchange_capture_mode(*mode);
+  return success;
+}
 CUDA int cuStreamIsCapturing(void* stream, int* state) {
   return on_stream(stream, [&](Held&, Stream& s) {
     *state = !s.capture ? 0 : s.capture_broken ? 2 : 1;  // CUstreamCaptureStatus

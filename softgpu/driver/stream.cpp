@@ -4,6 +4,7 @@
 #include <chrono>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "device.h"
 #include "finding.h"
@@ -17,6 +18,8 @@ std::condition_variable& state_changed = *new std::condition_variable;
 std::uint64_t live_graphs = 0, live_events = 0;
 
 namespace {
+
+thread_local int thread_capture_mode = 0;  // CUstreamCaptureMode: global
 
 // Never destroyed: threads of streams outlive main.
 struct State {
@@ -218,6 +221,7 @@ Status wait_for(Stream& stream, const Event& event) {
 
 Status query(const Event& event) {
   if (event.captured) return captured_event;
+  if (const Status status = refuse_in_capture()) return status;
   if (!event.recorded) return success;
   if (const Status status = sticky(event.position.stream->device)) return status;
   if (event.lost || !event.position.reached()) return not_ready;
@@ -289,8 +293,11 @@ Status end_capture(Stream& stream, Graph** graph) {
   return success;
 }
 
+int exchange_capture_mode(int mode) { return std::exchange(thread_capture_mode, mode); }
+
 Status refuse_in_capture() {
   constexpr int GLOBAL = 0, RELAXED = 2;
+  if (thread_capture_mode == RELAXED) return success;
   Status status = success;
   for (const auto& [key, stream] : state().streams) {
     if (!stream->capture || stream->capture_mode == RELAXED) continue;

@@ -121,6 +121,8 @@ Status end_capture(Stream& stream, Graph** graph);
 // Programming Guide, "Prohibited and Unhandled Operations": a call that may wait for the device breaks the captures of
 // this thread, and those of others whose mode is global.
 Status refuse_in_capture();
+// Of the calling thread. Gives the former one. A relaxed thread breaks no capture by such a call.
+int exchange_capture_mode(int mode);
 
 // The status that a device keeps once a kernel has failed; success until then.
 Status sticky(int device);

@@ -65,6 +65,13 @@ class CudaApi(Protocol):
     def bind(self) -> None:
         """Make the device current on the calling thread."""
 
+    def allow_captures(self) -> None:
+        """Let this thread, which is none of a caller's, go on while another thread captures a stream.
+
+        In CUDA's global mode of capture, torch's default, an event's query or an allocation by any other thread would
+        fail and break the capture (cudaThreadExchangeStreamCaptureMode).
+        """
+
     def is_current(self) -> bool:
         """Whether the device is current on the calling thread, or would be the first to be."""
 

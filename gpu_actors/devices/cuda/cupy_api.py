@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +13,7 @@ from cupy.cuda import driver, runtime
 
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
 from gpu_actors.devices.cuda.errors import NOT_READY, OUT_OF_MEMORY, CudaFailure
-from gpu_actors.devices.cuda.library import make_primary_context
+from gpu_actors.devices.cuda.library import library, make_primary_context
 from gpu_actors.devices.cuda.parameters import kernel_params
 from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import Buffer, Params, TensorMap
@@ -22,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
@@ -62,6 +65,10 @@ class CupyApi:
     def bind(self) -> None:
         make_primary_context(self._index)
         runtime.setDevice(self._index)
+
+    def allow_captures(self) -> None:
+        with contextlib.suppress(OSError):
+            library().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)))
 
     @_checked
     def is_current(self) -> bool:

@@ -104,6 +104,7 @@ class CudaDevice(Device):
 
     def bind_thread(self) -> None:
         self.driver.enter()
+        self.driver.api.allow_captures()
 
     def is_current(self) -> bool:
         try:

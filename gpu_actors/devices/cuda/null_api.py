@@ -50,6 +50,9 @@ class NullApi:
     def bind(self) -> None:
         self.calls["bind"] += 1
 
+    def allow_captures(self) -> None:
+        self.calls["allow_captures"] += 1
+
     def is_current(self) -> bool:
         return True  # not counted: the runtime looks at a variable of the thread
 

@@ -1,0 +1,162 @@
+"""Steps and prepared requests in CUDA graphs of CuPy and torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpu_actors as ga
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, HEADS, HEADS_Q, DIM = 2, 1, 2, 64
+SIZES: dict[str, Any] = {"num_blocks": 32, "page_size": 8, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float16"}
+
+
+def rows(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal((*shape, DIM)).astype(np.float16)
+
+
+def on_gpu(cupy: Any, heads: int) -> Any:
+    return cupy.zeros((2, 1, heads, DIM), "float16")
+
+
+def test_a_graph_of_cupy_replays_a_step_over_other_sequences(context: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    rng, side = np.random.default_rng(0), cupy.cuda.Stream(non_blocking=True)
+    with context.kv_cache(**SIZES, layers=LAYERS) as cache, context.kv_cache(**SIZES, layers=LAYERS) as plain, side:
+        seqs = [[one.create().result(60) for _ in range(4)] for one in (cache, plain)]
+        for length in (3, 9):
+            prompts = rows(rng, 2, LAYERS, 4, length, HEADS)
+            for one, of in zip((cache, plain), seqs, strict=True):
+                one.append(of, *prompts).result(60)
+        fixed = [[on_gpu(cupy, count) for count in (HEADS_Q, HEADS, HEADS, HEADS_Q)] for _ in range(LAYERS)]
+
+        def attend(step: ga.KvStep) -> None:
+            for layer, (q, k, v, out) in enumerate(fixed):
+                step.attend(layer, q, k, v, out=out)
+
+        step = cache.step(seqs[0][:2], heads_q=HEADS_Q, max_length=64).result(60)
+        attend(step)
+        side.begin_capture()
+        attend(step)
+        graph = side.end_capture()
+        step.abort().result(60)
+        captured = step.captured
+        for members in ([0, 1], [2, 3], [3, 0]):
+            values = rows(rng, LAYERS, 2, 1, HEADS_Q), *rows(rng, 2, LAYERS, 2, 1, HEADS)
+            for layer, arrays in enumerate(fixed):
+                for value, array in zip(values, arrays, strict=False):
+                    array.set(value[layer])
+            step = captured.step([seqs[0][member] for member in members]).result(60)
+            step.replay(lambda: graph.launch(side))
+            lengths = step.commit().result(60)
+            twins = [seqs[1][member] for member in members]
+            plain.append(twins, *values[1:]).result(60)
+            assert lengths == [plain.length(twin) for twin in twins]
+            for layer, (*_, out) in enumerate(fixed):
+                wanted = plain.attend(values[0][layer], twins, layer=layer).result(60).out
+                assert np.array_equal(out.get(), wanted)
+
+
+def test_a_graph_of_cupy_replays_a_prepared_request_with_other_lengths(context: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    rng, side = np.random.default_rng(1), cupy.cuda.Stream(non_blocking=True)
+    with side:
+        pages = cupy.asarray(rows(rng, 2, 16, 8, HEADS))
+        numbers, counts = np.array([[1, 2], [3, 4]], np.int32), np.array([10, 16], np.int32)
+        table, lengths = cupy.asarray(numbers), cupy.asarray(counts)
+        q, out = cupy.asarray(rows(rng, 2, 1, HEADS_Q)), on_gpu(cupy, HEADS_Q)
+        request = {"k_cache": pages[0], "v_cache": pages[1], "block_table": table, "cache_seqlens": lengths}
+        plan = context.flash_attn.prepare(ga.PagedForward(q=q, **request)).result(60)
+        side.begin_capture()
+        plan.run(q, out=out)
+        graph = side.end_capture()
+        for _ in range(3):
+            numbers, counts = numbers[:, ::-1].copy(), counts - np.int32(3)
+            table.set(numbers)
+            lengths.set(counts)
+            q.set(rows(rng, 2, 1, HEADS_Q))
+            graph.launch(side)
+            wanted = context.flash_attn.paged_forward(q, **request).result(60).out
+            assert np.array_equal(out.get(), wanted.get())
+
+
+def test_what_a_capture_cannot_hold_is_refused_and_leaves_the_capture_whole(context: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    rng, side = np.random.default_rng(2), cupy.cuda.Stream(non_blocking=True)
+    with context.kv_cache(**SIZES, layers=LAYERS) as cache, side:
+        seqs = [cache.create().result(60) for _ in range(2)]
+        cache.append(seqs, *rows(rng, 2, LAYERS, 2, 3, HEADS)).result(60)
+        q, k, v, out = (on_gpu(cupy, count) for count in (HEADS_Q, HEADS, HEADS, HEADS_Q))
+        step = cache.step(seqs, heads_q=HEADS_Q).result(60)
+        side.begin_capture()
+        with pytest.raises(ga.InvalidRequest, match="launch once"):
+            step.attend(0, q, k, v, out=out)
+        q.data.memset_async(60, q.nbytes, side)  # 0x3c3c is about 1
+        graph = side.end_capture()
+        graph.launch(side)
+        for layer in range(LAYERS):
+            step.attend(layer, q, k, v, out=out)
+        assert step.commit().result(60) == [4, 4]
+        assert (q.get().view(np.uint16) == 0x3C3C).all()
+
+
+def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
+    """In the global mode, which is torch's, other threads may not ask for events unless they say so."""
+    cupy = pytest.importorskip("cupy")
+    rng, side = np.random.default_rng(4), cupy.cuda.Stream(non_blocking=True)
+    q, k, v = rows(rng, 3, 1, 512, 4)
+    wanted = context.flash_attn.forward(q, k, v).result(60).out
+    with side:
+        held = on_gpu(cupy, HEADS)
+        replies = [context.flash_attn.forward(q, k, v) for _ in range(4)]
+        side.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        held.data.memset_async(60, held.nbytes, side)
+        answers = [reply.result(60).out for reply in replies]
+        graph = side.end_capture()
+        graph.launch(side)
+        assert (held.get().view(np.uint16) == 0x3C3C).all()
+    assert all(np.array_equal(answer, wanted) for answer in answers)
+
+
+def test_a_graph_of_torch_replays_a_step_over_other_sequences(context: Any) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch has no tensors on a GPU")
+    rng = np.random.default_rng(3)
+    with context.kv_cache(**SIZES, layers=LAYERS) as cache, context.kv_cache(**SIZES, layers=LAYERS) as plain:
+        seqs = [[one.create().result(60) for _ in range(2)] for one in (cache, plain)]
+        prompts = rows(rng, 2, LAYERS, 2, 5, HEADS)
+        for one, of in zip((cache, plain), seqs, strict=True):
+            one.append(of, *prompts).result(60)
+        heads = (HEADS_Q, HEADS, HEADS, HEADS_Q)
+        fixed = [
+            [torch.zeros((2, 1, n, DIM), dtype=torch.float16, device="cuda") for n in heads] for _ in range(LAYERS)
+        ]
+
+        def attend(step: ga.KvStep) -> None:
+            for layer, (q, k, v, out) in enumerate(fixed):
+                step.attend(layer, q, k, v, out=out)
+
+        step = cache.step(seqs[0], heads_q=HEADS_Q, max_length=64).result(60)
+        attend(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend(step)
+        step.abort().result(60)
+        captured = step.captured
+        for _ in range(3):
+            values = rows(rng, LAYERS, 2, 1, HEADS_Q), *rows(rng, 2, LAYERS, 2, 1, HEADS)
+            for layer, arrays in enumerate(fixed):
+                for value, array in zip(values, arrays, strict=False):
+                    array.copy_(torch.from_numpy(value[layer]))
+            step = captured.step(seqs[0]).result(60)
+            step.replay(graph.replay)
+            step.commit().result(60)
+            plain.append(seqs[1], *values[1:]).result(60)
+            for layer, (*_, out) in enumerate(fixed):
+                wanted = plain.attend(values[0][layer], seqs[1], layer=layer).result(60).out
+                assert np.array_equal(out.cpu().numpy(), wanted)
