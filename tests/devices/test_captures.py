@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Program, program
+from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Graphs, program
 from emulated.memory import host_view
 from inside.arrays import DeviceArray
 
@@ -15,70 +15,6 @@ from gpu_actors.devices.cuda import operands, stream
 from gpu_actors.devices.cuda.host_api import HostOrder
 
 LONGEST = 40
-
-
-class Graphs:
-    """A graph of all layers over arrays at fixed addresses, and what replays it."""
-
-    def __init__(self, made: Program) -> None:
-        self.made, self.api = made, made.api
-        self.kept: list[Any] = []
-        empty = made.device.memory.empty
-        shapes = (2, 1, HEADS_Q, DIM), (2, 1, HEADS, DIM), (2, 1, HEADS, DIM), (2, 1, HEADS_Q, DIM)
-        self.arrays = [[empty(shape, "float16") for shape in shapes] for _ in range(LAYERS)]
-        self.graph = 0
-
-    def attend(self, step: ga.KvStep, handle: int) -> None:
-        for layer, (q, k, v, out) in enumerate(self.arrays):
-            step.attend(layer, q, k, v, out=out, stream=handle)
-
-    def write(self, handle: int) -> tuple[Any, ...]:
-        """New q, k and v, which a stream puts into the fixed arrays. Gives them by layer."""
-        made = self.made
-        q = made.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16)
-        values = q, made.rows(1), made.rows(1)
-        for layer, fixed in enumerate(self.arrays):
-            for value, array in zip(values, fixed, strict=False):
-                produced = made.produced(value[layer], handle)
-                self.kept.append(produced)
-                self.api.copy_on_device(array.address, produced.address, produced.nbytes, handle)
-        return values
-
-    def delay_the_cache(self) -> None:
-        """Give the cache's own stream work, so that what is launched there next is late."""
-        array, own = self.kept[0], self.made.cache._handle._cell.stream.handle
-        for _ in range(60):
-            self.api.copy_on_device(array.address, array.address, array.nbytes, own)
-
-    def wanted(self, twins: Any, values: Any) -> list[Any]:
-        """What a cache that is only asked by requests answers."""
-        made = self.made
-        q, k, v = values
-        made.plain.append(twins, k, v).result(20)
-        return [made.attended(made.plain, twins, layer, q[layer]) for layer in range(LAYERS)]
-
-    def capture(self, **options: Any) -> tuple[ga.KvCapture, Any, Any]:
-        """Warm a step up, capture it, commit it. Gives the outputs beside what is right."""
-        made, (warm, recorded) = self.made, self.made.streams
-        values = self.write(warm)
-        step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
-        self.attend(step, warm)
-        outs = [made.consumed(array[3], warm) for array in self.arrays]
-        self.api.begin_capture(recorded)
-        self.attend(step, recorded)
-        self.graph = self.api.end_capture(recorded)
-        step.commit().result(20)
-        captured = step.captured
-        assert captured is not None
-        return captured, outs, self.wanted(made.twins, values)
-
-    def replay(self, captured: ga.KvCapture, seqs: Any, twins: Any, handle: int, values: Any = None) -> tuple[Any, Any]:
-        values = values or self.write(handle)
-        step = captured.step(seqs).result(20)
-        step.replay(lambda: self.api.launch_graph(self.graph, handle), stream=handle)
-        outs = [self.made.consumed(array[3], handle) for array in self.arrays]
-        step.commit().result(20)
-        return outs, self.wanted(twins, values)
 
 
 def right(order: HostOrder, seed: int) -> bool:
