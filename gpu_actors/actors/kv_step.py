@@ -151,7 +151,7 @@ class OpenStep:
     """A step that has begun. `attend` may be called by any thread, by one at a time.
 
     work: its rows and pages, as of a request in flight. lengths: of its sequences, with its rows. capture: of its
-    layers, or of those of a step before it.
+    layers, or of those of a step before it. failure: why it was abandoned, once it is closed.
     """
 
     def __init__(
@@ -162,6 +162,9 @@ class OpenStep:
         self.capture: StepCapture | None = message.captured
         self._message = message
         self._cell = cell
+        self._traced, self._number = work.call.traced, work.call.number
+        if self._traced:
+            self._trace("step.begun", sequences=len(self.lengths), layers=len(layers))
         self._layers = layers
         self._launches = CallerLaunches(cell) if self.capture is None else self.capture.launches
         self._device_name = cell.environment.device.info.device_name
@@ -170,6 +173,7 @@ class OpenStep:
         self._pools = [work.cache.pools_of(layer) for layer in range(len(layers))]
         self._attended: set[int] = set()
         self._over: GpuActorsError | None = None
+        self.failure: GpuActorsError | None = None
         self._closed = False
 
     @property
@@ -204,6 +208,8 @@ class OpenStep:
                 self._captured(layer, arrays["q"])
             else:
                 self._attended.add(layer)
+            if self._traced:
+                self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
         if "out" in arrays:
             return arrays["out"]
         return out if template is None else restore(out, template)
@@ -222,6 +228,17 @@ class OpenStep:
                 self._abandon_after(error)
                 raise
             self._attended |= self.capture.numbers
+            if self._traced:
+                self._trace("step.replayed", layers=len(self.capture.numbers))
+
+    def ended(self, committed: bool, error: BaseException | None = None) -> None:
+        """It is over, for the trace."""
+        if self._traced:
+            self._trace("step.ended", committed=committed, error=error)
+
+    def _trace(self, name: str, **fields: Any) -> None:
+        cell = self._cell
+        cell.environment.trace.emit(name, actor=cell.name, request=self._number, **fields)
 
     def _captured(self, layer: int, q: Any) -> None:
         if self.capture is None:
@@ -250,7 +267,7 @@ class OpenStep:
                 expect(self.work.rows is None or not missing, "layers", missing, reason)
             elif self._closed:
                 return False
-            self._closed = True
+            self._closed, self.failure = True, self._over
             self._over = self._over or StaleBuffer("the step has ended")
             return True
 
@@ -338,6 +355,7 @@ class Stepping:
             raise
         if not call.resolve(step, self._actor.outbox):
             step.close(commit=False)
+            step.ended(False)
             self._undo(first)
             self._give_back(cache, capture)
 
@@ -356,13 +374,15 @@ class Stepping:
         watch = self._actor.cell.completion.watch
         try:
             event = step.end()
-        except BaseException:
+        except BaseException as error:
+            step.ended(False, error)
             self._undo(work)
             if capture is not None:
                 capture.lost = True
             self._give_back(work.cache, capture)
             raise
         if not message.commit:
+            step.ended(False, step.failure)
             self._undo(work)
             if capture is not None:  # its next step must not change tables that kernels still read
                 watch(event, (), lambda _: self._give_back(work.cache, capture), self._actor.outbox)
@@ -371,6 +391,7 @@ class Stepping:
 
         def finish(_: Outputs) -> Sequence[Any]:
             self._give_back(work.cache, capture)
+            step.ended(not work.lost, _built_on_failed() if work.lost else None)
             if work.lost:
                 self._undo(work)
                 call.fail(_built_on_failed())
@@ -380,6 +401,7 @@ class Stepping:
             return (step.lengths,)
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
+            step.ended(False, error)
             self._undo(work, error)
             self._give_back(work.cache, capture)
             return ()

@@ -8,6 +8,11 @@
                         pages: whether they are read once             prefix_keys, saved_bytes
     request.completed   it was answered with a result
     request.failed      it was answered with an error                 + error
+    step.begun          a model's step over a KvCache has begun       fields: actor, request: which began it,
+                                                                      sequences, layers
+    step.layer          a layer of it was launched, or captured       fields: actor, request, layer, captured
+    step.replayed       its captured layers were launched             fields: actor, request, layers
+    step.ended          its end was asked for, and it is over         fields: actor, request, committed, error
     compile.started     NVRTC starts on a variant                     fields: variant, arch
     compile.completed   ... and ends                                  + seconds, error (None if it compiled)
     cache.hit           a cubin came from the cache                   fields: variant, digest, layer

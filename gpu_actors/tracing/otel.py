@@ -25,7 +25,7 @@ __all__ = ["current_context", "end_span", "make_current", "otel_listener", "prov
 
 _EPOCH = time.time_ns() - time.monotonic_ns()
 
-_NAMES = {"request": "request", "compile wait": "compile", "launch": "launch", "compile": "nvrtc"}
+_NAMES = {"request": "request", "compile wait": "compile", "launch": "launch", "step": "kv_step", "compile": "nvrtc"}
 """The names of spans by their category."""
 
 
@@ -130,16 +130,21 @@ class _Spans(SpanListener):
         if category == "request":
             names, context = ("actor", "message"), fields.get("context")
         elif category != "compile":
-            names, context = ("key", "kernel"), self._api.set_span_in_context(self._open["request", identity])
+            names = ("key", "kernel", "sequences", "layers")
+            context = self._api.set_span_in_context(self._open["request", identity])
         self._open[category, identity] = self._start(_NAMES[category], event, names, context)
 
     def _end(self, event: TraceEvent, category: str, identity: str) -> None:
         span, error = self._open.pop((category, identity), None), event.fields.get("error")
         if span is None:
             return
-        if category in ("request", "compile") and isinstance(error, BaseException):
+        if category in ("request", "step", "compile") and isinstance(error, BaseException):
             span.record_exception(error)
         end_span(span, event.time, error=error)
+
+    def _noted(self, event: TraceEvent, actor: str, category: str, identity: str) -> None:
+        fields = {name: value for name, value in event.fields.items() if name not in ("actor", "request")}
+        self._open[category, identity].add_event(event.name, _attributes(fields), _EPOCH + event.time)
 
     def _happened(self, event: TraceEvent, actor: str) -> None:
         end_span(self._start(event.name, event, event.fields), event.time)

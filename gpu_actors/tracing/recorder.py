@@ -57,6 +57,12 @@ class SpanListener(ABC):
             case "request.completed" | "request.failed":
                 for category in ("compile wait", "launch", "request"):
                     self._end(event, category, request)
+            case "step.begun" if ("request", request) in self._open:
+                self._begin(event, actor, "step", request, f"step of {fields['layers']} layers")
+            case "step.layer" | "step.replayed" if ("step", request) in self._open:
+                self._noted(event, actor, "step", request)
+            case "step.ended":
+                self._end(event, "step", request)
             case "compile.started":
                 self._begin(event, actor, "compile", _compilation(event), f"compile {fields['variant']}")
             case "compile.completed":
@@ -68,7 +74,7 @@ class SpanListener(ABC):
 
     @abstractmethod
     def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
-        """A span begins. category: "request", "compile wait", "launch" or "compile"."""
+        """A span begins. category: "request", "compile wait", "launch", "step" or "compile"."""
 
     @abstractmethod
     def _end(self, event: TraceEvent, category: str, identity: str) -> None:
@@ -77,6 +83,10 @@ class SpanListener(ABC):
     @abstractmethod
     def _happened(self, event: TraceEvent, actor: str) -> None:
         """An event that neither begins nor ends a span."""
+
+    def _noted(self, event: TraceEvent, actor: str, category: str, identity: str) -> None:
+        """An event of a span that has begun."""
+        self._happened(event, actor)
 
 
 class Recorder(SpanListener):
