@@ -170,7 +170,7 @@ class OpenStep:
         self._device_name = cell.environment.device.info.device_name
         self._deadline = deadline
         self._lock = threading.Lock()
-        self._pools = [work.cache.pools_of(layer) for layer in range(len(layers))]
+        self._pools: Sequence[Mapping[str, Any]] = work.cache.by_layer
         self._attended: set[int] = set()
         self._over: GpuActorsError | None = None
         self.failure: GpuActorsError | None = None

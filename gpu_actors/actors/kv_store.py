@@ -160,7 +160,7 @@ class OpenedCache:
     pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
     (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`. layers: where
     there are several, the pools have an axis of them before that of pages.
-    stepping: the sequences of open steps, and their captures.
+    stepping: the sequences of open steps, and their captures. by_layer: the pools of each layer, as `pools_of`.
     """
 
     number: int
@@ -180,12 +180,12 @@ class OpenedCache:
     closed: bool = field(init=False, default=False)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
-    _pools: list[dict[str, Any]] = field(init=False)
+    by_layer: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         whole = self.pools
         several = ({name: pool[layer] for name, pool in whole.items()} for layer in range(self.layers))
-        self._pools = [whole] if self.layers == 1 else list(several)
+        self.by_layer = [whole] if self.layers == 1 else list(several)
 
     @property
     def pools(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class OpenedCache:
 
     def pools_of(self, layer: int) -> Mapping[str, Any]:
         """Those of one layer."""
-        return self._pools[layer]
+        return self.by_layer[layer]
 
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
@@ -235,8 +235,8 @@ class OpenedCache:
         table = np.zeros((batch, columns), np.int32)
         return PagedForward(
             q=q,
-            k_cache=self._pools[0]["k_cache"],
-            v_cache=self._pools[0].get("v_cache"),  # a latent cache has none
+            k_cache=self.by_layer[0]["k_cache"],
+            v_cache=self.by_layer[0].get("v_cache"),  # a latent cache has none
             latent_dim=self.pool.head_dim_v if self.pool.latent else 0,
             block_table=table,
             cache_seqlens=lengths,
