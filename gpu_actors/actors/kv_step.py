@@ -243,7 +243,9 @@ class OpenStep:
     def _captured(self, layer: int, q: Any) -> None:
         if self.capture is None:
             message, columns = self._message, self.work.table.shape[1]
-            message = dataclasses.replace(message, max_length=columns * self.work.cache.pool.page_size)
+            options = {name: value for name, value in message.options.items() if name not in _OWN}
+            longest = columns * self.work.cache.pool.page_size
+            message = dataclasses.replace(message, max_length=longest, options=options)
             self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
         self.capture.numbers.add(layer)
         self.capture.q = q

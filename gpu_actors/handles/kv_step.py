@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import anyio
+import numpy as np
 
 from gpu_actors.actors.caller_launch import stream_of
 from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError
-from gpu_actors.kv.requests import EndStep, KvSequence
+from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.fields import describe
+from gpu_actors.kv.requests import EndStep, KvSequence, StepKeywords
 from gpu_actors.process import Local
 from gpu_actors.runtime.reply import Reply
 
@@ -212,17 +214,29 @@ class KvCapture(Local):
         self,
         seqs: Sequence[KvSequence],
         *,
-        tokens: Any = None,
         deadline: float | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        **options: Unpack[StepKeywords],
     ) -> Reply[KvStep]:
         """Begin a step over as many other sequences, or the same, whose layers are replayed: see `KvStep.replay`.
 
-        Rows, options and layouts are those of the captured step; tokens as in `AttendCache`. Raises as `KvCache.step`,
-        and `InvalidRequest` for a sequence that is longer than the step was planned for.
+        Rows, options and layouts are those of the captured step. options: ``tokens`` and ``expect_length`` of this
+        step, and NumPy arrays in place of those of the captured one, such as ``positions``, shaped like them. The
+        others are in the graph. Raises as `KvCache.step`, and `InvalidRequest` for a sequence that is longer than the
+        step was planned for, and for an option that is in the graph.
         """
         message = self._capture.message
-        options = message.options if tokens is None else {**message.options, "tokens": tokens}
-        message = dataclasses.replace(message, seqs=seqs, captured=self._capture, options=options)
+        value: Any
+        for name, value in options.items():
+            former: Any = message.options.get(name)
+            if name in ("tokens", "expect_length"):
+                continue
+            alike = type(value) is type(former) is np.ndarray
+            if not (alike and (value.shape, value.dtype) == (former.shape, former.dtype)):
+                reason = "is in the graph: only NumPy arrays of the captured step may be given anew, shaped like them"
+                raise InvalidRequest(name, describe(value), reason)
+        message = dataclasses.replace(
+            message, seqs=seqs, captured=self._capture, options={**message.options, **options}
+        )
         return self._cache._begin_step(message, deadline, timeout, priority)

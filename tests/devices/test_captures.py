@@ -279,3 +279,71 @@ def test_a_prepared_request_is_captured_with_tables_on_the_device(order: HostOrd
             flash_attn.submit(ga.PagedForward(q=array(q), **own, **again, out=wanted)).result(20)
             assert np.array_equal(host_view(out), host_view(wanted))
         made.api.destroy_graph(graph)
+
+
+class TestOptions:
+    """What a later step may say, and what is in the graph."""
+
+    def test_tokens_are_of_one_step(self) -> None:
+        """Those of the captured step do not name the rows of the next."""
+        with program("eager", 1) as made:
+            graphs, handle = Graphs(made), made.streams[0]
+            seqs = [made.cache.create(np.arange(4)).result(20) for _ in range(2)]
+            made.cache.append(seqs, made.rows(3), made.rows(3), tokens=[np.arange(3), np.arange(3)]).result(20)
+            tokens = [np.array([3]), np.array([9])]
+            step = made.cache.step(seqs, heads_q=HEADS_Q, max_length=LONGEST, tokens=tokens).result(20)
+            graphs.attend(step, handle)
+            made.api.begin_capture(handle)
+            graphs.attend(step, handle)
+            graphs.graph = made.api.end_capture(handle)
+            step.commit().result(20)
+            captured = step.captured
+            assert captured is not None
+            others = [made.cache.create(np.arange(4)).result(20) for _ in range(2)]
+            made.cache.append(others, made.rows(3), made.rows(3), tokens=[np.arange(3), np.arange(3)]).result(20)
+            given: list[tuple[Any, Any]] = [(seqs, {})] * 4 + [(others, {"tokens": [np.array([7]), np.array([8])]})]
+            for members, own in given:
+                step = captured.step(members, **own).result(20)
+                step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+                step.commit().result(20)
+            assert made.cache.create([0, 1, 2, 3, 3, 3, 3, 3, 3]).result(20).cached == 4  # the rows behind have no name
+            assert made.cache.create([0, 1, 2, 7, 7]).result(20).cached == 4
+
+    def test_positions_are_read_by_each_step(self) -> None:
+        with program("eager", 2) as made:
+            graphs, handle = Graphs(made), made.streams[0]
+            rope, positions = ga.Rope(dim=DIM), np.array([3, 4], np.int32)
+            options: Any = {"rope": rope, "positions": positions, "max_length": LONGEST}
+            values = graphs.write(handle)
+            step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
+            graphs.attend(step, handle)
+            made.api.begin_capture(handle)
+            graphs.attend(step, handle)
+            graphs.graph = made.api.end_capture(handle)
+            step.abort().result(20)
+            captured = step.captured
+            assert captured is not None
+            for moved in (positions + 5, positions + 9):
+                outs = []
+                for begin in (
+                    lambda moved=moved: captured.step(made.seqs, positions=moved),
+                    lambda moved=moved: made.cache.step(made.seqs, heads_q=HEADS_Q, **options | {"positions": moved}),
+                ):
+                    step = begin().result(20)
+                    if outs:
+                        graphs.attend(step, handle)
+                    else:
+                        step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+                    outs.append([made.consumed(array[3], handle) for array in graphs.arrays])
+                    step.abort().result(20)
+                made.finish()
+                for replayed, launched in zip(*outs, strict=True):
+                    assert np.array_equal(host_view(replayed), host_view(launched))
+            assert values
+
+    def test_what_is_in_the_graph_is_not_given_anew(self) -> None:
+        with program("eager", 1) as made:
+            captured, *_ = Graphs(made).capture(softcap=2.0)
+            for given in ({"softcap": 3.0}, {"causal": False}, {"positions": np.zeros((2, 1), np.int32)}):
+                with pytest.raises(ga.InvalidRequest, match=f"{next(iter(given))}=.*is in the graph"):
+                    captured.step(made.seqs, **given)
