@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_actors.bench.arrays import has_special
 from gpu_actors.bench.cases import Case
-from gpu_actors.testing.tolerance import check_output
+from gpu_actors.reference.tolerance import check_output
 
 __all__ = ["Array", "Checked", "blocks_of", "check_decode", "check_forward", "places_of", "visible_part"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from gpu_actors.bench.cases import Case
 from gpu_actors.bench.checks import Array, Checked, blocks_of, check_forward, places_of, visible_part
 from gpu_actors.reference import ReferenceGradients, attention_backward
-from gpu_actors.testing.gradients import check_gradients
+from gpu_actors.reference.gradient_tolerance import check_gradients
 
 __all__ = ["check_backward"]
 

@@ -3,7 +3,8 @@
 It is what every kernel is tested against and what the mock device answers with. One way through it:
 `arguments` cuts a checked problem and its arrays into pieces that fit in cache, `softmax` turns a piece's scores into
 weights of the keys that each row sees, `forward` puts them together and `backward` takes them apart again.
-`low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the tolerance rule.
+`low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the rule that
+`tolerance` and `gradient_tolerance` state.
 `paged` gathers what lies in pages and caches.
 """
 

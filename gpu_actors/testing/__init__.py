@@ -9,10 +9,10 @@ from gpu_actors.testing.clock import MockClock
 
 if TYPE_CHECKING:
     from gpu_actors import reference
+    from gpu_actors.reference.gradient_tolerance import GradientBounds, check_gradients, gradient_bounds
+    from gpu_actors.reference.tolerance import Bounds, assert_output_close, check_output, forward_bounds
     from gpu_actors.testing.backward_problems import BackwardCase, random_backward
-    from gpu_actors.testing.gradients import GradientBounds, check_gradients, gradient_bounds
     from gpu_actors.testing.problems import ForwardCase, random_forward
-    from gpu_actors.testing.tolerance import Bounds, assert_output_close, check_output, forward_bounds
 
 __all__ = [
     "BackwardCase",
@@ -35,15 +35,15 @@ __all__ = [
 # Names whose modules are slow to import, and which only tests of numbers need.
 _LAZY = {
     "BackwardCase": "gpu_actors.testing.backward_problems",
-    "GradientBounds": "gpu_actors.testing.gradients",
-    "check_gradients": "gpu_actors.testing.gradients",
-    "gradient_bounds": "gpu_actors.testing.gradients",
+    "GradientBounds": "gpu_actors.reference.gradient_tolerance",
+    "check_gradients": "gpu_actors.reference.gradient_tolerance",
+    "gradient_bounds": "gpu_actors.reference.gradient_tolerance",
     "random_backward": "gpu_actors.testing.backward_problems",
-    "Bounds": "gpu_actors.testing.tolerance",
+    "Bounds": "gpu_actors.reference.tolerance",
     "ForwardCase": "gpu_actors.testing.problems",
-    "assert_output_close": "gpu_actors.testing.tolerance",
-    "check_output": "gpu_actors.testing.tolerance",
-    "forward_bounds": "gpu_actors.testing.tolerance",
+    "assert_output_close": "gpu_actors.reference.tolerance",
+    "check_output": "gpu_actors.reference.tolerance",
+    "forward_bounds": "gpu_actors.reference.tolerance",
     "random_forward": "gpu_actors.testing.problems",
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.reference import attention_forward
+from gpu_actors.reference.tolerance import round_inputs
 from gpu_actors.testing.problems import FEATURES, Array, ForwardCase, cast, poison_unseen, random_forward
-from gpu_actors.testing.tolerance import round_inputs
 
 __all__ = ["BACKWARD_FEATURES", "BackwardCase", "poison_unseen_backward", "random_backward"]
 
@@ -40,7 +40,7 @@ class BackwardCase:
 
     @property
     def arguments(self) -> tuple[Array, Array, Array, Array]:
-        """(dout, q, k, v), as the oracle and `testing.gradients` take them."""
+        """(dout, q, k, v), as the oracle and `reference.gradient_tolerance` take them."""
         return (self.dout, *self.forward.inputs)
 
     @property

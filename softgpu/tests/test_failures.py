@@ -89,7 +89,7 @@ def test_a_program_with_a_hung_kernel_ends(in_a_process: Any) -> None:
 def test_other_architectures_answer_requests(in_a_process: Any, capability: int) -> None:
     body = """
     import gpu_actors as ga
-    from gpu_actors.testing.tolerance import check_output
+    from gpu_actors.reference.tolerance import check_output
     q, k, v = (np.random.default_rng(n).standard_normal((1, 64, 2, 64)).astype(np.float16) for n in range(3))
     with ga.open_context("cuda") as context:
         check_output(context.flash_attn.forward(q, k, v).result(60).out, None, q, k, v)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.testing import UNIT_ROUNDOFF, compare, row_bound
+from inside.reference import UNIT_ROUNDOFF, compare, row_bound
 
 import gpu_actors as ga
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inside.arrays import DeviceArray
-from inside.reference import rounder
-from inside.testing import round_inputs
+from inside.reference import round_inputs, rounder
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward

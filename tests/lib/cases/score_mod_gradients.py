@@ -23,8 +23,7 @@ from cases.score_mods import (
     forward_graph,
     scores_of,
 )
-from inside.reference import record, rounder
-from inside.testing import gradient_row_bound, row_bound
+from inside.reference import gradient_row_bound, record, rounder, row_bound
 
 import gpu_actors as ga
 
@@ -87,7 +86,8 @@ def expected_gradients(case: Case, arrays: dict[int, Any]) -> Gradients:
     delta = (dout * arrays[OUT].astype(np.float64)).sum(axis=-1, keepdims=True)
     dscores = weights * (dweights - delta)
     dscaled = SCALE * dscores * slope
-    # As in `gpu_actors.testing.gradients`: what the operands' dtype costs, and what sums and exponentials in fp32 do.
+    # As in `gpu_actors.reference.gradient_tolerance`: what the operands' dtype costs, and what sums and exponentials
+    # in fp32 do.
     lost, u = SMALLEST_NORMAL.get(case.dtype, 0.0), ROUNDOFF.get(case.dtype, 0.0)
     c = 4.0 * DIM**0.5 + 16.0
     norms = np.linalg.norm(q, axis=-1)[..., None] * np.linalg.norm(k, axis=-1)[:, :, None]
@@ -114,7 +114,7 @@ def grouped(gradient: Any) -> Any:
 
 
 def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -> None:
-    """The rule of `gpu_actors.testing.gradients`, for what a kernel of 16-bit operands gave."""
+    """The rule of `gpu_actors.reference.gradient_tolerance`, for what a kernel of 16-bit operands gave."""
     wanted = expected_gradients(case, arrays)
     low = record(backward_graph(case), arrays, step=rounder(case.dtype)).values
     for uid, reference in wanted.values.items():
@@ -125,7 +125,7 @@ def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -
 
 
 def check_forward(case: Case, found: dict[int, Any], mask: ga.Mask | None = None) -> None:
-    """The field's rule of `gpu_actors.testing.tolerance`, a row at a time, against the formula.
+    """The field's rule of `gpu_actors.reference.tolerance`, a row at a time, against the formula.
 
     mask: of the graph, which the formula knows, too.
     """

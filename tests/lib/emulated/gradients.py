@@ -13,7 +13,7 @@ from cases.finite_masks import hide_keys
 from emulated.backward import backward_problem_of, run
 from emulated.forward import Strided, gaussian
 from emulated.sweeps import Sweep
-from inside.testing import round_inputs
+from inside.reference import round_inputs
 
 from gpu_actors import AttentionGradients
 from gpu_actors.reference import attention_forward

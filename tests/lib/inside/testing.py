@@ -1,7 +1,6 @@
 """What tests of other rooms take from inside `testing`."""
 
 from gpu_actors.testing.backward_problems import poison_unseen_backward
-from gpu_actors.testing.gradients import gradient_row_bound
 from gpu_actors.testing.problems import (
     DTYPES,
     FEATURES,
@@ -16,4 +15,3 @@ from gpu_actors.testing.problems import (
     poison_tail,
     poison_unseen,
 )
-from gpu_actors.testing.tolerance import COMPUTE, UNIT_ROUNDOFF, compare, round_inputs, row_bound

@@ -14,7 +14,7 @@ from emulated.decode import run as run_decode
 from emulated.far_pages import check_far_pages, check_far_rows
 from inside.emulation import PAGE
 from inside.kernels import SIMPLE, SIMPLE_COMBINE
-from inside.testing import round_inputs
+from inside.reference import round_inputs
 
 from gpu_actors.testing import check_output
 from matrix.decode import (

@@ -9,17 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from inside.reference import intermediate_dtype, rounder
+from inside.testing import INPUT_KINDS, SEQLENS, nan_filled
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import ReferenceOutput, attention_forward, attention_forward_low, visible_keys
-from gpu_actors.testing.problems import (
-    INPUT_KINDS,
-    SEQLENS,
-    ForwardCase,
-    nan_filled,
-    random_forward,
-)
-from gpu_actors.testing.tolerance import Bounds, assert_output_close, check_output, forward_bounds, row_bound
+from gpu_actors.reference.tolerance import Bounds, assert_output_close, check_output, forward_bounds, row_bound
+from gpu_actors.testing import ForwardCase, random_forward
 
 Array = npt.NDArray[Any]
 TILE = 16

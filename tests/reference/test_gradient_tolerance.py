@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from inside.reference import GradientSums, GradientTile, Incoming, gradient_tiles, identity, pose, rounder
+from inside.testing import poison_unseen_backward
 
 from gpu_actors.reference import ReferenceGradients, attention_backward
-from gpu_actors.testing.backward_problems import BackwardCase, poison_unseen_backward, random_backward
-from gpu_actors.testing.gradients import check_gradients, gradient_bounds, gradient_row_bound
-from gpu_actors.testing.tolerance import COMPUTE
+from gpu_actors.reference.gradient_tolerance import check_gradients, gradient_bounds, gradient_row_bound
+from gpu_actors.reference.tolerance import COMPUTE
+from gpu_actors.testing import BackwardCase, random_backward
 
 Array = npt.NDArray[Any]
 TILE = 16

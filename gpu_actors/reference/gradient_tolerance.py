@@ -39,7 +39,7 @@ from gpu_actors.reference.arguments import Arguments, pose
 from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
 from gpu_actors.reference.forward import identity
 from gpu_actors.reference.low_precision import intermediate_dtype, rounder
-from gpu_actors.testing.tolerance import (
+from gpu_actors.reference.tolerance import (
     COMPUTE,
     LOG_NEGLIGIBLE,
     SHIFT,
