@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("graph", "runtime", "kv"),
     ("reference",),
     ("planning",),
+    ("qualification",),
     ("actors",),
     ("handles",),
     ("isolation",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from gpu_actors.compiling.assets import asset_text, completed_headers, kernel_file
@@ -21,6 +21,8 @@ class Variant:
     macros: as in `KernelSource`.
     headers: of the package's own kernels, text in place of the package's headers, by name.
     own: the source of a user's kernel, None for the package's kernels.
+    example: what it was made for, such as a dispatch key, from which the problems that prove it follow; None where
+        nothing proves it. Equal variants may have different ones.
     """
 
     kernel: str
@@ -28,6 +30,7 @@ class Variant:
     macros: Mapping[str, MacroValue] = field(default_factory=FrozenMap)
     headers: Mapping[str, str] = field(default_factory=FrozenMap, repr=False)
     own: KernelSource | None = None
+    example: Hashable = field(default=None, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
     _source: KernelSource | None = field(init=False, repr=False, compare=False)
 
@@ -71,4 +74,4 @@ class Variant:
 
     def __reduce__(self) -> tuple[type[Variant], tuple[object, ...]]:
         # It is rebuilt and not copied: string hashes differ between processes.
-        return Variant, self._fields
+        return Variant, (*self._fields, self.example)

@@ -7,12 +7,13 @@ of kernels_cu/append/params.cuh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Buffer, LaunchGeometry
@@ -25,9 +26,11 @@ from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM, MAX_HEAD_DIM, check
 __all__ = [
     "AppendLayout",
     "AppendProblem",
+    "AppendTrial",
     "Rope",
     "append_geometry",
     "append_layout",
+    "append_trials",
     "append_variant",
     "cut_rows",
     "pack_append",
@@ -153,7 +156,7 @@ def append_variant(problem: AppendProblem, arch: str) -> Variant:
     macros |= flags(POSITIONS=p.positions, QUERY=p.heads_q > 0)
     if p.heads_q:
         macros["Q_UNITS"] = units.q
-    return Variant(_KERNEL, arch, macros)
+    return Variant(_KERNEL, arch, macros, example=p)
 
 
 def _checked_units(p: AppendProblem, arch: str) -> _Units:
@@ -234,6 +237,36 @@ def append_geometry(problem: AppendProblem) -> LaunchGeometry:
     cut = cut_rows(problem)
     blocks = -(-problem.total // cut.block_rows) * cut.parts
     return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(problem), "total", problem.total)
+
+
+class AppendTrial(NamedTuple):
+    """A small append that proves a kernel. new: rows of each sequence. before: keys that it has already."""
+
+    problem: AppendProblem
+    new: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+def append_trials(problem: AppendProblem) -> list[AppendTrial]:
+    """Those of the kernel of a problem: sequences without new rows and without keys, pages that are begun, filled and
+    crossed; and so many rows that a block takes several."""
+    trials = []
+    sizes = (((3, 0, 21, 1, 0, 8), (5, 2, 7, 0, 0, 8), 2), ((530, 3), (0, 9), 1))
+    for new, before, heads in sizes:
+        longest = max(map(sum, zip(new, before, strict=True))) + 4
+        changes: dict[str, Any] = {"batch": len(new), "total": sum(new), "rows": 0, "heads_kv": heads}
+        if problem.heads_q:
+            changes["heads_q"] = 2 * heads
+        if problem.layout == "paged":
+            page_size = 8 if heads > 1 else 64
+            blocks = -(-longest // page_size)
+            changes |= {"page_size": page_size, "max_blocks": blocks, "num_blocks": len(new) * blocks + 2}
+        else:
+            changes["max_seq"] = longest
+        if problem.rope is not None and problem.rope.table_rows:
+            changes["rope"] = dataclasses.replace(problem.rope, table_rows=longest)
+        trials.append(AppendTrial(dataclasses.replace(problem, **changes), new, before))
+    return trials
 
 
 append_layout = functools.partial(struct_layout, "Params", "append/params.cuh")

@@ -30,6 +30,7 @@ from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.shared_gradients import part_dtype, sum_parts, sum_scratch
 from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import backward_warp_tile, shared_bytes_of, tile_for, tile_of
+from gpu_actors.kernels.trials import batch_trials
 
 __all__ = [
     "BACKWARD_MMA",
@@ -298,4 +299,5 @@ BACKWARD_MMA = KernelFamily(
     block_masks=True,
     refuses=_refuses,
     positions=True,
+    trials=lambda key: batch_trials(key, tile_of(key)),
 )

@@ -12,6 +12,7 @@ from gpu_actors.kernels.program import Part, Program, Target, flat_grid
 from gpu_actors.kernels.shared_gradients import SUM, SUM_THREADS, sum_macros, sum_parts, sum_scratch
 from gpu_actors.kernels.support import MAX_HEAD_DIM
 from gpu_actors.kernels.tiles import shared_bytes_of, tile_for, tile_of
+from gpu_actors.kernels.trials import batch_trials
 
 __all__ = ["BACKWARD_SIMPLE"]
 
@@ -78,4 +79,5 @@ BACKWARD_SIMPLE = KernelFamily(
     refuses=_refuses,
     score_mods=True,
     positions=True,
+    trials=lambda key: batch_trials(key, tile_of(key)),
 )

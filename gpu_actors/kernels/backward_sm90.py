@@ -19,6 +19,7 @@ from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import EncodeTensorMap, Pack, Program, Target, Values
 from gpu_actors.kernels.support import bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
+from gpu_actors.kernels.trials import batch_trials
 
 __all__ = [
     "BACKWARD_SM90",
@@ -119,4 +120,5 @@ BACKWARD_SM90 = KernelFamily(
     positions=True,
     lacks=("alibi_signed", "summed"),
     tma=True,
+    trials=lambda key: batch_trials(key, tile_of(key)),
 )

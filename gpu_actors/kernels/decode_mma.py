@@ -54,6 +54,7 @@ from gpu_actors.kernels.support import (
     example_problem,
     scale_refusal,
 )
+from gpu_actors.kernels.trials import cache_trials
 
 __all__ = [
     "CHUNK",
@@ -409,4 +410,5 @@ DECODE_MMA = KernelFamily(
     positions=True,
     greatest_dim=MAX_HEAD_DIM,
     chunks=True,
+    trials=lambda key: cache_trials(key, decode_tile(key).tile, row_tile_of),
 )

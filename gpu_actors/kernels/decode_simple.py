@@ -22,6 +22,7 @@ from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Part, Program, Target, flat_grid
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, shared_mem_bytes
+from gpu_actors.kernels.trials import cache_trials
 
 __all__ = ["DECODE_SIMPLE", "SIMPLE", "SIMPLE_COMBINE"]
 
@@ -118,4 +119,5 @@ DECODE_SIMPLE = KernelFamily(
     row_tiles=_ROW_TILES,
     positions=True,
     lacks=("dropout_p",),
+    trials=lambda key: cache_trials(key, simple_tile(key)[0], simple_row_tile),
 )

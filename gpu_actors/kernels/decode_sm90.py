@@ -26,6 +26,7 @@ from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Part, Program, Target
 from gpu_actors.kernels.support import ELEMENTS, MAX_HEAD_DIM, capability
 from gpu_actors.kernels.tiles import Tile, padded_head_dim
+from gpu_actors.kernels.trials import cache_trials
 
 __all__ = ["DECODE_SM90", "NAME", "part_of", "sm90_decode_tile"]
 
@@ -122,4 +123,5 @@ DECODE_SM90 = KernelFamily(
     row_tiles=SM90_ROW_TILES,
     tma=True,
     lacks=("latent", "cache_batch_idx", "cache_leftpad", "bias"),
+    trials=lambda key: cache_trials(key, sm90_decode_tile(key).tile, sm90_row_tile),
 )

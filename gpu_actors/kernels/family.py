@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,6 +11,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import Program, Target
 from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM
+from gpu_actors.kernels.trials import Trial
 
 __all__ = ["GREATEST_DIM", "KernelFamily"]
 
@@ -68,6 +69,7 @@ class KernelFamily:
     row_stats: bool = False
     lacks: tuple[str, ...] = ()
     greatest_dim: int = GREATEST_DIM
+    trials: Callable[[DispatchKey], Iterable[Trial]] = lambda key: ()
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""

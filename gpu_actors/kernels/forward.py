@@ -12,6 +12,7 @@ from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
 from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, threads_of, tile_of
+from gpu_actors.kernels.trials import batch_trials
 
 __all__ = ["FORWARD_MMA", "FORWARD_SIMPLE", "FORWARD_WIDE", "scored_packer"]
 
@@ -52,6 +53,7 @@ FORWARD_MMA = KernelFamily(
     block_masks=True,
     positions=True,
     row_stats=True,
+    trials=lambda key: batch_trials(key, tile_of(key)),
 )
 FORWARD_WIDE = dataclasses.replace(
     FORWARD_MMA,
@@ -73,4 +75,5 @@ FORWARD_SIMPLE = KernelFamily(
     block_masks=True,
     positions=True,
     row_stats=True,
+    trials=lambda key: batch_trials(key, tile_of(key)),
 )

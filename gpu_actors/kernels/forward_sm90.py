@@ -30,6 +30,7 @@ from gpu_actors.kernels.tiles import (
     tile_of,
     value_pieces,
 )
+from gpu_actors.kernels.trials import batch_trials, cache_trials
 
 __all__ = [
     "COUNTER",
@@ -357,4 +358,5 @@ FORWARD_SM90 = KernelFamily(
     row_stats=True,
     tma=True,
     lacks=("cache_batch_idx", "cache_leftpad"),
+    trials=lambda key: (cache_trials if key.decoding else batch_trials)(key, tile_of(key)),
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, get_args
+from typing import get_args
 
 from gpu_actors.attention.key_mask import Alignment, MaskKind
-from gpu_actors.attention.problem import FLAGS, AttentionProblem, Direction, DispatchKey, Layout
+from gpu_actors.attention.problem import FLAGS, Direction, DispatchKey, Layout
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.compiling.variant import Variant
@@ -14,6 +13,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import flag, integer, one_of
 from gpu_actors.kernels.dispatch import family_of
 from gpu_actors.kernels.support import check_support
+from gpu_actors.kernels.trials import example_of
 
 __all__ = ["check_key"]
 
@@ -21,12 +21,6 @@ _CHOICES = {"direction": Direction, "layout": Layout, "mask": MaskKind, "alignme
 _NAMES = ("kernel", "dtype", "kv_dtype", "out_dtype", "compute")
 _COUNTS = {"head_dim": 1, "head_dim_v": 1, "gqa_ratio": 1, "page_size": 0, "num_splits": 1, "row_tile": 0}
 _SUMMED = ("", "q", "k", "v", "qk", "qv", "kv")
-_SEQLEN = 128
-_DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(AttentionProblem)
-    if field.name not in ("alibi", "bias", "num_splits")
-}
 
 
 def check_key(key: object) -> DispatchKey | Variant:
@@ -56,7 +50,7 @@ def check_key(key: object) -> DispatchKey | Variant:
     if key.summed and key.direction == "forward":
         raise Unsupported("summed", key.summed, "forward gives no gradients to add up", "")
     family = family_of(key)
-    problem = _problem(key)
+    problem = example_of(key)
     check_support(problem, key.arch)
     refusal = family.refusal(problem, key.arch)
     if refusal is not None:
@@ -69,26 +63,3 @@ def check_key(key: object) -> DispatchKey | Variant:
         names = " or ".join(map(str, family.row_tiles))
         raise Unsupported("row_tile", key.row_tile, f"{family.name} takes {names} rows a block", family.row_tiles[0])
     return key
-
-
-def _problem(key: DispatchKey) -> AttentionProblem:
-    """A small problem with this key, for the checks that requests go through."""
-    carried = {name: getattr(key, name) for name in _DEFAULTS if hasattr(key, name)}
-    # A flag of the key may be a number in the problem.
-    carried |= {name: type(default)(carried[name]) for name, default in _DEFAULTS.items() if name in FLAGS}
-    carried |= dict.fromkeys(("seqlen_q", "seqlen_k", "total_q", "total_k"), _SEQLEN)
-    return AttentionProblem(
-        **carried,
-        batch=1,
-        heads_q=key.gqa_ratio,
-        heads_kv=1,
-        softmax_scale=key.head_dim**-0.5,
-        window_size=(_SEQLEN // 2, 0) if key.sliding_window else (-1, -1),
-        alibi="heads" if key.alibi else None,
-        bias=None if key.bias is None else (key.bias, False, False),
-        dropout_p=0.5 if key.dropout else 0.0,
-        return_lse=key.lse,
-        lse_dtype="float64" if key.wide_lse else "float32",
-        score_max=key.row_stats,
-        q_positions=1 if key.positions else 0,
-    )

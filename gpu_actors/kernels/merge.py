@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = [
     "merge_geometry",
     "merge_gradient_geometries",
     "merge_gradient_variants",
+    "merge_trials",
     "merge_variant",
     "merge_variants",
     "pack_gradient_terms",
@@ -80,7 +82,7 @@ def merge_variant(problem: MergeProblem, arch: str) -> Variant:
     if problem.dtype == "float64" and ELEMENTS[problem.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
         raise Unsupported("out_dtype", problem.out_dtype, reason, "float32")
-    return Variant("merge", arch, _merge_macros(problem))
+    return Variant("merge", arch, _merge_macros(problem), example=problem)
 
 
 def _merge_macros(problem: MergeProblem) -> Macros:
@@ -111,6 +113,16 @@ def merge_variants(arch: str) -> list[Variant]:
     pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
     pairs += [("float32", "bfloat16"), ("float32", "float16")]
     return [merge_variant(example_merge(*pair), arch) for pair in pairs]
+
+
+def merge_trials(problem: MergeProblem) -> list[MergeProblem]:
+    """The small problems that prove the kernel of a problem, or that of its gradient: of three partials, or of more,
+    with columns that fill a thread's share and that do not."""
+    sizes = ((3, 2, 3, 72), (9, 0, 7, 21))
+    return [
+        dataclasses.replace(problem, count=count, batch=batch, rows=rows, heads=4, columns=columns)
+        for count, batch, rows, columns in sizes
+    ]
 
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
@@ -186,7 +198,7 @@ def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, 
         reason = "gradients in float64 would be rounded twice on their way to 16 bits"
         raise Unsupported("dout", problem.out_dtype, reason, "float32")
     macros, passes = _merge_macros(problem), (False, True) if problem.sinks is not None else (False,)
-    return tuple(Variant("merge_gradients", arch, macros | flags(SUM_SINKS=last)) for last in passes)
+    return tuple(Variant("merge_gradients", arch, macros | flags(SUM_SINKS=last), example=problem) for last in passes)
 
 
 def sums_dtype(problem: MergeProblem) -> str:

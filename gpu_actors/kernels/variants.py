@@ -58,7 +58,7 @@ def variant_of(key: DispatchKey | Variant) -> Variant:
     headers = {}
     if key.score_mod is not None and key.kernel == family.name:  # its companions know no scores
         headers[SCORE_HEADER] = key.score_mod.header
-    return Variant(key.kernel, key.arch, family.macros(key), headers)
+    return Variant(key.kernel, key.arch, family.macros(key), headers, example=key)
 
 
 def variants_of(program: Program | None) -> tuple[Variant, ...]:

@@ -21,15 +21,13 @@ from inside.kernels import (
     page_copy_geometry,
     page_copy_variant,
 )
-from inside.reference import append_rows, appended_rows, apply_rope, rope_angles
+from inside.reference import append_rows, appended_rows, apply_rope, assert_rows_close, assert_same_bits, rope_angles
 from support.gate import kernel_source
 
 from gpu_actors import KernelSource, Rope
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 UNUSED_ENTRY = 2147480000  # in block tables, past a sequence's last page
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, FP8[0]: 2.0**-4, FP8[1]: 2.0**-3}
-_SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 0.0, FP8[0]: 2.0**-10, FP8[1]: 2.0**-17}
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -292,32 +290,11 @@ def touched_elements(operands: Operands) -> Any:
 
 
 def same_bits(name: str, actual: Any, expected: Any, case: AppendCase) -> None:
-    bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (actual, expected)]
-    wrong = np.argwhere(bits[0] != bits[1])
-    if len(wrong):
-        where = tuple(int(n) for n in wrong[0])
-        raise AssertionError(
-            f"{name} differs in {len(wrong)} of {actual.size} elements, first at {where}: "
-            f"{actual[where]!r} instead of {expected[where]!r}\n{case.repro}"
-        )
+    assert_same_bits(name, actual, expected, case.repro)
 
 
 def close(name: str, actual: Any, expected: Any, case: AppendCase, largest: float) -> None:
-    """One rounding of the cache's dtype, of a value that float arithmetic may miss by a few units of its operands."""
-    dtype = case.cache_dtype
-    limit = {FP8[0]: 448.0, FP8[1]: 57344.0, "float16": np.inf}.get(dtype, np.inf)
-    descale = 0.01 if case.descales else 1.0
-    slack = 2.0**-20 * largest * 1.5 / descale
-    clipped = np.clip(expected, -limit, limit)
-    bound = _ROUNDOFF[dtype] * (np.abs(clipped) + slack) + _SMALLEST[dtype] + slack
-    with np.errstate(invalid="ignore"):
-        error = np.abs(actual.astype(np.float64) - clipped)
-    if not (error <= bound).all():
-        worst = np.unravel_index(int(np.where(np.isnan(error), np.inf, error - bound).argmax()), error.shape)
-        raise AssertionError(
-            f"{name} differs: {actual[worst]!r} instead of {expected[worst]:.9g} at {worst}, "
-            f"{int((~(error <= bound)).sum())} elements in all\n{case.repro}"
-        )
+    assert_rows_close(name, actual, expected, largest, 0.01 if case.descales else 1.0, case.repro)
 
 
 def buffer_of(array: Any, address: int) -> Buffer:

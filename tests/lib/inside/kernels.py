@@ -19,7 +19,7 @@ from gpu_actors.kernels.decode_schedule import splitter
 from gpu_actors.kernels.decode_simple import SIMPLE, SIMPLE_COMBINE
 from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.decode_tiles import decode_tile
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key, explain, program_of
+from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key, explain, family_of, program_of
 from gpu_actors.kernels.forward_sm90 import COUNTER, sm90_packer
 from gpu_actors.kernels.keys import check_key
 from gpu_actors.kernels.merge import (
@@ -53,4 +53,11 @@ from gpu_actors.kernels.tiles import (
     tile_of,
     value_pieces,
 )
-from gpu_actors.kernels.variants import Prepare, block_threads, standard_variants, variant_of
+from gpu_actors.kernels.variants import (
+    Prepare,
+    block_threads,
+    kv_variants,
+    standard_variants,
+    usual_backward_keys,
+    variant_of,
+)

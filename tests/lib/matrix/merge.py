@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 from emulated.append import dtype_of
 from emulated.merge import run_merge, run_merge_gradients
+from inside.reference import assert_merge_close, assert_merge_gradients_close
 
-from gpu_actors.partial import Partial, empty, merge, oracle_merge, oracle_merge_gradients
+from gpu_actors.partial import Partial, empty
 
 KERNELS = ("merge", "merge_gradients")
-_SUBNORMAL = {"float16": 2.0**-25}
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
 def partials_of(
@@ -29,22 +28,7 @@ def partials_of(
 
 def check_merge(partials: list[Partial], sinks: Any = None, out_dtype: str | None = None, **launch: Any) -> None:
     """Raise AssertionError where the kernel differs from the merge in float64 by more than the rounding of its sums."""
-    got = run_merge(partials, sinks, out_dtype, **launch)
-    wanted = merge(partials, sinks=sinks, out_dtype="float64")
-    u, sums = _ROUNDOFF[got.out.dtype.name], 2.0**-21 if got.lse.dtype == np.float32 else 2.0**-49
-    largest = max(
-        float(np.abs(np.where(np.isfinite(p.out.astype(float)), p.out.astype(float), 0)).max()) for p in partials
-    )
-    bound = u * np.abs(wanted.out) + sums * largest
-    out = got.out.astype(np.float64)
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted.out), "out is NaN elsewhere")
-    with np.errstate(invalid="ignore"):
-        assert np.all((np.abs(out - wanted.out) <= bound) | ~np.isfinite(wanted.out)), "out differs"
-    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(wanted.lse), "lse is -inf elsewhere")
-    seen = np.isfinite(wanted.lse)
-    limit = 2.0**-20 if got.lse.dtype == np.float32 else 1e-12
-    scale = np.maximum(1.0, np.abs(wanted.lse[seen]))
-    assert np.all(np.abs(got.lse[seen] - wanted.lse[seen]) <= limit * scale), "lse differs"
+    assert_merge_close(run_merge(partials, sinks, out_dtype, **launch), partials, sinks)
 
 
 def with_empty_rows(partials: list[Partial]) -> list[Partial]:
@@ -114,39 +98,8 @@ def check_gradients(
 ) -> None:
     """Raise AssertionError where the kernel differs from float64 by more than the rounding of its sums."""
     dout, dlse = gradients_of(partials, dtype, into_lse, seed)
-    got = run_merge_gradients(partials, dout, dlse, sinks, **launch)
-    wanted = oracle_merge_gradients(partials, dout, dlse, sinks)
-    narrow = "float64" not in (dout.dtype.name, partials[0].out.dtype.name, partials[0].lse.dtype.name)
-    unit = 2.0**-20 if narrow else 2.0**-48
-    wide = dout.astype(np.float64)
-    # What a sum of products is made of, in rows of every head: its rounding is relative to this.
-    made = [np.abs(wide * np.nan_to_num(p.out.astype(float), posinf=0, neginf=0)).sum(-1) for p in partials]
-    largest = np.max(made, axis=0) + (0 if dlse is None else np.abs(np.swapaxes(dlse, -1, -2)))
-    for index, (mine, theirs) in enumerate(zip(got.partials, wanted.partials, strict=True)):
-        u = _ROUNDOFF[mine.out.dtype.name]
-        bound = (u + 4 * unit) * np.abs(theirs.out) + _SUBNORMAL.get(mine.out.dtype.name, 0)
-        _close(mine.out, theirs.out, bound, f"dout.{index}")
-        u = _ROUNDOFF[mine.lse.dtype.name]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.nan_to_num(np.abs(theirs.out / wide)).max(-1)
-        bound = u * np.abs(theirs.lse) + np.swapaxes(8 * unit * shares * largest, -1, -2)
-        _close(mine.lse, theirs.lse, bound, f"dlse.{index}")
-    if sinks is None:
-        assert got.dsinks is None
-    else:
-        lse = oracle_merge(partials, sinks).lse
-        shares = np.swapaxes(np.exp(sinks.astype(float)[:, None] - np.maximum(lse, -1e9)), -1, -2)
-        lost = (8 * unit * shares * largest).reshape(-1, sinks.size).sum(axis=0)
-        _close(got.dsinks, wanted.dsinks, 2.0**-23 * np.abs(wanted.dsinks) + lost, "dsinks")
-
-
-def _close(mine: Any, wanted: Any, bound: Any, name: str) -> None:
-    found = mine.astype(np.float64)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), f"{name} is NaN elsewhere")
-    with np.errstate(invalid="ignore"):
-        # Weights of float32 that are subnormal lose digits, and vanish.
-        assert np.all((np.abs(found - wanted) <= bound + 2.0**-126) | ~np.isfinite(wanted)), f"{name} differs"
-    np.testing.assert_array_equal(found[~np.isfinite(wanted)], wanted[~np.isfinite(wanted)], f"{name} differs")
+    gradients = run_merge_gradients(partials, dout, dlse, sinks, **launch)
+    assert_merge_gradients_close(gradients, partials, dout, dlse, sinks)
 
 
 _GRADIENTS: dict[str, tuple[Any, ...]] = {

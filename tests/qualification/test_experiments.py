@@ -1,0 +1,158 @@
+"""The small problems that prove a kernel: each variant has some, and they pass on the emulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cases.matrix_variants import first_variant
+from inside.attention import ScoreMod
+from inside.compiling import Variant
+from inside.cuda import CudaDevice
+from inside.devices import Kernels
+from inside.emulation import EmulatedApi
+from inside.kernels import (
+    FAMILIES,
+    PLAN,
+    append_variant,
+    family_of,
+    kv_variants,
+    merge_gradient_variants,
+    merge_variant,
+    standard_variants,
+    usual_backward_keys,
+    variant_of,
+)
+from inside.kernels import AppendProblem as Append
+from inside.kernels import MergeProblem as Merge
+from matrix.table import FAMILIES as MATRIX
+
+import gpu_actors as ga
+from gpu_actors.qualification.experiments import experiments_of, is_proved
+
+OPTIONS = ga.ContextOptions()
+# Rows of the matrix whose kernels differ in options, and not in sizes alone; and two of each family's grid.
+SAMPLE = {
+    "append": ("copy", "interleaved to e5m2", "tables and positions"),
+    "decode": ("tree", "fp8 q", "cache"),
+    "decode_simple": ("pinned",),
+    "forward": ("window", "options", "float", "simple chunks"),
+}
+MERGE = Merge(
+    count=2, batch=1, rows=1, heads=1, columns=64, dtype="bfloat16", lse_dtype="float32", out_dtype="bfloat16",
+    out_lse_dtype="float32", sinks="float32",
+)  # fmt: skip
+
+
+@functools.cache
+def device_of(arch: str) -> CudaDevice:
+    return CudaDevice(0, OPTIONS, EmulatedApi(arch, ga.EmulationOptions(), OPTIONS))
+
+
+def prove(variant: Variant) -> int:
+    """Run a variant's experiments. Gives how many there were."""
+    device = device_of(variant.arch)
+    stream = device.open_stream("test")
+    count = 0
+    try:
+        for experiment in experiments_of(variant, device):
+            assert variant in experiment.variants, "it takes part in what proves it"
+            kernels = Kernels(device.build(each.source, each.arch) for each in experiment.variants)
+            experiment.prove(stream, kernels, 120.0)
+            count += 1
+    finally:
+        stream.close()
+    return count
+
+
+def proved_alone(variant: Variant) -> Variant:
+    """The variant itself, or the one that it is launched beside, which proves both."""
+    key = variant.example
+    if is_proved(variant) or not isinstance(key, ga.DispatchKey):
+        return variant
+    names = [family.name for family in FAMILIES if key.kernel in family.companions]
+    name = next((name for name in names if name.endswith("sm90") == key.kernel.endswith("sm90")), names[0])
+    return variant_of(dataclasses.replace(key, kernel=name))
+
+
+def _rows() -> Iterator[Any]:
+    for family, module in MATRIX.items():
+        if family == "merge":
+            continue
+        sample = (*SAMPLE.get(family, ()), *list(module.USUAL)[:2])
+        for row, grid in [*((row, False) for row in module.ROWS), *((row, True) for row in module.GRID)]:
+            marks = () if row in sample else (pytest.mark.sweep,)
+            yield pytest.param(family, row, grid, id=f"{family}-{row}", marks=marks)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("family", "row", "grid"), list(_rows()))
+def test_the_kernel_of_a_hard_problem_proves_itself(family: str, row: str, grid: bool) -> None:
+    variant = first_variant(family, row, grid)
+    if variant is None:
+        return  # the row launches nothing, or what is not the package's own
+    assert prove(proved_alone(variant)) > 0
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16"}, {"sinks": None}], ids=str)
+def test_merges_prove_themselves(changes: dict[str, Any]) -> None:
+    problem = dataclasses.replace(MERGE, **changes)
+    for variant in (merge_variant(problem, "sm_90a"), *merge_gradient_variants(problem, "sm_90a")):
+        assert prove(variant) == 2
+
+
+@pytest.mark.timeout(180)
+def test_caches_of_each_layout_and_copies_prove_themselves() -> None:
+    plain = Append(
+        layout="paged", batch=1, total=1, heads_kv=1, head_dim=64, head_dim_v=64, dtype="float16",
+        cache_dtype="float16", page_size=16, num_blocks=1, max_blocks=1,
+    )  # fmt: skip
+    latent = {"latent": True, "head_dim_v": 128, "cache_dtype": "float8_e4m3fn", "descales": True}
+    for changes in ({"layout": "pointers"}, {"layout": "dense"}, latent):
+        problem: Any = dataclasses.replace(plain, **changes)
+        assert prove(append_variant(problem, "sm_90a")) == 2
+    (copy,) = [variant for variant in kv_variants("sm_90a") if variant.kernel == "copy_pages"]
+    assert prove(copy) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_kernel_that_is_usual_is_proved_alone_or_beside_another(arch: str) -> None:
+    keys = [*standard_variants(arch), *usual_backward_keys(arch)]
+    variants = [variant_of(key) for key in keys]
+    for key, variant in zip(keys, variants, strict=True):
+        alone = key.kernel == family_of(key).name or key.kernel == PLAN
+        assert is_proved(variant) == alone, key
+        if not alone:
+            continue
+        experiments = list(experiments_of(variant, device_of(arch)))
+        assert experiments, key
+        for experiment in experiments:
+            assert variant in experiment.variants, "the small problem is for this very cubin"
+            launched = sum(array.nbytes for array in experiment.inputs.values())
+            assert launched < 16 << 20, "it is small"
+    beside = {variant for key, variant in zip(keys, variants, strict=True) if not is_proved(variant)}
+    proving = [variant for variant in variants if is_proved(variant)]
+    covered = {
+        each for one in proving for experiment in experiments_of(one, device_of(arch)) for each in experiment.variants
+    }
+    assert beside <= covered
+
+
+def test_a_kernel_with_a_graphs_modification_and_one_of_a_users_are_not_proved() -> None:
+    key = standard_variants("sm_80")[0]
+    scored = variant_of(dataclasses.replace(key, score_mod=ScoreMod("")))
+    own = Variant.of(ga.KernelSource("f.cu", 'extern "C" __global__ void f() {}', ("f",)), "sm_80")
+    assert not is_proved(own)
+    assert not is_proved(scored)
+
+
+def test_data_are_the_same_in_every_process() -> None:
+    """So that a replay finds the arrays of the evidence."""
+    variant = variant_of(standard_variants("sm_80")[0])
+    one, other = (next(experiments_of(variant, device_of("sm_80"))) for _ in range(2))
+    assert one.takes({**other.inputs, **other.written})
+    assert not one.takes({**other.inputs, **other.written, "q": 0 * other.inputs["q"]})
