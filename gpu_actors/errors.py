@@ -10,6 +10,7 @@ GpuActorsError
 ├── MockModeError              the mock device computes nothing here
 ├── CompileError               NVRTC refused the source
 ├── LaunchError                the launch or the kernel failed; the context is still good
+├── Unqualified                each kernel that could answer has computed wrong numbers on this machine
 ├── OutOfDeviceMemory
 ├── CacheFull                  no page left in a KV cache; nothing was written
 ├── StaleBuffer                the buffer belongs to a closed cache, an earlier generation or another process
@@ -49,6 +50,7 @@ __all__ = [
     "RequestCancelled",
     "RequestError",
     "StaleBuffer",
+    "Unqualified",
     "Unsupported",
     "WorkerLost",
     "WouldBlock",
@@ -197,6 +199,26 @@ class CompileError(GpuActorsError):
 
 class LaunchError(GpuActorsError):
     """A launch failed and the context survived it."""
+
+
+class Unqualified(GpuActorsError):
+    """A kernel has failed the proof that it computes right on this machine, and no other one can answer.
+
+    kernel: its name. problem: the small problem that shows it. reason: how wrong the kernel was. evidence: the path of
+    the file with the arrays that show it, or None.
+    """
+
+    def __init__(
+        self, message: str, kernel: str = "", problem: str = "", reason: str = "", evidence: str | None = None
+    ) -> None:
+        super().__init__(message, kernel, problem, reason, evidence)
+        self.kernel = kernel
+        self.problem = problem
+        self.reason = reason
+        self.evidence = evidence
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class OutOfDeviceMemory(GpuActorsError):

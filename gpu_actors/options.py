@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from gpu_actors.clock import SYSTEM_CLOCK, Clock
 from gpu_actors.compiling.source import check_arch
@@ -21,6 +21,7 @@ __all__ = ["ContextOptions", "EmulationOptions", "MockOptions", "RestartPolicy"]
 Delivery: TypeAlias = Literal["late", "eager", "random"]
 Schedule: TypeAlias = Literal["round_robin", "greedy", "random", "lane"]
 Arithmetic: TypeAlias = Literal["nearest", "hardware"]
+Qualify: TypeAlias = Literal["off", "first-use", "all"]
 
 
 class ActorType:
@@ -151,6 +152,9 @@ class ContextOptions:
         them or of a request succeeds. Default 1.
     default_timeout: seconds for a request with neither deadline nor timeout, unless it frees memory. Default None: no
         limit.
+    qualify: whether each kernel proves on this machine that it computes right before a request is launched on it.
+        "first-use": the first time that this machine has it; the verdict is kept beside the cubin. "all": once in each
+        context, whatever was kept. "off": never. Default None: "first-use" on CUDA, "off" elsewhere.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
         None: 30 s on CUDA, 600 s elsewhere. A worker or child process that says nothing for so long is lost too, by
         default after 30 s on any device: a long launch does not keep it from answering.
@@ -179,6 +183,7 @@ class ContextOptions:
     degraded_after: int = 5
     probe_interval: float = 1.0
     default_timeout: float | None = None
+    qualify: Qualify | None = None
     hang_timeout: float | None = None
     drain_timeout: float = 30.0
     compile_threads: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
@@ -196,6 +201,8 @@ class ContextOptions:
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
         for name in ("offline", "compile_on_mock", "record_launches"):
             flag(name, getattr(self, name))
+        if self.qualify is not None:
+            one_of("qualify", self.qualify, get_args(Qualify), 'must be "off", "first-use", "all" or None')
         if self.cache_dir is not None:
             _path("cache_dir", self.cache_dir)
         object.__setattr__(self, "prewarmed", _several("prewarmed", self.prewarmed, "paths"))
@@ -239,6 +246,12 @@ class ContextOptions:
         if self.hang_timeout is not None:
             return self.hang_timeout
         return 30.0 if kind == "cuda" else 600.0
+
+    def qualifies(self, kind: str) -> Qualify:
+        """``qualify``, or its default on a device of that kind."""
+        if self.qualify is not None:
+            return self.qualify
+        return "first-use" if kind == "cuda" else "off"
 
     @property
     def cache_path(self) -> Path | None:

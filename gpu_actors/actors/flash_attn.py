@@ -24,7 +24,7 @@ from gpu_actors.attention.requests import (
     PagedForward,
     PagedKeywords,
 )
-from gpu_actors.devices.interface import DeviceInfo, Kernels, Launch
+from gpu_actors.devices.interface import Device, Kernels, Launch
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.fields import shape_of
 from gpu_actors.kernels.option_table import Explanation
@@ -253,12 +253,12 @@ class FlashAttnHandle(ActorHandle):
         """
         return self._inspect(explain_request, request)
 
-    def _inspect(self, look: Callable[[Any, DeviceInfo], _Found], request: object) -> _Found:
+    def _inspect(self, look: Callable[[Any, Device], _Found], request: object) -> _Found:
         if not isinstance(request, FlashForward | PagedForward | BatchedDecode):
             raise FlashAttnActor.refusal(request)
         try:
             with reading(request):
-                return look(request, self._cell.environment.device.info)
+                return look(request, self._cell.environment.device)
         except RequestError as error:
             raise error.named_for(request) from error.__cause__
 

@@ -31,8 +31,9 @@ from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
     from gpu_actors.compiling.cubin_cache import CacheStats, CubinCache
+    from gpu_actors.qualification.qualifier import Qualifier
 
-__all__ = ["Compile", "KernelUse", "NvrtcActor", "NvrtcHandle", "Warm", "WarmedVariant"]
+__all__ = ["Compile", "KernelUse", "NvrtcActor", "NvrtcHandle", "Proofs", "Warm", "WarmedVariant"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -230,6 +231,13 @@ class KernelUse(NamedTuple):
     resources: Mapping[str, KernelResources]
 
 
+class Proofs(NamedTuple):
+    """counts: kernels by the outcome of their proof, "qualified" or "quarantined". seconds: that new proofs took."""
+
+    counts: Mapping[str, int]
+    seconds: Histogram
+
+
 _MOST_USES = 256
 
 
@@ -254,6 +262,16 @@ class _Workshop:
         self._compiler = Compiler()
         self.compile_seconds: Histogram = Histogram(_COMPILE_SECONDS)
         self._pool = ThreadPoolExecutor(options.compile_threads, thread_name_prefix="nvrtc-worker")
+        self.qualifier: Qualifier | None = None
+        qualify = options.qualifies(cell.environment.device.info.kind)
+        if qualify != "off" and cell.environment.compiles:
+            from gpu_actors.qualification.qualifier import Qualifier
+            from gpu_actors.qualification.verdicts import Verdicts
+
+            verdicts = Verdicts(options.cache_path or default_cache_dir(), cell.environment.device.identity)
+            make = functools.partial(self._make, for_device=True)
+            again = qualify == "all"
+            self.qualifier = Qualifier(cell.environment, verdicts, self.cache.key, make, again)
         self._lock = threading.Lock()
         self._uses: OrderedDict[Variant, KernelUse] = OrderedDict()
 
@@ -261,6 +279,11 @@ class _Workshop:
         """The kernels that requests have asked for, the latest last: 256 at most."""
         with self._lock:
             return list(self._uses.values())
+
+    @property
+    def proofs(self) -> Proofs | None:
+        """What proofs have shown; None where kernels are not proved."""
+        return None if self.qualifier is None else Proofs(dict(self.qualifier.counts), self.qualifier.seconds)
 
     def start(self, variant: Variant, done: Done, for_device: bool = False) -> None:
         """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
@@ -277,6 +300,8 @@ class _Workshop:
     def close(self) -> None:
         # Jobs that have not begun are dropped: their calls are answered by the context that is closing.
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.qualifier is not None:
+            self.qualifier.close()
 
     def _work(self, variant: Variant, waiting: list[Done], for_device: bool) -> None:
         began = time.monotonic()
@@ -290,8 +315,20 @@ class _Workshop:
             name = variant.source.name
             logger.exception("compiling %s raised", name)
             failure = caused(GpuActorsError(f"compiling {name} raised {error!r}"), error.with_traceback(None))
-        for done in waiting:
-            done(product, failure, time.monotonic() - began)
+
+        def answer(failure: GpuActorsError | None) -> None:
+            for done in waiting:
+                done(product, failure, time.monotonic() - began)
+
+        if product is None or not for_device or self.qualifier is None:
+            answer(failure)
+            return
+        try:
+            self.qualifier.judge(variant, product, answer)
+        except Exception as error:
+            logger.exception("asking whether %s is qualified raised", variant.source.name)
+            text = f"asking whether {variant.source.name} is qualified raised {error!r}"
+            answer(caused(GpuActorsError(text), error.with_traceback(None)))
 
     def _make(self, variant: Variant, for_device: bool) -> Product:
         if for_device and self._cell.environment.device.builds_kernels:

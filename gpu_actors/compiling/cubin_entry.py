@@ -20,7 +20,16 @@ from gpu_actors.compiling.compiler import compile_inputs
 from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.toolchain import Toolchain
 
-__all__ = ["CorruptEntry", "EntryName", "decode_entry", "digest_of", "encode_entry", "entry_name"]
+__all__ = [
+    "CorruptEntry",
+    "EntryName",
+    "decode_entry",
+    "digest_of",
+    "encode_entry",
+    "entry_name",
+    "seal",
+    "unseal",
+]
 
 # Raise it when the key's parts, the entry's layout or the meaning of the cubins change.
 SCHEMA = 1
@@ -113,9 +122,7 @@ def encode_entry(build: str, cubin: Cubin, nvrtc: str) -> bytes:
         "resources": dict(cubin.resources),
     }
     text = json.dumps(about, sort_keys=True).encode()
-    payload = _JSON_LENGTH.pack(len(text)) + text + cubin.data
-    checksum = hashlib.sha256(payload).digest()
-    return _HEADER.pack(_MAGIC, bytes.fromhex(build), len(payload), checksum) + payload
+    return seal(_MAGIC, build, _JSON_LENGTH.pack(len(text)) + text + cubin.data)
 
 
 def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, ...]) -> tuple[Cubin, str]:
@@ -123,7 +130,7 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
 
     Raises CorruptEntry unless every byte is as `encode_entry` wrote it for this architecture and these kernels.
     """
-    payload = _payload(build, entry)
+    payload = unseal(_MAGIC, build, entry)
     try:
         end = _JSON_LENGTH.size + _JSON_LENGTH.unpack_from(payload)[0]
         about = json.loads(bytes(payload[_JSON_LENGTH.size : end]))
@@ -143,11 +150,17 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
     return cubin, nvrtc
 
 
-def _payload(build: str, entry: bytes) -> memoryview:
+def seal(magic: bytes, build: str, payload: bytes) -> bytes:
+    """An entry of a cache folder. magic: 8 bytes, of its kind. build: its key, 64 hexadecimal digits."""
+    return _HEADER.pack(magic, bytes.fromhex(build), len(payload), hashlib.sha256(payload).digest()) + payload
+
+
+def unseal(kind: bytes, build: str, entry: bytes) -> memoryview:
+    """The payload of an entry of that kind and key. Raises CorruptEntry unless every byte is as `seal` wrote it."""
     if len(entry) < _HEADER.size:
         raise CorruptEntry(f"{len(entry)} bytes are less than an entry's header")
     magic, key, length, checksum = _HEADER.unpack_from(entry)
-    if magic != _MAGIC:
+    if magic != kind:
         raise CorruptEntry("the magic number is another")
     if key.hex() != build:
         raise CorruptEntry("the entry is of another key")

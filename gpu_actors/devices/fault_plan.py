@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,13 +23,21 @@ class Fault:
     key: the key whose launches are counted, None for any.
     seconds: of a delay.
     error: of a failure.
+    kernel: whose launches are counted, None for any.
+    value: in place of one element of each output; None: one of its bits is turned.
     """
 
-    kind: Literal["fail", "delay", "hang", "lose_context"]
+    kind: Literal["fail", "delay", "hang", "lose_context", "wrong"]
     launch: int | None
     key: DispatchKey | None
     seconds: float = 0.0
     error: GpuActorsError | type[GpuActorsError] | None = None
+    kernel: str | None = None
+    value: float | None = None
+
+    def hits(self, key: DispatchKey | None, kernels: Collection[str]) -> bool:
+        """Whether a launch of that key and of these kernels counts."""
+        return self.key in (None, key) and (self.kernel is None or self.kernel in kernels)
 
     def make_error(self) -> GpuActorsError:
         """The error that the launch ends with."""
@@ -45,8 +54,9 @@ class Fault:
 class FaultPlan:
     """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method returns a longer plan.
 
-    Launches are counted from 1 over the whole context; None means every launch. ``key`` limits a fault to launches of
-    one `DispatchKey`, and only those are counted then.
+    Launches are counted from 1 over the whole context, those that prove a kernel included; None means every launch.
+    ``key`` limits a fault to launches of one `DispatchKey`, ``kernel`` to those that a kernel of that name takes part
+    in, and only those are counted then.
 
         plan = FaultPlan().delay(0.01).fail(launch=3).lose_context(launch=10)
     """
@@ -71,19 +81,35 @@ class FaultPlan:
             raise InvalidRequest("seconds", seconds, "must be a finite number of seconds, >= 0")
         return self._with(Fault("delay", launch, key, seconds=seconds))
 
-    def hang(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
+    def hang(self, launch: int | None = None, key: DispatchKey | None = None, kernel: str | None = None) -> FaultPlan:
         """The launch and all later ones on the same stream never end."""
-        return self._with(Fault("hang", launch, key))
+        return self._with(Fault("hang", launch, key, kernel=kernel))
 
-    def lose_context(self, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
+    def lose_context(
+        self, launch: int | None = None, key: DispatchKey | None = None, kernel: str | None = None
+    ) -> FaultPlan:
         """The launch and every later one end with `ContextLost`."""
-        return self._with(Fault("lose_context", launch, key))
+        return self._with(Fault("lose_context", launch, key, kernel=kernel))
+
+    def wrong(
+        self, kernel: str, launch: int | None = None, key: DispatchKey | None = None, value: float | None = None
+    ) -> FaultPlan:
+        """The launch gives wrong numbers: one element of each array on the host that it writes is changed.
+
+        kernel: its name, such as "forward_mma". value: what the element becomes; by default the highest bit of its
+        exponent, or of its number, is turned.
+        """
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise InvalidRequest("value", value, "must be a number, NaN too, or None")
+        return self._with(Fault("wrong", launch, key, kernel=kernel, value=value))
 
     def _with(self, fault: Fault) -> FaultPlan:
         if fault.launch is not None and (type(fault.launch) is not int or fault.launch < 1):
             raise InvalidRequest("launch", fault.launch, "must be an int >= 1 (launches count from 1), or None")
         if fault.key is not None and not isinstance(fault.key, DispatchKey):
             raise InvalidRequest("key", fault.key, "must be a DispatchKey, as inspect_key gives, or None")
+        if fault.kernel is not None and (not isinstance(fault.kernel, str) or not fault.kernel):
+            raise InvalidRequest("kernel", fault.kernel, "must be the name of a kernel, or None")
         _check_error(fault)
         return dataclasses.replace(self, faults=(*self.faults, fault))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
-from gpu_actors.attention.problem import DispatchKey
+import numpy as np
+
 from gpu_actors.clock import Clock
 from gpu_actors.devices.fault_plan import Fault, FaultPlan
 from gpu_actors.devices.forwarding import ForwardingDevice
@@ -33,20 +35,26 @@ class FaultyDevice(ForwardingDevice):
         self._plan = plan
         self._streams: list[_FaultyStream] = []
         self._lock = threading.Lock()
-        self._launches = 0
-        self._launches_of: dict[DispatchKey | None, int] = {}
+        self._launches = [0] * len(plan.faults)
 
-    def faults(self, key: DispatchKey | None) -> list[Fault]:
+    @property
+    def identity(self) -> tuple[str, ...]:
+        # What kernels do here is not what they do on the machine.
+        return *self.inner.identity, repr(self._plan)
+
+    def faults(self, launch: Launch) -> list[Fault]:
         """Count a launch and return its faults."""
+        kernels = {step.kernel.entry for step in launch.steps}
+        if launch.key is not None:
+            kernels.add(launch.key.kernel)
+        found = []
         with self._lock:
-            self._launches += 1
-            of_key = self._launches_of[key] = self._launches_of.get(key, 0) + 1
-            return [
-                fault
-                for fault in self._plan.faults
-                if (fault.key is None or fault.key == key)
-                and fault.launch in (None, self._launches if fault.key is None else of_key)
-            ]
+            for number, fault in enumerate(self._plan.faults):
+                if fault.hits(launch.key, kernels):
+                    self._launches[number] += 1
+                    if fault.launch in (None, self._launches[number]):
+                        found.append(fault)
+        return found
 
     def open_stream(self, name: str) -> Stream:
         stream = _FaultyStream(self, self.inner.open_stream(name))
@@ -78,7 +86,7 @@ class _FaultyStream(Stream):
 
     def launch(self, launch: Launch) -> Event:
         device = self._device
-        faults = device.faults(launch.key)
+        faults = device.faults(launch)
         if device.lost is not None:
             return FinishedEvent(error=device.lost)
         delay = 0.0
@@ -86,10 +94,12 @@ class _FaultyStream(Stream):
         for fault in faults:
             if fault.kind == "delay":
                 delay += fault.seconds
-            elif event is None:
+            elif fault.kind != "wrong" and event is None:
                 event = self._faulty_event(fault)
         if event is None:
             event = self._inner.launch(launch)
+            if any(fault.kind == "wrong" for fault in faults):
+                event = _WrongEvent(event, launch, faults)
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
 
     def recording_stats(self) -> RecordingStats:
@@ -124,6 +134,43 @@ class _HungEvent(Event):
             while not self._stream.closed:
                 self._stream.gate.wait()
         raise ActorStopped("the device was closed while the launch hung")
+
+
+class _WrongEvent(Event):
+    """The end of a launch after which its arrays on the host are changed, once."""
+
+    def __init__(self, inner: Event, launch: Launch, faults: Sequence[Fault]) -> None:
+        self._inner = inner
+        self._returned = [launch.inputs[name] for name in launch.returned]
+        self._values = [fault.value for fault in faults if fault.kind == "wrong"]
+        self._lock = threading.Lock()
+
+    @property
+    def outputs(self) -> Outputs:  # type: ignore[override]
+        return self._inner.outputs
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        with self._lock:
+            values, self._values = self._values, []
+        for array in [*self._inner.outputs.values(), *self._returned]:
+            for value in values:
+                _spoil(array, value)
+
+
+def _spoil(array: Any, value: float | None) -> None:
+    """Change the middle element of an array on the host."""
+    if not isinstance(array, np.ndarray) or not array.size:
+        return
+    where = np.unravel_index(array.size // 2, array.shape)
+    if value is not None:
+        array[where] = value
+        return
+    bits = array.view(f"u{array.itemsize}")
+    bits[where] ^= bits.dtype.type(1 << (8 * array.itemsize - 2))
 
 
 class _DelayedEvent(Event):

@@ -18,6 +18,10 @@ class ForwardingDevice(Device):
         self.info: DeviceInfo = inner.info
         self.builds_kernels: bool = inner.builds_kernels
 
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return self.inner.identity
+
     def open_stream(self, name: str) -> Stream:
         return self.inner.open_stream(name)
 

@@ -380,6 +380,13 @@ class Device(ABC):
 
     info: DeviceInfo
     builds_kernels: bool = False
+    barred: Callable[[DispatchKey], GpuActorsError | None] | None = None
+    """Why a key's kernel must not run here, once there is one that must not."""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What decides, beside a kernel's code, how it computes: the machine, its driver, how it is emulated."""
+        return self.info.kind, self.info.name
 
     @abstractmethod
     def open_stream(self, name: str) -> Stream:

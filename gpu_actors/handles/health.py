@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.errors import Unqualified
 from gpu_actors.runtime.children import Children
 
 __all__ = ["Health", "examine"]
@@ -20,14 +21,15 @@ class Health:
     except the one for kernels of your own.
 
     state: "ready"; "degraded" (an actor is being restarted, has failed ``degraded_after`` times without a success, or
-        is not vital and has stopped or is stuck); "stalled" (the oldest launch, or a vital actor with the
-        requests that it took last, has taken half the hang timeout); "draining"; "failed" (the device context is lost,
-        or a vital actor has stopped); "stopped".
+        is not vital and has stopped or is stuck; or a kernel is quarantined, and others answer in its place); "stalled"
+        (the oldest launch, or a vital actor with the requests that it took last, has taken half the hang timeout);
+        "draining"; "failed" (the device context is lost, or a vital actor has stopped); "stopped".
     ready: send requests here. True in the state "ready", and in "degraded" unless a vital actor keeps failing.
     reason: a sentence where the state is not "ready".
     device: what the context runs on; ``device.kind`` is "cuda", "emulated" or "mock", ``device.name`` says more.
     actors: each actor's own state. failures: of each actor, launches or incarnations that failed since one succeeded.
     oldest_launch: seconds that the oldest unfinished launch has taken.
+    quarantined: a sentence for each kernel that has failed its proof: which, on which problem, and how wrong it was.
     """
 
     state: State
@@ -38,6 +40,7 @@ class Health:
     oldest_launch: float | None
     device: DeviceInfo
     failures: Mapping[str, int]
+    quarantined: tuple[str, ...] = ()
 
 
 class _Verdict(NamedTuple):
@@ -52,7 +55,8 @@ def examine(children: Children, stopped: bool) -> Health:
     age = None if oldest is None else children.clock.now() - oldest
     actors = {name: cell.state for name, cell in children.cells.items()}
     # The actors change meanwhile, so everything below judges this one look at them.
-    verdict = _ended(children, stopped, actors) or _stalled(children, age) or _degraded(children, actors)
+    quarantined = () if children.kernels is None else tuple(map(_sentence, children.kernels.quarantine.failures()))
+    verdict = _ended(children, stopped, actors) or _stalled(children, age) or _degraded(children, actors, quarantined)
     return Health(
         *(verdict or _Verdict("ready", True, "")),
         generation=children.generation,
@@ -60,7 +64,12 @@ def examine(children: Children, stopped: bool) -> Health:
         oldest_launch=age,
         device=children.device.info,
         failures={name: cell.progress.failures for name, cell in children.cells.items()},
+        quarantined=quarantined,
     )
+
+
+def _sentence(failure: Unqualified) -> str:
+    return f"{failure}; shown by {failure.problem}" if failure.problem else str(failure)
 
 
 def _ended(children: Children, stopped: bool, actors: Mapping[str, str]) -> _Verdict | None:
@@ -86,10 +95,11 @@ def _stalled(children: Children, age: float | None) -> _Verdict | None:
     return None
 
 
-def _degraded(children: Children, actors: Mapping[str, str]) -> _Verdict | None:
+def _degraded(children: Children, actors: Mapping[str, str], quarantined: tuple[str, ...]) -> _Verdict | None:
     reasons = [f"{name} is {state}" for name, state in actors.items() if state != "running"]
     reasons += [f"{name} cannot get on with its requests" for name in children.stuck()]
     failing = {name: cell.progress.reason for name, cell in children.cells.items() if cell.progress.failing}
     reasons += [f"{name} {reason}" for name, reason in failing.items()]
+    reasons += quarantined
     ready = not any(name in failing for name in children.vital())
     return _Verdict("degraded", ready, ", ".join(reasons)) if reasons else None

@@ -119,6 +119,7 @@ class _RemoteDevice:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.builds_kernels = False
+        self.barred = None  # the worker's context knows; it answers requests with other kernels
 
 
 def _ignore(*_: object) -> None:

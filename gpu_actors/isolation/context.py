@@ -137,7 +137,9 @@ def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
     def health(state: Any, ready: bool, reason: str) -> Health:
         oldest = last.oldest_launch if last is not None else None
         failures = last.failures if last is not None else dict.fromkeys(actors, 0)
-        return Health(state, ready, reason, children.generation, actors, oldest, children.device.info, failures)
+        quarantined = last.quarantined if last is not None else ()
+        about = (children.generation, actors, oldest, children.device.info, failures, quarantined)
+        return Health(state, ready, reason, *about)
 
     if children.lost is not None:
         return health("failed", False, str(children.lost))

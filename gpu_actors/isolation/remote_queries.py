@@ -23,6 +23,7 @@ QUERIES: Mapping[str, Callable[..., Any]] = {
     "inspect": lambda cell, graph: cell.handle.inspect_plan(graph),
     "cubin_stats": lambda cell: cell.handle.cache_stats(),
     "compile_seconds": lambda cell: cell.shared.compile_seconds,
+    "proofs": lambda cell: cell.shared.proofs,
     "uses": lambda cell: cell.shared.uses(),
     "caches": lambda cell: cell.shared.look(),
     "recording_stats": lambda cell: cell.handle.recording_stats(),
@@ -68,6 +69,10 @@ class RemoteState:
     @property
     def compile_seconds(self) -> Any:
         return self._query_or_last("compile_seconds")
+
+    @property
+    def proofs(self) -> Any:
+        return self._query_or_last("proofs")
 
     def uses(self) -> Any:
         """The kernels that requests have used."""

@@ -7,11 +7,11 @@ To add a kernel, name its family here; its file says the rest, but for the tiles
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from gpu_actors.attention.problem import FLAGS, AttentionProblem, DispatchKey
-from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.errors import GpuActorsError, InvalidRequest, Unsupported
 from gpu_actors.kernels.backward_mma import BACKWARD_MMA
 from gpu_actors.kernels.backward_simple import BACKWARD_SIMPLE
 from gpu_actors.kernels.backward_sm90 import BACKWARD_SM90
@@ -29,6 +29,7 @@ __all__ = [
     "REFERENCE",
     "WITHOUT_CHUNKS",
     "WITHOUT_TMA",
+    "Barred",
     "Verdict",
     "answering_key",
     "dispatch_key",
@@ -88,22 +89,40 @@ _BY_KERNEL = {kernel: family for family in FAMILIES for kernel in (family.name, 
 _OTHER_KINDS = ("direction", "layout")
 
 
-def dispatch_key(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
+Barred: TypeAlias = Callable[[DispatchKey], GpuActorsError | None]
+"""Why the kernel of a key must not run, or None."""
+
+
+def dispatch_key(
+    problem: AttentionProblem,
+    arch: str,
+    families: tuple[KernelFamily, ...] = FAMILIES,
+    barred: Barred | None = None,
+) -> DispatchKey:
     """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
 
     Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
-    that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture.
+    that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture. Raises what ``barred``
+    gives for the first family that takes the problem, where it bars all of these.
     """
     _check_support(problem, arch, families)
     refusal: Unsupported | None = None
     meant = False  # whether that is of a family for problems of this kind
+    failed: GpuActorsError | None = None
     for family in families:
         found = family.refusal(problem, arch)
         if found is None:
-            return _key(family, problem, arch)
+            key = _key(family, problem, arch)
+            why = None if barred is None else barred(key)
+            if why is None:
+                return key
+            failed = failed or why
+            continue
         own = found.field not in _OTHER_KINDS and (found.field != "block_mask" or family.block_masks)
         if own or not meant:
             refusal, meant = found, own
+    if failed is not None:
+        raise failed
     raise refusal or Unsupported("families", families, "there is no kernel to choose from")
 
 
@@ -122,16 +141,20 @@ def _check_support(problem: AttentionProblem, arch: str, families: tuple[KernelF
 
 
 def answering_key(
-    problem: AttentionProblem, arch: str, runs_kernels: bool, families: tuple[KernelFamily, ...] = FAMILIES
+    problem: AttentionProblem,
+    arch: str,
+    runs_kernels: bool,
+    families: tuple[KernelFamily, ...] = FAMILIES,
+    barred: Barred | None = None,
 ) -> DispatchKey:
-    """The key that answers a problem on a device. families: to choose from. Raises as `dispatch_key`.
+    """The key that answers a problem on a device. families, barred: as for `dispatch_key`, which says what it raises.
 
     A device that runs no kernels refuses what no kernel does, but for gradients: those it gives in every precision, for
     programs whose gradients are to be checked in float64.
     """
     if runs_kernels or problem.direction == "forward":
-        return dispatch_key(problem, arch, families)
-    return dispatch_key(problem, arch, (*families, REFERENCE))
+        return dispatch_key(problem, arch, families, barred)
+    return dispatch_key(problem, arch, (*families, REFERENCE), barred)
 
 
 def family_of(key: DispatchKey) -> KernelFamily:
@@ -150,7 +173,12 @@ def program_of(problem: AttentionProblem, key: DispatchKey, target: Target = ANY
     return family_of(key).program(problem, key, target)
 
 
-def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamily] = FAMILIES) -> list[Verdict]:
+def explain(
+    problem: AttentionProblem,
+    arch: str,
+    families: Sequence[KernelFamily] = FAMILIES,
+    barred: Barred | None = None,
+) -> list[Verdict]:
     """Why each family was or was not taken for a problem, in the order in which they are asked."""
     unsupported = find_unsupported(problem, arch)
     if unsupported is not None:
@@ -161,6 +189,8 @@ def explain(problem: AttentionProblem, arch: str, families: Sequence[KernelFamil
         refusal = family.refusal(problem, arch)
         if refusal is not None:
             verdicts.append(Verdict(family.name, False, str(refusal)))
+        elif barred is not None and (why := barred(_key(family, problem, arch))) is not None:
+            verdicts.append(Verdict(family.name, False, str(why)))
         elif taken:
             verdicts.append(Verdict(family.name, False, f"{taken} comes first and takes it"))
         else:

@@ -18,11 +18,11 @@ import numpy as np
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import Buffer, ScratchSpec
-from gpu_actors.errors import Unsupported
+from gpu_actors.errors import Unqualified, Unsupported
 from gpu_actors.kernels.decode_mma import DECODE_MMA
 from gpu_actors.kernels.decode_sm90 import DECODE_SM90
 from gpu_actors.kernels.decode_tiles import decode_tile, items_of
-from gpu_actors.kernels.dispatch import dispatch_key, program_of
+from gpu_actors.kernels.dispatch import Barred, dispatch_key, program_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward import FORWARD_MMA
 from gpu_actors.kernels.forward_sm90 import FORWARD_SM90, MULTIPROCESSORS, ROWS
@@ -80,19 +80,20 @@ def packing_of(
     families: Sequence[KernelFamily],
     multiprocessors: int | None = None,
     asked: bool | None = None,
+    barred: Barred | None = None,
 ) -> Packing | None:
     """Whether rows of a dense problem are packed, or None where no kernel packs them.
 
     key: what answers the problem otherwise. families: to choose from, for operands that lie as k and v do.
-    multiprocessors: of the device, where it says. asked: ``pack_gqa`` of the request.
+    multiprocessors: of the device, where it says. asked: ``pack_gqa`` of the request. barred: as for `dispatch_key`.
     """
     if not _may_pack(problem, key):
         return None
     cached = as_cache(problem)
     known = tuple(family for family in (DECODE_SM90, DECODE_MMA) if family in families)
     try:
-        packed = dispatch_key(cached, key.arch, known)
-    except Unsupported:
+        packed = dispatch_key(cached, key.arch, known, barred)
+    except (Unsupported, Unqualified):
         return None
     count = multiprocessors or _MULTIPROCESSORS.get(capability(key.arch), MULTIPROCESSORS)
     key_tiles = -(-_seen(problem) // decode_tile(packed).tile.block_n)

@@ -14,7 +14,16 @@ from gpu_actors.attention.key_mask import KeyMask
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import FlashForward, PagedForward
 from gpu_actors.attention.score_mod import ScoreMod
-from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, WITHOUT_CHUNKS, WITHOUT_TMA, Verdict, explain, family_of
+from gpu_actors.kernels.dispatch import (
+    FAMILIES,
+    REFERENCE,
+    WITHOUT_CHUNKS,
+    WITHOUT_TMA,
+    Barred,
+    Verdict,
+    explain,
+    family_of,
+)
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.support import ELEMENTS, example_problem, find_unsupported
 
@@ -135,23 +144,27 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_problem(problem: AttentionProblem, arch: str, key: DispatchKey | None) -> Explanation:
-    """The explanation of a problem. key: what answers it, or None."""
-    verdicts = explain(problem, arch)
+def explain_problem(
+    problem: AttentionProblem, arch: str, key: DispatchKey | None, barred: Barred | None = None
+) -> Explanation:
+    """The explanation of a problem. key: what answers it, or None. barred: as for `dispatch_key`."""
+    verdicts = explain(problem, arch, barred=barred)
     if key is not None and key.kernel == REFERENCE.name:
         verdicts.append(Verdict(REFERENCE.name, True, REFERENCE.reason))
     elif key is not None and Verdict(key.kernel, True, family_of(key).reason) not in verdicts:
-        verdicts = _moved(problem, arch, WITHOUT_TMA)
+        verdicts = _moved(problem, arch, WITHOUT_TMA, barred)
         if not any(verdict.taken and verdict.family == key.kernel for verdict in verdicts):
-            verdicts = _moved(problem, arch, WITHOUT_CHUNKS)
+            verdicts = _moved(problem, arch, WITHOUT_CHUNKS, barred)
     kinds = [family for family in FAMILIES if _is_of_kind(family, problem)]
     cells = [option_cell(name, family, arch) for name in options_of(problem) for family in kinds]
     return Explanation(key, tuple(verdicts), tuple(cells))
 
 
-def _moved(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...]) -> list[Verdict]:
+def _moved(
+    problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...], barred: Barred | None
+) -> list[Verdict]:
     """The verdicts of all families where operands lie so that only these can follow them."""
-    others = iter(explain(problem, arch, families))
+    others = iter(explain(problem, arch, families, barred))
     why = {True: "TMA cannot move operands that lie as these do", False: "rows of the cache begin between its chunks"}
     return [next(others) if family in families else Verdict(family.name, False, why[family.tma]) for family in FAMILIES]
 

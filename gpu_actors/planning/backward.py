@@ -13,6 +13,7 @@ from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
+from gpu_actors.kernels.dispatch import Barred
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
@@ -69,15 +70,17 @@ def gradient_problem(request: FlashBackward) -> AttentionProblem:
     return masked_problem(request, problem)
 
 
-def pose_backward(request: FlashBackward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
+def pose_backward(
+    request: FlashBackward, info: DeviceInfo, barred: Barred | None = None
+) -> tuple[AttentionProblem, DispatchKey]:
+    """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
     problem = gradient_problem(request)
-    return problem, key_for(problem, info, request, ("q", "k", "v", "dout"))
+    return problem, key_for(problem, info, request, ("q", "k", "v", "dout"), barred)
 
 
 def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
     """The plan of an adopted request. Raises as `pose_backward`."""
-    problem, key = pose_backward(request, device.info)
+    problem, key = pose_backward(request, device.info, device.barred)
     program = program_for(problem, key, device)
     outputs = {
         name: OutputSpec(

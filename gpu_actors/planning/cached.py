@@ -28,7 +28,7 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.fields import describe, expect, integer
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
@@ -176,13 +176,16 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     return plan.launch(operands(request), oracle, kernels, into=into)
 
 
-def pose_cached(request: CacheRequest, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernels. Raises `InvalidRequest` and `Unsupported`."""
+def pose_cached(
+    request: CacheRequest, info: DeviceInfo, barred: Barred | None = None
+) -> tuple[AttentionProblem, DispatchKey]:
+    """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
     problem = cached_problem(request)
     if not isinstance(request, PagedForward):
-        return problem, answering_key(problem, info.arch, info.runs_kernels, array_families(_caches(request)))
+        families = array_families(_caches(request))
+        return problem, answering_key(problem, info.arch, info.runs_kernels, families, barred)
     tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
-    return problem, key_for(problem, info, request, tiles)
+    return problem, key_for(problem, info, request, tiles, barred)
 
 
 def cached_problem(request: CacheRequest) -> AttentionProblem:
@@ -194,7 +197,10 @@ def cached_problem(request: CacheRequest) -> AttentionProblem:
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
     """The plan of an adopted request, with the kernels of ``key`` where that is given. Raises as `pose_cached`."""
-    problem, key = pose_cached(request, device.info) if key is None else (cached_problem(request), key)
+    if key is None:
+        problem, key = pose_cached(request, device.info, device.barred)
+    else:
+        problem = cached_problem(request)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     program = program_for(problem, key, device, lengths_on_host(request))
     mask = planned_mask(request, problem) if isinstance(request, PagedForward) else None

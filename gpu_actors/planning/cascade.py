@@ -40,7 +40,7 @@ from gpu_actors.devices.interface import (
     Step,
     StepPack,
 )
-from gpu_actors.errors import Unsupported
+from gpu_actors.errors import Unqualified, Unsupported
 from gpu_actors.kernels.decode_mma import DECODE
 from gpu_actors.kernels.decode_sm90 import NAME as DECODE_SM90
 from gpu_actors.kernels.dispatch import answering_key
@@ -136,13 +136,13 @@ class Cascader:
         found: list[tuple[DispatchKey, ...]] = []
         try:
             for part in parts:
-                key = answering_key(part, info.arch, info.runs_kernels, families)
+                key = answering_key(part, info.arch, info.runs_kernels, families, self._device.barred)
                 program = program_for(part, key, self._device)
                 if key.kernel not in _KERNELS or program is None:
                     return None
                 found.append(program.keys)
             return CascadeKeys(found[0], found[1], merge_variant(_merge_problem(p), info.arch))
-        except Unsupported:
+        except (Unsupported, Unqualified):
             return None
 
     def bind(

@@ -8,9 +8,9 @@ from typing import TypeAlias
 from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
-from gpu_actors.devices.interface import DeviceInfo
-from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.dispatch import FAMILIES, Verdict
+from gpu_actors.devices.interface import Device, DeviceInfo
+from gpu_actors.errors import Unqualified, Unsupported
+from gpu_actors.kernels.dispatch import FAMILIES, Barred, Verdict
 from gpu_actors.kernels.few_rows import Packing, as_cache
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.planning.backward import gradient_problem, pose_backward
@@ -25,16 +25,22 @@ __all__ = ["explain_request", "key_of"]
 Request: TypeAlias = FlashForward | FlashBackward | PagedForward | BatchedDecode
 
 
-def key_of(request: Request, info: DeviceInfo) -> DispatchKey:
-    """The dispatch key of a caller's request. Raises `InvalidRequest` and `Unsupported`."""
-    adopted = _adopted(request, info)
+def key_of(request: Request, device: Device) -> DispatchKey:
+    """The dispatch key of a caller's request. Raises `InvalidRequest`, and as `dispatch_key`."""
+    return _key_of(_adopted(request, device.info), device)
+
+
+def _key_of(adopted: Request, device: Device) -> DispatchKey:
     if isinstance(adopted, PagedForward | BatchedDecode):
-        return pose_cached(adopted, info)[1]
-    return pose_backward(adopted, info)[1] if isinstance(adopted, FlashBackward) else pose_forward(adopted, info)[1]
+        return pose_cached(adopted, device.info, device.barred)[1]
+    if isinstance(adopted, FlashBackward):
+        return pose_backward(adopted, device.info, device.barred)[1]
+    return pose_forward(adopted, device.info, device.barred)[1]
 
 
-def explain_request(request: Request, info: DeviceInfo) -> Explanation:
+def explain_request(request: Request, device: Device) -> Explanation:
     """Why a caller's request has the kernel that it has, or none. Raises `InvalidRequest`."""
+    info, barred = device.info, device.barred
     adopted = _adopted(request, info)
     if isinstance(adopted, PagedForward | BatchedDecode):
         problem = cached_problem(adopted)
@@ -44,19 +50,21 @@ def explain_request(request: Request, info: DeviceInfo) -> Explanation:
         problem = masked_problem(adopted, forward_problem(adopted))
     try:
         if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
-            _, key, packing = weigh_forward(adopted, info)
-            return _explain_forward(problem, key, packing)
-        return explain_problem(problem, info.arch, key_of(adopted, info))
-    except Unsupported:
-        return explain_problem(problem, info.arch, None)
+            _, key, packing = weigh_forward(adopted, info, barred)
+            return _explain_forward(problem, key, packing, barred)
+        return explain_problem(problem, info.arch, _key_of(adopted, device), barred)
+    except (Unsupported, Unqualified):
+        return explain_problem(problem, info.arch, None, barred)
 
 
-def _explain_forward(problem: AttentionProblem, key: DispatchKey, packing: Packing | None) -> Explanation:
+def _explain_forward(
+    problem: AttentionProblem, key: DispatchKey, packing: Packing | None, barred: Barred | None
+) -> Explanation:
     """As `explain_problem`. Kernels that the rule for packing leaves out name its numbers."""
     if packing is None:
-        return explain_problem(problem, key.arch, key)
+        return explain_problem(problem, key.arch, key, barred)
     posed, chosen = (as_cache(problem), packing.key) if packing.taken else (problem, key)
-    found = explain_problem(posed, key.arch, chosen)
+    found = explain_problem(posed, key.arch, chosen, barred)
     others = {
         family.name
         for family in FAMILIES

@@ -19,7 +19,7 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.errors import Unsupported
-from gpu_actors.kernels.dispatch import answering_key
+from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.kernels.few_rows import Packing, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
@@ -219,29 +219,33 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
     return inputs
 
 
-def pose_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernel. Raises `InvalidRequest` and `Unsupported`."""
-    problem, key, packing = weigh_forward(request, info)
+def pose_forward(
+    request: FlashForward, info: DeviceInfo, barred: Barred | None = None
+) -> tuple[AttentionProblem, DispatchKey]:
+    """Validate an adopted request and pick its kernel. Raises `InvalidRequest`, and as `dispatch_key`."""
+    problem, key, packing = weigh_forward(request, info, barred)
     return problem, packing.key if packing is not None and packing.taken else key
 
 
-def weigh_forward(request: FlashForward, info: DeviceInfo) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
+def weigh_forward(
+    request: FlashForward, info: DeviceInfo, barred: Barred | None = None
+) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
     """The problem, the kernel that takes it by tiles of a head's rows, and what packing its rows comes to.
 
     Raises as `pose_forward`.
     """
     problem = masked_problem(request, forward_problem(request))
     families = eligible_families({"q": request.q, "k": request.k, "v": request.v, "out": request.out})
-    key = answering_key(problem, info.arch, info.runs_kernels, families)
+    key = answering_key(problem, info.arch, info.runs_kernels, families, barred)
     # Sequences that `broadcast_batch` lets share one in memory are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
-    return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa)
+    return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, barred)
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
     """The plan of an adopted request. Raises as `pose_forward`."""
-    problem, key = pose_forward(request, device.info)
+    problem, key = pose_forward(request, device.info, device.barred)
     outputs = attention_outputs(problem, request.q.shape[:-1])
     mask = planned_mask(request, problem)
     return Plan(problem, key, program_for(problem, key, device), outputs, accumulate, mask)

@@ -155,9 +155,9 @@ def graph_plan(
         match = match_attention(graph)
         _check_contiguous(graph, match)
         if match.gradients is None:
-            key = dispatch_key(match.problem, device.info.arch, families)
+            key = dispatch_key(match.problem, device.info.arch, families, device.barred)
         else:
-            key = answering_key(match.problem, device.info.arch, runs_kernels)
+            key = answering_key(match.problem, device.info.arch, runs_kernels, barred=device.barred)
         program = program_for(match.problem, key, device)
     except Unsupported:
         if runs_kernels:

@@ -15,8 +15,10 @@ from typing import Any
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel, Kernels
-from gpu_actors.errors import GpuActorsError
+from gpu_actors.errors import GpuActorsError, Unqualified
+from gpu_actors.kernels.quarantine import Quarantine
 from gpu_actors.kernels.variants import Prepare
+from gpu_actors.planning.plan import forget_plans
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.environment import Environment
@@ -54,6 +56,7 @@ class KernelStore:
         self._entries: dict[Variant, _Entry] = {}
         self._together: dict[tuple[Variant, ...], tuple[Kernels, list[_Entry]]] = {}
         self._count = itertools.count(1)
+        self.quarantine: Quarantine = Quarantine()
         # Re-entrant: the garbage collector may end a task, whose request then asks for its kernels here.
         self._lock = threading.RLock()
 
@@ -91,7 +94,19 @@ class KernelStore:
         return entry.product
 
     def wait_for(self, variants: tuple[Variant, ...], call: Call[Any], cell: ActorCell) -> None:
-        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet."""
+        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet.
+
+        Raises `Unqualified` for a kernel that is quarantined.
+        """
+        failure = self.quarantine.of(variants)
+        if failure is not None:
+            forget_plans()
+            if call.prepared is None:
+                raise failure
+            # Its plan is older than the quarantine. Another one may have other kernels.
+            call.prepared = None
+            cell.mailbox.requeue([call])
+            return
         missing: list[Variant] = []
         with self._lock:
             awaited = [variant for variant in variants if self._compiled_entry(variant) is None]
@@ -127,6 +142,10 @@ class KernelStore:
 
     def _compiled(self, variant: Variant, compiling: Call[Any]) -> None:
         error = compiling.error
+        if isinstance(error, Unqualified):
+            self.quarantine.add(variant, error)
+            self._environment.device.barred = self.quarantine.bars
+            forget_plans()
         with self._lock:
             # The next request for a variant that failed has it compiled again.
             parked = self._entries.pop(variant).parked
@@ -134,7 +153,10 @@ class KernelStore:
                 self._entries[variant] = _Entry(compiling.answer(), next(self._count))
                 self._drop_oldest()
         for cell, calls in parked.items():
-            if error is None:
+            if isinstance(error, Unqualified):
+                for call in calls:
+                    call.prepared = None  # a plan for other kernels is made, where there are some
+            if error is None or isinstance(error, Unqualified):
                 cell.mailbox.requeue(calls)
                 continue
             if variant.own is None:  # a user's kernel that does not compile is no fault of the service

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ __all__ = [
     "Planned",
     "PlannedMask",
     "attention_outputs",
+    "forget_plans",
     "program_for",
 ]
 
@@ -120,6 +123,18 @@ class PlanCacheStats(NamedTuple):
     entries: int
 
 
+_CACHES: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
+_CACHES_LOCK = threading.Lock()
+
+
+def forget_plans() -> None:
+    """Have every plan of the process made anew: some are for a kernel that may not run any more. For any thread."""
+    with _CACHES_LOCK:
+        caches = list(_CACHES)
+    for cache in caches:
+        cache.forget()
+
+
 @dataclass(slots=True, eq=False)
 class Planned(Generic[P]):
     signature: Hashable
@@ -129,7 +144,7 @@ class Planned(Generic[P]):
 class PlanCache(Generic[P]):
     """A bounded map from signatures to plans that forgets the least recently used.
 
-    Used by one actor thread; `peek` and `stats` may be called from any.
+    Used by one actor thread; `peek`, `forget` and `stats` may be called from any.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -137,6 +152,13 @@ class PlanCache(Generic[P]):
         self._plans: OrderedDict[Hashable, Planned[P]] = OrderedDict()
         self._latest: Planned[P] | None = None
         self._hits = self._misses = self._evicted = 0
+        with _CACHES_LOCK:
+            _CACHES.add(self)
+
+    def forget(self) -> None:
+        """Forget every plan."""
+        self._latest = None
+        self._plans = OrderedDict()
 
     def find(self, signature: Hashable) -> P | None:
         """The plan of that signature, or None. Raises TypeError for a signature that cannot be hashed."""
@@ -151,9 +173,11 @@ class PlanCache(Generic[P]):
         """Count a plan as found, which may have been forgotten since."""
         self._hits += 1
         # Most requests pose the same problem as the request before, whose plan is at the end already.
-        if planned is not self._latest and planned.signature in self._plans:
-            self._plans.move_to_end(planned.signature)
-            self._latest = planned
+        if planned is not self._latest:
+            plans = self._plans  # which another thread may have replaced by now
+            if planned.signature in plans:
+                plans.move_to_end(planned.signature)
+                self._latest = planned
         return planned.plan
 
     def of(self, signature: Callable[[], Hashable], make: Callable[[], P]) -> P:
@@ -171,9 +195,10 @@ class PlanCache(Generic[P]):
 
     def add(self, signature: Hashable, plan: P) -> None:
         self._misses += 1
-        self._plans[signature] = self._latest = Planned(signature, plan)
-        if len(self._plans) > self._capacity:
-            self._plans.popitem(last=False)
+        plans = self._plans
+        plans[signature] = self._latest = Planned(signature, plan)
+        if len(plans) > self._capacity:
+            plans.popitem(last=False)
             self._evicted += 1
 
     def stats(self) -> PlanCacheStats:

@@ -14,7 +14,7 @@ from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.kernels.decode_mma import CHUNK, rows_refusal
-from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, answering_key
+from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, Barred, answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT, tma_refusal
 
@@ -31,13 +31,15 @@ def alignments(*operands: Any) -> tuple[int | None, ...]:
     return tuple([array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands])
 
 
-def key_for(problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str]) -> DispatchKey:
+def key_for(
+    problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str], barred: Barred | None = None
+) -> DispatchKey:
     """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles.
 
     Raises as `dispatch_key`.
     """
     families = eligible_families({name: getattr(request, name) for name in names})
-    return answering_key(problem, info.arch, info.runs_kernels, families)
+    return answering_key(problem, info.arch, info.runs_kernels, families, barred)
 
 
 def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:

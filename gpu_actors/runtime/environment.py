@@ -33,7 +33,7 @@ class Environment(ABC):
     failure: why the context has failed, None while it has not.
     draining: whether the context closes and takes no more requests.
     compiler: the handle of the actor that compiles kernels, once the children are made.
-    kernels: the `KernelStore` that the actors share.
+    kernels: the `KernelStore` that the actors share, and which kernels are quarantined.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -62,7 +62,11 @@ class ContextCollector(Collector):
     known.
 
     Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the state that holds and 0 for the
-    others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}.
+    others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}, gpu_actors_quarantined_kernels
+    {device}.
+
+    Proofs of kernels, where the context has any (``ContextOptions(qualify=...)``): gpu_actors_kernel_proofs_total
+    {outcome}, of kernels that are qualified or quarantined; gpu_actors_proof_seconds, a histogram of new proofs.
 
     Histograms of the requests made since the context's first collector, because a context measures nothing before:
     gpu_actors_request_seconds {actor, outcome}, from acceptance to the answer; gpu_actors_request_queue_seconds
@@ -130,9 +134,18 @@ class ContextCollector(Collector):
                 add_histogram(batch, [actor], meter.batch)
         compile = HistogramMetricFamily("gpu_actors_compile_seconds", "Compilations of kernels")
         yield from (latency, queue, launch, batch)
+        nvrtc: Any = self._context._children.cells["nvrtc"].shared
         with contextlib.suppress(GpuActorsError):
-            add_histogram(compile, [], self._context._children.cells["nvrtc"].shared.compile_seconds)
+            add_histogram(compile, [], nvrtc.compile_seconds)
             yield compile
+        with contextlib.suppress(GpuActorsError):
+            proofs = nvrtc.proofs
+            if proofs is not None:
+                name = "gpu_actors_kernel_proofs"
+                yield labeled(CounterMetricFamily, name, "Kernels by what their proof shows", "outcome", proofs.counts)
+                seconds = HistogramMetricFamily("gpu_actors_proof_seconds", "Proofs of kernels")
+                add_histogram(seconds, [], proofs.seconds)
+                yield seconds
 
     def _health(self) -> Iterator[Metric]:
         health = self._context.health()
@@ -149,6 +162,7 @@ class ContextCollector(Collector):
             ("gpu_actors_ready", "1 if the context answers requests", float(health.ready)),
             ("gpu_actors_generation", "Generation of the device context", health.generation),
             ("gpu_actors_oldest_launch_seconds", "Age of the oldest unfinished launch", health.oldest_launch or 0.0),
+            ("gpu_actors_quarantined_kernels", "Kernels that failed their proof", float(len(health.quarantined))),
         ):
             if value is not None:
                 yield labeled(GaugeMetricFamily, name, documentation, "device", {device: value})

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpu_actors.reference.tolerance import Bounds, assert_output_close, check_output, forward_bounds
     from gpu_actors.testing.backward_problems import BackwardCase, random_backward
     from gpu_actors.testing.problems import ForwardCase, random_forward
+    from gpu_actors.testing.replays import Replay, replay
 
 __all__ = [
     "BackwardCase",
@@ -22,6 +23,7 @@ __all__ = [
     "ForwardCase",
     "GradientBounds",
     "MockClock",
+    "Replay",
     "assert_output_close",
     "check_gradients",
     "check_output",
@@ -30,6 +32,7 @@ __all__ = [
     "random_backward",
     "random_forward",
     "reference",
+    "replay",
 ]
 
 # Names whose modules are slow to import, and which only tests of numbers need.
@@ -45,6 +48,8 @@ _LAZY = {
     "check_output": "gpu_actors.reference.tolerance",
     "forward_bounds": "gpu_actors.reference.tolerance",
     "random_forward": "gpu_actors.testing.problems",
+    "Replay": "gpu_actors.testing.replays",
+    "replay": "gpu_actors.testing.replays",
 }
 
 

@@ -18,6 +18,10 @@
     cache.hit           a cubin came from the cache                   fields: variant, digest, layer
     cache.miss          ... did not
     cache.corrupt       an entry was damaged and set aside            + path
+    kernel.qualified    a kernel may answer on this machine           fields: kernel, variant, kept (whether an earlier
+                                                                      proof says so), experiments, seconds
+    kernel.quarantined  it computes wrong numbers, and does not       fields: kernel, variant, kept, problem, reason,
+                        answer                                        evidence (a path)
     actor.restarted     a child runs again after it failed            fields: actor, restarts, error
     actor.failed        a child failed for good                       fields: actor, error
     context.lost        the device context is gone                    fields: generation, error
@@ -46,6 +50,7 @@ _LEVELS = {
     "actor.failed": logging.ERROR,
     "cache.corrupt": logging.WARNING,
     "context.lost": logging.ERROR,
+    "kernel.quarantined": logging.ERROR,
 }
 
 

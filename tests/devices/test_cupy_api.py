@@ -34,7 +34,7 @@ class Recorder:
             return real
         match = re.match(rf"{name}\((.*)\)", real.__doc__)
         assert match is not None, f"{name} shows no signature"
-        parameters = match[1].split(", ")
+        parameters = [parameter for parameter in match[1].split(", ") if parameter]
         required = [parameter for parameter in parameters if "=" not in parameter]
 
         def call(*args: Any) -> Any:
@@ -182,8 +182,9 @@ def test_a_pool_gives_blocks_until_it_is_full_and_takes_them_back(monkeypatch: p
 
 def test_properties_are_read_from_what_cupy_gives(answers: dict[str, Any], calls: Callable[[], list[Any]]) -> None:
     raw = {"name": b"NVIDIA H200", "major": 9, "minor": 0, "totalGlobalMem": 1 << 37, "multiProcessorCount": 132}
-    answers["getDeviceProperties"] = raw
-    assert CupyApi(0).properties() == ("NVIDIA H200", 90, 1 << 37, 132)
+    answers["getDeviceProperties"] = {**raw, "uuid": b"\x01\xab"}
+    answers["driverGetVersion"] = 13040
+    assert CupyApi(0).properties() == ("NVIDIA H200", 90, 1 << 37, 132, "01ab", "13040")
 
 
 def test_every_call_of_the_seam_is_there() -> None:

@@ -16,12 +16,14 @@ __all__ = ["CudaApi", "DeviceProperties", "Emulation", "MemoryBlock"]
 
 
 class DeviceProperties(NamedTuple):
-    """Properties of a GPU. capability: 90 for 9.0. memory: bytes."""
+    """Properties of a GPU. capability: 90 for 9.0. memory: bytes. uuid: hexadecimal. driver: its version."""
 
     name: str
     capability: int
     memory: int
     multiprocessors: int
+    uuid: str = ""
+    driver: str = ""
 
 
 class MemoryBlock(Protocol):

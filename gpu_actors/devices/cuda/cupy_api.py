@@ -79,7 +79,9 @@ class CupyApi:
         raw = runtime.getDeviceProperties(self._index)
         name = raw["name"].decode(errors="replace").rstrip("\0")
         capability = 10 * raw["major"] + raw["minor"]
-        return DeviceProperties(name, capability, raw["totalGlobalMem"], raw["multiProcessorCount"])
+        uuid = bytes(raw.get("uuid", b"")).hex()
+        driver = str(runtime.driverGetVersion())
+        return DeviceProperties(name, capability, raw["totalGlobalMem"], raw["multiProcessorCount"], uuid, driver)
 
     @_checked
     def allocate(self, nbytes: int) -> MemoryBlock:

@@ -115,6 +115,11 @@ class CudaDevice(Device):
     def note_caller(self) -> CallerNotes | None:
         return caller_streams(self.driver.index)
 
+    @property
+    def identity(self) -> tuple[str, ...]:
+        properties = self.driver.call(self.driver.api.properties)
+        return self.info.kind, properties.name, properties.uuid, properties.driver
+
     def open_stream(self, name: str) -> Stream:
         self.driver.enter()
         stream = CudaStream(self.memory, name)

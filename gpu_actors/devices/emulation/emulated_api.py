@@ -90,7 +90,7 @@ class EmulatedApi(HostApi):
     # CudaApi
 
     def properties(self) -> DeviceProperties:
-        return DeviceProperties(self.info.name, 0, 0, 0)
+        return DeviceProperties(self.info.name, 0, 0, 0, uuid=repr(self._options))
 
     def allocate(self, nbytes: int) -> EmulatedBuffer:
         with self._lock:

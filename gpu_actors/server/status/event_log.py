@@ -13,7 +13,7 @@ from gpu_actors.tracing import TraceEvent
 __all__ = ["EventLog"]
 
 _LONGEST = 400
-_ERRORS = ("actor.failed", "context.lost", "requests.failed")
+_ERRORS = ("actor.failed", "context.lost", "kernel.quarantined", "requests.failed")
 _WARNINGS = ("actor.restarted", "cache.corrupt", "state.changed")
 
 

@@ -77,6 +77,7 @@ class StatusReader:
             "runs_kernels": device.runs_kernels,
             "generation": health.generation,
             "oldest_launch": health.oldest_launch,
+            "quarantined": list(health.quarantined),
             "actors": actors,
             "history": self._history.read(),
             "kernels": kernels,

@@ -44,7 +44,8 @@ def service(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     monkeypatch.setattr("gpu_actors.context.open_device", lambda spec, given: CudaDevice(0, given, api=cuda))
     # CuPy, once NVRTC has been loaded through it, would ask the driver that is not there.
     monkeypatch.setattr("gpu_actors.devices.cuda.device.caller_streams", lambda index: None)
-    with ga.open_context("cuda", ga.ContextOptions(**options)) as ctx:
+    # What it computes is no answer to other problems than this service's.
+    with ga.open_context("cuda", ga.ContextOptions(**{"qualify": "off", **options})) as ctx:
         yield ctx
 
 

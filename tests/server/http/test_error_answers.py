@@ -16,7 +16,8 @@ STATUS = {
     "ActorFailed": 500, "ActorStopped": 503, "AsyncioNeeded": 500, "CacheFull": 503, "CompileError": 500,
     "ContextLost": 503, "DeadlineExceeded": 504, "GpuActorsError": 500, "InvalidRequest": 400, "LaunchError": 500,
     "MockModeError": 501, "NotCopyable": 500, "OutOfDeviceMemory": 503, "Overloaded": 429, "RequestCancelled": 503,
-    "RequestError": 400, "StaleBuffer": 409, "Unsupported": 400, "WorkerLost": 503, "WouldBlock": 500,
+    "RequestError": 400, "StaleBuffer": 409, "Unqualified": 500, "Unsupported": 400, "WorkerLost": 503,
+    "WouldBlock": 500,
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def test_an_error_has_its_status_its_name_and_its_words(name: str) -> None:
     assert (problem(error).status, shown["status"]) == (STATUS[name], STATUS[name])
     assert shown["type"] == f"urn:gpu-actors:error:{name}"
     assert shown["title"].replace(" ", "").lower() == name.lower()
-    assert " " in shown["title"] or name == "Unsupported" or name == "Overloaded"
+    assert " " in shown["title"] or name in ("Unqualified", "Unsupported", "Overloaded")
     hidden = STATUS[name] == 500 or name == "ActorStopped"
     assert (shown["detail"] == str(error)) is not hidden
     assert problem(error).headers["Content-Type"] == "application/problem+json"
