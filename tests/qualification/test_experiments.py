@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cases.matrix_variants import first_variant
+from cases.proofs import MERGES, ORDERS, device_of, prove, proved_alone
 from inside.attention import ScoreMod
 from inside.compiling import Variant
-from inside.cuda import CudaDevice
-from inside.devices import Kernels
-from inside.emulation import EmulatedApi
 from inside.kernels import (
-    FAMILIES,
     PLAN,
+    AppendProblem,
     append_variant,
     family_of,
     kv_variants,
@@ -26,14 +23,11 @@ from inside.kernels import (
     usual_backward_keys,
     variant_of,
 )
-from inside.kernels import AppendProblem as Append
-from inside.kernels import MergeProblem as Merge
 from matrix.table import FAMILIES as MATRIX
 
 import gpu_actors as ga
 from gpu_actors.qualification.experiments import experiments_of, is_proved
 
-OPTIONS = ga.ContextOptions()
 # Rows of the matrix whose kernels differ in options, and not in sizes alone; and two of each family's grid.
 SAMPLE = {
     "append": ("copy", "interleaved to e5m2", "tables and positions"),
@@ -41,41 +35,6 @@ SAMPLE = {
     "decode_simple": ("pinned",),
     "forward": ("window", "options", "float", "simple chunks"),
 }
-MERGE = Merge(
-    count=2, batch=1, rows=1, heads=1, columns=64, dtype="bfloat16", lse_dtype="float32", out_dtype="bfloat16",
-    out_lse_dtype="float32", sinks="float32",
-)  # fmt: skip
-
-
-@functools.cache
-def device_of(arch: str) -> CudaDevice:
-    return CudaDevice(0, OPTIONS, EmulatedApi(arch, ga.EmulationOptions(), OPTIONS))
-
-
-def prove(variant: Variant) -> int:
-    """Run a variant's experiments. Gives how many there were."""
-    device = device_of(variant.arch)
-    stream = device.open_stream("test")
-    count = 0
-    try:
-        for experiment in experiments_of(variant, device):
-            assert variant in experiment.variants, "it takes part in what proves it"
-            kernels = Kernels(device.build(each.source, each.arch) for each in experiment.variants)
-            experiment.prove(stream, kernels, 120.0)
-            count += 1
-    finally:
-        stream.close()
-    return count
-
-
-def proved_alone(variant: Variant) -> Variant:
-    """The variant itself, or the one that it is launched beside, which proves both."""
-    key = variant.example
-    if is_proved(variant) or not isinstance(key, ga.DispatchKey):
-        return variant
-    names = [family.name for family in FAMILIES if key.kernel in family.companions]
-    name = next((name for name in names if name.endswith("sm90") == key.kernel.endswith("sm90")), names[0])
-    return variant_of(dataclasses.replace(key, kernel=name))
 
 
 def _rows() -> Iterator[Any]:
@@ -98,25 +57,24 @@ def test_the_kernel_of_a_hard_problem_proves_itself(family: str, row: str, grid:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("changes", [{}, {"dtype": "float16"}, {"sinks": None}], ids=str)
-def test_merges_prove_themselves(changes: dict[str, Any]) -> None:
-    problem = dataclasses.replace(MERGE, **changes)
-    for variant in (merge_variant(problem, "sm_90a"), *merge_gradient_variants(problem, "sm_90a")):
-        assert prove(variant) == 2
+@pytest.mark.parametrize("name", MERGES)
+def test_merges_prove_themselves(name: str) -> None:
+    for variant in (merge_variant(MERGES[name], "sm_90a"), *merge_gradient_variants(MERGES[name], "sm_90a")):
+        assert prove(variant) == 2 * len(ORDERS)
 
 
 @pytest.mark.timeout(180)
 def test_caches_of_each_layout_and_copies_prove_themselves() -> None:
-    plain = Append(
+    plain = AppendProblem(
         layout="paged", batch=1, total=1, heads_kv=1, head_dim=64, head_dim_v=64, dtype="float16",
         cache_dtype="float16", page_size=16, num_blocks=1, max_blocks=1,
     )  # fmt: skip
     latent = {"latent": True, "head_dim_v": 128, "cache_dtype": "float8_e4m3fn", "descales": True}
     for changes in ({"layout": "pointers"}, {"layout": "dense"}, latent):
         problem: Any = dataclasses.replace(plain, **changes)
-        assert prove(append_variant(problem, "sm_90a")) == 2
+        assert prove(append_variant(problem, "sm_90a")) == 2 * len(ORDERS)
     (copy,) = [variant for variant in kv_variants("sm_90a") if variant.kernel == "copy_pages"]
-    assert prove(copy) == 1
+    assert prove(copy) == len(ORDERS)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -1,6 +1,7 @@
 """Draws bugs from the sources of a kernel family, and runs its rows of `matrix` on each.
 
     scripts/mutants forward --drawn 40 --seed 7    about ten seconds each; writes build/reports/drawn_forward_7.md
+    scripts/mutants forward --drawn 40 --proofs    by what a context does before it answers, instead of the rows
 
 ``asm`` draws from the wrappers in kernels_cu/ptx and runs the tests that compare them with the second reading of the
 PTX ISA. It works on a clone of what is committed. Some drawn bugs are equivalent: a person reads what survives.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from inside.compiling import asset_headers, asset_text, asset_texts, kernel_file
 from matrix.table import FAMILIES
@@ -49,13 +51,15 @@ def main(family: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--drawn", type=int, default=30, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", action="store_true", help="run the rows of the sweep, too")
+    parser.add_argument("--proofs", type=int, default=0, metavar="VARIANTS", nargs="?", const=12,
+                        help="prove so many variants, as a context does, instead of the rows")  # fmt: skip
     given = parser.parse_args(arguments)
     operators = ASM_OPERATORS if family == "asm" else OPERATORS
     bugs = draw(files_of(family), operators, given.drawn, given.seed)
     with tempfile.TemporaryDirectory(prefix="gpu-actors-mutants-") as folder:
         clone = Path(folder, "clone")
         subprocess.run(["git", "clone", "-q", str(_ROOT), str(clone)], check=True)
-        tests = _Tests(clone, family, given.sweep)
+        tests = _Proofs(clone, family, given.proofs) if given.proofs else _Tests(clone, family, given.sweep)
         if (found := tests.run()) != _SURVIVED:
             raise RuntimeError(f"the tests fail without a bug: {found}")
         verdicts = [_tried(bug, clone / "kernels_cu" / bug.file, tests) for bug in bugs]
@@ -63,12 +67,41 @@ def main(family: str, arguments: Sequence[str]) -> int:
     tried = len(bugs) - refused
     said = f"{tried - survivors} of {tried} caught, {refused} do not compile"
     rows = [f"| {bug} | {verdict} |" for bug, verdict in zip(bugs, verdicts, strict=True)]
-    write_log(f"drawn_{family}_{given.seed}", said, ("bug", "caught by"), rows)
+    write_log(f"{'proved' if given.proofs else 'drawn'}_{family}_{given.seed}", said, ("bug", "caught by"), rows)
     sys.stdout.write(said + "\n")
     return 1 if survivors else 0
 
 
 _SURVIVED, _REFUSED = "survived", "does not compile"
+
+
+def _environment(clone: Path) -> dict[str, str]:
+    """Of what runs in a clone. Both caches go with it."""
+    return os.environ | {
+        "PYTHONPATH": str(clone),
+        "GPU_ACTORS_TEST_CACHE_DIR": str(clone.parent / "cubins"),
+        "XDG_CACHE_HOME": str(clone.parent / "cache"),
+    }
+
+
+class _Proofs:
+    """The proofs of a family's variants in a clone."""
+
+    def __init__(self, clone: Path, family: str, count: int) -> None:
+        self._command = [sys.executable, "-m", "mutation.proofs", family, str(count)]
+        self._folder = clone / "tests" / "lib"
+        self._environment = _environment(clone)
+
+    def run(self) -> str:
+        """What failed first, _SURVIVED or _REFUSED."""
+        given: dict[str, Any] = {"cwd": self._folder, "env": self._environment, "text": True, "capture_output": True}
+        try:
+            run = subprocess.run(self._command, timeout=_LIMIT_SECONDS, check=False, **given)
+        except subprocess.TimeoutExpired:
+            return "hangs"
+        if run.returncode in (0, 3):
+            return _REFUSED if run.returncode else _SURVIVED
+        return run.stdout.strip() or f"the process ended with {run.returncode}: {run.stderr[-200:]}"
 
 
 class _Tests:
@@ -82,12 +115,7 @@ class _Tests:
         marks = "not gpu" if sweep else "not gpu and not sweep"
         self._command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         self._command += ["-p", "no:randomly", "--tb=short", "-m", marks, *tests]
-        # PYTHONPATH for the processes that tests start. Both caches go with the clone.
-        self._environment = os.environ | {
-            "PYTHONPATH": str(clone),
-            "GPU_ACTORS_TEST_CACHE_DIR": str(clone.parent / "cubins"),
-            "XDG_CACHE_HOME": str(clone.parent / "cache"),
-        }
+        self._environment = _environment(clone)
 
     def run(self) -> str:
         """What failed first, _SURVIVED or _REFUSED."""
@@ -114,7 +142,7 @@ class _Tests:
         return failed[1] + (f": {fault[1]}" if fault else "")
 
 
-def _tried(bug: Bug, path: Path, tests: _Tests) -> str:
+def _tried(bug: Bug, path: Path, tests: _Tests | _Proofs) -> str:
     text = path.read_text("utf-8")
     path.write_text(bug.seeded(text), "utf-8")
     try:
