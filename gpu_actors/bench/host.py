@@ -62,7 +62,7 @@ class _NullDevice(CudaDevice):
 
 
 def _open(api: NullApi) -> GpuContext:
-    options = ContextOptions()
+    options = ContextOptions(qualify="off")  # nothing computes there
     return start_context(lambda: _NullDevice(0, options, api), options)
 
 

@@ -340,3 +340,32 @@ def test_health_metrics_and_the_page_say_so(folder: Path) -> None:
     (item,) = [item for item in board.event_log.since(0).items if item["name"] == "kernel.quarantined"]
     assert item["level"] == "error"
     assert "out is wrong in" in item["fields"]["reason"]
+
+
+def test_an_isolated_context_tells_what_its_process_has_found(folder: Path) -> None:
+    options = ga.ContextOptions(
+        arch=ARCH, qualify="first-use", cache_dir=folder, fault_plan=FaultPlan().wrong("forward_mma")
+    )
+    with ga.open_context("emulated", options, isolation="process") as ctx:
+        answer(ctx)
+        eventually(lambda: ctx.health().quarantined)
+        health = ctx.health()
+        assert (health.state, health.ready) == ("degraded", True)
+        assert "forward_mma is quarantined" in health.reason
+        assert ctx._children.cells["nvrtc"].shared.proofs.counts == {"qualified": 1, "quarantined": 1}
+
+
+@pytest.mark.parametrize("value", ["yes", "First-use", 1, True])
+def test_the_option_takes_three_words(value: Any) -> None:
+    with pytest.raises(ga.InvalidRequest, match="qualify"):
+        ga.ContextOptions(qualify=value)
+    kinds = {kind: ga.ContextOptions().qualifies(kind) for kind in ("cuda", "emulated", "mock")}
+    assert kinds == {"cuda": "first-use", "emulated": "off", "mock": "off"}
+
+
+@pytest.mark.parametrize(
+    "fault", [{"kernel": ""}, {"kernel": 3}, {"kernel": "a", "value": "b"}, {"kernel": "a", "value": True}]
+)
+def test_a_wrong_kernel_is_named_and_its_value_a_number(fault: dict[str, Any]) -> None:
+    with pytest.raises(ga.InvalidRequest):
+        FaultPlan().wrong(**fault)
