@@ -65,6 +65,7 @@ _SERVICE = (
     Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 50),
     Step("torch", "tests", ("tests/gpu/test_torch_attention_on_gpu.py",), 60),
     Step("own-kernels", "tests", ("tests/gpu/test_own_kernels_on_gpu.py",), 40),
+    Step("qualification", "tests", ("tests/gpu/test_qualification_on_gpu.py",), 35),
     Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 90),
 )
 # Each begins with its most telling cases, and stops by itself with what it has when its time is over.
