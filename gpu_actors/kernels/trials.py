@@ -69,19 +69,23 @@ _MOST_KEYS = 600  # of a sequence, where a pipeline has many stages
 def batch_trials(key: DispatchKey, tile: Tile) -> list[Trial]:
     """Those of a kernel of dense or packed batches, forward or backward. tile: of the key."""
     rows, keys = tile.block_m + 9, min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS)
-    problem = dataclasses.replace(_with_options(key, tile), heads_q=2 * _HEADS_KV, heads_kv=_HEADS_KV)
+    heads: dict[str, Any] = {"heads_q": 2 * _HEADS_KV, "heads_kv": _HEADS_KV}
+    problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
     if key.layout == "varlen":
-        lengths = ((rows, keys), (0, 7), (5, 0), (37, 21))
-        total_q, total_k = (sum(one) + _SPARE for one in zip(*lengths, strict=True))
-        sizes: dict[str, Any] = {
-            "batch": len(lengths),
-            "seqlen_q": rows,
-            "seqlen_k": keys,
-            "total_q": total_q,
-            "total_k": total_k,
-        }
-        return [Trial(dataclasses.replace(problem, **sizes), lengths)]
-    return [_dense(problem, rows, keys), _dense(problem, rows, 5), _dense(problem, 1, tile.block_n)]
+        return [
+            _packed(problem, ((rows, keys), (0, 7), (5, 0), (37, 21))),
+            # Lengths that lie on the device may be more than the caller says.
+            _packed(other, ((3, 40), (tile.block_m + 5, tile.block_n + 1), (1, 1)), None if other.bias else 10),
+        ]
+    return [_dense(problem, rows, keys), _dense(other, rows, 5), _dense(other, 30, tile.block_n + 30)]
+
+
+def _packed(problem: AttentionProblem, lengths: tuple[tuple[int, int], ...], said: int | None = None) -> Trial:
+    """said: the most rows, and keys, of a sequence as the caller says."""
+    rows, keys = zip(*lengths, strict=True)
+    sizes: dict[str, Any] = {"batch": len(lengths), "seqlen_q": said or max(rows), "seqlen_k": said or max(keys)}
+    sizes |= {"total_q": sum(rows) + _SPARE, "total_k": sum(keys) + _SPARE}
+    return Trial(dataclasses.replace(problem, **sizes), lengths)
 
 
 def _dense(problem: AttentionProblem, rows: int, keys: int) -> Trial:
@@ -104,16 +108,18 @@ def cache_trials(
 
     tile: of the key. row_tile: of the family.
     """
-    problem = dataclasses.replace(_with_options(key, tile), heads_kv=1 if key.latent else _HEADS_KV)
+    heads: dict[str, Any] = {"heads_kv": 1 if key.latent else _HEADS_KV}
+    problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
     keys = min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS)
     if row_tile is None:
         yield _cached(problem, tile.block_m + 9, 2, keys, tile, _PAGES[1])
+        yield _cached(other, tile.block_m - 9, 2, tile.block_n + 30, tile, _PAGES[0])
         return
-    for splits, sizes, page_size in ((0, _PACKED, _PAGES[0]), (_SPLITS, _PINNED, _PAGES[1])):
+    own_splits, pinned_splits = (problem, 0, _PACKED, _PAGES[0]), (other, _SPLITS, _PINNED, _PAGES[1])
+    for posed, splits, sizes, page_size in (own_splits, pinned_splits):
         for rows, ratio in _PINNED if key.layout == "pointers" else sizes:
             own = 1 if key.layout == "pointers" else rows
-            pinned = dataclasses.replace(problem, num_splits=splits)
-            trial = _cached(pinned, own, ratio, keys, tile, page_size)
+            trial = _cached(dataclasses.replace(posed, num_splits=splits), own, ratio, keys, tile, page_size)
             if row_tile(trial.problem) == key.row_tile:
                 yield trial
                 break
@@ -138,14 +144,18 @@ def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: int, tile: T
     return Trial(dataclasses.replace(problem, **sizes), tuple(lengths))
 
 
-def _with_options(key: DispatchKey, tile: Tile) -> AttentionProblem:
-    """A problem whose options, where the key has them, are such that each takes part in a result."""
-    reach = tile.block_n // 2 + 5
+def _with_options(key: DispatchKey, tile: Tile, others: bool) -> AttentionProblem:
+    """A problem whose options, where the key has them, are such that each takes part in a result.
+
+    others: with other values of what a kernel learns at its launch alone: which sides of a window there are, what
+    sequences and heads share of a bias, the steps of positions.
+    """
+    reach, right = tile.block_n // 2 + 5, 0 if key.causal else 9
     options: dict[str, Any] = {}
     if key.sliding_window:
-        # A chunk is a window, too: it alone leaves the key no other sign of one.
-        right = 0 if key.causal else 9
-        options["window_size"] = (-1, -1) if key.attention_chunk and not key.sink_tokens else (reach, right)
+        # A chunk is a window, too: the key has no other sign of one.
+        sides = (-1, -1) if key.attention_chunk and not key.sink_tokens else (3, right) if key.causal else (-1, right)
+        options["window_size"] = sides if others else (reach, right)
     if key.sink_tokens:
         options["sink_tokens"] = 3
     if key.attention_chunk:
@@ -153,11 +163,15 @@ def _with_options(key: DispatchKey, tile: Tile) -> AttentionProblem:
     if key.softcap:
         options["softcap"] = 5.0
     if key.alibi:
-        options["alibi"] = "batch"
+        options["alibi"] = "heads" if others else "batch"
+    if key.bias is not None:
+        options["bias"] = (key.bias, others, others)
     if key.dropout:
         options["dropout_p"] = 0.17
     if key.row_stats:
         options["score_sum_exp"] = True
     if key.positions:
-        options |= {"q_positions": 1, "k_positions": 1}
+        # Rows apart and a window leave no order for blocks to take turns in.
+        steps = 2 if others and not (key.deterministic and key.sliding_window) else 1
+        options |= {"q_positions": steps, "k_positions": steps}
     return dataclasses.replace(example_of(key), **options)

@@ -55,7 +55,7 @@ def attention_experiments(variant: Variant, device: Device) -> Iterator[Experime
     """Those that prove a variant of a dispatch key that `proves_alone`, whose launches it takes part in."""
     key = variant.example
     assert isinstance(key, DispatchKey)
-    own = family_of(key)
+    own, found = family_of(key), False
     for family in (own, DECODE_SM90) if key.kernel == PLAN else (own,):
         main = dataclasses.replace(key, kernel=family.name)
         if key.row_tile not in family.row_tiles:
@@ -66,7 +66,10 @@ def attention_experiments(variant: Variant, device: Device) -> Iterator[Experime
                 None if family.refusal(trial.problem, key.arch) else _experiment(own_trial, family, device, key)
             )
             if experiment is not None and variant in experiment.variants:
+                found = True
                 yield experiment
+        if found:
+            return  # one of those that it serves is enough, and no other has to be compiled
 
 
 def _experiment(trial: Trial, family: KernelFamily, device: Device, example: DispatchKey) -> Experiment:
@@ -121,14 +124,7 @@ class _Data:
         self.ends_q, self.ends_k = (
             np.concatenate([[0], np.cumsum(column)]).astype(np.int32) for column in zip(*lengths, strict=True)
         )
-        if (
-            p.direction == "forward"
-            and not (p.latent or ELEMENTS[p.kv_dtype].fp8)
-            and len(lengths) > 1
-            and lengths[1][1]
-        ):
-            # Rows whose result is not finite are computed apart.
-            self.v[self.ends_k[1] + lengths[1][1] // 2, 0, min(3, p.head_dim_v - 1)] = np.inf
+        self._add_nan()
         self.options: dict[str, Any] = self._options()
         self.unseen, self.blind = self._unseen()
         self.operands: dict[str, Any] = {name: self.options[name] for name in _ARRAYS if name in self.options}
@@ -152,6 +148,18 @@ class _Data:
         """q, k and v as they are multiplied."""
         return (self.q, self.k, self.v) if self.compute is None else round_inputs(self.q, self.k, self.v, self.compute)
 
+    def _add_nan(self) -> None:
+        """Two values that are NaN, of one sequence and head: rows whose result is not finite are computed apart.
+
+        Of NaN, not even the least weight makes anything else.
+        """
+        p, index = self.problem, 0 if self.packed else 1
+        if p.direction == "backward" or p.latent or p.num_splits or ELEMENTS[p.kv_dtype].fp8:
+            return
+        own = self.v[self.ends_k[index] : self.ends_k[index + 1], 0]
+        own[len(own) // 2, min(3, p.head_dim_v - 1)] = np.nan
+        own[-2:-1, -1] = np.nan  # in the last tile, which a mask cuts
+
     def _rising(self, q: Any, k: Any) -> tuple[Any, Any]:
         """Scores of every second sequence rise with the key, so that each tile has a new maximum."""
         p, rng = self.problem, self.rng
@@ -173,13 +181,14 @@ class _Data:
         if p.softcap:
             options["softcap"] = p.softcap
         if p.alibi is not None:
-            options["alibi_slopes"] = rng.uniform(0.01, 0.3, (batch, p.heads_q)).astype(np.float32)
+            shape: tuple[int, ...] = (batch, p.heads_q) if p.alibi == "batch" else (p.heads_q,)
+            options["alibi_slopes"] = rng.uniform(0.01, 0.3, shape).astype(np.float32)
             options["alibi_signed"] = p.alibi_signed
         if p.sinks:
             options["sinks"] = rng.standard_normal(p.heads_q).astype(np.float32)
         if p.bias is not None:
-            shape = p.bias_shape
-            options["bias"] = rng.random(shape) < 0.8 if p.bias[0] == "bool" else random_of(rng, shape, p.bias[0])
+            of_bias = p.bias_shape
+            options["bias"] = rng.random(of_bias) < 0.8 if p.bias[0] == "bool" else random_of(rng, of_bias, p.bias[0])
         if p.dropout_p:
             options |= {"dropout_p": p.dropout_p, "dropout_seed": self.seed}
         if p.descales:
@@ -188,10 +197,11 @@ class _Data:
                 options[f"{name}_descale"] = rng.uniform(0.5, 1.5, (batch, p.heads_kv)).astype(np.float32)
             if p.latent:
                 options["v_descale"] = options["k_descale"]
-        if p.q_positions:
-            options["q_positions"] = rng.integers(0, 60, batch).astype(np.int32)
-        if p.k_positions:
-            options["k_positions"] = rng.integers(0, 20, batch).astype(np.int32)
+        for name, steps, last in (("q_positions", p.q_positions, 60), ("k_positions", p.k_positions, 20)):
+            if steps:
+                first = rng.integers(0, last, batch)
+                places = first if steps == 1 else np.stack([first, rng.integers(1, 4, batch)], axis=1)
+                options[name] = places.astype(np.int32)
         if p.tree_mask:
             most = np.uint64(1) << np.arange(p.seqlen_q, dtype=np.uint64)
             drawn = [rng.random((rows, len(most))) < 0.5 for rows, _ in self.lengths]

@@ -251,7 +251,7 @@ def test_the_evidence_replays_on_the_emulated_device(folder: Path) -> None:
         replay(folder / "other.npz")
 
 
-def test_caches_steps_and_gradients_have_next_families_too(folder: Path) -> None:
+def test_caches_and_gradients_have_next_families_too(folder: Path) -> None:
     plan = FaultPlan().wrong("decode_mma").wrong("backward_mma")
     seen = Seen()
     with opened(folder, seen, fault_plan=plan) as ctx:

@@ -51,7 +51,7 @@ def main(family: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--drawn", type=int, default=30, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", action="store_true", help="run the rows of the sweep, too")
-    parser.add_argument("--proofs", type=int, default=0, metavar="VARIANTS", nargs="?", const=12,
+    parser.add_argument("--proofs", type=int, default=0, metavar="VARIANTS", nargs="?", const=24,
                         help="prove so many variants, as a context does, instead of the rows")  # fmt: skip
     given = parser.parse_args(arguments)
     operators = ASM_OPERATORS if family == "asm" else OPERATORS
