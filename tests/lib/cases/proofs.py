@@ -71,9 +71,9 @@ def prove(variant: Variant, orders: Iterable[dict[str, Any]] = ORDERS) -> int:
 
 
 def proved_alone(variant: Variant) -> Variant:
-    """The variant itself, or the one that it is launched beside, which proves both."""
+    """The variant itself, or the one that it is launched beside, which proves both; itself where nothing does."""
     key = variant.example
-    if is_proved(variant) or not isinstance(key, ga.DispatchKey):
+    if is_proved(variant) or not isinstance(key, ga.DispatchKey) or key.score_mod is not None:
         return variant
     names = [family.name for family in FAMILIES if key.kernel in family.companions]
     names += ["backward_sm90"] * (key.kernel == "backward_prepare_sm90")
