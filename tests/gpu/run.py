@@ -62,7 +62,7 @@ _SERVICE = (
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 90),
     Step("streams", "tests", ("tests/gpu/test_streams.py", "tests/gpu/test_service.py"), 80),
     Step("kv-cache", "tests", ("tests/gpu/test_kv_cache_on_gpu.py", "tests/gpu/test_kv_growth.py"), 80),
-    Step("graphs", "tests", ("tests/gpu/test_graphs.py",), 50),
+    Step("graphs", "tests", ("tests/gpu/test_graphs.py", "tests/gpu/test_captures_on_gpu.py"), 50),
     Step("torch", "tests", ("tests/gpu/test_torch_attention_on_gpu.py",), 60),
     Step("own-kernels", "tests", ("tests/gpu/test_own_kernels_on_gpu.py",), 40),
     Step("qualification", "tests", ("tests/gpu/test_qualification_on_gpu.py",), 35),
