@@ -143,8 +143,8 @@ class FlashForward(RequestOptions):
     block_mask: a `BlockMask`: what it does not list is hidden, beside what causal and windows hide, and kernels neither
         load nor multiply it. It goes without softcap, bias, positions and seqused.
     pack_gqa: whether fewer than 64 rows of the query heads that share a KV head are packed into one tile, and the keys
-        split. None: by FlashAttention's rule, which `FlashAttnHandle.explain` shows. True: wherever a kernel can. False:
-        never, so that a sequence has the same bits alone and in any batch.
+        split. None: by FlashAttention's rule, which `FlashAttnHandle.explain` shows. True: wherever a kernel can.
+        False: never, so that a sequence has the same bits alone and in any batch.
     """
 
     __repr__ = brief
