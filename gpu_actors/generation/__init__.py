@@ -9,6 +9,7 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     gguf, gguf_tokenizer   the same, and the tokenizer, from a file in the GGUF format
     model, plain           the layers without their attention; the whole model without the service, to compare with
     tokenizer, chat        text to tokens and back
+    interface              what a server calls of an engine
     batch, engine, text    the rows of a step, the steps, and the text that they generate
     sampling, stops        the choice of the next token, and the end of a text
 """
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 from gpu_actors.generation.chat import Chat, ChatTemplate, PlainChat, chat_template_of, load_chat_template
 from gpu_actors.generation.config import LlamaConfig
-from gpu_actors.generation.engine import Engine, EngineStats, Settings
+from gpu_actors.generation.engine import Engine, Settings
 from gpu_actors.generation.gguf import GgufFile
+from gpu_actors.generation.interface import EngineStats
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, with_blocks
 from gpu_actors.generation.model import Llama
 from gpu_actors.generation.plain import plain_logits

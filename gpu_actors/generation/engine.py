@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
@@ -24,9 +24,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, InvalidRequest, StaleBuffer
+from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, StaleBuffer
 from gpu_actors.fields import expect, integer
 from gpu_actors.generation.batch import Batcher, Rows, Text
+from gpu_actors.generation.interface import EngineStats, checked_prompt
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.model import Heads, Llama
 from gpu_actors.generation.sampling import Sampling, TokenScores
@@ -35,12 +36,11 @@ from gpu_actors.generation.weights import Matrix
 from gpu_actors.kernels.append import Rope
 from gpu_actors.tracing import host_span
 from gpu_actors.tracing.work import under, working
-from gpu_actors.values import show
 
 if TYPE_CHECKING:
     from gpu_actors.handles.gpu_context import GpuContext
 
-__all__ = ["Engine", "EngineStats", "Settings"]
+__all__ = ["Engine", "EngineStats", "Settings", "as_service_error"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
@@ -87,27 +87,8 @@ class Settings:
         return dtype, cache_dtype
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was opened.
-
-    steps, rows: computed.
-    tokens: generated.
-    cached: rows of prompts that were cached and not computed.
-    most_texts: the most texts of one step.
-    ended: texts by the reason of their end (`Generation.reason`).
-    """
-
-    steps: int = 0
-    rows: int = 0
-    tokens: int = 0
-    cached: int = 0
-    most_texts: int = 0
-    ended: dict[str, int] = field(default_factory=dict)
-
-
 class Engine:
-    """Made by `Engine.open`, for the tasks of one event loop.
+    """A `TextEngine`, made by `Engine.open`.
 
     keep_logits: whether generations store their logits, for tests.
     failure: why the engine's loop has ended, "" while it runs. Every text then ends with `ActorStopped`.
@@ -200,7 +181,7 @@ class Engine:
         if self._stopped:
             raise ActorStopped(self._stopped)
         config, settings = self._model.config, self._settings
-        tokens = self._checked(prompt)
+        tokens = checked_prompt(prompt, config.vocab)
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 0 if sampling and sampling.score_prompt else 1)
         length = len(tokens) + max_new_tokens
         pages = config.layers * -(-max(length - 1, len(tokens)) // settings.page_size)
@@ -231,20 +212,6 @@ class Engine:
             generation.end("error", ActorStopped(why))
         self._wake()
 
-    def _checked(self, prompt: Sequence[int]) -> list[int]:
-        vocab = self._model.config.vocab
-        reason = f"must be token ids from 0 to {vocab - 1}, at least one"
-        try:
-            ids = np.array(prompt)
-            sound = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in "iu"
-            sound = sound and 0 <= int(ids.min()) <= int(ids.max()) < vocab
-        except (ValueError, TypeError, OverflowError):
-            sound = False
-        if not sound:
-            raise InvalidRequest("prompt", show(prompt), reason)
-        tokens: list[int] = ids.tolist()
-        return tokens
-
     def _wake(self) -> None:
         self._wake_up.set()
 
@@ -274,7 +241,7 @@ class Engine:
                     await self._step(rows)
             except Exception as error:
                 # The layers of these texts no longer hold the same rows.
-                await self._remove(rows.texts, "error", _as_service_error(error))
+                await self._remove(rows.texts, "error", as_service_error(error))
 
     async def _start(self, text: Text) -> None:
         layers = self._model.config.layers
@@ -292,7 +259,7 @@ class Engine:
                 if sequence.cached > shared:
                     await self._cache.truncate(sequence, shared)
         except Exception as error:
-            await self._remove([text], "error", _as_service_error(error))
+            await self._remove([text], "error", as_service_error(error))
             return
         text.computed = text.cached = shared
         self.stats.cached += shared
@@ -319,10 +286,7 @@ class Engine:
         drawn = await run_sync(self._draw, texts, x[last])
         for text, count in zip(rows.texts, rows.counts, strict=True):
             text.computed += count
-        stats = self.stats
-        stats.steps += 1
-        stats.rows += len(rows.tokens)
-        stats.most_texts = max(stats.most_texts, len(rows.texts))
+        self.stats.step(len(rows.tokens), len(rows.texts))
         self.meter.step(len(rows.tokens), len(rows.texts), time.monotonic() - start)
         for text, error in failed.items():
             self._generations[text].end("error", error)
@@ -395,11 +359,10 @@ class Engine:
 
     async def _remove(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
         """End texts, and free their pages."""
-        counts = self.stats.ended
         generations = [self._generations.pop(text) for text in texts]
         for generation in generations:
             generation.end(reason, error)
-            counts[generation.reason] = counts.get(generation.reason, 0) + 1
+            self.stats.end(generation)
         for text, generation in zip(texts, generations, strict=True):
             with under(generation.work):
                 freed = [self._cache.free(sequence) for sequence in text.sequences]
@@ -413,7 +376,7 @@ class Engine:
         self._batcher.remove(texts)
 
 
-def _as_service_error(error: Exception) -> GpuActorsError:
+def as_service_error(error: Exception) -> GpuActorsError:
     """The exception as an error of this package. Another exception is the engine's fault."""
     if isinstance(error, StaleBuffer):
         # The cache belongs to the engine: a client has no buffer that could be stale.

@@ -13,8 +13,7 @@ from gpu_actors.runtime.meter import Histogram
 from gpu_actors.server.metrics import add_histogram, labeled
 
 if TYPE_CHECKING:
-    from gpu_actors.generation.engine import Engine
-    from gpu_actors.server.openai.engines import Engines
+    from gpu_actors.generation.interface import TextEngine
     from gpu_actors.server.openai.state import State
 
 __all__ = ["ServerCollector"]
@@ -49,7 +48,7 @@ class ServerCollector(Collector):
             )
 
 
-def _engine(engine: Engine | Engines) -> Iterator[Metric]:
+def _engine(engine: TextEngine) -> Iterator[Metric]:
     stats = engine.stats
     texts = {"running": engine.running, "waiting": engine.waiting}
     ended = dict(sorted(stats.ended.items()))

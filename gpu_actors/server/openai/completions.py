@@ -97,8 +97,8 @@ class _PreparedRequest:
                 deadline=exchange.deadline,
             )
             generation.on_token = lambda: place.did(1.0 if len(generation.made) > 1 else rows + 1.0)
-            config = self.generator.config
-            output = Detokenizer(generation, self.generator.tokenizer, self.params.stop, config.stop_tokens)
+            generator = self.generator
+            output = Detokenizer(generation, generator.tokenizer, self.params.stop, generator.stop_tokens)
             try:
                 # A place among the texts is not yet room in the cache.
                 with (
@@ -315,7 +315,7 @@ def _prompt(generator: Generator, params: GenerationRequest) -> list[int]:
 
 def check_tokens(field: str, tokens: Sequence[int], generator: Generator) -> None:
     """Raise `InvalidRequest` for the first that the model's vocabulary lacks."""
-    vocab = generator.config.vocab
+    vocab = generator.vocab
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab:
             raise InvalidRequest(f"{field}[{index}]", token, f"must be a token id from 0 to {vocab - 1}")

@@ -20,8 +20,8 @@ from gpu_actors.embedding.embedder import Embedder
 from gpu_actors.embedding.weights import find_weights
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.generation.chat import Chat
-from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
+from gpu_actors.generation.interface import TextEngine
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, model_name, with_blocks
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.model_files import read_json
@@ -50,14 +50,17 @@ _TINY_MIB = 32
 class Generator(NamedTuple):
     """A model that generates text. template: None for a model that knows no conversations.
 
+    vocab: how many tokens it has.
+    stop_tokens: each of them ends a text.
     stored, dtype, cache_dtype: of the weights, of attention's operands and of the KV cache.
     """
 
     name: str
-    engine: Engine | Engines
+    engine: TextEngine
     tokenizer: Tokenizer
     template: Chat | None
-    config: LlamaConfig
+    vocab: int
+    stop_tokens: Sequence[int]
     stored: str
     dtype: str
     cache_dtype: str
@@ -175,8 +178,17 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
     else:
         opened = Engine.open(context, model, sizes)
     async with opened as engine:
-        stored, dtypes = model.weights.stored, sizes.dtypes(model.weights.dtype)
-        models.generator = Generator(name, engine, tokenizer, template, model.config, stored, *dtypes)
+        config, weights = model.config, model.weights
+        models.generator = Generator(
+            name,
+            engine,
+            tokenizer,
+            template,
+            config.vocab,
+            config.stop_tokens,
+            weights.stored,
+            *sizes.dtypes(weights.dtype),
+        )
         # Compiles the kernels of the first requests, and imports what they need.
         for each in engine if isinstance(engine, Engines) else [engine]:
             await each.submit([0], max_new_tokens=2).tokens()

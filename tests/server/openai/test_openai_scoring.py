@@ -31,9 +31,7 @@ def serving() -> Iterator[Serving]:
 
 def wanted(serving: Serving, tokens: list[int]) -> list[float]:
     """The logarithms of the probabilities of all tokens but the first, by the model in NumPy alone."""
-    generator = serving.state.models.generator
-    assert generator is not None
-    logits = plain_logits(generator.engine._model, np.array(tokens), np.float16).astype(np.float64)[:-1]
+    logits = plain_logits(serving.engine._model, np.array(tokens), np.float16).astype(np.float64)[:-1]
     logits -= logits.max(axis=-1, keepdims=True)
     scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return [float(row[token]) for row, token in zip(scores, tokens[1:], strict=True)]
