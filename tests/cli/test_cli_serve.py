@@ -6,25 +6,22 @@ import contextlib
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import pytest
 from support.cli import Run
 from support.generation import hugging_face_json
 from support.openai_server import CHAT, STREAM, events_of
+from support.serve_process import Process
 from support.service import eventually, runs
 from support.streams import asking
 
@@ -37,41 +34,6 @@ pytestmark = pytest.mark.timeout(240)
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
-
-
-class Process:
-    """The command on a free port. log: the lines of its standard error so far."""
-
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", "mock", "--port", "0", *options]
-        self.log: list[str] = []
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self._listening = threading.Event()
-        self._reading = threading.Thread(target=self._read)
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if "http://" in line:
-                self._listening.set()
-        self._listening.set()
-
-    def __enter__(self) -> Self:
-        self._reading.start()
-        assert self._listening.wait(120)
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", "".join(self.log))
-        assert found, self.log
-        self.port = int(found[1])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reading.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 @pytest.mark.perf
