@@ -28,6 +28,13 @@ def serve(
             "one generates, one embeds."
         ),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="numpy (Llama's family), torch (what Transformers runs, by torch), or auto: torch for a folder that "
+            "numpy does not support."
+        ),
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -108,6 +115,7 @@ def serve(
         device=device,
         options=ContextOptions(hang_timeout=hang_seconds, on_event=events),
         models=tuple(model or ()),
+        engine=engine,
         workers=workers,
         max_running=max_running,
         max_waiting=max_waiting,

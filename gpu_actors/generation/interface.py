@@ -1,4 +1,7 @@
-"""TextEngine: what a server calls of an engine that generates texts, whatever computes them."""
+"""TextEngine: what a server calls of an engine that generates texts.
+
+`Engine` computes a Llama in NumPy, `TorchEngine` has Transformers run a model by torch.
+"""
 
 from __future__ import annotations
 

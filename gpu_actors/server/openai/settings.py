@@ -12,6 +12,8 @@ from gpu_actors.server.http.access import checked_hosts, checked_keys, checked_t
 
 __all__ = ["ServeSettings"]
 
+_ENGINES = ("auto", "numpy", "torch")
+
 # As browsers spell it, but for its case. They leave out the scheme's own port.
 _SITE = r"(https?)://([a-z0-9_.-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?"
 _OWN_PORTS = {"http": "80", "https": "443"}
@@ -25,6 +27,8 @@ class ServeSettings:
     models: folders or GGUF files, as DIR, FILE.gguf, NAME=DIR or NAME=FILE.gguf; "smollm2" and "minilm" (installed
         models) or "tiny" (a small Llama of random weights). At most one of each kind. None given: "smollm2" where it is
         installed, else "tiny", and "minilm" where it is installed.
+    engine: "numpy" computes models of Llama's family in NumPy; "torch" has Transformers run a folder's model by torch
+        (extra "serve-torch"). "auto" is "numpy", and "torch" for a folder that "numpy" refuses as unsupported.
     threads: that share each product of the model (see `Llama`).
     max_running: texts that are generated at once.
     max_embedding: requests for embeddings that run at once.
@@ -54,6 +58,7 @@ class ServeSettings:
     options: ContextOptions = field(default_factory=ContextOptions)
     workers: int = 0
     models: tuple[str, ...] = ()
+    engine: str = "auto"
     max_running: int = 256
     max_embedding: int = 4
     max_waiting: int = 1024
@@ -91,6 +96,7 @@ class ServeSettings:
         checked_keys("api_keys", self.api_keys)
         checked_hosts("allowed_hosts", self.allowed_hosts)
         checked_texts("models", self.models)
+        expect(self.engine in _ENGINES, "engine", self.engine, f"must be {', '.join(_ENGINES)}")
         for origin in checked_texts("cors_origins", self.cors_origins):
             site = re.fullmatch(_SITE, origin.lower())
             sound = site is not None and site[3] != _OWN_PORTS[site[1]] and int(site[3] or 1) < 1 << 16
