@@ -7,7 +7,6 @@ nothing else of this package imports.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import expect, flag, real
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.flex import flex_attention
-from gpu_actors.interop.torch_attention import Attention, attention, seed_for
+from gpu_actors.interop.torch_attention import Attention, attention, bias_of, seed_for
 
 __all__ = ["Attention", "attention", "flex_attention", "routed", "scaled_dot_product_attention"]
 
@@ -71,7 +70,7 @@ def scaled_dot_product_attention(
             alignment = "bottom_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "top_left"
             attn_mask = None
     q, k, v, lead = _four_axes(query, key, value, enable_gqa)
-    bias = None if attn_mask is None else _bias_of(attn_mask, q, k, lead)
+    bias = None if attn_mask is None else bias_of(attn_mask, q, k, lead)
     dropout_p = real("dropout_p", dropout_p)
     out = attention(
         *(operand.transpose(1, 2) for operand in (q, k, v)),
@@ -113,30 +112,6 @@ def _four_axes(
         made.append(spread.expand(*batch, count, *spread.shape[-2:]).reshape(batch.numel(), count, *spread.shape[-2:]))
     lead = (*batch, shared[0]) if max(tensor.dim() for tensor in tensors) > 2 else ()
     return made[0], made[1], made[2], lead
-
-
-def _bias_of(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
-    """A mask of torch as a bias (batch or 1, heads or 1, rows, keys)."""
-    rows, keys = q.shape[2], k.shape[2]
-    if not isinstance(mask, torch.Tensor):
-        raise InvalidRequest("attn_mask", _described(mask), "must be a tensor or None")
-    full = (*lead, rows, keys) if lead else (1, rows, keys)
-    try:
-        fits = torch.broadcast_shapes(tuple(mask.shape), full) == torch.Size(full)
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise InvalidRequest("attn_mask", tuple(mask.shape), f"must broadcast to {full}")
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
-    mask = mask[(None,) * (max(4, len(full)) - mask.dim())]
-    if len(full) > 4:
-        # Several leading axes become one, so a mask that differs along any of them is spread along all.
-        one = all(count == 1 for count in mask.shape[:-3])
-        heads = mask.shape[-3:]
-        mask = mask.reshape(1, *heads) if one else mask.expand(*full[:-3], *heads).reshape(q.shape[0], *heads)
-    # Kernels read rows of a bias as they lie, so what is broadcast along rows or keys is written out.
-    return mask.expand(*mask.shape[:2], rows, keys).contiguous()
 
 
 def _described(value: object) -> str:

@@ -7,6 +7,7 @@ and strides of every result, so that torch.compile and torch.export trace throug
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gpu_actors.fields import expect, flag, integer, one_of, real, window
 from gpu_actors.handles.gpu_context import GpuContext, open_contexts
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["Attention", "attention", "seed_for"]
+__all__ = ["Attention", "attention", "bias_of", "expect_no_loop", "seed_for"]
 
 # An operator takes tensors, numbers and strings, so a context goes by its number.
 _OPERANDS = {
@@ -317,11 +318,7 @@ def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
 
     Raises WouldBlock on the thread of a running loop, before anything is submitted.
     """
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock(
-            "attention() waits for its result, which would block the running event loop; "
-            "call it in a worker thread, as with asyncio.to_thread, or await ctx.flash_attn.forward"
-        )
+    expect_no_loop()
     options = _named(arguments)
     context = open_contexts().get(number := options.pop("context"))
     if context is None:
@@ -332,9 +329,42 @@ def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
     return context, options
 
 
+def expect_no_loop() -> None:
+    """Raise `WouldBlock` on the thread of a running loop."""
+    if asyncio._get_running_loop() is not None:
+        raise WouldBlock(
+            "attention() waits for its result, which would block the running event loop; "
+            "call it in a worker thread, as with asyncio.to_thread, or await ctx.flash_attn.forward"
+        )
+
+
 def seed_for(dropout_p: float) -> int | torch.Tensor:
     """A seed of torch's default generator, drawn in the graph where one is traced, or 0 where nothing drops."""
     return torch.randint(1 << 62, (), device="cpu") if dropout_p else 0
+
+
+def bias_of(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """A mask of torch as a bias (batch or 1, heads or 1, rows, keys)."""
+    rows, keys = q.shape[2], k.shape[2]
+    if not isinstance(mask, torch.Tensor):
+        raise InvalidRequest("attn_mask", type(mask).__name__, "must be a tensor or None")
+    full = (*lead, rows, keys) if lead else (1, rows, keys)
+    try:
+        fits = torch.broadcast_shapes(tuple(mask.shape), full) == torch.Size(full)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InvalidRequest("attn_mask", tuple(mask.shape), f"must broadcast to {full}")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
+    mask = mask[(None,) * (max(4, len(full)) - mask.dim())]
+    if len(full) > 4:
+        # Several leading axes become one, so a mask that differs along any of them is spread along all.
+        one = all(count == 1 for count in mask.shape[:-3])
+        heads = mask.shape[-3:]
+        mask = mask.reshape(1, *heads) if one else mask.expand(*full[:-3], *heads).reshape(q.shape[0], *heads)
+    # Kernels read rows of a bias as they lie, so what is broadcast along rows or keys is written out.
+    return mask.expand(*mask.shape[:2], rows, keys).contiguous()
 
 
 _operator = torch.library.custom_op(
