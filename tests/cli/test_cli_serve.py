@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -233,6 +234,19 @@ def test_a_port_that_is_taken_and_a_folder_without_weights_are_named(run: Run, t
         for options, said in ((("tiny", "--port", port), port), ((tmp_path, "--port", "0"), "model.safetensors")):
             code, _, err = run("serve", "--device", "mock", "--model", *options)
             assert (code, said in err.splitlines()[-1]) == (2, True), err
+
+
+@pytest.mark.parametrize("engine", ["auto", "torch"])
+def test_a_model_of_torch_names_the_extra_where_torch_is_missing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "gpu_actors.generation.torch_engine", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    code, _, err = run("serve", "--device", "mock", "--port", "0", "--model", tmp_path, "--engine", engine)
+    last = err.splitlines()[-1]
+    assert (code, "torch is not installed: pip install" in last, "serve-torch" in last) == (2, True, True), err
+    assert ("model_type" in last) == (engine == "auto")
 
 
 def test_the_server_has_the_hang_timeout_of_the_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 from support.cli import Run
 from support.generation import write_scripted, write_tokenizer
-from support.openai_server import STREAM, Serving, events_of
+from support.openai_server import MOCK, STREAM, Serving, events_of
 from support.serve_process import Process
 from support.service import eventually
 from support.smollm2 import prompts
 from support.streams import asking
 
+import gpu_actors as ga
+from gpu_actors import StreamedTrace
 from gpu_actors.openai_api import ServeSettings
+from gpu_actors.testing import FaultPlan
 
 torch = pytest.importorskip("torch", reason="the engine runs models of torch")
 transformers = pytest.importorskip("transformers", reason="it runs them by Transformers")
@@ -120,6 +123,31 @@ def test_metrics_and_the_page_show_the_engine(serving: Serving) -> None:
     for name in ('gpu_actors_texts{state="running"} 0.0', "gpu_actors_text_steps_total", "gpu_actors_kv_pages{"):
         assert name in metrics
     assert serving.ask("/status.json").status == 200
+
+
+def test_a_launch_that_fails_costs_its_texts_and_a_lost_context_the_server(qwen: Path) -> None:
+    plan = FaultPlan().fail(launch=9).lose_context(launch=60)  # the first answers take 33
+    options = ga.ContextOptions(mock=MOCK.mock, fault_plan=plan)
+    with Serving(models=(f"m={qwen}",), engine="torch", options=options) as serving:
+        failed = serving.post(COMPLETIONS, ASKED)
+        assert (failed.status, failed.json["error"]["code"]) == (500, "LaunchError")
+        assert serving.post(COMPLETIONS, ASKED).status == 200
+        serving.until_idle()
+        events = serving.stream(COMPLETIONS, {**ASKED, "max_tokens": 200})
+        assert events[-1]["error"]["code"] == "ContextLost"
+        assert serving.post(COMPLETIONS, ASKED).status == 503
+        assert (serving.ask("/readyz").status, serving.ask("/livez").status) == (503, 503)
+
+
+def test_a_trace_shows_texts_steps_and_launches(qwen: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with StreamedTrace(path) as trace:
+        options = ga.ContextOptions(mock=MOCK.mock, on_event=trace)
+        with Serving(models=(f"m={qwen}",), engine="torch", options=options) as serving:
+            assert serving.post(COMPLETIONS, ASKED).status == 200
+    names = path.read_text()
+    for name in ('"text"', '"step"', '"prefill"', '"decode"', '"tokenise"'):
+        assert name in names, name
 
 
 def test_scores_of_prompts_are_refused_by_the_engine_that_has_them(serving: Serving) -> None:

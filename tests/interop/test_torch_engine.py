@@ -124,6 +124,7 @@ async def test_more_texts_than_the_cache_has_pages_for_all_end(llama: Path) -> N
         engine._cache.pool.free_sectors[12:] = []  # each text needs 5
         generations = [engine.submit(prompt, max_new_tokens=60) for prompt in prompts]
         assert [await generation.tokens() for generation in generations] == wanted
+        assert engine.stats.rows > 8 * (20 + 59), "no text was computed again"
 
 
 # Sampling

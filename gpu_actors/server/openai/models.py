@@ -45,6 +45,10 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 MINILM = "minilm"
 _MINILM_NAME = "all-MiniLM-L6-v2"
 
+# Of a step. A GPU reads the weights once a step, however few rows it has.
+_CPU_ROWS = 256
+_GPU_ROWS = 2048
+
 _TINY_MIB = 32
 """Of the tiny model's cache: room for 65,536 tokens, made in no time."""
 
@@ -191,7 +195,7 @@ def _load(source: str, settings: ServeSettings, context: GpuContext | ContextPoo
     try:
         from gpu_actors.generation.torch_engine import LOGGERS, load_torch_model
     except ModuleNotFoundError as error:
-        hint = f"the torch engine runs what Transformers runs: {missing(error, 'serve-torch')}"
+        hint = f"the torch engine runs what Transformers runs, and {missing(error, 'serve-torch')}"
         if settings.engine == "torch":
             raise InvalidRequest("engine", "torch", hint) from None
         raise Unsupported(refused.field, refused.value, f"{refused.reason}; {hint}", refused.nearest) from error
@@ -216,7 +220,7 @@ async def _open_numpy(
     if random:
         logger.info(RANDOM)
     sizes = Settings(
-        rows=max(256, settings.max_running),
+        rows=max(_CPU_ROWS, settings.max_running),
         page_size=settings.page_size,
         dtype=settings.dtype,
         cache_dtype=settings.cache_dtype,
@@ -247,7 +251,7 @@ async def _open_torch(
         context,
         loaded,
         texts=settings.max_running,
-        rows=max(256, settings.max_running),
+        rows=max(_CPU_ROWS if loaded.device == "cpu" else _GPU_ROWS, settings.max_running),
         page_size=settings.page_size,
         cache_mib=settings.cache_mib,
     )
