@@ -133,10 +133,9 @@ def load_torch_model(
     absent = sorted(report["missing_keys"]) + [str(key[0]) for key in report["mismatched_keys"]]
     if absent:
         raise InvalidRequest("model", str(folder), f"lacks weights, or has them in another shape: {absent[:3]}")
-    applied = model._get_logits_processor(GenerationConfig.from_dict({**model.generation_config.to_dict(), **_GREEDY}))
-    if applied:
-        names = ", ".join(type(each).__name__ for each in applied)
-        logger.warning("generation_config.json of %s asks for %s, which this server does not do", folder, names)
+    asked = [name for name in _NOT_DONE if getattr(model.generation_config, name, None) not in _NEUTRAL]
+    if asked:
+        logger.warning("generation_config.json of %s has %s, which this engine does not do", folder, ", ".join(asked))
     vocab = config.get_text_config().vocab_size
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -145,8 +144,15 @@ def load_torch_model(
     return TorchModel(model.to(device).eval(), tokenizer, template, vocab, stop_tokens, stored, chosen, device)
 
 
-_GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
-"""Replaces what a generation_config.json says about sampling, which each request says for itself."""
+_NOT_DONE = (
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "guidance_scale"),
+    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("min_length", "min_new_tokens", "exponential_decay_length_penalty"),
+)
+"""Entries of generation_config.json that change logits. What it says about sampling, each request says for itself."""
+
+_NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
+"""Values that ask for nothing."""
 
 
 def _loaded(folder: Path, auto: Any, **options: Any) -> Any:

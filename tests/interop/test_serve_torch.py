@@ -80,6 +80,20 @@ def test_the_openai_client_streams_what_eager_attention_generates(client: Any, s
     assert client.models.list().data[0].model_dump()["dtype"] == "float32"
 
 
+def test_a_stop_string_ends_a_text_and_usage_counts_what_was_cached(client: Any, serving: Serving) -> None:
+    asked = {**ASKED, "prompt": list(range(40))}
+    first = client.completions.create(**asked)
+    again = client.completions.create(**asked)
+    assert again.usage.prompt_tokens_details.cached_tokens == 32, "whole pages"
+    text = first.choices[0].text
+    assert again.choices[0].text == text
+    stopped = client.completions.create(**asked, stop=text[4:6])
+    at = text.index(text[4:6])
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (text[:at], "stop")
+    serving.until_idle()
+    assert serving.engine.stats.ended["stop"] >= 1
+
+
 def test_a_conversation_with_a_seed_is_repeated(client: Any) -> None:
     said = [{"role": "user", "content": "hello"}]
     asked = {"model": "m", "messages": said, "max_tokens": 12, "seed": 5, "temperature": 0.7, "top_p": 0.9}

@@ -367,6 +367,26 @@ def _change(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+async def test_generation_config_says_what_ends_a_text_and_is_not_followed_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models.save(tmp_path, models.FAMILIES["qwen2"])
+    (wanted,) = models.eager(tmp_path, [PROMPTS[0]], 12)
+    last = next(at for at, token in enumerate(wanted) if at > 3 and token not in wanted[:at])
+    entries = {"eos_token_id": [257, wanted[last]], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(entries))
+    async with opened(tmp_path) as engine:
+        generation = engine.submit(PROMPTS[0], max_new_tokens=12)
+        assert await generation.tokens() == wanted[: last + 1]
+        assert generation.reason == "stop"
+    assert "generation_config" not in caplog.text, "each request says how it is sampled"
+    path.write_text(json.dumps({**entries, "repetition_penalty": 1.3}))
+    async with ga.open_context("mock") as ctx:
+        torch_engine.load_torch_model(tmp_path, ctx)
+    assert "has repetition_penalty, which this engine does not do" in caplog.text
+
+
 async def test_models_and_dtypes_that_the_engine_does_not_run(tmp_path: Path, llama: Path) -> None:
     async with ga.open_context("mock") as ctx:
         for source in ("smollm2", "tiny", tmp_path / "model.gguf"):
