@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,6 +38,9 @@ from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.interop.torch_attention import attention, seed_for
 
 __all__ = ["continuous_batching", "register"]
+
+_numbers = itertools.count(1)
+"""For the names of implementations."""
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
@@ -75,7 +79,8 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     Transformers keeps its paged cache. It writes the new keys there and gathers those of each sequence; the context
     attends to them as packed sequences, without a mask. Windows, softcap and sinks work as with `register`. For
     continuous batching Transformers takes its own implementations and those that are named after flash-attn, which it
-    imports when a model is switched to them. The model is therefore switched here, to the name "gpu_actors_flash".
+    imports when a model is switched to them. The model is therefore switched here, to a name of its own. Several models
+    may generate at once, each through another context.
 
     Leave it once the model generates nothing more; the model then has its own implementation again. Transformers'
     thread computes, so an error of the context is the ``error`` of each request that it concerns. Raises
@@ -83,7 +88,8 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     """
     _check_switched(context, model)
     former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
-    name = register(context, "gpu_actors_flash")
+    # Transformers reads a number behind "flash" as the version of flash-attn.
+    name = register(context, f"gpu_actors_{next(_numbers)}_flash")
     try:
         for part in _parts_of(model):
             part.config._attn_implementation = name
@@ -91,6 +97,8 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     finally:
         for part in _parts_of(model):
             part.config._attn_implementation = former[id(part)]
+        for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
+            interface._global_mapping.pop(name, None)
 
 
 def _check_switched(context: object, model: object) -> None:

@@ -248,7 +248,16 @@ async def test_leaving_the_engine_ends_its_thread_and_its_texts(llama: Path) -> 
         assert manager.is_running()
     assert generation.reason == "cancelled"
     assert not manager.is_running()
-    assert manager.model.config._attn_implementation != "gpu_actors_flash"
+    assert "gpu_actors" not in manager.model.config._attn_implementation
+
+
+async def test_engines_of_several_contexts_share_a_process(llama: Path) -> None:
+    wanted = models.eager(llama, PROMPTS, 8)
+    async with opened(llama) as first:
+        async with opened(llama) as second:
+            begun = [(first if n % 2 else second).submit(each, max_new_tokens=8) for n, each in enumerate(PROMPTS)]
+            assert [await generation.tokens() for generation in begun] == wanted
+        assert await first.submit(PROMPTS[0], max_new_tokens=8).tokens() == wanted[0]
 
 
 async def test_a_step_that_fails_ends_its_texts_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,13 +79,27 @@ def test_the_model_has_its_own_implementation_again(ctx: ga.GpuContext) -> None:
 
     def fail() -> None:
         with bridge.continuous_batching(ctx, model):
-            assert model.config._attn_implementation == "gpu_actors_flash"
+            assert re.fullmatch("gpu_actors_[0-9]+_flash", model.config._attn_implementation)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert model.config._attn_implementation == "eager"
     assert model.model.config._attn_implementation == "eager"
+
+
+def test_models_with_a_context_each_generate_at_once(ctx: ga.GpuContext) -> None:
+    torch.manual_seed(0)
+    first, second = (MODELS["llama"]().eval() for _ in range(2))
+    known = set(transformers.AttentionInterface().valid_keys())
+    with bridge.continuous_batching(ctx, first):
+        before = ctx.stats()["flash_attn"].completed
+        with ga.open_context("mock") as other, bridge.continuous_batching(other, second):
+            generated(second)
+            assert ctx.stats()["flash_attn"].completed == before
+        assert all(error is None for _, error in generated(first).values())
+        assert ctx.stats()["flash_attn"].completed > before
+    assert set(transformers.AttentionInterface().valid_keys()) == known
 
 
 def test_an_error_of_the_context_is_the_error_of_its_requests() -> None:
