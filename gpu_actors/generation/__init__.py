@@ -11,6 +11,7 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     tokenizer, chat        text to tokens and back
     interface              what a server calls of an engine
     batch, engine, text    the rows of a step, the steps, and the text that they generate
+    torch_engine           the same interface over a model that Transformers runs by torch; nothing else imports torch
     sampling, stops        the choice of the next token, and the end of a text
 """
 
