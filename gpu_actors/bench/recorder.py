@@ -22,7 +22,10 @@ __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
 
 class RecordingContext(open_context):
-    """`open_context` whose launches pass through ``recorder``, which exists once it is open."""
+    """`open_context` whose launches pass through ``recorder``, which exists once it is open.
+
+    With ``qualify="off"`` they are those of requests alone.
+    """
 
     recorder: RecordingDevice
 

@@ -46,7 +46,7 @@ def run_suite(
     from gpu_actors.bench.clock import CudaClock
     from gpu_actors.devices.cuda.stream import CudaStream
 
-    opening = RecordingContext(f"cuda:{index}", ContextOptions(default_timeout=None))
+    opening = RecordingContext(f"cuda:{index}", ContextOptions(default_timeout=None, qualify="off"))
     with cupy.cuda.Device(index), opening as context:
         inner = opening.recorder.inner
         assert isinstance(inner, CudaDevice)
