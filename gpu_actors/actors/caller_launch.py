@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import Launch, Outputs, Series
-from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.errors import GpuActorsError, InvalidRequest, LaunchError, RequestError, caused
 from gpu_actors.fields import describe
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.completion import as_answer
@@ -31,27 +31,22 @@ class CallerLaunches:
         known: Launch | None,
         kept: Mapping[str, Any],
         arrays: Mapping[str, Any],
-        stream: int | None,
+        stream: Any,
         make: Callable[[], Launch],
     ) -> Outputs:
         """Launch on the calling thread. Gives the outputs, complete in the order of the stream, or on the host.
 
         known: a launch of the same steps, which is made again where it was made on these addresses; None for one that
         makes more than ``out``. kept: its arrays beside the caller's, by name. arrays: the caller's, with out if it is
-        given. stream: a caller's; None: that of q. make: gives the launch anew.
+        given. stream: a caller's, as in `stream_of`; None: that of q. make: gives the launch anew.
         Raises `InvalidRequest` for arrays that cannot be used where they lie, and then nothing was launched;
         `LaunchError`, `ContextLost` and other errors of a launch.
         """
-        q = arrays["q"]
-        if isinstance(q, DeviceArray):
-            if not self._cell.environment.device.is_current():
-                reason = "must be given on a thread whose current device is the array's"
-                raise InvalidRequest("q", describe(q), reason)
-            stream = q.stream if stream is None else stream
+        handle = self._stream_for(arrays["q"], stream)
         try:
-            if known is not None and "out" in arrays and self.series.repeat(known, kept, arrays, stream):
+            if known is not None and "out" in arrays and self.series.repeat(known, kept, arrays, handle):
                 return arrays
-            event = self.series.add(make(), stream)
+            event = self.series.add(make(), handle)
             self._cell.completion.wait(event)
             return event.outputs
         except RequestError:
@@ -59,14 +54,33 @@ class CallerLaunches:
         except Exception as error:
             raise self._failure(error) from None
 
-    def replay(self, run: Callable[[], object], stream: int | None) -> None:
-        """Have ``run`` enqueue captured launches on a stream. Raises as `run`, and `LaunchError` for its errors."""
+    def replay(self, run: Callable[[], object], q: Any, stream: Any) -> None:
+        """Have ``run`` enqueue captured launches, behind what they read. Raises as `run`, for its errors too."""
+        handle = self._stream_for(q, stream)
         try:
-            self.series.replay(run, stream)
+            self.series.upload(handle)
         except RequestError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
+        try:
+            run()
+        except Exception as error:  # whatever its type: part of the graph may be enqueued
+            failure = self._failure(error)
+            if isinstance(failure, RequestError):
+                failure = caused(LaunchError(f"the replay raised {show(error)}"), error)
+            raise failure from error
+
+    def _stream_for(self, q: Any, stream: Any) -> int | None:
+        """The stream to launch on. Raises `InvalidRequest`."""
+        handle = stream_of(stream)
+        if isinstance(q, DeviceArray):
+            if not self._cell.environment.device.is_current():
+                reason = "must be given on a thread whose current device is the array's"
+                raise InvalidRequest("q", describe(q), reason)
+            handle = q.stream if handle is None else handle
+        self.series.keeps = q, stream
+        return handle
 
     def _failure(self, error: Exception) -> GpuActorsError:
         """What to raise for an error of a launch, which counts as one of the actor's."""

@@ -377,7 +377,7 @@ class FlashAttnActor(ServiceActor):
         if kernels is None or not call.claim():
             return
         with reading(message):
-            prepared = PreparedAttention(self.cell, adopted, bind(kernels))
+            prepared = PreparedAttention(self.cell, adopted, bind(kernels), request.out)
         ready = prepared.ready()
         if ready.done():
             call.resolve(prepared, self.outbox)

@@ -32,7 +32,7 @@ from gpu_actors.actors.kv_store import (
     dtype_text,
     expected_lengths,
 )
-from gpu_actors.arrays.adopt import name_of, restore
+from gpu_actors.arrays.adopt import Adopted, name_of, restore
 from gpu_actors.arrays.adoption import adopt_request, changed, take_in
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
@@ -47,7 +47,7 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.fields import FP8, expect, flag, integer
-from gpu_actors.kernels.append import Rope
+from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep, StepKeywords
@@ -100,17 +100,16 @@ class _Layers:
 
     def renew(self, captured: _Layers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
-        first = captured.first
-        if first is None:
-            return
         examples = {
             name: contiguous(layout.shape, name_of(layout.dtype), layout.place[0])
             for name, layout in self.layouts.items()
             if layout.place is not None and name != "out"
         }
         launch = self.launch(0, examples)
+        # Of a group that was not captured, an earlier step may have left tables too.
+        first = captured.first or launch
         series.renew(first.steps, launch)
-        self.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
+        self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
 
     def _first(self, own: Mapping[str, Any]) -> Launch:
         work = self.work
@@ -175,6 +174,8 @@ class OpenStep:
         self._over: GpuActorsError | None = None
         self.failure: GpuActorsError | None = None
         self._closed = False
+        self._freed: Callable[[], None] | None = None
+        self._replaying: int | None = None
 
     @property
     def cache_number(self) -> int:
@@ -185,51 +186,75 @@ class OpenStep:
         """Whether it has neither ended nor failed."""
         return self._over is None
 
-    def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any:
+    def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
         """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
-        with self._lock:
-            work = self.work
-            if self._over is not None or work.lost or work.cache.closed or self._deadline is not None:
-                self._check()
-            if type(layer) is not int or not 0 <= layer < len(self._layers):
-                layer = integer("layer", layer, 0, len(self._layers) - 1)
-            layers = self._layers[layer]
-            read, template = read_arrays(layers.layouts, arrays, self._device_name, "this step")
-            if len(read) < len(layers.layouts):
-                for name in layers.layouts:
-                    expect(name in read or name == "out", name, None, "must be given to each layer of this step")
-            make = functools.partial(layers.launch, layer, read)
-            try:
-                out = self._launches.run(layers.first, self._pools[layer], read, stream, make)["out"]
-            except BaseException as error:
-                self._abandon_after(error)
-                raise
-            if self._launches.series.captured:
-                self._captured(layer, arrays["q"])
-            else:
-                self._attended.add(layer)
-            if self._traced:
-                self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
+        if self._replaying is not None and self._replaying == threading.get_ident():
+            raise InvalidRequest("layer", layer, "must not be attended to by what replays the step")
+        try:
+            with self._lock:
+                out, template = self._attend(layer, arrays, stream)
+        finally:
+            if self._freed is not None:
+                self._freed()
         if "out" in arrays:
             return arrays["out"]
         return out if template is None else restore(out, template)
 
-    def replay(self, run: Callable[[], object], stream: int | None) -> None:
-        """Have ``run`` enqueue the captured layers on a stream: the caller's, or that of q's library."""
-        with self._lock:
+    def _attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> tuple[Any, Adopted | None]:
+        work = self.work
+        if self._over is not None or work.lost or work.cache.closed or self._deadline is not None:
             self._check()
-            if self.capture is None:
-                reason = "replays the layers of a step that were captured, and this step has none"
-                raise InvalidRequest("run", show(run), reason)
-            q: Any = take_in(self.capture.q, "q", self._device_name).array
-            try:
-                self._launches.replay(run, q.stream if stream is None else stream)
-            except BaseException as error:
-                self._abandon_after(error)
-                raise
-            self._attended |= self.capture.numbers
-            if self._traced:
-                self._trace("step.replayed", layers=len(self.capture.numbers))
+        if type(layer) is not int or not 0 <= layer < len(self._layers):
+            layer = integer("layer", layer, 0, len(self._layers) - 1)
+        layers = self._layers[layer]
+        read, template = read_arrays(layers.layouts, arrays, self._device_name, "this step")
+        if len(read) < len(layers.layouts):
+            for name in layers.layouts:
+                expect(name in read or name == "out", name, None, "must be given to each layer of this step")
+        make = functools.partial(layers.launch, layer, read)
+        try:
+            out = self._launches.run(layers.first, self._pools[layer], read, stream, make)["out"]
+        except BaseException as error:
+            self._abandon_after(error)
+            raise
+        if self._launches.series.captured:
+            self._captured(layer, arrays["q"])
+        else:
+            self._attended.add(layer)
+        if self._traced:
+            self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
+        return out, template
+
+    def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
+        """Have ``run`` enqueue captured layers, all or some, on a stream: the caller's, or that of q's library."""
+        expect(callable(run), "run", show(run), "must be callable, as graph.replay is")
+        try:
+            with self._lock:
+                self._replay(run, layers, stream)
+        finally:
+            if self._freed is not None:
+                self._freed()
+
+    def _replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
+        self._check()
+        if self.capture is None:
+            reason = "replays the layers of a step that were captured, and this step has none"
+            raise InvalidRequest("run", show(run), reason)
+        numbers = self.capture.numbers if layers is None else set(layers)
+        reason = f"must be of the captured ones, {sorted(self.capture.numbers)}"
+        expect(numbers <= self.capture.numbers, "layers", layers, reason)
+        q: Any = take_in(self.capture.q, "q", self._device_name).array
+        self._replaying = threading.get_ident()
+        try:
+            self._launches.replay(run, q, stream)
+        except BaseException as error:
+            self._abandon_after(error)
+            raise
+        finally:
+            self._replaying = None
+        self._attended |= numbers
+        if self._traced:
+            self._trace("step.replayed", layers=len(numbers))
 
     def ended(self, committed: bool, error: BaseException | None = None) -> None:
         """It is over, for the trace."""
@@ -244,9 +269,10 @@ class OpenStep:
         if self.capture is None:
             message, columns = self._message, self.work.table.shape[1]
             options = {name: value for name, value in message.options.items() if name not in _OWN}
-            longest = columns * self.work.cache.pool.page_size
+            longest = message.max_length or columns * self.work.cache.pool.page_size
             message = dataclasses.replace(message, max_length=longest, options=options)
             self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
+            self.work.cache.stepping.add(self.capture)  # until this step has ended
         self.capture.numbers.add(layer)
         self.capture.q = q
 
@@ -256,22 +282,29 @@ class OpenStep:
             interrupted = LaunchError("the launch of a layer was interrupted")  # part of it may be enqueued
             self.abandon(error if isinstance(error, GpuActorsError) else interrupted)
 
+    def seize(self, freed: Callable[[], None]) -> bool:
+        """Keep layers from being launched until `release`. False while one is: then ``freed`` is called after it."""
+        self._freed = freed
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        self._lock.release()
+
     def close(self, commit: bool) -> bool:
-        """Let no layer follow. False for an abort of a step that has ended.
+        """Let no layer follow. False for an abort of a step that has ended. Between `seize` and `release`.
 
         Raises what `attend` would, and `InvalidRequest` for a commit of rows that are missing.
         """
-        with self._lock:
-            if commit:
-                self._check()
-                missing = sorted(set(range(len(self._layers))) - self._attended)
-                reason = "have no new rows: they must be attended to before the commit"
-                expect(self.work.rows is None or not missing, "layers", missing, reason)
-            elif self._closed:
-                return False
-            self._closed, self.failure = True, self._over
-            self._over = self._over or StaleBuffer("the step has ended")
-            return True
+        if commit:
+            self._check()
+            missing = sorted(set(range(len(self._layers))) - self._attended)
+            reason = "have no new rows: they must be attended to before the commit"
+            expect(self.work.rows is None or not missing, "layers", missing, reason)
+        elif self._closed:
+            return False
+        self._closed, self.failure = True, self._over
+        self._over = self._over or StaleBuffer("the step has ended")
+        return True
 
     def end(self) -> Event:
         """The end of all launches."""
@@ -366,9 +399,17 @@ class Stepping:
         step = message.step
         if not isinstance(step, OpenStep):
             raise InvalidRequest("step", show(step), "must be a step of this cache")
-        if not call.claim():
+        # A thread may be in a layer, or in code of the caller's that replays a graph: no actor waits for that.
+        if not step.seize(self._store.order.look_again):
+            self._store.order.hold(call)
             return
-        if not step.close(message.commit):
+        try:
+            if not call.claim():
+                return
+            closed = step.close(message.commit)
+        finally:
+            step.release()
+        if not closed:
             call.resolve(None, self._actor.outbox)
             return
         work, capture = step.work, step.capture
@@ -387,7 +428,8 @@ class Stepping:
             step.ended(False, step.failure)
             self._undo(work)
             if capture is not None:  # its next step must not change tables that kernels still read
-                watch(event, (), lambda _: self._give_back(work.cache, capture), self._actor.outbox)
+                give_back = functools.partial(self._give_back, work.cache, capture)
+                watch(event, (), lambda _: give_back(), self._actor.outbox, lambda _: give_back())
             call.resolve(None, self._actor.outbox)
             return
 
@@ -443,7 +485,7 @@ class Stepping:
 
     def _plan(self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]) -> list[_Layers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
-        _check_longest(message, tables)
+        _check_longest(message, cache.pool, tables)
         key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
         if known is not None:
@@ -514,11 +556,12 @@ def _work(
     return work
 
 
-def _check_longest(message: BeginStep, tables: Sequence[PageTable]) -> None:
+def _check_longest(message: BeginStep, pool: AppendProblem, tables: Sequence[PageTable]) -> None:
     """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
     if message.max_length is None:
         return
-    most = integer("max_length", message.max_length, 1, MAX_SEQLEN)
+    expect(type(message.max_length) is int, "max_length", show(message.max_length), "must be an int")
+    most = integer("max_length", message.max_length, 1, min(MAX_SEQLEN, pool.num_blocks * pool.page_size))
     rows = message.rows if isinstance(message.rows, list | tuple) else [message.rows] * len(tables)
     for index, (table, count) in enumerate(zip(tables, rows, strict=False)):
         length = table.length + (count if message.append and type(count) is int else 0)
@@ -533,9 +576,11 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
     if message.like or message.layer_options or not _OWN.isdisjoint(options):
         return None
     rows = message.rows
-    new = [rows] * len(tables) if type(rows) is int else rows
+    if type(rows) is not int:  # whose ends are the step's own
+        return None
+    new = [rows] * len(tables)
     said = (message.heads_q, message.append, message.dtype, message.on_host, *options.values())
-    if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
+    if not all(map(_is_plain, said)):
         return None
     added = new if message.append else [0] * len(tables)
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_actors.actors.caller_launch import CallerLaunches, stream_of
+from gpu_actors.actors.caller_launch import CallerLaunches
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
 from gpu_actors.attention.requests import Array, AttentionOutput, FlashForward, PagedForward
 from gpu_actors.devices.interface import Event, Launch
+from gpu_actors.fields import describe, expect
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.process import Local
@@ -42,21 +43,31 @@ class PreparedAttention(Local):
     """A request that is ready to be launched again and again, as `FlashAttnHandle.prepare` gives it.
 
     Any thread may `run` it, one at a time. Between runs may change: what q, the keys and values, and ``out`` hold, and
-    where they lie; what the request's arrays on the device hold, such as ``cache_seqlens`` and ``block_table``, which
-    each run reads where they lie. Shapes, strides, dtypes and options may not. Arrays of the request that lie on the
-    host were read when it was prepared: they must not change.
+    where they lie; what the request's other arrays on the device hold, such as ``cache_seqlens`` and ``block_table``,
+    which each run reads where they lie. Shapes, strides, dtypes and options may not. Other arrays of the request that
+    lie on the host are copied when it is prepared.
     """
 
-    def __init__(self, cell: ActorCell, request: FlashForward | PagedForward, launch: Launch) -> None:
-        """request: adopted. launch: on its arrays."""
+    def __init__(
+        self, cell: ActorCell, request: FlashForward | PagedForward, launch: Launch, out: Array | None
+    ) -> None:
+        """request: adopted. launch: on its arrays. out: of the request as it was given.
+
+        Raises `InvalidRequest` for keys and values that do not lie where q does.
+        """
         paged = isinstance(request, PagedForward)
         names = ("k_cache", "v_cache") if paged else ("k", "v")
         self._names = names
         # The request's arrays are complete before the reply is.
         inputs = {
-            name: dataclasses.replace(array, stream=None) if isinstance(array, DeviceArray) else array
+            name: dataclasses.replace(array, stream=None)
+            if isinstance(array, DeviceArray)
+            else array
+            if name in ("q", *names)
+            else array.copy()
             for name, array in launch.inputs.items()
         }
+        self._out = out
         self._first = dataclasses.replace(launch, inputs=inputs)
         self._cell = cell
         self._launches = CallerLaunches(cell)
@@ -66,6 +77,9 @@ class PreparedAttention(Local):
         device = request.q.device if isinstance(request.q, DeviceArray) else None
         spec = launch.outputs["out"]
         given: dict[str, Any] = {"q": request.q} | {name: getattr(request, name) for name in names}
+        for name in names:
+            alike = given[name] is None or isinstance(given[name], DeviceArray) == isinstance(request.q, DeviceArray)
+            expect(alike, name, describe(given[name]), "must lie where q does, on the device or on the host")
         given["out"] = contiguous(spec.shape, spec.dtype, device) if request.out is None else request.out
         self._layouts = {
             name: ArrayLayout.of(array, TMA_ALIGNMENT) for name, array in given.items() if array is not None
@@ -91,20 +105,22 @@ class PreparedAttention(Local):
         """Launch on the calling thread, and give the output at once.
 
         q: shaped as the request's. k, v: in place of its k and v, or k_cache and v_cache; None: the request's own.
-        out: where the output goes. stream: a CUDA stream as an int, or torch's or CuPy's object. Default: that of q,
-        which is its library's current one. The output is complete in the order of that stream; arrays on the host are
-        waited for, and complete at once. Write the arrays of the request in that order too.
-        A caller's capture of the stream records the launch, and needs ``out``; keep this object as long as the graph.
+        out: where the output goes; None: the request's own, or a new array. stream: a CUDA stream as an int, or torch's
+        or CuPy's object. Default: that of q, which is its library's current one. The output is complete in the order of
+        that stream; arrays on the host are waited for, and complete at once. Write the arrays of the request in that
+        order too.
+        A caller's capture of the stream records the launch, and needs ``out``. Keep this object as long as the graph.
+        Its replays use the memory of the runs: replay and run on one stream, or order the streams.
         Raises `InvalidRequest` for arrays that are not what was prepared, and `LaunchError`, `ContextLost`,
         `ActorStopped` and other errors of a launch.
         """
-        handle = stream_of(stream)
+        out = self._out if out is None else out
         given = {"q": q, self._names[0]: k, self._names[1]: v, "out": out}
         arrays = {name: array for name, array in given.items() if array is not None}
         with self._lock:
             read, template = read_arrays(self._layouts, arrays, self._device_name, "this prepared request")
             make = functools.partial(self._launch, read)
-            outputs = self._launches.run(self._alone, self._kept, read, handle, make)
+            outputs = self._launches.run(self._alone, self._kept, read, stream, make)
         (answer,) = attention_output(template, out, outputs)
         return answer
 

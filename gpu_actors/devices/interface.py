@@ -290,9 +290,11 @@ class Series:
     Those of this one are launches like others, which are waited for.
 
     captured: whether the latest launch went into a capture of the caller's, which has not run.
+    keeps: what keeps the stream of the latest launch alive.
     """
 
     captured: bool = False
+    keeps: object = None
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -320,12 +322,11 @@ class Series:
         It is uploaded before the next launch, or `replay`. What was enqueued before must be over.
         """
 
-    def replay(self, run: Callable[[], object], stream: int | None = None) -> None:
-        """Call ``run``, which enqueues launches of this series that were captured, on ``stream`` behind what they read.
+    def upload(self, stream: int | None = None) -> None:
+        """Enqueue on ``stream`` what its launches read from the host, before captured ones are replayed there.
 
-        Raises `InvalidRequest` where the stream is being captured, and what ``run`` raises.
+        Raises `InvalidRequest` where the stream is being captured, and as `add`.
         """
-        run()
 
     def repeat(
         self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import anyio
 import numpy as np
 
-from gpu_actors.actors.caller_launch import stream_of
 from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest
@@ -40,9 +39,9 @@ class BegunStep(Protocol):
     @property
     def open(self) -> bool: ...
 
-    def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any: ...
+    def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any: ...
 
-    def replay(self, run: Callable[[], object], stream: int | None) -> None: ...
+    def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None: ...
 
 
 class _Cache(Protocol):
@@ -112,7 +111,7 @@ class KvStep(Local):
             arrays["k_pe"] = k_pe
         if out is not None:
             arrays["out"] = out
-        return self._step.attend(layer, arrays, stream_of(stream))
+        return self._step.attend(layer, arrays, stream)
 
     @property
     def captured(self) -> KvCapture | None:
@@ -120,15 +119,16 @@ class KvStep(Local):
         capture = self._step.capture
         return None if capture is None else KvCapture(self._cache, capture)
 
-    def replay(self, run: Callable[[], object], *, stream: Any = None) -> None:
+    def replay(self, run: Callable[[], object], *, layers: Collection[int] | None = None, stream: Any = None) -> None:
         """Call ``run``, which launches the graph with the captured layers, behind the tables and lengths of this step.
 
         run: for example ``graph.replay`` of torch, or ``lambda: graph.launch(stream)`` of CuPy. It must not use the
-            step. stream: the one that it launches on, as in `attend`.
-        The layers that were captured count as attended to. Raises `InvalidRequest` where none was, and where the stream
-        is being captured; `LaunchError` for what ``run`` raises, and then the step is aborted; else as `attend`.
+            step, whose end waits for it. stream: the one that it launches on, as in `attend`.
+        layers: those that the graph has, where they were captured into several. None: all that were captured.
+        These layers count as attended to. Raises `InvalidRequest` where they were not captured, and where the stream is
+        being captured; a `GpuActorsError` for what ``run`` raises, and then the step is aborted; else as `attend`.
         """
-        self._step.replay(run, stream_of(stream))
+        self._step.replay(run, layers, stream)
 
     def commit(
         self, *, deadline: float | None = None, timeout: float | None = None, priority: int = 0

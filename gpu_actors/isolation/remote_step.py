@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest, LaunchError
@@ -51,7 +51,7 @@ class RemoteStep:
         """Whether it may have to be ended. The worker alone knows of steps that have failed."""
         return not self._ended and self.client.has(self.generation)
 
-    def attend(self, layer: int, arrays: Mapping[str, Any], stream: int | None) -> Any:
+    def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
         """As `OpenStep.attend`. Raises `InvalidRequest` for a stream too, and what `RpcClient.attend` does."""
         if self._over is not None:
             raise self._over
@@ -66,7 +66,7 @@ class RemoteStep:
             self._mailbox.put(Call(EndStep(self.cache_number, self, False), self._mailbox))
             raise
 
-    def replay(self, run: Callable[[], object], stream: int | None) -> None:
+    def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
         """Raises `InvalidRequest`."""
         raise InvalidRequest(
             "run", show(run), "replays captured layers, and a context in another process captures none"

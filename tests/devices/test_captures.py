@@ -11,6 +11,7 @@ from emulated.memory import host_view
 from inside.arrays import DeviceArray
 
 import gpu_actors as ga
+from gpu_actors.actors import caller_launch
 from gpu_actors.devices.cuda import operands, stream
 from gpu_actors.devices.cuda.host_api import HostOrder
 
@@ -72,15 +73,17 @@ def tables_of_the_captured_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def tables_are_not_uploaded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stream.CudaSeries, "replay", lambda self, run, target=None: run())
+    patch.setattr(stream.CudaSeries, "upload", lambda self, target=None: None)
 
 
 def upload_behind_the_replay(patch: pytest.MonkeyPatch) -> None:
-    def late(self: Any, run: Any, target: Any = None) -> None:
-        run()
-        self._cuda.upload(self, target)
+    replay = caller_launch.CallerLaunches.replay
 
-    patch.setattr(stream.CudaSeries, "replay", late)
+    def late(self: Any, run: Any, q: Any, target: Any) -> None:
+        run()
+        replay(self, lambda: None, q, target)
+
+    patch.setattr(caller_launch.CallerLaunches, "replay", late)
 
 
 def no_wait_for_the_cache(patch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,11 @@ class Operands:
 
     def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
         """The launch on these arrays, inputs and outputs on the device by name, if it was bound to their addresses."""
-        return self._placement.bound.get((*self._fixed, *[arrays[name].address for name in self._names]))
+        try:
+            addresses = [arrays[name].address for name in self._names]
+        except KeyError:  # it has others
+            return None
+        return self._placement.bound.get((*self._fixed, *addresses))
 
     def upload(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copies of the inputs, and the first clearing of memory that launches leave as 0."""

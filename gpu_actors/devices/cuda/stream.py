@@ -43,6 +43,9 @@ R = TypeVar("R")
 _IDLE = 8
 """Memories that a stream holds for its next series."""
 
+_MOST_HELD = 256
+"""Arrays that a series holds before it looks which launches are over."""
+
 
 class _Events:
     """The events of one stream, which its launches use again and again."""
@@ -98,6 +101,7 @@ class CudaStream(Stream):
         self._events = _Events(driver)
         self._memory = StreamMemory(pools)
         self._of_series: deque[tuple[Hashable, StreamMemory]] = deque(maxlen=_IDLE)
+        self._memory_lock = threading.Lock()  # callers' threads take memory, and any thread gives it back
         self._open: set[CudaSeries] = set()
         self.dropped: deque[CudaSeries] = deque()
         self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
@@ -252,8 +256,24 @@ class CudaStream(Stream):
         if not placement.stays:
             return None
         sizes = placement.pieces, placement.armed_pieces
-        memory = self._take_memory(sizes)
+        with self._memory_lock:
+            memory = self._take_memory(sizes)
         return _Shared(launch.steps, Operands(self._pools, launch, placement, memory), memory, sizes)
+
+    def launch_for(self, launch: Launch, target: int | None) -> Event:
+        """Launch on this stream, behind the work of ``target`` so far, whose later work waits for it."""
+        if target is None:
+            return self.launch(launch)
+        self._order(target, self.handle)
+        event = self.launch(launch)
+        self._order(self.handle, target)
+        return event
+
+    def _order(self, first: int | None, second: int | None) -> None:
+        with self._lock:
+            if self._closed or first is None or second is None:
+                raise self._stopped()
+            self._driver.call(self._events.order_after, first, second)
 
     def is_capturing(self, target: int | None) -> bool:
         """Whether a caller captures its stream."""
@@ -331,6 +351,7 @@ class CudaStream(Stream):
                 return FinishedEvent()
             if not stays:
                 self._open.remove(series)
+            self._reap()
             flight = Flight(driver, self.name, series.take_held() if stays else series, self._events)
             event = CudaEvent(flight)
             try:
@@ -353,7 +374,8 @@ class CudaStream(Stream):
         while self.dropped:
             series = self.dropped.popleft()
             if series in self._open:
-                self.end(series)
+                with contextlib.suppress(GpuActorsError):  # of a stream that was destroyed: no other launch is to fail
+                    self.end(series)
             else:
                 series.release()
 
@@ -367,7 +389,8 @@ class CudaStream(Stream):
     def put_back(self, shared: _Shared) -> None:
         """Give the memory of a series back. Its work must be over."""
         if self.handle is not None:
-            self._of_series.append((shared.sizes, shared.memory))
+            with self._memory_lock:
+                self._of_series.append((shared.sizes, shared.memory))
 
     def _keep_until_over(self, flight: Flight) -> None:
         """Hold the memory of an aborted launch: the part of it that was enqueued goes on."""
@@ -438,6 +461,7 @@ class CudaSeries(Series):
         super().__init__(stream)
         self._cuda = stream
         self._shared: dict[int, _Shared] = {}  # by the identity of the steps
+        self._moving: dict[int, Sequence[Step]] = {}  # the others
         self.producers: tuple[int, ...] = ()
         self.last: int | None = None
         self.uploaded: set[Operands] = set()
@@ -454,16 +478,16 @@ class CudaSeries(Series):
         self.captured = self._cuda.is_capturing(stream)
         shared = self._shared.get(id(launch.steps))
         if self.captured:
-            _check_capture(launch, stream, shared is not None and shared.operands in self.uploaded)
+            fixed = id(launch.steps) not in self._moving
+            _check_capture(launch, stream, shared is not None and shared.operands in self.uploaded, fixed)
         if first_on_device(launch) is None:
             return super().add(launch)
         if shared is not None:
             shared.operands.move(launch, shared.memory)
         else:
-            shared = self._cuda.prepare(launch)
+            shared = self._prepare(launch)
             if shared is None:
-                return super().add(launch)
-            self._shared[id(launch.steps)] = shared
+                return self._cuda.launch_for(launch, stream)
         operands = shared.operands
         self._enqueue(operands, operands.on_device(launch), stream)
         return FinishedEvent(operands.found)
@@ -485,14 +509,23 @@ class CudaSeries(Series):
             self._cuda.capture(operands, arrays, stream)
         else:
             self._cuda.enqueue(self, operands, arrays, stream)
+            if len(self.held) > _MOST_HELD:
+                self.mark()
 
     def ready(self, launch: Launch) -> None:
         if first_on_device(launch) is None:
             return
-        shared = self._cuda.prepare(launch)
-        if shared is not None:
-            self._shared[id(launch.steps)] = shared
+        if self._prepare(launch) is not None:
             self._cuda.upload(self)
+
+    def _prepare(self, launch: Launch) -> _Shared | None:
+        """None where each launch with these steps copies something to or from the host."""
+        shared = self._cuda.prepare(launch)
+        if shared is None:
+            self._moving[id(launch.steps)] = launch.steps
+        else:
+            self._shared[id(launch.steps)] = shared
+        return shared
 
     def renew(self, steps: Sequence[Step], launch: Launch) -> None:
         shared = self._shared.get(id(steps))
@@ -501,11 +534,10 @@ class CudaSeries(Series):
             self.uploaded.discard(shared.operands)
             self.last = None  # the next launch waits for what this stream has done since
 
-    def replay(self, run: Callable[[], object], stream: int | None = None) -> None:
+    def upload(self, stream: int | None = None) -> None:
         if self._cuda.is_capturing(stream):
             raise InvalidRequest("stream", stream, "is being captured, and a graph is replayed on one that is not")
         self._cuda.upload(self, stream)
-        run()
 
     def mark(self) -> Event:
         return self._cuda.end(self, stays=True)
@@ -522,18 +554,24 @@ class CudaSeries(Series):
     def release(self) -> None:
         """Free the memory. No enqueued work may use it any more."""
         self.held.clear()
+        self.keeps = None
         while self._shared:
             _, shared = self._shared.popitem()
             shared.operands.release()
             self._cuda.put_back(shared)
 
 
-def _check_capture(launch: Launch, stream: int | None, uploaded: bool) -> None:
+def _check_capture(launch: Launch, stream: int | None, uploaded: bool, fixed: bool) -> None:
     """Refuse a launch that a capture cannot hold: the graph has neither its memory nor what the host copies later."""
     for name, spec in launch.outputs.items():
         if spec.into is None:
+            if name == "lse":
+                raise InvalidRequest("return_lse", True, "is not captured: an LSE is allocated at each launch")
             reason = "must be given while its stream is captured: nothing is allocated there"
             raise InvalidRequest(name, None, reason)
+    if not fixed:
+        reason = "is being captured, and these kernels need addresses that the host writes for each launch"
+        raise InvalidRequest("stream", stream, f"{reason}: pack_gqa=False takes others")
     if not uploaded:
         reason = "is being captured: launch once on arrays of the device before, for its memory and tables"
         raise InvalidRequest("stream", stream, reason)
