@@ -42,7 +42,7 @@ class Program:
     def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, plain: ga.KvCache, seed: int) -> None:
         self.device = cast("CudaDevice", ctx._children.device)
         self.api: Any = self.device.driver.api
-        self.cache, self.plain, self.flash_attn = cache, plain, ctx.flash_attn
+        self.context, self.cache, self.plain, self.flash_attn = ctx, cache, plain, ctx.flash_attn
         self.kept: list[Any] = []  # what the streams' work reads, until the end
         self.rng = np.random.default_rng(seed)
         self.streams = [self.api.create_stream() for _ in range(2)]

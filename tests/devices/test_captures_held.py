@@ -1,0 +1,262 @@
+"""What a step, a capture and a prepared request hold, and what waits for them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated.caller_streams import DIM, HEADS_Q, LAYERS, ORDERS, Graphs, Program, program
+from emulated.memory import host_view
+from inside.cuda import Operation
+
+import gpu_actors as ga
+from gpu_actors.devices.cuda.host_api import HostOrder
+
+LONGEST = 40
+
+
+def others_of(made: Program) -> tuple[list[Any], list[Any]]:
+    """Two more sequences in each of both caches."""
+    rows = made.rows(3), made.rows(3)
+    both = [[one.create().result(20) for _ in range(2)] for one in (made.cache, made.plain)]
+    for one, seqs in zip((made.cache, made.plain), both, strict=True):
+        one.append(seqs, *rows).result(20)
+    return both[0], both[1]
+
+
+def captured_of(made: Program, graphs: Graphs, step: ga.KvStep, layers: Any = range(LAYERS)) -> ga.KvCapture:
+    """Capture layers of a step that has been attended to."""
+    handle = made.streams[1]
+    made.api.begin_capture(handle)
+    for layer in layers:
+        q, k, v, out = graphs.arrays[layer]
+        step.attend(layer, q, k, v, out=out, stream=handle)
+    graphs.graph = made.api.end_capture(handle)
+    assert step.captured is not None
+    return step.captured
+
+
+def test_the_step_that_captured_has_its_capture_until_it_ends() -> None:
+    with program("eager", 1) as made:
+        graphs = Graphs(made)
+        others, _ = others_of(made)
+        graphs.write(made.streams[0])
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, max_length=LONGEST).result(20)
+        graphs.attend(step, made.streams[0])
+        captured = captured_of(made, graphs, step)
+        waiting = captured.step(others)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        step.commit().result(20)
+        waiting.result(20).abort().result(20)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_that_were_not_captured_have_the_tables_of_their_step(order: HostOrder) -> None:
+    """Those with options of their own are another group of launches."""
+    with program(order, 2) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.write(handle)
+        options: Any = {"max_length": LONGEST, "layer_options": {2: {"softcap": 5.0}}}
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
+        graphs.attend(step, handle)
+        captured = captured_of(made, graphs, step, (0, 1))
+        step.abort().result(20)
+        q, k, v, out = graphs.arrays[2]
+        for _ in range(4):
+            values = graphs.write(handle)
+            step = captured.step(made.seqs).result(20)
+            step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+            with pytest.raises(ga.InvalidRequest, match=r"layers=\[2\]"):
+                step.commit().result(20)
+            step.attend(2, q, k, v, out=out, stream=handle)
+            given = made.consumed(out, handle)
+            step.commit().result(20)
+            made.plain.append(made.twins, *values[1:]).result(20)
+            wanted = made.plain.attend(values[0][2], made.twins, layer=2, softcap=5.0).result(20).out
+            made.finish()
+            assert np.array_equal(host_view(given), wanted)
+            assert made.same()
+
+
+def test_a_replay_says_which_layers_its_graph_has() -> None:
+    with program("eager", 1) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.write(handle)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        graphs.attend(step, handle)
+        captured_of(made, graphs, step, (0, 1))
+        first = graphs.graph
+        captured = captured_of(made, graphs, step, (2,))
+        step.abort().result(20)
+        step = captured.step(made.seqs).result(20)
+        step.replay(lambda: made.api.launch_graph(first, handle), layers=(0, 1), stream=handle)
+        with pytest.raises(ga.InvalidRequest, match=r"layers=\[2\]: have no new rows"):
+            step.commit().result(20)
+        with pytest.raises(ga.InvalidRequest, match=r"layers=.*must be of the captured ones, \[0, 1, 2\]"):
+            step.replay(lambda: None, layers=(3,), stream=handle)
+        step.replay(lambda: made.api.launch_graph(graphs.graph, handle), layers=(2,), stream=handle)
+        assert step.commit().result(20) == [6, 6]
+        with pytest.raises(ga.InvalidRequest, match=r"run=.*callable"):
+            step.replay(None)  # type: ignore[arg-type]
+
+
+def test_code_that_replays_keeps_no_other_cache_waiting() -> None:
+    """The deadline of the step passes meanwhile, and its end waits for the replay."""
+    with program("eager", 1) as made:
+        graphs = Graphs(made)
+        captured, *_ = graphs.capture()
+        step = captured.step(made.seqs, timeout=0.2).result(20)
+        going, answered = threading.Event(), threading.Event()
+
+        def run() -> None:
+            going.wait(20)
+            assert made.plain.create().result(20)  # from within, too
+            with pytest.raises(ga.InvalidRequest, match="must not be attended to by what replays"):
+                graphs.attend(step, made.streams[0])
+            answered.set()
+
+        thread = threading.Thread(target=lambda: step.replay(run, stream=made.streams[0]))
+        thread.start()
+        threading.Event().wait(0.3)
+        assert made.plain.create().result(20)
+        going.set()
+        thread.join(20)
+        assert answered.is_set()
+        with pytest.raises(ga.DeadlineExceeded):
+            step.commit().result(20)
+        assert captured.step(made.seqs).result(20).lengths == [7, 7]
+
+
+@pytest.mark.parametrize("end", ["abort", "drop", "commit"])
+def test_a_capture_goes_on_after_a_replay_that_failed_on_the_device(end: str) -> None:
+    with program("eager", 1) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        captured, *_ = graphs.capture()
+        step: ga.KvStep | None = captured.step(made.seqs).result(20)
+        assert step is not None
+        step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+
+        def fail() -> None:
+            raise ga.LaunchError("kernel failed")
+
+        with made.api._lock:
+            made.api._enqueue(made.cache._handle._cell.stream.handle, Operation(fail))
+        if end == "commit":
+            with pytest.raises(ga.LaunchError):
+                step.commit().result(20)
+        elif end == "abort":
+            step.abort().result(20)
+        step = None
+        gc.collect()
+        assert captured.step(made.seqs).result(20).lengths == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["latent", "option on the device"])
+def test_a_layer_may_be_attended_again_with_out(kind: str) -> None:
+    """As a capture does. Its launch has other arrays than the call, or more."""
+    with program("eager", 1) as made:
+        empty = made.device.memory.empty
+        sizes: dict[str, Any] = {"num_blocks": 8, "page_size": 4, "kv_heads": 1, "dtype": "float16", "layers": 2}
+        options: dict[str, Any] = {"softmax_scale": 0.1}
+        if kind == "latent":
+            sizes |= {"head_dim": 96, "latent_dim": 64}
+            arrays: dict[str, Any] = {"c_kv": empty((1, 1, 1, 64), "float16"), "k_pe": empty((1, 1, 1, 32), "float16")}
+            q, out = empty((1, 1, 2, 96), "float16"), empty((1, 1, 2, 64), "float16")
+        else:
+            sizes |= {"head_dim": 64}
+            arrays = {name: empty((1, 1, 1, 64), "float16") for name in ("k", "v")}
+            q, out = empty((1, 1, 2, 64), "float16"), empty((1, 1, 2, 64), "float16")
+            slopes = empty((2,), "float32")
+            host_view(slopes)[...] = 0.5
+            options |= {"alibi_slopes": slopes}
+        for array in (q, *arrays.values()):
+            host_view(array)[...] = 1
+        with made.context.kv_cache(**sizes) as cache:
+            seqs = [cache.create().result(20)]
+            step = cache.step(seqs, heads_q=2, **options).result(20)
+            for _ in range(2):
+                for layer in range(2):
+                    step.attend(layer, q, **arrays, out=out, stream=made.streams[0])
+            assert step.commit().result(20) == [1]
+        made.finish()
+        assert np.array_equal(host_view(out), np.ones_like(host_view(out)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_prepared_request_of_few_rows_runs_in_the_order_of_its_stream(order: HostOrder) -> None:
+    """Its kernels read addresses that the host writes, so each launch copies them."""
+    with program(order, 3) as made:
+        rng, handle, empty = made.rng, made.streams[0], made.device.memory.empty
+        q, out = empty((2, 1, 4, DIM), "float16"), empty((2, 1, 4, DIM), "float16")
+        k, v = (empty((2, 333, 2, DIM), "float16") for _ in "kv")
+        for array in (q, k, v):
+            host_view(array)[...] = rng.standard_normal(array.shape)
+        plan = made.flash_attn.prepare(ga.FlashForward(q, k, v)).result(30)
+        for _ in range(4):
+            value = rng.standard_normal(q.shape).astype(np.float16)
+            written = made.produced(value, handle)
+            made.api.copy_on_device(q.address, written.address, written.nbytes, handle)
+            plan.run(q, out=out, stream=handle)
+            read = made.consumed(out, handle)
+            made.kept += [written, read]
+            made.finish()
+            wanted = made.flash_attn.forward(value, host_view(k).copy(), host_view(v).copy()).result(30).out
+            assert np.allclose(host_view(read), wanted, atol=2e-3)
+        made.api.begin_capture(handle)
+        with pytest.raises(ga.InvalidRequest, match="pack_gqa=False"):
+            plan.run(q, out=out, stream=handle)
+        made.api.destroy_graph(made.api.end_capture(handle))
+
+
+def test_runs_and_steps_keep_nothing_that_is_over() -> None:
+    with program("eager", 1) as made:
+        empty, handle = made.device.memory.empty, made.streams[0]
+        q = empty((1, 64, 2, DIM), "float16")
+        host_view(q)[...] = 1
+        plan = made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30)
+        for _ in range(600):
+            plan.run(q, out=empty(q.shape, "float16"), stream=handle)
+            made.finish()
+        series: Any = plan._launches.series
+        assert len(series.held) < 300
+        stream = made.cache._handle._cell.stream
+        for _ in range(8):
+            with made.cache.step(made.seqs, heads_q=HEADS_Q).result(20) as step:
+                graphs = Graphs(made)
+                graphs.attend(step, handle)
+            made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).abort().result(20)
+        assert len(stream._flights) <= 3
+
+
+def test_a_stream_that_is_destroyed_fails_no_other_request() -> None:
+    with program("eager", 1) as made:
+        q = made.device.memory.empty((1, 64, 2, DIM), "float16")
+        host_view(q)[...] = 1
+        plan = made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30)
+        handle = made.api.create_stream()
+        out = made.device.memory.empty(q.shape, "float16")
+        plan.run(q, out=out, stream=handle)
+        event = made.api.create_event()
+        made.api.record_event(event, handle)
+        made.api.synchronize_event(event)
+        made.api.destroy_stream(handle)
+        del plan
+        gc.collect()
+        value = np.ones((1, 64, 2, DIM), np.float16)
+        assert made.flash_attn.forward(value, value, value).result(30).out.shape == value.shape
+
+
+def test_packed_rows_of_one_step_after_the_other() -> None:
+    sizes: dict[str, Any] = {"num_blocks": 16, "page_size": 4, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+    with ga.open_context("mock") as ctx, ctx.kv_cache(**sizes, layers=2) as cache:
+        seqs = [cache.create().result(20) for _ in range(2)]
+        rows = np.ones((3, 1, 8), np.float32)
+        for number in range(1, 4):
+            with cache.step(seqs, heads_q=1, rows=[1, 2]).result(20) as step:
+                for layer in range(2):
+                    assert np.array_equal(step.attend(layer, rows, rows, rows), rows)
+            assert [cache.length(seq) for seq in seqs] == [number, 2 * number]
