@@ -29,6 +29,7 @@ PUBLIC = (ga, gpu_actors.testing)
 # Importing the package must not import any of these: a module that needs one imports it where it is used.
 EXTRAS = (
     *("cupy", "cupy_backends", "torch", "jax", "ray", "triton", "tokenizers", "safetensors", "transformers"),
+    *("vllm", "sglang"),
     *("starlette", "fastapi", "uvicorn", "httpx", "uvloop", "prometheus_client", "opentelemetry"),
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
@@ -39,6 +40,7 @@ FOR_AN_EXTRA = (
     "interop/flex",
     "interop/flex_ops",
     "interop/jax",
+    "interop/paged",
     "interop/ray/__init__",
     "interop/ray/channel",
     "interop/ray/pool",
@@ -46,8 +48,10 @@ FOR_AN_EXTRA = (
     "interop/ray/ray_worker",
     "interop/ray/router",
     "interop/ray/serve",
+    "interop/sglang",
     "interop/torch",
     "interop/transformers",
+    "interop/vllm",
     "asgi",
     "metrics",
     "openai_api",

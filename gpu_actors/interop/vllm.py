@@ -1,0 +1,234 @@
+"""register: the service as vLLM's attention backend CUSTOM. Written for the interface of vLLM 0.33.0.
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+vLLM calls `register` in each of its processes, by the entry point of this package in the group
+``vllm.general_plugins``. It keeps the pages and decides what runs together. A layer's new keys are written to the
+pages by vLLM's slot mapping, and a batch of prompts and new tokens is one `PagedForward`, which reads the pages in
+place.
+
+Needs vLLM, which nothing else of this package imports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from gpu_actors.compiling.source import exact_arch
+from gpu_actors.errors import Unsupported
+from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.paged import context_for, paged_attention, use_context, write_rows
+from gpu_actors.kernels.dispatch import dispatch_key
+from gpu_actors.kernels.support import MAX_HEAD_DIM, example_problem
+
+__all__ = ["VllmBackend", "VllmImpl", "VllmMetadata", "VllmMetadataBuilder", "register"]
+
+
+def register(context: GpuContext | None = None) -> None:
+    """Make the service the backend ``CUSTOM`` of vLLM in this process.
+
+    context: computes the attention of this process. None: a worker opens one on the GPU of its tensors, at the first
+    batch, and keeps it until the process ends. Raises `InvalidRequest` for what is no context.
+    """
+    use_context(context)
+    register_backend(AttentionBackendEnum.CUSTOM, f"{VllmBackend.__module__}.{VllmBackend.__qualname__}")
+
+
+class VllmBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks before it builds a model: what the backend takes, and its classes."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    # Layers that share the keys of another write none, which vLLM knows: it asks for the two apart.
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks the backend up by it
+
+    @staticmethod
+    def get_impl_cls() -> type[VllmImpl]:
+        return VllmImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[VllmMetadataBuilder]:
+        return VllmMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why no kernel answers a model's attention on a GPU, in the words of `FlashAttn.explain`, or None."""
+        name = str(dtype).removeprefix("torch.")
+        kept = name if kv_cache_dtype in (None, "auto") else kv_cache_dtype
+        arch = exact_arch(10 * device_capability[0] + device_capability[1])
+        pages: dict[str, Any] = {"layout": "paged", "kv_dtype": kept, "page_size": block_size or 16, "causal": True}
+        try:
+            dispatch_key(example_problem(name, head_size, **pages), arch)
+        except Unsupported as refusal:
+            return str(refusal)
+        return None
+
+
+@dataclass
+class VllmMetadata(AttentionMetadata):  # type: ignore[misc]
+    """A batch, for every layer.
+
+    rows: new tokens of all sequences, without padding. cu_seqlens_q: int32 (batch + 1,), where those of each begin.
+    max_seqlen_q: the most that one has. cache_seqlens: int32 (batch,), tokens with the new ones. block_table: int32
+    (batch, max_blocks).
+    """
+
+    rows: int
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class VllmMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """From vLLM's description of a batch to ours. It lets vLLM capture no attention: a layer waits for its result."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> VllmMetadata:
+        """Raises `Unsupported` for a batch that is not causal."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise Unsupported("causal", common.causal, "the tokens of a batch see none after them here", True)
+        return VllmMetadata(
+            rows=int(common.query_start_loc_cpu[-1]),
+            cu_seqlens_q=common.query_start_loc,
+            max_seqlen_q=max(1, common.max_query_len),
+            cache_seqlens=common.seq_lens,
+            block_table=common.block_table_tensor,
+        )
+
+
+class VllmImpl(AttentionImpl):  # type: ignore[misc]
+    """The attention of one layer. Raises `Unsupported` for a layer that `PagedForward` does not state."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise Unsupported("attn_type", str(attn_type), "encoders and cross-attention keep no pages", "decoder")
+        if kv_cache_dtype not in VllmBackend.supported_kv_cache_dtypes:
+            reason = "keys and values are written to the pages as they are, unscaled"
+            raise Unsupported("kv_cache_dtype", kv_cache_dtype, reason, "auto")
+        for name, value in others.items():
+            if value not in (None, False, -1):  # vLLM's words for an option that is not used
+                raise Unsupported(name, value, "PagedForward has no such option", None)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # vLLM's window counts the row's own key.
+        self.window_size = (-1 if sliding_window is None else sliding_window - 1, -1)
+        self.softcap = float(logits_soft_cap or 0.0)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write key and value, (rows, kv_heads, head_size), to the pages, as `write_rows`."""
+        for pages, rows in zip(self._pages(kv_cache), (key, value), strict=True):
+            write_rows(pages, slot_mapping, rows)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: VllmMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query (rows, heads, head_size), whose keys are in the pages, into ``output`` of its shape.
+
+        kv_cache: (num_blocks, kv_heads, block_size, 2 * head_size), keys before values, with any outer strides.
+        Rows of padding are left as they are. Raises as `paged_attention`.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise Unsupported("output_scale", "a tensor", "outputs have the dtype of the query", None)
+        if attn_metadata is None:  # vLLM measures its memory, and has no pages yet
+            return output.zero_()
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        rows = attn_metadata.rows
+        paged_attention(
+            context_for(query.device),
+            query[:rows],
+            *self._pages(kv_cache),
+            output[:rows],
+            block_table=attn_metadata.block_table,
+            cache_seqlens=attn_metadata.cache_seqlens,
+            cu_seqlens_q=attn_metadata.cu_seqlens_q,
+            max_seqlen_q=attn_metadata.max_seqlen_q,
+            softmax_scale=self.scale,
+            softcap=self.softcap,
+            window_size=self.window_size,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+        return output
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return k_pages, v_pages
