@@ -126,14 +126,15 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
     own = {**pools, **cache.descales_of(len(work.tables))}
     own |= {"block_table": work.table, "cache_seqlens": work.lengths}
     outputs = known.outputs
+    ends = None if request is None else request.cu_seqlens_q  # of a step of packed rows
     if request is not None:
-        own["q"] = request.q
+        own["q"], own["cu_seqlens_q"] = request.q, ends
         if request.out is not None:
             outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
     if rows is not None:
-        own["k"], own["v"] = rows.k, rows.v
+        own["k"], own["v"], own["cu_seqlens_new"] = rows.k, rows.v, rows.ends
     if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
-        own |= plan.program.split(work.lengths, None)
+        own |= plan.program.split(work.lengths, ends)
     if cache.pool.latent and "k_descale" in own:
         own["v_descale"] = own["k_descale"]  # values are columns of keys
     inputs = {name: own[name] for name in known.inputs}

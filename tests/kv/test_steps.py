@@ -415,6 +415,30 @@ def test_random_steps_do_what_a_dictionary_does() -> None:
     assert not {name for name in expected if not operations[name]}, operations
 
 
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+@pytest.mark.parametrize("counts", [[1, 1], [3, 1]], ids=str)
+def test_packed_rows_of_known_counts_are_attended_to_again(device: str, counts: list[int]) -> None:
+    """From the second of these steps on, what a launch needs is remembered."""
+    rng = np.random.default_rng(0)
+    spec: dict[str, Any] = {"page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
+    with (
+        ga.open_context(device) as ctx,
+        ctx.kv_cache(num_blocks=BLOCKS, layers=LAYERS, **spec) as cache,
+    ):
+        seqs = [cache.create().result(10.0) for _ in counts]
+        held = [[[np.empty((0, HEADS, DIM), np.float32) for _ in range(2)] for _ in seqs] for _ in range(LAYERS)]
+        for _ in range(4):
+            with cache.step(seqs, heads_q=HEADS_Q, rows=counts).result(60.0) as step:
+                for layer, known in enumerate(held):
+                    q = rng.standard_normal((sum(counts), HEADS_Q, DIM)).astype(np.float32)
+                    k, v = rng.standard_normal((2, sum(counts), HEADS, DIM)).astype(np.float32)
+                    out = step.attend(layer, q, k, v)
+                    ends = np.cumsum(counts)[:-1]
+                    for seq, rows in enumerate(zip(*(np.split(x, ends) for x in (q, k, v, out)), strict=True)):
+                        known[seq] = [np.concatenate(pair) for pair in zip(known[seq], rows[1:3], strict=True)]
+                        np.testing.assert_allclose(rows[3], attention(rows[0], *known[seq]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_500_runs_of_random_steps_do_what_a_dictionary_does() -> None:
