@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -106,16 +107,11 @@ class VllmBackend(AttentionBackend):  # type: ignore[misc]
 class VllmMetadata(AttentionMetadata):  # type: ignore[misc]
     """A batch, for every layer.
 
-    rows: new tokens of all sequences, without padding. cu_seqlens_q: int32 (batch + 1,), where those of each begin.
-    max_seqlen_q: the most that one has. cache_seqlens: int32 (batch,), tokens with the new ones. block_table: int32
-    (batch, max_blocks).
+    rows: new tokens of all sequences, without padding. options: of `PagedForward`, the arrays on the layers' device.
     """
 
     rows: int
-    cu_seqlens_q: torch.Tensor
-    max_seqlen_q: int
-    cache_seqlens: torch.Tensor
-    block_table: torch.Tensor
+    options: dict[str, Any]
 
 
 class VllmMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -129,13 +125,13 @@ class VllmMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         if common.causal is not True:
             raise Unsupported("causal", common.causal, "the tokens of a batch see none after them here", True)
-        return VllmMetadata(
-            rows=int(common.query_start_loc_cpu[-1]),
-            cu_seqlens_q=common.query_start_loc,
-            max_seqlen_q=max(1, common.max_query_len),
-            cache_seqlens=common.seq_lens,
-            block_table=common.block_table_tensor,
-        )
+        options = {
+            "block_table": common.block_table_tensor,
+            "cache_seqlens": common.seq_lens,
+            "cu_seqlens_q": common.query_start_loc,
+            "max_seqlen_q": max(1, common.max_query_len),
+        }
+        return VllmMetadata(int(common.query_start_loc_cpu[-1]), options)
 
 
 class VllmImpl(AttentionImpl):  # type: ignore[misc]
@@ -153,7 +149,7 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
         if attn_type != AttentionType.DECODER:
@@ -170,19 +166,17 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        # vLLM's window counts the row's own key.
-        self.window_size = (-1 if sliding_window is None else sliding_window - 1, -1)
-        self.softcap = float(logits_soft_cap or 0.0)
+        self.options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "softcap": float(logits_soft_cap or 0.0),
+            # vLLM's window counts the row's own key.
+            "window_size": (-1 if sliding_window is None else sliding_window - 1, -1),
+            "sinks": sinks,
+        }
 
     def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write key and value, (rows, kv_heads, head_size), to the pages, as `write_rows`."""
         for pages, rows in zip(self._pages(kv_cache), (key, value), strict=True):
@@ -191,15 +185,15 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
     def forward(
         self,
         layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: VllmMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attention of query (rows, heads, head_size), whose keys are in the pages, into ``output`` of its shape.
 
         kv_cache: (num_blocks, kv_heads, block_size, 2 * head_size), keys before values, with any outer strides.
@@ -211,24 +205,19 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
             return output.zero_()
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
-        rows = attn_metadata.rows
+        rows, (k_pages, v_pages) = attn_metadata.rows, self._pages(kv_cache)
         paged_attention(
             context_for(query.device),
             query[:rows],
-            *self._pages(kv_cache),
+            k_pages,
+            v_pages,
             output[:rows],
-            block_table=attn_metadata.block_table,
-            cache_seqlens=attn_metadata.cache_seqlens,
-            cu_seqlens_q=attn_metadata.cu_seqlens_q,
-            max_seqlen_q=attn_metadata.max_seqlen_q,
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            window_size=self.window_size,
             alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
+            **self.options,
+            **attn_metadata.options,
         )
         return output
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return k_pages, v_pages

@@ -25,8 +25,22 @@ def door() -> Iterator[Any]:
 
 
 @pytest.fixture(params=["mock", "emulated"], scope="module")
-def ctx(request: pytest.FixtureRequest, door: Any) -> Iterator[ga.GpuContext]:
+def opened(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
     with ga.open_context(request.param) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def ctx(opened: ga.GpuContext, door: Any) -> Iterator[ga.GpuContext]:
+    """A context that the engine of this test uses, and no other test's."""
+    door.register(opened)
+    yield opened
+    door.register(None)
+
+
+@pytest.fixture
+def mock(door: Any) -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
         door.register(ctx)
         yield ctx
         door.register(None)
@@ -108,14 +122,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softcap": ({"logit_cap": 2.0}, {"softcap": 2.0}),
     "sinks": ({}, {"sinks": [0.5, -1.0, 2.0, 0.0]}),
 }
-
-
-@pytest.fixture
-def mock(door: Any) -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        door.register(ctx)
-        yield ctx
-        door.register(None)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -29,17 +29,25 @@ def door() -> Iterator[Any]:
 
 
 @pytest.fixture(params=["mock", "emulated"], scope="module")
-def ctx(request: pytest.FixtureRequest, door: Any) -> Iterator[ga.GpuContext]:
+def opened(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
     with ga.open_context(request.param) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def ctx(opened: ga.GpuContext, door: Any) -> Iterator[ga.GpuContext]:
+    """A context that the engine of this test uses, and no other test's."""
+    door.register(opened)
+    yield opened
+    door.register(None)
+
+
+@pytest.fixture
+def mock(door: Any) -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock") as ctx:
         door.register(ctx)
         yield ctx
         door.register(None)
-
-
-@pytest.fixture(scope="module")
-def mock(door: Any) -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        yield ctx
 
 
 class Engine:
@@ -114,7 +122,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_of_a_layer(mock: ga.GpuContext, door: Any, option: str) -> None:
-    door.register(mock)
     given, meant = OPTIONS[option]
     if "sinks" in given:
         given = {"sinks": torch.tensor(given["sinks"])}
@@ -182,7 +189,6 @@ def test_options_that_are_not_used_are_taken(door: Any) -> None:
 
 
 def test_batches_and_outputs_that_no_request_states_are_refused(mock: ga.GpuContext, door: Any) -> None:
-    door.register(mock)
     engine, batch = Engine(door), batches(torch.float32)[0]
     with pytest.raises(ga.Unsupported, match="causal"):
         engine.run(batch, causal=False)
@@ -199,7 +205,6 @@ def test_tensors_on_the_host_need_a_given_context(door: Any) -> None:
 
 
 async def test_the_loop_of_a_program_is_not_blocked(mock: ga.GpuContext, door: Any) -> None:
-    door.register(mock)
     before = mock.stats()["flash_attn"].submitted
     with pytest.raises(ga.WouldBlock, match="another thread"):
         Engine(door).run(batches(torch.float32)[0])
