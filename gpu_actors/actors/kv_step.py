@@ -576,11 +576,9 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
     if message.like or message.layer_options or not _OWN.isdisjoint(options):
         return None
     rows = message.rows
-    if type(rows) is not int:  # whose ends are the step's own
-        return None
-    new = [rows] * len(tables)
+    new = [rows] * len(tables) if type(rows) is int else rows
     said = (message.heads_q, message.append, message.dtype, message.on_host, *options.values())
-    if not all(map(_is_plain, said)):
+    if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
         return None
     added = new if message.append else [0] * len(tables)
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
