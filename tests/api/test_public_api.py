@@ -37,6 +37,7 @@ HEAVY = (*EXTRAS, "typer", "click", "rich", "platformdirs")
 # Modules that exist for one extra and are imported where it is installed.
 FOR_AN_EXTRA = (
     "devices/cuda/cupy_api",
+    "generation/torch_engine",
     "interop/flex",
     "interop/flex_ops",
     "interop/jax",

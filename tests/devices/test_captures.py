@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Graphs, program
 from emulated.memory import host_view
+from inside.actors import caller_launch
 from inside.arrays import DeviceArray
 
 import gpu_actors as ga
-from gpu_actors.actors import caller_launch
 from gpu_actors.devices.cuda import operands, stream
 from gpu_actors.devices.cuda.host_api import HostOrder
 

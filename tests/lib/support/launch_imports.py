@@ -145,7 +145,7 @@ def main() -> int:
         imported[name] = sorted(set(sys.modules) - known)
         known.update(sys.modules)
 
-    with ga.open_context(spec, ga.ContextOptions(record_launches=False)) as ctx:
+    with ga.open_context(spec, ga.ContextOptions(record_launches=False, qualify="off")) as ctx:
         known.update(sys.modules)
         for name, ask in requests(ctx).items():
             ask().result(120)
@@ -163,12 +163,12 @@ def main() -> int:
             from inside.emulation import Executor, Toolchain
 
             Executor.of(Toolchain.find(), {}, {}).object_in(None)
-            with ga.open_context(spec, ga.ContextOptions(cache_dir=cubins)) as cold:
+            with ga.open_context(spec, ga.ContextOptions(cache_dir=cubins, qualify="off")) as cold:
                 requests(cold)["forward"]().result(120)
             after("build")
             own_kernel(ctx)
             after("own kernel")
-    with ga.open_context(spec, ga.ContextOptions(record_launches=True)) as ctx:
+    with ga.open_context(spec, ga.ContextOptions(record_launches=True, qualify="off")) as ctx:
         known.update(sys.modules)
         for _ in range(2):
             for name, ask in requests(ctx).items():
