@@ -19,7 +19,7 @@ from gpu_actors.fields import expect, flag, integer, one_of, real, window
 from gpu_actors.handles.gpu_context import GpuContext, open_contexts
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["Attention", "attention", "bias_of", "expect_no_loop", "seed_for"]
+__all__ = ["Attention", "attention", "bias_of", "check_open", "expect_no_loop", "seed_for"]
 
 # An operator takes tensors, numbers and strings, so a context goes by its number.
 _OPERANDS = {
@@ -318,15 +318,21 @@ def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
 
     Raises WouldBlock on the thread of a running loop, before anything is submitted.
     """
-    expect_no_loop()
     options = _named(arguments)
-    context = open_contexts().get(number := options.pop("context"))
-    if context is None:
-        raise ActorStopped(f"context {number}, which this call was made or traced for, is not open in this process")
+    context = check_open(options.pop("context"))
     options["window_size"] = (options.pop("window_left"), options.pop("window_right"))
     drawn = options.pop("drawn_seed")
     options["dropout_seed"] = (options["dropout_seed"] if drawn is None else int(drawn)) % (1 << 64)
     return context, options
+
+
+def check_open(number: int) -> GpuContext:
+    """The open context of that number, for a call that blocks. Raises `WouldBlock` and `ActorStopped`."""
+    expect_no_loop()
+    context = open_contexts().get(number)
+    if context is None:
+        raise ActorStopped(f"context {number}, which this call was made or traced for, is not open in this process")
+    return context
 
 
 def expect_no_loop() -> None:
