@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -35,12 +36,16 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.handles.gpu_context import GpuContext
-from gpu_actors.interop.torch_attention import attention, seed_for
+from gpu_actors.interop.torch_attention import attention, check_open, seed_for
+from gpu_actors.interop.transformers_pages import PagedAttention
+from gpu_actors.isolation.context import IsolatedContext
 
 __all__ = ["continuous_batching", "register"]
 
 _numbers = itertools.count(1)
 """For the names of implementations."""
+# By the cache, which ends with its generation; the prepared requests end with it.
+_PAGED: weakref.WeakKeyDictionary[PagedAttentionCache, PagedAttention] = weakref.WeakKeyDictionary()
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
@@ -76,11 +81,18 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
 def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator[None]:
     """While entered, the model's continuous batching (``generate_batch``) computes attention through a context.
 
-    Transformers keeps its paged cache. It writes the new keys there and gathers those of each sequence; the context
-    attends to them as packed sequences, without a mask. Windows, softcap and sinks work as with `register`. For
-    continuous batching Transformers takes its own implementations and those that are named after flash-attn, which it
-    imports when a model is switched to them. The model is therefore switched here, to a name of its own. Several models
-    may generate at once, each through another context.
+    Transformers keeps its paged cache and writes the new keys there. The context reads its pages where they lie,
+    through block tables that it makes once a forward pass, on torch's current stream. Transformers copies keys first:
+
+    - in a layer with a sliding window, where a sequence that is longer than the window has several new rows, such as a
+      chunk of its prompt;
+    - in a context with ``isolation="process"``, for a model on the host whose context has a GPU, with dropout, and
+      before Transformers 5.23.
+
+    Windows, softcap and sinks work as with `register`. For continuous batching Transformers takes its own
+    implementations and those that are named after flash-attn, which it imports when a model is switched to them. The
+    model is therefore switched here, to a name of its own. Several models may generate at once, each through another
+    context.
 
     Leave it once the model generates nothing more; the model then has its own implementation again. Transformers'
     thread computes, so an error of the context is the ``error`` of each request that it concerns. Raises
@@ -166,17 +178,28 @@ def _attend(
     if cache is not None:
         if not isinstance(cache, PagedAttentionCache):
             raise Unsupported("cache", type(cache).__name__, "is no paged cache of Transformers", "PagedAttentionCache")
-        # It writes the new keys, and gives those of each sequence one after the other.
-        given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **rest}
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
-        if given.get("block_table") is not None:
+        if rest.get("block_table") is not None:
             reason = "is for flash-attn's own kernels"
             raise Unsupported("block_table", "a table", reason, "max_blocks_per_request=0")
+        given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **rest}
+        if not dropout and position_bias is None and _reaches_pages(context, query, cache):
+            check_open(context.number)
+            options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+            options |= _pattern(True, None if sliding_window is None else sliding_window - 1)
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            given |= {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+            paged = _PAGED.get(cache)
+            if paged is None or paged.context is not context:
+                paged = _PAGED[cache] = PagedAttention(context)
+            allocator = cache.layer_to_allocator[module.layer_idx]
+            return paged.attend(allocator, module.layer_idx, q, k, v, s_aux, options, given)[None], None
+        # It writes the new keys, and gives those of each sequence one after the other.
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
         cu_seq_lens_k, max_length_k, is_causal = given["cu_seq_lens_k"], given["max_length_k"], True
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     attention_mask, reach, chunk = _read(attention_mask, sliding_window)
-    options: dict[str, Any] = {
+    options = {
         "context": context,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -207,6 +230,16 @@ def _attend(
     if position_bias is not None:
         options["bias"] = position_bias.to(q.dtype).expand(-1, -1, q.shape[1], k.shape[1])
     return attention(q, _rows(k), _rows(v), **options), None
+
+
+def _reaches_pages(context: GpuContext, query: torch.Tensor, cache: PagedAttentionCache) -> bool:
+    """Whether the context can read a cache where it lies.
+
+    The process of an isolated context does not have the memory. For a GPU, a cache on the host would be copied whole.
+    Versions of Transformers before 5.23 lay the cache out otherwise.
+    """
+    copied = context.info.kind == "cuda" and not query.is_cuda
+    return not copied and not isinstance(context, IsolatedContext) and hasattr(cache, "layer_to_allocator")
 
 
 def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None, int]:

@@ -30,6 +30,29 @@ MODELS = {
         transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     ),
 }
+WINDOW: dict[str, Any] = {"head_dim": 8, "sliding_window": 5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+TYPES = ["sliding_attention", "full_attention"]
+# Each against eager alone: sdpa has no softcap and no sinks.
+OTHERS = {
+    "scaled rope": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, **WINDOW)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **WINDOW)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SIZES, **WINDOW, layer_types=TYPES)
+    ),
+    "gpt-oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2)
+    ),
+}
 SHARED = [7, 3, 9, 9, 1, 4, 4, 2]
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [*SHARED, *SHARED, 3], [*SHARED, *SHARED, 8, 8]]
 
@@ -40,7 +63,7 @@ def ctx() -> Iterator[ga.GpuContext]:
         yield ctx
 
 
-def generated(model: Any) -> dict[str, Any]:
+def generated(model: Any, page_size: int = 8) -> dict[str, Any]:
     """The requests' results. 24 tokens a batch: prompts are cut, and prefill and decoding share forward passes."""
     found = model.generate_batch(
         PROMPTS,
@@ -48,7 +71,7 @@ def generated(model: Any) -> dict[str, Any]:
             max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=transformers.ContinuousBatchingConfig(
-            num_blocks=16, page_size=8, max_batch_tokens=24
+            num_blocks=128 // page_size, page_size=page_size, max_batch_tokens=24
         ),
         progress_bar=False,
     )
@@ -71,6 +94,30 @@ def test_tokens_are_those_of_transformers_own_implementations(ctx: ga.GpuContext
     model.set_attn_implementation("sdpa")
     assert generated(model) == expected
     assert ctx.stats()["flash_attn"].completed == before + passes
+
+
+@pytest.mark.parametrize("page_size", [4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_tokens_are_those_of_eager_attention(ctx: ga.GpuContext, family: str, dtype: str, page_size: int) -> None:
+    torch.manual_seed(0)
+    model = OTHERS[family]().eval().to(getattr(torch, dtype))
+    for sinks in (value for name, value in model.named_parameters() if name.endswith("sinks")):
+        torch.nn.init.normal_(sinks)
+    model.set_attn_implementation("eager")
+    expected = generated(model, page_size)
+    assert all(len(tokens) == 6 and error is None for tokens, error in expected.values())
+    with bridge.continuous_batching(ctx, model):
+        assert generated(model, page_size) == expected
+
+
+def test_a_context_in_a_process_of_its_own_gets_copies() -> None:
+    torch.manual_seed(0)
+    model = MODELS["both"]().eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model)
+    with ga.open_context("mock", isolation="process") as isolated, bridge.continuous_batching(isolated, model):
+        assert generated(model) == expected
 
 
 def test_the_model_has_its_own_implementation_again(ctx: ga.GpuContext) -> None:
