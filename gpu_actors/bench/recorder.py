@@ -60,7 +60,9 @@ class RecordingDevice(ForwardingDevice):
                 self._launches.append(launch)
 
     def open_stream(self, name: str) -> Stream:
-        return _RecordingStream(self, self.inner.open_stream(name))
+        stream = self.inner.open_stream(name)
+        # The launches that prove a kernel belong to no request.
+        return stream if name == "qualify" else _RecordingStream(self, stream)
 
 
 class _RecordingStream(Stream):

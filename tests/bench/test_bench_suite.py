@@ -13,11 +13,11 @@ import pytest
 from inside.devices import Device, FaultyDevice, ForwardingDevice
 from support.bench import PLAN, FakeClock, peer, stage
 
-from gpu_actors import MockOptions
+from gpu_actors import ContextOptions, MockOptions
 from gpu_actors.bench.cases import Case, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.peers import PEERS, Peer, Prepared, Refuses
-from gpu_actors.bench.recorder import RecordingDevice
+from gpu_actors.bench.recorder import RecordingContext, RecordingDevice
 from gpu_actors.bench.report import COLUMNS, figures, table
 from gpu_actors.bench.suite import KERNEL, SERVICE, Row, Settings, run_case, run_cases
 from gpu_actors.bench.timing import Plan
@@ -62,6 +62,14 @@ def test_a_right_kernel_is_checked_and_timed(case: Case, monkeypatch: pytest.Mon
     assert service.times is not None
     assert service.times.n == SETTINGS.requests
     assert service.requests_per_second
+
+
+def test_the_launches_that_prove_a_kernel_are_not_recorded() -> None:
+    opening = RecordingContext("emulated", ContextOptions(arch="sm_80", qualify="all"))
+    x = np.ones((1, 16, 2, 64), np.float16)
+    with opening as context, opening.recorder.recording() as launches:
+        context.flash_attn.forward(x, x, x).result()
+    assert len(launches) == 1
 
 
 def shift_one(outputs: Any) -> None:
