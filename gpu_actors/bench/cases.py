@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Case", "Kind", "backward_cases", "decode_cases", "forward_cases"]
+__all__ = ["Case", "Kind", "backward_cases", "decode_cases", "first_cases", "forward_cases"]
 
 Kind: TypeAlias = Literal["forward", "backward", "decode"]
 
@@ -146,21 +146,36 @@ def backward_cases(quick: bool = False) -> list[Case]:
     return cases
 
 
+def _decode(batch: int, keys: int, rows: int = 1, **more: Any) -> Case:
+    sizes: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128, **more}
+    return Case(kind="decode", batch=batch, rows=rows, keys=keys, causal=True, **sizes)
+
+
 def decode_cases(quick: bool = False) -> list[Case]:
     """The cases of the decode suite, likewise: one new row, then several (speculative decoding)."""
 
-    def case(batch: int, keys: int, rows: int = 1) -> Case:
-        return Case(kind="decode", batch=batch, rows=rows, keys=keys, heads=64, kv_heads=8, head_dim=128, causal=True)
-
-    cases = [case(8, 8192), case(32, 8192), case(1, 2048)]
+    cases = [_decode(8, 8192), _decode(32, 8192), _decode(1, 2048)]
     if quick:
         return cases
     return [
         *cases,
-        case(1, 32_768),
-        case(8, 32_768),
-        case(128, 8192),
-        case(64, 32_768),
-        case(8, 8192, 8),
-        case(32, 8192, 16),
+        _decode(1, 32_768),
+        _decode(8, 32_768),
+        _decode(128, 8192),
+        _decode(64, 32_768),
+        _decode(8, 8192, 8),
+        _decode(32, 8192, 16),
     ]
+
+
+def first_cases(small: bool = False) -> list[Case]:
+    """What is looked at first on a GPU: long prompts, one sequence and many being decoded, and a step of training.
+
+    small: such that a CPU runs them in seconds.
+    """
+    if small:
+        sizes: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+        prompts = [Case(batch=1, rows=length, keys=length, causal=True, **sizes) for length in (128, 256)]
+        return [*prompts, _decode(1, 256, **sizes), _decode(4, 256, **sizes), replace(prompts[0], kind="backward")]
+    prompts = [_usual(128, length, causal=True) for length in (4096, 16_384)]
+    return [*prompts, _decode(1, 8192), _decode(64, 8192), replace(prompts[0], kind="backward")]

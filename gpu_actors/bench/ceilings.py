@@ -8,14 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gpu_actors.bench.arrays import CupyArrays
 from gpu_actors.bench.timing import Call, EventClock, Plan, measure_in_turns
 
-__all__ = ["Ceilings", "measure_ceilings"]
+__all__ = ["REPEATS", "Ceilings", "measure_ceilings", "measure_host_copy"]
 
 _SIDE = 8192
-_COPY = 1 << 30
-_PLAN = Plan(warmup=2, repeats=12, turns=3)
+_COPY, _HOST_COPY = 1 << 30, 1 << 24
+REPEATS = 12
+"""The calls that each ceiling is the median of."""
+_PLAN = Plan(warmup=2, repeats=REPEATS, turns=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,13 @@ def measure_ceilings(arrays: CupyArrays, clock: EventClock, handle: int) -> Ceil
     )
 
 
+def measure_host_copy(clock: EventClock) -> Ceilings:
+    """That of a copy in the host's memory, for devices that are the host."""
+    source, target = np.ones(_HOST_COPY, np.uint8), np.zeros(_HOST_COPY, np.uint8)
+    milliseconds = _median(lambda: functools.partial(np.copyto, target, source), clock, [])
+    return Ceilings(None, None if milliseconds is None else 2 * _HOST_COPY / milliseconds / 1e6, "on the host")
+
+
 def _median(make: Callable[[], Call], clock: EventClock, notes: list[str]) -> float | None:
     try:
         timing = measure_in_turns({"": [make()]}, clock, _PLAN)[""]
@@ -79,7 +90,6 @@ def _copy(arrays: CupyArrays, handle: int) -> Call:
 
 def _torch_matmul(arrays: CupyArrays, handle: int) -> Call:
     import ml_dtypes
-    import numpy as np
     import torch
 
     a, b = (arrays.random((_SIDE, _SIDE), "bfloat16") for _ in range(2))

@@ -1,20 +1,22 @@
-"""CudaClock: an `EventClock` on a stream of a CUDA device.
+"""CudaClock: an `EventClock` on a stream of a CUDA device. HostClock: on a stream of a device that is the host.
 
-A kernel of one thread holds the stream: it polls a flag in page-locked memory until the flag is set.
+On CUDA, a kernel of one thread holds the stream: it polls a flag in page-locked memory until the flag is set.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import time
 from typing import Any
 
 from gpu_actors.compiling.compiler import Compiler
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.devices.cuda.device import CudaDevice
 from gpu_actors.devices.cuda.stream import CudaStream
+from gpu_actors.devices.interface import Event, Launch, Stream
 
-__all__ = ["CudaClock"]
+__all__ = ["CudaClock", "HostClock"]
 
 _HOLD = """\
 struct Params { volatile int* state; long long limit; };
@@ -91,3 +93,37 @@ class CudaClock:
             self._runtime.eventDestroy(event)
         self._free = []
         self._device.driver.api.free_pinned(self._address)
+
+
+class HostClock(Stream):
+    """A stream with its clock, which holds nothing: a mark waits for what was launched before it."""
+
+    def __init__(self, inner: Stream) -> None:
+        self._inner = inner
+        self._pending: list[Event] = []
+
+    def launch(self, launch: Launch) -> Event:
+        event = self._inner.launch(launch)
+        self._pending.append(event)
+        return event
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def hold(self) -> None:
+        return
+
+    def release(self) -> bool:
+        return True
+
+    def mark(self) -> float:
+        self.synchronize()
+        return time.perf_counter()
+
+    def elapsed(self, begin: float, end: float) -> float:
+        return (end - begin) * 1e3
+
+    def synchronize(self) -> None:
+        pending, self._pending = self._pending, []
+        for event in pending:
+            event.wait()

@@ -1,25 +1,33 @@
-"""Opens a CUDA device for a GPU suite, measures its ceilings and runs the suite."""
+"""Opens a device for a suite, measures its ceilings and runs the suite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
+from gpu_actors.bench.arrays import HostArrays
 from gpu_actors.bench.cases import Case, Kind
+from gpu_actors.bench.ceilings import Ceilings, measure_ceilings, measure_host_copy
+from gpu_actors.bench.clock import HostClock
 from gpu_actors.bench.peers import peers_for
 from gpu_actors.bench.recorder import RecordingContext
 from gpu_actors.bench.report import figures, gpu_record
 from gpu_actors.bench.suite import Row, Settings, Stage, run_cases
+from gpu_actors.bench.timing import Plan
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
 from gpu_actors.devices.select import check_device
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import ContextOptions
 
-__all__ = ["Keep", "cuda_index", "run_suite"]
+__all__ = ["Keep", "Opened", "cuda_index", "open_stage", "run_suite"]
 
 Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
 _ROTATED = 4  # times the L2
+_FEW = Settings(plan=Plan(warmup=1, repeats=3, turns=1), most_sets=1, requests=1, in_flight=1)
+"""Of a device on the host, whose times say nothing of a GPU."""
 
 
 def run_suite(
@@ -39,14 +47,47 @@ def run_suite(
     Raises GpuActorsError, in a sentence, if there is no GPU, and InvalidRequest for another device.
     """
     index = cuda_index(kind, device)
+    with open_stage(f"cuda:{index}", ContextOptions(default_timeout=None)) as (stage, settings, ceilings, gpu):
+        settings = replace(settings, minutes=minutes)
+
+        def keep_rows(rows: list[Row]) -> None:
+            if keep is not None:
+                keep(figures(kind, rows, settings, ceilings, gpu))
+
+        rows = run_cases(cases(quick), stage, settings, peers_for(kind), keep_rows)
+    return figures(kind, rows, settings, ceilings, gpu)
+
+
+class Opened(NamedTuple):
+    """A stage, the settings that suit its device, and what is known of the device.
+
+    gpu: its properties, none of a device on the host.
+    """
+
+    stage: Stage
+    settings: Settings
+    ceilings: Ceilings
+    gpu: dict[str, Any]
+
+
+@contextmanager
+def open_stage(device: str, options: ContextOptions) -> Iterator[Opened]:
+    """A context on a device, with all that `run_cases` needs. device: "cuda:N", "emulated" or "mock"."""
+    make = _on_gpu if device.startswith("cuda") else _on_host
+    with make(device, options) as opened:
+        yield opened
+
+
+@contextmanager
+def _on_gpu(device: str, options: ContextOptions) -> Iterator[Opened]:
     import cupy
 
     from gpu_actors.bench.arrays import CupyArrays
-    from gpu_actors.bench.ceilings import measure_ceilings
     from gpu_actors.bench.clock import CudaClock
     from gpu_actors.devices.cuda.stream import CudaStream
 
-    opening = RecordingContext(f"cuda:{index}", ContextOptions(default_timeout=None, qualify="off"))
+    index = int(device.partition(":")[2] or 0)
+    opening = RecordingContext(device, options)
     with cupy.cuda.Device(index), opening as context:
         inner = opening.recorder.inner
         assert isinstance(inner, CudaDevice)
@@ -58,16 +99,18 @@ def run_suite(
         gpu = gpu_record(index)
         ceilings = measure_ceilings(arrays, clock, stream.handle)
         clock.reuse()
-        settings = Settings(rotate=_ROTATED * gpu["l2_bytes"], minutes=minutes)
         stage = Stage(context, opening.recorder, stream, clock, arrays, stream.handle, clock.reuse)
-
-        def keep_rows(rows: list[Row]) -> None:
-            if keep is not None:
-                keep(figures(kind, rows, settings, ceilings, gpu))
-
-        rows = run_cases(cases(quick), stage, settings, peers_for(kind), keep_rows)
+        yield Opened(stage, Settings(rotate=_ROTATED * gpu["l2_bytes"]), ceilings, gpu)
         clock.close()
-    return figures(kind, rows, settings, ceilings, gpu)
+
+
+@contextmanager
+def _on_host(device: str, options: ContextOptions) -> Iterator[Opened]:
+    opening = RecordingContext(device, options)
+    with opening as context:
+        clock = HostClock(opening.recorder.inner.open_stream("bench"))
+        stage = Stage(context, opening.recorder, clock, clock, HostArrays())
+        yield Opened(stage, _FEW, measure_host_copy(clock), {})
 
 
 def cuda_index(suite: str, device: str) -> int:
