@@ -6,11 +6,22 @@ import asyncio
 import dataclasses
 import functools
 import time
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from gpu_actors.cli.output import DeviceOption, JsonOption, error_sentence, write_json, write_table
+from gpu_actors.cli.output import (
+    DeviceOption,
+    JsonOption,
+    chosen_device,
+    error_sentence,
+    write_json,
+    write_note,
+    write_table,
+)
 from gpu_actors.cli.probes import Check, DeviceVerdict, device_verdicts, run_probes
+from gpu_actors.errors import InvalidRequest
 
 __all__ = ["doctor"]
 
@@ -18,14 +29,28 @@ TRIAL_TIMEOUT = 120.0
 """Seconds; the emulated device may have to build its kernel first."""
 
 
-def doctor(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
+def doctor(
+    as_json: JsonOption = False,
+    device: DeviceOption = "auto",
+    launch: Annotated[
+        bool, typer.Option("--launch", help="Prove and time the usual kernels on DEVICE instead (two minutes).")
+    ] = False,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="With --launch: write a zip file to report, without data of yours.")
+    ] = None,
+) -> None:
     """Look at this machine: what is installed, what each device would run, what to install.
 
-    Ends with one small attention request on DEVICE; exits with 0 if that was answered, with 1 if not.
+    Ends with one small attention request on DEVICE; exits with 0 if that was answered, with 1 if not. With --launch it
+    exits with 0 if the kernels work, with 1 if one is wrong or anything failed.
     """
     from gpu_actors.devices.select import check_device
 
     check_device(device)
+    if bundle is not None and not launch:
+        raise InvalidRequest("bundle", str(bundle), "needs --launch")
+    if launch:
+        raise typer.Exit(0 if _launch(device, as_json, bundle) else 1)
     checks = list(run_probes())
     verdicts = device_verdicts()
     trial = asyncio.run(_trial(device))
@@ -42,6 +67,24 @@ def doctor(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
     else:
         _write_report((*checks, trial), verdicts)
     raise typer.Exit(0 if usable else 1)
+
+
+def _launch(device: str, as_json: bool, bundle: Path | None) -> bool:
+    """Whether the kernels work on a device. Prints what was found."""
+    from gpu_actors.cli.first_hour import examine, write_bundle, write_page
+    from gpu_actors.options import ContextOptions
+
+    device = chosen_device(device, as_json)
+    # Nothing that is launched here takes a second on a GPU.
+    hour = examine(device, ContextOptions(hang_timeout=10.0 if device.startswith("cuda") else None))
+    if as_json:
+        write_json(hour.record())
+    else:
+        write_page(hour)
+    if bundle is not None:
+        write_bundle(hour, bundle)
+        write_note(f"{bundle}: {bundle.stat().st_size:,} bytes")
+    return hour.works
 
 
 async def _trial(device: str) -> Check:
