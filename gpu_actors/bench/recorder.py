@@ -22,10 +22,7 @@ __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
 
 class RecordingContext(open_context):
-    """`open_context` whose launches pass through ``recorder``, which exists once it is open.
-
-    With ``qualify="off"`` they are those of requests alone.
-    """
+    """`open_context` whose launches pass through ``recorder``, which exists once it is open."""
 
     recorder: RecordingDevice
 

@@ -34,7 +34,7 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
     from cupy.cuda import runtime
 
     asked = candidate.make()
-    opening = RecordingContext("cuda", ContextOptions(qualify="off"))  # proofs are launches too
+    opening = RecordingContext("cuda", ContextOptions(qualify="off"))
     with opening as context:
         if not candidate.runs_on(context.info.arch):
             pytest.skip(f"{context.info.arch} is below compute capability {candidate.first / 10}")
