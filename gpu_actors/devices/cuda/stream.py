@@ -2,7 +2,7 @@
 
 A launch becomes a `Flight`: waits for the inputs' producers, upload, kernel, download, event. The stream holds each
 flight until its event is known to be over, even if its result is not needed any more, so that none of its memory is
-freed early.
+freed early. A `CudaSeries`, of launches on callers' streams, is here too: the two use each other.
 """
 
 from __future__ import annotations
