@@ -188,7 +188,7 @@ def first_line(error: BaseException) -> str:
 
 def _by_value(request: Request) -> Request:
     """Functions that a worker cannot import travel by value, as Ray sends its own."""
-    if request.actor or request.message[0] != "run":
+    if request.actor or not isinstance(request.message, tuple) or request.message[0] != "run":
         return request
     name, function, arguments = request.message
     if not _is_importable(function):
