@@ -16,7 +16,7 @@ from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_kind import kind_launch, kind_of
 from gpu_actors.actors.kv_launch import add_rows, append_launch
 from gpu_actors.actors.kv_moving import Moving
-from gpu_actors.actors.kv_step import Stepping
+from gpu_actors.actors.kv_stepping import Stepping
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.arrays.adoption import adopt_request, is_brief

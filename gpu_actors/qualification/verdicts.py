@@ -1,8 +1,8 @@
 """Verdicts: what proofs have shown, kept on disk beside the cubins that they are of.
 
 A verdict is of one cubin, on one machine: its file is named after both. It has the cubin cache's locks, checksum and
-owner's rules, because whoever may change it decides which code runs. The arrays that a wrong kernel was seen on lie in
-a file of the same name that ends in ".npz".
+owner's rules, because a user who may change it decides which code runs. The arrays that a wrong kernel was seen on
+lie in a file of the same name that ends in ".npz".
 """
 
 from __future__ import annotations

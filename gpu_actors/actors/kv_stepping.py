@@ -1,0 +1,367 @@
+"""Stepping: the actor's part of a model's step. It begins a step, and commits or undoes it.
+
+A step is checked and planned once for all layers that have the same options. Requests on its sequences wait until it
+has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpu_actors.actors.kv_kind import kind_of
+from gpu_actors.actors.kv_launch import copy_launch
+from gpu_actors.actors.kv_step import LATE, LATENT, OWN, WHOLE, OpenStep, StepCapture, StepLayers, built_on_failed
+from gpu_actors.actors.kv_store import (
+    CacheStore,
+    KvWork,
+    OpenedCache,
+    RequestKind,
+    StepPlan,
+    check_once,
+    dtype_text,
+    expected_lengths,
+)
+from gpu_actors.arrays.adopt import name_of
+from gpu_actors.arrays.adoption import adopt_request, changed
+from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.layout import ArrayLayout, contiguous
+from gpu_actors.attention.requests import PagedForward
+from gpu_actors.devices.interface import Device, Outputs
+from gpu_actors.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LaunchError,
+    StaleBuffer,
+)
+from gpu_actors.fields import FP8, expect, flag, integer
+from gpu_actors.kernels.append import AppendProblem, Rope
+from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
+from gpu_actors.kernels.support import MAX_SEQLEN
+from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep, StepKeywords
+from gpu_actors.kv.sequences import PageTable
+from gpu_actors.planning.append_rows import NewRows
+from gpu_actors.planning.merging import ends_of
+from gpu_actors.runtime.actor import ServiceActor, reading
+from gpu_actors.runtime.call import Call
+from gpu_actors.validation.paged import check_bias
+from gpu_actors.values import show
+
+__all__ = ["Stepping"]
+
+_PLAIN = (int, float, bool, str, type(None), Rope)
+_OF_A_LAYER = StepKeywords.__optional_keys__ - OWN
+
+
+class Stepping:
+    """Begins and ends the steps of one incarnation of the actor."""
+
+    def __init__(self, actor: ServiceActor, store: CacheStore, has_kernels: Callable[[KvWork], bool]) -> None:
+        self._actor = actor
+        self._store = store
+        self._has_kernels = has_kernels
+
+    def begin(self, call: Call[Any], cache: OpenedCache, message: BeginStep) -> None:
+        """Reserve the pages of a step's rows, and answer with it."""
+        with reading(message):
+            tables, capture = _tables(cache, message), message.captured
+            if not cache.stepping.isdisjoint((*tables, capture)):
+                self._store.order.hold(call)
+                return
+            if capture is not None and capture.lost:
+                raise StaleBuffer("a step of this capture could not be ended: capture another")
+            if capture is not None:
+                reason = f"must be {capture.sequences} sequences, as the captured step has"
+                expect(len(tables) == capture.sequences, "seqs", len(tables), reason)
+            layers = self._plan(call, cache, message, tables)
+        groups = list(dict.fromkeys(layers))
+        if not all(self._has_kernels(group.work) for group in groups):
+            return
+        first, begun = groups[0].work, list[KvWork]()
+        for group in groups[1:]:  # the first is checked where its pages are taken
+            _check_reach(group.work)
+        for _, error in cache.begin([first], begun):
+            raise error
+        if not begun:
+            return  # answered meanwhile
+        cache.stepping.update(tables if capture is None else (*tables, capture))
+        try:
+            for group in groups:
+                group.work.table, group.work.lengths = first.table, first.lengths
+                group.work.take_pages(self._store.decoding)
+            self._copy_pages(first)
+            if capture is not None:
+                for group, captured in zip(groups, dict.fromkeys(capture.layers), strict=True):
+                    group.renew(captured, capture.launches.series)
+            step = OpenStep(self._actor.cell, first, layers, call.deadline, message)
+            for group in groups:
+                # Copies are made, and layers change no pages.
+                group.work = dataclasses.replace(group.work, writes=[])
+            if call.deadline is not None:
+                environment = self._actor.cell.environment
+                # A step that has ended, and its arrays, need not stay until then.
+                environment.timers.at(call.deadline, functools.partial(_deadline_passed, weakref.ref(step)))
+        except BaseException:
+            self._undo(first)
+            self._give_back(cache, capture)
+            raise
+        if not call.resolve(step, self._actor.outbox):
+            step.close(commit=False)
+            step.ended(False)
+            self._undo(first)
+            self._give_back(cache, capture)
+
+    def end(self, call: Call[Any], message: EndStep) -> None:
+        """Commit a step, or undo it."""
+        step = message.step
+        if not isinstance(step, OpenStep):
+            raise InvalidRequest("step", show(step), "must be a step of this cache")
+        # A thread may be in a layer, or in code of the caller's that replays a graph: no actor waits for that.
+        if not step.seize(self._store.order.look_again):
+            self._store.order.hold(call)
+            return
+        try:
+            if not call.claim():
+                return
+            closed = step.close(message.commit)
+        finally:
+            step.release()
+        if not closed:
+            call.resolve(None, self._actor.outbox)
+            return
+        work, capture = step.work, step.capture
+        work.call = call  # which fails with a launch that the step builds on
+        watch = self._actor.cell.completion.watch
+        try:
+            event = step.end()
+        except BaseException as error:
+            step.ended(False, error)
+            self._undo(work)
+            if capture is not None:
+                capture.lost = True
+            self._give_back(work.cache, capture)
+            raise
+        if not message.commit:
+            step.ended(False, step.failure)
+            self._undo(work)
+            if capture is not None:  # its next step must not change tables that kernels still read
+                give_back = functools.partial(self._give_back, work.cache, capture)
+                watch(event, (), lambda _: give_back(), self._actor.outbox, lambda _: give_back())
+            call.resolve(None, self._actor.outbox)
+            return
+
+        def finish(_: Outputs) -> Sequence[Any]:
+            self._give_back(work.cache, capture)
+            step.ended(not work.lost, built_on_failed() if work.lost else None)
+            if work.lost:
+                self._undo(work)
+                call.fail(built_on_failed())
+            else:
+                work.cache.succeeded([work])
+                self._leave(work)
+            return (step.lengths,)
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            step.ended(False, error)
+            self._undo(work, error)
+            self._give_back(work.cache, capture)
+            return ()
+
+        watch(event, (call,), finish, self._actor.outbox, failed)
+
+    def _undo(self, work: KvWork, error: BaseException | None = None) -> None:
+        for other in work.cache.failed([work]):
+            other.call.fail(error or LaunchError("the step that the request builds on was undone"))
+        self._leave(work)
+
+    def _leave(self, work: KvWork) -> None:
+        work.cache.stepping.difference_update(work.tables)
+        self._store.order.look_again()
+
+    def _give_back(self, cache: OpenedCache, capture: StepCapture | None) -> Sequence[Any]:
+        """Let the next step have a capture. Answers no call."""
+        if capture is not None:
+            cache.stepping.discard(capture)
+            self._store.order.look_again()
+        return ()
+
+    def _copy_pages(self, work: KvWork) -> None:
+        """Copy shared pages that the step will write to."""
+        copies = [write.copy for write in work.writes if write.copy is not None]
+        if not copies:
+            return
+        launch = copy_launch(work.cache, copies, work.appending[-1:])
+        cell = self._actor.cell
+
+        def failed(error: BaseException) -> Collection[Call[Any]]:
+            work.lost = True
+            return ()
+
+        event = (cell.stream or cell.open_stream()).launch(launch)
+        cell.completion.watch(event, (), lambda _: (), self._actor.outbox, failed)
+
+    def _plan(
+        self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
+    ) -> list[StepLayers]:
+        """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        _check_longest(message, cache.pool, tables)
+        key = _plain_key(cache, message, tables)
+        known = None if key is None else cache.steps.find(key)
+        if known is not None:
+            kind = known.kind
+            q = known.layouts["q"]
+            # To plan for a table of another width.
+            example = contiguous(q.shape, name_of(q.dtype), None if q.place is None else q.place[0])
+            request = None if kind.request is None else changed(kind.request, {"q": example})
+            return [StepLayers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
+        given = message.layer_options or {}
+        expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")
+        for layer, options in given.items():
+            integer("layer_options", layer, 0, cache.layers - 1)
+            expect(isinstance(options, Mapping), f"layer_options[{layer}]", show(options), "must give options by name")
+            for name in options:
+                reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
+                expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
+        arrays = _arrays(cache, message, len(tables), self._store.device)
+        common = self._planned(call, cache, message, tables, arrays, {})
+        own = {layer: self._planned(call, cache, message, tables, arrays, given[layer]) for layer in given}
+        if key is not None:
+            assert common.work.kind is not None
+            cache.steps.add(key, StepPlan(common.work.kind, common.layouts))
+        return [own.get(layer, common) for layer in range(cache.layers)]
+
+    def _planned(
+        self,
+        call: Call[Any],
+        cache: OpenedCache,
+        message: BeginStep,
+        tables: list[PageTable],
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> StepLayers:
+        own = {**message.options, **options}
+        device, notes = self._store.device_name, call.caller_notes
+        request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
+        expect(request.return_lse is False, "return_lse", request.return_lse, "must be False: a layer gives out alone")
+        kind, (attention, rows) = kind_of(self._store, cache, request, tables, message.max_length or 0)
+        work = _work(call, cache, tables, kind, attention, rows)
+        work.expected = expected_lengths(request)
+        named = ("q", "k", "v", "k_pe", "c_kv", "out")
+        known = {name: array for name in named if (array := getattr(request, name)) is not None}
+        if "out" not in known and kind.plan is not None:
+            out = kind.plan.outputs["out"]
+            known["out"] = contiguous(
+                out.shape, out.dtype, request.q.device if isinstance(request.q, DeviceArray) else None
+            )
+        return StepLayers(
+            work,
+            {
+                name: ArrayLayout.of(array, TMA_ALIGNMENT if name in ("q", "out") else None)
+                for name, array in known.items()
+            },
+        )
+
+
+def _work(
+    call: Call[Any],
+    cache: OpenedCache,
+    tables: list[PageTable],
+    kind: RequestKind,
+    request: PagedForward | None,
+    rows: NewRows | None,
+) -> KvWork:
+    work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
+    work.columns = cache.columns(call.message.max_length or 0)
+    return work
+
+
+def _check_longest(message: BeginStep, pool: AppendProblem, tables: Sequence[PageTable]) -> None:
+    """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
+    if message.max_length is None:
+        return
+    expect(type(message.max_length) is int, "max_length", show(message.max_length), "must be an int")
+    most = integer("max_length", message.max_length, 1, min(MAX_SEQLEN, pool.num_blocks * pool.page_size))
+    rows = message.rows if isinstance(message.rows, list | tuple) else [message.rows] * len(tables)
+    for index, (table, count) in enumerate(zip(tables, rows, strict=False)):
+        length = table.length + (count if message.append and type(count) is int else 0)
+        expect(
+            length <= most, f"seqs[{index}]", f"{length} rows", f"must have at most max_length, {most}, with the step's"
+        )
+
+
+def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
+    """What decides the plan of a step whose options are plain values. None for others, and where layers differ."""
+    options = message.options
+    if message.like or message.layer_options or not OWN.isdisjoint(options):
+        return None
+    rows = message.rows
+    new = [rows] * len(tables) if type(rows) is int else rows
+    said = (message.heads_q, message.append, message.dtype, message.on_host, *options.values())
+    if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
+        return None
+    added = new if message.append else [0] * len(tables)
+    longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
+    # Equal is not alike: 1 == True == 1.0.
+    kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
+    columns = cache.columns(max(longest, message.max_length or 0))
+    return columns, type(rows), tuple(new), said, tuple(options), kinds
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value))
+
+
+def _check_reach(work: KvWork) -> None:
+    """Check tables and a bias, which a layer may have of its own, against the lengths. Raises `InvalidRequest`."""
+    lengths = np.array([table.length for table in work.tables], np.int32)
+    if work.rows is not None:
+        lengths += work.rows.counts
+        work.rows.check_reach(lengths)
+    if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
+        check_bias(work.plan.problem, changed(work.request, {"cache_seqlens": lengths}))
+
+
+def _deadline_passed(step: weakref.ref[OpenStep]) -> None:
+    alive = step()
+    if alive is not None:
+        alive.abandon(DeadlineExceeded(LATE))
+
+
+def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
+    if not isinstance(message.seqs, list | tuple):
+        raise InvalidRequest("seqs", show(message.seqs), "must be a list of KvSequence")
+    _, tables = cache.tables_of(message.seqs)
+    check_once(tables)
+    return tables
+
+
+def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) -> dict[str, Any]:
+    """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
+    expect(isinstance(message.like, Mapping | None), "like", show(message.like), "must give arrays by name")
+    pool, like = cache.pool, dict(message.like or {})
+    rows: Any = message.rows
+    heads = integer("heads_q", message.heads_q, 1)
+    own: dict[str, Any] = {}
+    if isinstance(rows, list | tuple):
+        expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
+        counts = [integer(f"rows[{index}]", count, 0) for index, count in enumerate(rows)]
+        own["cu_seqlens_q"] = ends_of(np.array(counts, np.int32))
+        leading: tuple[int, ...] = (sum(counts),)
+    else:
+        leading = batch, integer("rows", rows, 1)
+    name = pool.cache_dtype if message.dtype is None else dtype_text(message.dtype)
+    expect(name not in FP8 or message.dtype is not None, "dtype", None, "must be given: the cache's is fp8")
+    shapes = {"q": (heads, sum(pool.sides.values()) if pool.latent else pool.head_dim)}
+    if flag("append", message.append):
+        k, v = LATENT if pool.latent else WHOLE
+        shapes |= {k: (pool.heads_kv, pool.head_dim), v: (pool.heads_kv, pool.head_dim_v)}
+    for other in like.keys() - shapes.keys() - {"out"}:
+        raise InvalidRequest("like", other, f"must name arrays of a layer: {', '.join((*shapes, 'out'))}")
+    index = None if message.on_host or device.info.kind != "cuda" else device.info.index
+    made = {part: like.get(part, contiguous((*leading, *shape), name, index)) for part, shape in shapes.items()}
+    return own | made | {part: like[part] for part in like if part == "out"}
