@@ -78,7 +78,7 @@ class FlashAttnHandle(ActorHandle):
         """
         request = FlashForward(q, k, v, **options)
         planner: AttentionPlanner = self._cell.shared
-        return Reply(self.send(request, deadline, timeout, priority, planner.recall(request)))
+        return Reply(self.send(request, deadline, timeout, priority, planner.recall(request, options)))
 
     @takes_options(FlashBackward, BackwardKeywords)
     def backward(

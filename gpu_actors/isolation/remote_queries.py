@@ -52,7 +52,7 @@ class RemoteState:
         reason = 'lies in the context\'s process with isolation="process"; send the actor a message'
         raise Unsupported("shared", f"{self._actor}.{name}", reason)
 
-    def recall(self, _: Any) -> None:
+    def recall(self, *_: Any) -> None:
         """Repeated requests are recognised in the context's process."""
 
     def inspect(self, graph: Any) -> Any:

@@ -63,6 +63,7 @@ _UNSAID = ("dropout_seed", "max_seqlen_q", "max_seqlen_k", "block_mask")
 _scalars: Callable[[FlashForward], tuple[Any, ...]] = operator.attrgetter(
     *(name for name in scalars_of(FlashForward) if name not in _UNSAID)
 )
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 _MULTIPLIED = ("q", "k", "v", "dout")
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
@@ -91,6 +92,31 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
         type(request.window_size[0]),
         type(request.window_size[1]),
         None if plain else _other_signature(request),
+    )
+
+
+def call_signature(request: FlashForward, options: Mapping[str, Any]) -> Hashable | None:
+    """What decides the plan of a plain request, as its caller wrote it; None where that takes a closer look.
+
+    options: what the caller gave beside q, k and v. Few are given, so it is read sooner than `forward_signature`.
+    """
+    q, k, v = request.q, request.k, request.v
+    kinds = (*map(type, options.values()),)
+    if not (type(q) is type(k) is type(v) is np.ndarray and _SCALARS.issuperset(kinds)) or "dropout_seed" in options:
+        return None
+    return (
+        q.shape,
+        q.strides,
+        q.dtype,
+        k.shape,
+        k.strides,
+        k.dtype,
+        v.shape,
+        v.strides,
+        v.dtype,
+        *options.items(),
+        # 1 == True == 1.0: see `forward_signature`.
+        kinds,
     )
 
 

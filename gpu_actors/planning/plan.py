@@ -144,12 +144,15 @@ class Planned(Generic[P]):
 class PlanCache(Generic[P]):
     """A bounded map from signatures to plans that forgets the least recently used.
 
-    Used by one actor thread; `peek`, `forget` and `stats` may be called from any.
+    Used by one actor thread; `peek`, `forget`, `stats` and ``called`` may be used from any.
+
+    called: plans by what their callers wrote (`call_signature`), which is shorter than a signature.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._plans: OrderedDict[Hashable, Planned[P]] = OrderedDict()
+        self.called: dict[Hashable, Planned[P]] = {}
         self._latest: Planned[P] | None = None
         self._hits = self._misses = self._evicted = 0
         with _CACHES_LOCK:
@@ -159,15 +162,25 @@ class PlanCache(Generic[P]):
         """Forget every plan."""
         self._latest = None
         self._plans = OrderedDict()
+        self.called = {}  # last: a thread that keeps a plan in the new one has found it among the new plans
 
     def find(self, signature: Hashable) -> P | None:
         """The plan of that signature, or None. Raises TypeError for a signature that cannot be hashed."""
         planned = self._plans.get(signature)
         return None if planned is None else self.use(planned)
 
-    def peek(self, signature: Hashable) -> Planned[P] | None:
-        """What `find` would find, for callers other than the actor; the look-up is counted by `use`."""
-        return self._plans.get(signature)
+    def peek(self, signature: Hashable, called: Hashable = None) -> Planned[P] | None:
+        """What `find` would find, for callers other than the actor; the look-up is counted by `use`.
+
+        called: keep it in ``called`` under this, if not None.
+        """
+        kept = self.called  # before the look-up: `forget` may come after it
+        planned = self._plans.get(signature)
+        if planned is not None and called is not None:
+            if len(kept) >= self._capacity:
+                kept.clear()
+            kept[called] = planned
+        return planned
 
     def use(self, planned: Planned[P]) -> P:
         """Count a plan as found, which may have been forgotten since."""

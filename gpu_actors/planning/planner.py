@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from gpu_actors.attention.requests import FlashBackward, FlashForward
@@ -11,7 +11,7 @@ from gpu_actors.devices.interface import Device, Kernels
 from gpu_actors.options import MockOptions
 from gpu_actors.planning.backward import backward_plan, backward_signature, bind_backward
 from gpu_actors.planning.cached import Decoding
-from gpu_actors.planning.forward import bind_forward, forward_plan, forward_signature, is_plain
+from gpu_actors.planning.forward import bind_forward, call_signature, forward_plan, forward_signature, is_plain
 from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.plan import Plan, PlanCache, Planned
 from gpu_actors.runtime.actor import ServiceActor, reading
@@ -64,16 +64,21 @@ class AttentionPlanner(Workbench):
         super().__init__(cell)
         self.plans: PlanCache[Plan] = PlanCache(plans)
 
-    def recall(self, request: FlashForward) -> Planned[Plan] | None:
+    def recall(self, request: FlashForward, options: Mapping[str, Any] | None = None) -> Planned[Plan] | None:
         """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing.
 
+        options: what the caller gave beside q, k and v, where that is known.
         Nothing in a request that has one runs code of the caller's.
         """
+        called = None if options is None else call_signature(request, options)
+        planned = self.plans.called.get(called)
+        if planned is not None:
+            return planned
         seed = request.dropout_seed
         if not is_plain(request) or type(seed) is not int or not 0 <= seed < SEEDS:
             return None
         try:
-            return self.plans.peek(forward_signature(request, True))
+            return self.plans.peek(forward_signature(request, True), called)
         except Exception:
             return None  # as in `plan`, which comes next
 

@@ -175,9 +175,10 @@ class Completion:
         if type(error) is MockModeError:
             # A mock device that does not compute answers every request so, and a benchmark times that.
             error.__traceback__ = None
+            self.progress.launch_ended(None)
         else:
             error = self._as_answer(error)
-        self.progress.launch_ended(error)
+            self.progress.launch_ended(error)
         again = failed(error) if failed is not None else ()
         for call in calls:
             if call not in again:

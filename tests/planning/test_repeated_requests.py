@@ -51,7 +51,7 @@ def test_a_recognised_request_is_answered_like_the_first(mock: ga.GpuContext) ->
 )
 def test_what_is_refused_is_not_taken_for_its_equal(mock: ga.GpuContext, option: str, sound: Any, equal: Any) -> None:
     q = rows(5)
-    for given in (sound, equal, sound):
+    for given in (sound, sound, sound, equal, sound, equal):
         reply = mock.flash_attn.forward(q, q, q, **{option: given})
         if given is not equal:
             reply.result(30.0)
@@ -64,9 +64,12 @@ def test_what_is_refused_is_not_taken_for_its_equal(mock: ga.GpuContext, option:
 def test_a_request_with_more_operands_is_left_to_the_actor(mock: ga.GpuContext, operand: str) -> None:
     q = rows(6)
     shape = {"out": q.shape, "sinks": (1,), "alibi_slopes": (1,), "bias": (1, 1, 6, 6)}[operand]
-    for _ in range(2):
+    for _ in range(3):
         options: dict[str, Any] = {operand: np.zeros(shape, np.float32)}
         assert not recognised(mock.flash_attn.forward(q, q, q, **options))
+        mock.flash_attn.forward(q, q, q).result(30.0)
+        options = {operand: None}
+        mock.flash_attn.forward(q, q, q, **options).result(30.0)
 
 
 class Strange:
@@ -111,6 +114,62 @@ def test_a_plan_that_was_forgotten_meanwhile_can_still_be_used() -> None:
     assert cache.stats() == (1, 2, 1, 1)
     cache.add("a", "A again")
     assert (cache.find("a"), cache.find("b")) == ("A again", None)
+
+
+class Forgotten(str):
+    """A signature during whose look-up every plan is forgotten."""
+
+    __slots__ = ("cache",)
+    cache: PlanCache[str]
+
+    def __hash__(self) -> int:
+        self.cache.forget()
+        return hash(str(self))
+
+
+def test_what_callers_wrote_is_forgotten_with_the_plans() -> None:
+    cache: PlanCache[str] = PlanCache(2)
+    cache.add("a", "A")
+    planned = cache.peek("a", "as called")
+    assert cache.called == {"as called": planned}
+    cache.forget()
+    assert cache.called == {}
+    cache.add("a", "A")
+    meanwhile = Forgotten("a")
+    meanwhile.cache = cache
+    assert cache.peek(meanwhile, "as called") is not None
+    assert cache.called == {}, "forgotten while it was looked up"
+
+
+def test_what_callers_wrote_takes_no_more_room_than_the_plans() -> None:
+    cache: PlanCache[str] = PlanCache(2)
+    cache.add("a", "A")
+    for call in range(7):
+        assert cache.peek("a", call) is cache.called[call]
+        assert len(cache.called) <= 2
+
+
+def test_a_call_is_told_from_one_of_other_options_or_arrays(mock: ga.GpuContext) -> None:
+    q = rows(6)
+    given: list[tuple[Any, dict[str, Any]]] = [
+        (q, {}),
+        (q, {"causal": True}),
+        (q, {"causal": False}),
+        (q, {"softmax_scale": 1.0}),
+        (q, {"softcap": 1.0}),
+        (q, {"causal": True, "alignment": "top_left"}),
+        (q, {"alignment": "top_left", "causal": True}),
+        (q[:, :3], {"causal": True}),
+        (q[:, ::2], {"causal": True}),
+        (q[:, ::2], {"causal": True, "dropout_p": 0.5, "dropout_seed": 3}),
+        (q[:, ::2], {"causal": True, "dropout_p": 0.5, "dropout_seed": 4}),
+    ]
+    first = [mock.flash_attn.forward(each, q, q, **options).result(30.0).out for each, options in given]
+    for _ in range(3):
+        for (each, options), expected in zip(given, first, strict=True):
+            reply = mock.flash_attn.forward(each, q, q, **options)
+            assert recognised(reply)
+            np.testing.assert_array_equal(reply.result().out, expected)
 
 
 def test_others_may_look_while_the_actor_adds_and_forgets() -> None:
