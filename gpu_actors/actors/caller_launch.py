@@ -36,8 +36,8 @@ class CallerLaunches:
     ) -> Outputs:
         """Launch on the calling thread. Gives the outputs, complete in the order of the stream, or on the host.
 
-        known: a launch of the same steps, which is made again where it was made on these addresses; None for one that
-        makes more than ``out``. kept: its arrays beside the caller's, by name. arrays: the caller's, with out if it is
+        known: a launch of the same steps, if there is one, which is made again where it was made on these addresses and
+        gives ``out`` alone. kept: its arrays beside the caller's, by name. arrays: the caller's, with out if it is
         given. stream: a caller's, as in `stream_of`; None: that of q. make: gives the launch anew.
         Raises `InvalidRequest` for arrays that cannot be used where they lie, and then nothing was launched;
         `LaunchError`, `ContextLost` and other errors of a launch.

@@ -24,7 +24,7 @@ from gpu_actors.actors.kv_store import (
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
 from gpu_actors.arrays.adoption import changed, take_in
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
-from gpu_actors.devices.interface import Event, Launch, Series
+from gpu_actors.devices.interface import Event, Launch, Outputs, Series
 from gpu_actors.errors import (
     DeadlineExceeded,
     GpuActorsError,
@@ -35,8 +35,10 @@ from gpu_actors.errors import (
 )
 from gpu_actors.fields import expect, integer
 from gpu_actors.kv.requests import BeginStep, EndStep
-from gpu_actors.planning.append_rows import pack_rows
+from gpu_actors.planning.append_rows import NewRows, pack_rows
 from gpu_actors.planning.cached import bind_cached
+from gpu_actors.planning.cascade import CascadeKeys, Cascader, Cascading
+from gpu_actors.planning.forward import attention_output
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.overlap import check_output_memory
@@ -59,13 +61,27 @@ class StepLayers:
     layouts: dict[str, ArrayLayout]
     first: Launch | None = None
 
+    def share_pages(self, cascader: Cascader) -> Cascading | None:
+        """Have its launches read once what several sequences share, where that pays. None where no pages are shared."""
+        work = self.work
+        if not isinstance(work.cascade, CascadeKeys):
+            return None if work.cascade is None else Cascading(False, work.cascade)
+        assert work.request is not None
+        assert work.plan is not None
+        forced = work.cache.cascade is True
+        launch, chosen = cascader.bind(work.plan, work.request, work.cascade, work.cascading, forced, False)
+        if launch is not None and work.rows is not None:
+            work.rows = changed(work.rows, self._new_rows(work.rows, self._examples()))
+            launch = add_rows(launch, [work])
+        self.first = launch
+        return chosen
+
     def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
         """The launch of a layer on its own arrays. Raises `InvalidRequest` for where ``out`` lies."""
         work, pools = self.work, self.work.cache.pools_of(layer)
         own: dict[str, Any] = {"q": arrays["q"], **pools}
         if work.rows is not None:
-            for name, given in zip("kv", LATENT if work.cache.pool.latent else WHOLE, strict=True):
-                own[name] = pack_rows(given, arrays[given]) if work.rows.rows else arrays[given]
+            own |= self._new_rows(work.rows, arrays)
         out = arrays.get("out")
         if out is not None:
             check_output_memory(out, {"q": arrays["q"], **work.cache.pools})
@@ -78,16 +94,23 @@ class StepLayers:
 
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
-        examples = {
-            name: contiguous(layout.shape, name_of(layout.dtype), layout.place[0])
-            for name, layout in self.layouts.items()
-            if layout.place is not None and name != "out"
-        }
-        launch = self.launch(0, examples)
+        launch = self.launch(0, self._examples())
         # Of a group that was not captured, an earlier step may have left tables too.
         first = captured.first or launch
         series.renew(first.steps, launch)
         self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
+
+    def _new_rows(self, rows: NewRows, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        given = zip("kv", LATENT if self.work.cache.pool.latent else WHOLE, strict=True)
+        return {name: pack_rows(own, arrays[own]) if rows.rows else arrays[own] for name, own in given}
+
+    def _examples(self) -> dict[str, Any]:
+        """Arrays of a layer, without contents."""
+        return {
+            name: contiguous(layout.shape, name_of(layout.dtype), None if layout.place is None else layout.place[0])
+            for name, layout in self.layouts.items()
+            if name != "out"
+        }
 
     def _first(self, own: Mapping[str, Any]) -> Launch:
         work = self.work
@@ -165,20 +188,23 @@ class OpenStep:
         return self._over is None
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
-        """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``."""
+        """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``; with an LSE both in one."""
         if self._replaying is not None and self._replaying == threading.get_ident():
             raise InvalidRequest("layer", layer, "must not be attended to by what replays the step")
         try:
             with self._lock:
-                out, template = self._attend(layer, arrays, stream)
+                outputs, template = self._attend(layer, arrays, stream)
         finally:
             if self._freed is not None:
                 self._freed()
+        if "lse" in outputs:
+            (answer,) = attention_output(template, arrays.get("out"), outputs)
+            return answer
         if "out" in arrays:
             return arrays["out"]
-        return out if template is None else restore(out, template)
+        return outputs["out"] if template is None else restore(outputs["out"], template)
 
-    def _attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> tuple[Any, Adopted | None]:
+    def _attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> tuple[Outputs, Adopted | None]:
         work = self.work
         if self._over is not None or work.lost or work.cache.closed or self._deadline is not None:
             self._check()
@@ -191,7 +217,7 @@ class OpenStep:
                 expect(name in read or name == "out", name, None, "must be given to each layer of this step")
         make = functools.partial(layers.launch, layer, read)
         try:
-            out = self._launches.run(layers.first, self._pools[layer], read, stream, make)["out"]
+            outputs = self._launches.run(layers.first, self._pools[layer], read, stream, make)
         except BaseException as error:
             self._abandon_after(error)
             raise
@@ -201,7 +227,7 @@ class OpenStep:
             self._attended.add(layer)
         if self._traced:
             self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
-        return out, template
+        return outputs, template
 
     def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
         """Have ``run`` enqueue captured layers, all or some, on a stream: the caller's, or that of q's library."""

@@ -80,6 +80,13 @@ class Stepping:
                 expect(len(tables) == capture.sequences, "seqs", len(tables), reason)
             layers = self._plan(call, cache, message, tables)
         groups = list(dict.fromkeys(layers))
+        if cache.cascade and message.max_length is None:  # a step that replays may share other pages
+            again = cache.tables.most_shared(tables)
+            for group in groups if again else ():
+                work = group.work
+                if work.plan is not None and work.request is not None:
+                    forced = cache.cascade is True
+                    work.cascade = self._store.cascader.keys(work.plan, work.request, again, forced)
         if not all(self._has_kernels(group.work) for group in groups):
             return
         first, begun = groups[0].work, list[KvWork]()
@@ -102,6 +109,7 @@ class Stepping:
             for group in groups:
                 # Copies are made, and layers change no pages.
                 group.work = dataclasses.replace(group.work, writes=[])
+                self._share_pages(group)
             if call.deadline is not None:
                 environment = self._actor.cell.environment
                 # A step that has ended, and its arrays, need not stay until then.
@@ -190,6 +198,12 @@ class Stepping:
             self._store.order.look_again()
         return ()
 
+    def _share_pages(self, group: StepLayers) -> None:
+        chosen = group.share_pages(self._store.cascader)
+        cell = self._actor.cell
+        if chosen is not None and cell.environment.trace.active():
+            cell.environment.trace.emit("launch.cascade", actor=cell.name, **chosen._asdict())
+
     def _copy_pages(self, work: KvWork) -> None:
         """Copy shared pages that the step will write to."""
         copies = [write.copy for write in work.writes if write.copy is not None]
@@ -247,7 +261,6 @@ class Stepping:
         own = {**message.options, **options}
         device, notes = self._store.device_name, call.caller_notes
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
-        expect(request.return_lse is False, "return_lse", request.return_lse, "must be False: a layer gives out alone")
         kind, (attention, rows) = kind_of(self._store, cache, request, tables, message.max_length or 0)
         work = _work(call, cache, tables, kind, attention, rows)
         work.expected = expected_lengths(request)

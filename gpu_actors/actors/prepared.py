@@ -84,7 +84,6 @@ class PreparedAttention(Local):
         self._layouts = {
             name: ArrayLayout.of(array, TMA_ALIGNMENT) for name, array in given.items() if array is not None
         }
-        self._alone = self._first if len(launch.outputs) == 1 else None
         self._launches.series.ready(launch)
 
     def __repr__(self) -> str:
@@ -120,7 +119,7 @@ class PreparedAttention(Local):
         with self._lock:
             read, template = read_arrays(self._layouts, arrays, self._device_name, "this prepared request")
             make = functools.partial(self._launch, read)
-            outputs = self._launches.run(self._alone, self._kept, read, stream, make)
+            outputs = self._launches.run(self._first, self._kept, read, stream, make)
         (answer,) = attention_output(template, out, outputs)
         return answer
 

@@ -90,7 +90,8 @@ class KvStep(Local):
         """Append k and v to a layer, and attend to it. Launches on the calling thread, and gives the output at once.
 
         The shapes and dtypes of the arrays are those of `BeginStep`. The output is (batch, rows, heads_q, head_dim_v),
-        or (total, heads_q, head_dim_v) for packed rows. c_kv, k_pe: in place of k and v for a latent cache.
+        or (total, heads_q, head_dim_v) for packed rows; where the step, or this layer, has ``return_lse=True``, it is
+        an `AttentionOutput` with the LSE. c_kv, k_pe: in place of k and v for a latent cache.
         stream: a CUDA stream as an int, or torch's or CuPy's object: the layer runs on it, in order. Default: the
             stream that q belongs to, which is its library's current one. The output is complete in the order of that
             stream; arrays on the host are waited for, and complete at once. All layers of a step are run in the order

@@ -188,7 +188,9 @@ class ContextWorker:
     def _attend(self, number: int, step: OpenStep, message: AttendLayer) -> None:
         arrays = {name: array for name in _OF_A_LAYER if (array := getattr(message, name)) is not None or name == "q"}
         with hand_error_to(functools.partial(self._respond, number, None, None)):
-            self._respond(number, None, AttentionOutput(step.attend(message.layer, arrays, None)), None)
+            answer = step.attend(message.layer, arrays, None)
+            answer = answer if isinstance(answer, AttentionOutput) else AttentionOutput(answer)
+            self._respond(number, None, answer, None)
 
     # Responses
 

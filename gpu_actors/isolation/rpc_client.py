@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.arrays.adoption import changed
+from gpu_actors.attention.requests import AttentionOutput
 from gpu_actors.catching import undo_on_error
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import (
@@ -236,7 +237,8 @@ class RpcClient:
             self._context_mailbox.put(call)
             if not call.wait(None if call.deadline is None else call.deadline - SYSTEM_CLOCK.now()):
                 call.fail(DeadlineExceeded("the deadline of the step has passed"))
-        return call.answer().out
+        answer: AttentionOutput = call.answer()
+        return answer.out if answer.lse is None else answer
 
     def has(self, generation: int) -> bool:
         """Whether the worker of a generation answers."""

@@ -373,6 +373,7 @@ class StepKeywords(RequestKeywords, total=False):
 
     causal: bool
     num_splits: int
+    return_lse: bool
     out_dtype: str | None
     tokens: Any
     rope: Rope | None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Program, program
+from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Graphs, Program, program
 from emulated.memory import host_view
 
 import gpu_actors as ga
@@ -64,6 +64,78 @@ def right(order: HostOrder, seed: int, place: str) -> bool:
 @pytest.mark.parametrize("order", ORDERS)
 def test_steps_are_right_in_every_order_of_streams(order: HostOrder, place: str) -> None:
     assert right(order, 1, place)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_that_read_shared_pages_once_are_right_in_every_order_of_streams(order: HostOrder) -> None:
+    events: list[Any] = []
+    options = ga.ContextOptions(on_event=events.append)
+    with program(order, 3, options, cascade=True) as made:
+        for name, one in (("seqs", made.cache), ("twins", made.plain)):
+            first = getattr(made, name)[0]
+            setattr(made, name, [first, one.fork(first).result(20)])
+        kept: list[Any] = []
+        answers = []
+        for number in range(3):
+            q, k, v = (
+                made.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16),
+                made.rows(1),
+                made.rows(1),
+            )
+            step = made.cache.step(made.seqs, heads_q=HEADS_Q, return_lse=True).result(20)
+            outs = []
+            for layer in range(LAYERS):
+                handle = made.streams[(layer + number) % 2]
+                arrays = [made.produced(one[layer], handle) for one in (q, k, v)]
+                result = step.attend(layer, *arrays, stream=handle)
+                kept += [result, *arrays]
+                outs.append([made.consumed(array, handle) for array in (result.out, result.lse)])
+            assert step.commit().result(20) == [6 + number] * 2
+            made.plain.append(made.twins, k, v).result(20)
+            wanted = [
+                made.plain.attend(q[layer], made.twins, layer=layer, return_lse=True).result(20)
+                for layer in range(LAYERS)
+            ]
+            answers.append((outs, wanted))
+        made.finish()
+        for outs, wanted in answers:
+            for (out, lse), want in zip(outs, wanted, strict=True):
+                np.testing.assert_array_equal(host_view(out), want.out)
+                np.testing.assert_array_equal(host_view(lse), want.lse)
+        decided = [event.fields["taken"] for event in events if event.name == "launch.cascade"]
+        assert decided == [True] * 3 * (1 + LAYERS)
+
+
+def test_a_layer_at_the_same_addresses_gives_its_lse_again() -> None:
+    with program("eager", 5) as made:
+        value = made.rng.standard_normal((2, 1, HEADS_Q, DIM)).astype(np.float16)
+        q, out = made.produced(value, None), made.device.memory.empty(value.shape, "float16")
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, append=False, return_lse=True).result(20)
+        found = [step.attend(0, q, out=out) for _ in range(3)]
+        step.commit().result(20)
+        wanted = made.cache.attend(value, made.seqs, layer=0, return_lse=True).result(20)
+        for answer in found:
+            np.testing.assert_array_equal(host_view(answer.lse), wanted.lse)
+
+
+def test_a_step_that_reads_shared_pages_once_is_not_captured() -> None:
+    with program("eager", 4, cascade=True) as made:
+        first = made.seqs[0]
+        made.seqs = [first, made.cache.fork(first).result(20)]
+        graphs = Graphs(made)
+        recorded = made.streams[1]
+        graphs.write(made.streams[0])
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        graphs.attend(step, made.streams[0])
+        made.api.begin_capture(recorded)
+        with pytest.raises(ga.InvalidRequest, match="a step with max_length, which is no cascade"):
+            graphs.attend(step, recorded)
+        made.api.end_capture(recorded)
+        assert step.commit().result(20) == [6, 6]  # the refused layer has launched nothing
+        assert step.captured is None
+        captured, *_ = graphs.capture(max_length=40)
+        assert captured is not None
+        made.finish()
 
 
 def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:

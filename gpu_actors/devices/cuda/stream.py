@@ -571,7 +571,8 @@ def _check_capture(launch: Launch, stream: int | None, uploaded: bool, fixed: bo
             raise InvalidRequest(name, None, reason)
     if not fixed:
         reason = "is being captured, and these kernels need addresses that the host writes for each launch"
-        raise InvalidRequest("stream", stream, f"{reason}: pack_gqa=False takes others")
+        others = "a request with pack_gqa=False and a step with max_length, which is no cascade, take others"
+        raise InvalidRequest("stream", stream, f"{reason}: {others}")
     if not uploaded:
         reason = "is being captured: launch once on arrays of the device before, for its memory and tables"
         raise InvalidRequest("stream", stream, reason)

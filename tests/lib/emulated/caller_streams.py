@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
 
+_PLAIN = ContextOptions()
+
 
 class Emulated(CudaDevice):
     """An emulated device whose programs have arrays on it, as on a GPU."""
@@ -120,16 +122,16 @@ class Program:
 
 
 @contextmanager
-def program(order: HostOrder, seed: int) -> Iterator[Program]:
-    options = ContextOptions()
+def program(order: HostOrder, seed: int, options: ContextOptions = _PLAIN, **changes: Any) -> Iterator[Program]:
+    """changes: of both caches."""
 
     def device() -> CudaDevice:
         return Emulated(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
 
     with (
         closing(start_context(device, options)) as ctx,
-        ctx.kv_cache(**SIZES) as cache,
-        ctx.kv_cache(**SIZES) as plain,
+        ctx.kv_cache(**SIZES, **changes) as cache,
+        ctx.kv_cache(**SIZES, **changes) as plain,
     ):
         yield Program(ctx, cache, plain, seed)
 
