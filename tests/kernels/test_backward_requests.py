@@ -11,6 +11,7 @@ from emulated.gradients import answered, case_of
 from matrix.backward import SIMPLE_SWEEPS, SWEEPS
 
 import gpu_actors as ga
+from gpu_actors.reference import attention_forward
 from gpu_actors.testing import BackwardCase, check_gradients
 
 
@@ -85,6 +86,22 @@ def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuCont
         assert not found[:, 0].any(), f"{name} of the other head"
         np.testing.assert_array_equal(found[:, 1].all(axis=-1), spoiled, err_msg=name)
         np.testing.assert_array_equal(found[:, 1].any(axis=-1), spoiled, err_msg=name)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_part_with_small_values_has_the_gradients_that_it_has_in_the_whole(arch: str) -> None:
+    """Of one part of the keys, `out` and `lse` are the whole's. dS is then as large as dO O, and dO V is far smaller."""
+    rng = np.random.default_rng(3)
+    q, dout = rng.standard_normal((2, 1, 64, 2, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 128, 2, 64)).astype(np.float16)
+    v[:, :64] *= np.float16(2**-10)
+    v[:, 64:] *= np.float16(64)
+    whole = attention_forward(q, k, v)
+    out, lse = whole.out.astype(np.float16), whole.lse.astype(np.float32)
+    part = np.ascontiguousarray(k[:, :64]), np.ascontiguousarray(v[:, :64])
+    with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:
+        gradients = ctx.flash_attn.backward(dout, q, *part, out, lse).result(60.0)
+    check_gradients(gradients, dout, q, *part, out=out, lse=lse)
 
 
 def test_the_key_says_whether_it_is_deterministic(ctx: ga.GpuContext) -> None:
