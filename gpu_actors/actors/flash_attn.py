@@ -43,11 +43,17 @@ from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell, Cell
 from gpu_actors.runtime.completion import Finish
-from gpu_actors.runtime.handle import ActorHandle, takes_options
+from gpu_actors.runtime.handle import ActorHandle, CallOptions
 from gpu_actors.runtime.reply import Reply
 from gpu_actors.values import show
 
 __all__ = ["FlashAttnActor", "FlashAttnHandle"]
+
+_FORWARD = CallOptions(FlashForward, ForwardKeywords)
+_BACKWARD = CallOptions(FlashBackward, BackwardKeywords)
+_PAGED = CallOptions(PagedForward, PagedKeywords)
+_LATENT = CallOptions(PagedForward, LatentKeywords)
+_DECODE = CallOptions(BatchedDecode, DecodeKeywords)
 
 _Found = TypeVar("_Found")
 
@@ -59,7 +65,7 @@ class FlashAttnHandle(ActorHandle):
 
     __slots__ = ()
 
-    @takes_options(FlashForward, ForwardKeywords)
+    @_FORWARD
     def forward(
         self,
         q: Array,
@@ -76,11 +82,12 @@ class FlashAttnHandle(ActorHandle):
         deadline, timeout, priority: as in `ActorHandle.submit`. The reply gives an `AttentionOutput`, or raises one of
         `gpu_actors.errors`. Do not change the arrays before it is done.
         """
+        _FORWARD.check(options)
         request = FlashForward(q, k, v, **options)
         planner: AttentionPlanner = self._cell.shared
         return Reply(self.send(request, deadline, timeout, priority, planner.recall(request, options)))
 
-    @takes_options(FlashBackward, BackwardKeywords)
+    @_BACKWARD
     def backward(
         self,
         dout: Array,
@@ -105,10 +112,11 @@ class FlashAttnHandle(ActorHandle):
         without bias and sinks; or raises one of `gpu_actors.errors`. Rows that see no key have gradient 0.
         Tri Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
         """
+        _BACKWARD.check(options)
         request = FlashBackward(q, k, v, dout=dout, out=out, lse=lse, **options)
         return Reply(self.send(request, deadline, timeout, priority))
 
-    @takes_options(PagedForward, PagedKeywords)
+    @_PAGED
     def paged_forward(
         self,
         q: Array,
@@ -125,10 +133,11 @@ class FlashAttnHandle(ActorHandle):
 
         The arguments are those of `PagedForward`; deadline, timeout and priority as in `ActorHandle.submit`.
         """
+        _PAGED.check(options)
         request = PagedForward(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **options)
         return Reply(self.send(request, deadline, timeout, priority))
 
-    @takes_options(PagedForward, LatentKeywords)
+    @_LATENT
     def mla_decode(
         self,
         q_nope: Array,
@@ -150,6 +159,7 @@ class FlashAttnHandle(ActorHandle):
         latent columns, for the values' up-projection. Further arguments: those of `PagedForward`. Raises
         `InvalidRequest` where q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
         """
+        _LATENT.check(options)
         axes = "batch, rows, heads, latent" if options.get("cu_seqlens_q") is None else "total, heads, latent"
         latent = shape_of("q_nope", q_nope, axes)[-1]
         request = PagedForward(
@@ -162,7 +172,7 @@ class FlashAttnHandle(ActorHandle):
         )
         return Reply(self.send(request, deadline, timeout, priority))
 
-    @takes_options(BatchedDecode, DecodeKeywords)
+    @_DECODE
     def decode(
         self,
         q: Array,
@@ -179,6 +189,7 @@ class FlashAttnHandle(ActorHandle):
 
         q and the output are (batch, heads, head_dim), the LSE (batch, heads).
         """
+        _DECODE.check(options)
         request = BatchedDecode(q=q, k_caches=k_caches, v_caches=v_caches, seq_lens=seq_lens, **options)
         return Reply(self.send(request, deadline, timeout, priority))
 

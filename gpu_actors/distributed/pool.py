@@ -25,10 +25,12 @@ from gpu_actors.isolation.serialization import side_effect_free
 from gpu_actors.kv.requests import KvCacheKeywords, KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
-from gpu_actors.runtime.handle import takes_options
+from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 __all__ = ["ContextPool", "open_pool"]
+
+_KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
 T = TypeVar("T")
 Choose = Callable[[Mapping[str, Member]], Member]
@@ -92,12 +94,13 @@ class ContextPool(WorkerPool):
 
         return await self.attempt(choose or self._less_loaded, make, may_repeat)
 
-    @takes_options(KvCacheSpec, KvCacheKeywords)
+    @_KV_CACHE
     def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> PooledKvCache:
         """A paged KV cache on every worker. Each sequence lives on one of them. Enter it with ``async with``.
 
         The arguments are those of `KvCacheSpec`, for each worker's cache.
         """
+        _KV_CACHE.check(options)
         return PooledKvCache(self, KvCacheSpec(**options))
 
     def _less_loaded(self, members: Mapping[str, Member]) -> Member:

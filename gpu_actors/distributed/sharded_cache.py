@@ -37,11 +37,13 @@ from gpu_actors.kernels.append import AppendProblem, Rope
 from gpu_actors.kv.requests import AttendCache, KvCacheKeywords, KvCacheSpec, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
-from gpu_actors.runtime.handle import takes_options
+from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import need_asyncio
 from gpu_actors.values import show
 
 __all__ = ["ShardedKvCache", "ShardedSequence"]
+
+_KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
 _HALVES = ("float16", "bfloat16")
 _NUMBERS = itertools.count(1)
@@ -83,8 +85,9 @@ class ShardedKvCache(Local):
     lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
     """
 
-    @takes_options(KvCacheSpec, KvCacheKeywords)
+    @_KV_CACHE
     def __init__(self, pool: ContextPool, *, interleave: int | None = None, **options: Unpack[KvCacheKeywords]) -> None:
+        _KV_CACHE.check(options)
         expect(isinstance(pool, ContextPool), "pool", show(pool), "must be a ContextPool")
         spec = KvCacheSpec(**options)
         dtype = spec.dtype

@@ -43,7 +43,7 @@ from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.planning.concat import concat
 from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.handle import takes_options
+from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     from gpu_actors.runtime.handle import ActorHandle
 
 __all__ = ["KvCache", "OpensKvCaches"]
+
+_APPEND = CallOptions(AppendRows, AppendKeywords)
+_ATTEND = CallOptions(AttendCache, AttendKeywords)
+_STEP = CallOptions(AttendCache, StepKeywords)
+_KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
 T = TypeVar("T")
 
@@ -222,7 +227,7 @@ class KvCache(Local):
 
     # Rows
 
-    @takes_options(AppendRows, AppendKeywords)
+    @_APPEND
     def append(
         self,
         seqs: KvSequence | Sequence[KvSequence],
@@ -238,10 +243,11 @@ class KvCache(Local):
 
         The reply gives the new length, a list of them for a list; raises `CacheFull`, and then nothing is written.
         """
+        _APPEND.check(options)
         message = AppendRows(cache=self._number, seqs=seqs, k=k, v=v, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 
-    @takes_options(AttendCache, AttendKeywords)
+    @_ATTEND
     def attend(
         self,
         q: Array,
@@ -259,13 +265,14 @@ class KvCache(Local):
         others then; raises `InvalidRequest` where the two do not belong together. The reply raises `CacheFull`, and
         then nothing is written.
         """
+        _ATTEND.check(options)
         if q_pe is not None:
             expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
             q = concat(("q", "q_pe"), q, q_pe)
         message = AttendCache(cache=self._number, seqs=seqs, q=q, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
 
-    @takes_options(AttendCache, StepKeywords)
+    @_STEP
     def step(
         self,
         seqs: Sequence[KvSequence],
@@ -288,6 +295,7 @@ class KvCache(Local):
         step; it raises `CacheFull`, and then nothing is taken. A deadline holds for the whole step, which is aborted
         when it passes.
         """
+        _STEP.check(options)
         message = BeginStep(
             cache=self._number, seqs=seqs, heads_q=heads_q, rows=rows, append=append, dtype=dtype, like=like,
             options=options, layer_options=layer_options, max_length=max_length,
@@ -439,11 +447,12 @@ class OpensKvCaches:
     def __init__(self, children: Children) -> None:
         self._children = children
 
-    @takes_options(KvCacheSpec, KvCacheKeywords)
+    @_KV_CACHE
     def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> KvCache:
         """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
 
         Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
         `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
         """
+        _KV_CACHE.check(options)
         return KvCache(self._children, self._children.handle(KvCacheActor), KvCacheSpec(**options))

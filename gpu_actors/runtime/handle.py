@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import signal
 import sys
@@ -12,7 +11,7 @@ import threading
 # signal.getsignal looks the handler up in an enum, whose error for a function takes its repr and several us.
 from _signal import getsignal  # type: ignore[import-not-found]
 from asyncio import _get_running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from gpu_actors.arrays.adopt import with_grad_mode
@@ -24,7 +23,7 @@ from gpu_actors.runtime.cell import ActorCell, Terminated
 from gpu_actors.runtime.mailbox import ActorStats
 from gpu_actors.runtime.reply import Reply
 
-__all__ = ["ActorHandle", "takes_options"]
+__all__ = ["ActorHandle", "CallOptions"]
 
 _ALARM = getattr(signal, "SIGALRM", None)
 _ROOM = 300
@@ -33,43 +32,49 @@ _ROOM = 300
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def takes_options(message: type, keywords: type) -> Callable[[_Method], _Method]:
-    """For a method that makes a message of its ``**options``: a signature that shows each of them.
+class CallOptions:
+    """The ``**options`` of a method that makes a message of them. It decorates the method, which calls `check`.
 
-    keywords: the TypedDict of the options. Each has the default, if any, of the field of ``message`` of its name.
-    The method raises TypeError for an option that is not among them, and names the nearest one.
+    message: each option has the default, if any, of its field of the option's name. keywords: the TypedDict of the
+    options. The method's signature shows each of them.
     """
-    defaults = {
-        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(message)
-    }
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
-        for name, kind in keywords.__annotations__.items()
-    ]
 
-    def decorate(method: _Method) -> _Method:
+    def __init__(self, message: type, keywords: type) -> None:
+        defaults = {
+            field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(message)
+        }
+        self._options = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__
+            )
+            for name, kind in keywords.__annotations__.items()
+        ]
+        self._known = frozenset(option.name for option in self._options)
+        self._optional: list[inspect.Parameter] = []
+        self._method = ""
+
+    def __call__(self, method: _Method) -> _Method:
+        # No wrapper: a call through one costs as much as the message.
         signature = inspect.signature(method)
         *others, _ = signature.parameters.values()
-        optional = [each for each in others if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
-        required = [each for each in others if each not in optional]
-        known = frozenset(each.name for each in (*others, *options))
+        self._optional = [each for each in others if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
+        self._method = method.__qualname__
+        required = [each for each in others if each not in self._optional]
+        parameters = [*required, *self._options, *self._optional]
+        method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return method
 
-        @functools.wraps(method)
-        def checked(*arguments: Any, **given: Any) -> Any:
-            if not known.issuperset(given):
-                import difflib  # only a mistake pays for it
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that is not among them. It names the nearest one."""
+        if self._known.issuperset(given):
+            return
+        import difflib  # only a mistake pays for it
 
-                name = next(name for name in given if name not in known)
-                nearest = difflib.get_close_matches(name, [each.name for each in (*options, *optional)], 1)
-                hint = f"; the nearest option is {nearest[0]!r}" if nearest else ""
-                raise TypeError(f"{method.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
-            return method(*arguments, **given)
-
-        checked.__signature__ = signature.replace(parameters=[*required, *options, *optional])  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
-
-    return decorate
+        name = next(name for name in given if name not in self._known)
+        nearest = difflib.get_close_matches(name, [each.name for each in (*self._options, *self._optional)], 1)
+        hint = f"; the nearest option is {nearest[0]!r}" if nearest else ""
+        raise TypeError(f"{self._method}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _may_work_directly() -> bool:

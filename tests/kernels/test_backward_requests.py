@@ -90,7 +90,7 @@ def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuCont
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_part_with_small_values_has_the_gradients_that_it_has_in_the_whole(arch: str) -> None:
-    """Of one part of the keys, `out` and `lse` are the whole's. dS is then as large as dO O, and dO V is far smaller."""
+    """`out` and `lse` are those of all keys. dS of this part is then as large as dO O, and dO V is far smaller."""
     rng = np.random.default_rng(3)
     q, dout = rng.standard_normal((2, 1, 64, 2, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 128, 2, 64)).astype(np.float16)
