@@ -20,6 +20,7 @@ from __future__ import annotations
 from gpu_actors.generation.chat import Chat, ChatTemplate, PlainChat, chat_template_of, load_chat_template
 from gpu_actors.generation.config import LlamaConfig
 from gpu_actors.generation.engine import Engine, Settings
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.gguf import GgufFile
 from gpu_actors.generation.interface import EngineStats
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, with_blocks
@@ -27,7 +28,6 @@ from gpu_actors.generation.model import Llama
 from gpu_actors.generation.plain import plain_logits
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.stops import StopStrings
-from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import (
     ByteTokenizer,
     FolderTokenizer,

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from gpu_actors.errors import ActorFailed, ActorStopped, GpuActorsError, StaleBuffer
 from gpu_actors.fields import expect, integer
 from gpu_actors.generation.batch import Batcher, Rows, Text
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.interface import EngineStats, checked_prompt
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.model import Heads, Llama
 from gpu_actors.generation.sampling import Sampling, TokenScores
-from gpu_actors.generation.text import Generation
 from gpu_actors.generation.weights import Matrix
 from gpu_actors.kernels.append import Rope
 from gpu_actors.tracing import host_span

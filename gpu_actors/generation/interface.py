@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.sampling import Sampling
-from gpu_actors.generation.text import Generation
 from gpu_actors.values import show
 
 __all__ = ["EngineStats", "TextEngine", "checked_prompt"]

@@ -50,10 +50,10 @@ from gpu_actors.fields import expect, integer
 from gpu_actors.generation.batch import Text
 from gpu_actors.generation.chat import Chat, chat_template_of
 from gpu_actors.generation.engine import DTYPES, as_service_error
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.interface import EngineStats, checked_prompt
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.sampling import Sampling, TokenScores
-from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import Tokenizer, load_tokenizer
 from gpu_actors.interop.transformers import continuous_batching
 from gpu_actors.model_files import read_json

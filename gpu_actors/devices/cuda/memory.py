@@ -23,7 +23,7 @@ from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import OUT_OF_MEMORY, CudaFailure
 from gpu_actors.errors import OutOfDeviceMemory
 
-__all__ = ["DeviceMemory", "Layout", "MemoryPools", "StagingBlock", "StagingPool", "leak"]
+__all__ = ["BlockLayout", "DeviceMemory", "MemoryPools", "StagingBlock", "StagingPool", "leak"]
 
 R = TypeVar("R")
 
@@ -31,7 +31,7 @@ ALIGNMENT = 256
 """Of each operand, in bytes. cudaMalloc gives the same, and kernels' vector loads and tensor maps rely on it."""
 
 
-class Layout:
+class BlockLayout:
     """The layout of operands in one block. size: bytes so far."""
 
     __slots__ = ("size",)

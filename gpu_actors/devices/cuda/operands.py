@@ -30,7 +30,7 @@ from gpu_actors.arrays.adopt import check_output, dtype_of, name_of
 from gpu_actors.arrays.device_array import DeviceArray, Joined, element_strides
 from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.devices.cuda.api import CudaApi
-from gpu_actors.devices.cuda.memory import DeviceMemory, Layout, MemoryPools, StagingBlock
+from gpu_actors.devices.cuda.memory import BlockLayout, DeviceMemory, MemoryPools, StagingBlock
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.interface import Buffer, Launch, LaunchGeometry, OutputSpec, Params, ScratchSpec
 from gpu_actors.errors import InvalidRequest, LaunchError
@@ -201,7 +201,7 @@ class Placement:
         Raises `InvalidRequest` for an array in other memory, and `LaunchError`.
         """
         placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch), emulated)
-        up, both, down, inner = Layout(), Layout(), Layout(), Layout()
+        up, both, down, inner = BlockLayout(), BlockLayout(), BlockLayout(), BlockLayout()
         placement._place_inputs(launch, up, both, inner)
         placement._place_outputs(launch, down)
         placement._place_scratch(launch.scratch, up, inner, arms)
@@ -212,7 +212,7 @@ class Placement:
         """Whether a launch with the same steps as the first one's is of its kind."""
         return self.stream() is stream and self.specs is launch.scratch and self.kind == _kind_of(launch)
 
-    def _place_inputs(self, launch: Launch, up: Layout, both: Layout, inner: Layout) -> None:
+    def _place_inputs(self, launch: Launch, up: BlockLayout, both: BlockLayout, inner: BlockLayout) -> None:
         for name, array in launch.inputs.items():
             if isinstance(array, DeviceArray):
                 self.device.append(name)
@@ -227,7 +227,7 @@ class Placement:
                 places, layout = (self.returned, both) if changed else (self.uploads, up)
                 places.append(_Place(name, layout.reserve(array.nbytes), array.shape, array.dtype))
 
-    def _place_outputs(self, launch: Launch, down: Layout) -> None:
+    def _place_outputs(self, launch: Launch, down: BlockLayout) -> None:
         makes = first_on_device(launch) is not None
         for name, spec in launch.outputs.items():
             if name in launch.inputs and spec.into is not launch.inputs[name]:
@@ -246,8 +246,10 @@ class Placement:
             if spec.zero and 0 not in spec.shape:
                 self.cleared.append(name)
 
-    def _place_scratch(self, scratch: Mapping[str, ScratchSpec], up: Layout, inner: Layout, arms: bool) -> None:
-        rearmed = Layout()
+    def _place_scratch(
+        self, scratch: Mapping[str, ScratchSpec], up: BlockLayout, inner: BlockLayout, arms: bool
+    ) -> None:
+        rearmed = BlockLayout()
         for name, spec in scratch.items():
             dtype = dtype_of(spec.dtype)
             nbytes = math.prod(spec.shape) * dtype.itemsize
@@ -562,7 +564,7 @@ def first_on_device(launch: Launch) -> DeviceArray | None:
     return first if isinstance(first, DeviceArray) else None
 
 
-def _place(name: str, spec: OutputSpec | ScratchSpec, layout: Layout) -> _Place:
+def _place(name: str, spec: OutputSpec | ScratchSpec, layout: BlockLayout) -> _Place:
     dtype = dtype_of(spec.dtype)
     return _Place(name, layout.reserve(math.prod(spec.shape) * dtype.itemsize), spec.shape, dtype)
 

@@ -7,9 +7,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from gpu_actors.errors import RequestCancelled
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.sampling import TokenScores
 from gpu_actors.generation.stops import StopStrings
-from gpu_actors.generation.text import Generation
 from gpu_actors.generation.tokenizer import Tokenizer
 from gpu_actors.server.openai.responses import Finish, PromptDetails, Usage
 

@@ -19,11 +19,11 @@ from anyio.abc import TaskStatus
 from gpu_actors.distributed.routing import Homes
 from gpu_actors.errors import ActorStopped, GpuActorsError, InvalidRequest, Overloaded
 from gpu_actors.generation.engine import Engine, Settings
+from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.interface import EngineStats
 from gpu_actors.generation.meter import EngineMeter
 from gpu_actors.generation.model import Llama
 from gpu_actors.generation.sampling import Sampling
-from gpu_actors.generation.text import Generation
 from gpu_actors.kv.prefix import prompt_digests
 
 if TYPE_CHECKING:
