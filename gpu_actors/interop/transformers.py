@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -44,6 +45,8 @@ __all__ = ["continuous_batching", "register"]
 
 _numbers = itertools.count(1)
 """For the names of implementations."""
+_FEW_ROWS = 8
+"""Of a sequence in a step of decoding, drafts included. The kernel that skips padding in place is made for these."""
 # By the cache, which ends with its generation; the prepared requests end with it.
 _PAGED: weakref.WeakKeyDictionary[PagedAttentionCache, PagedAttention] = weakref.WeakKeyDictionary()
 
@@ -182,7 +185,9 @@ def _attend(
             reason = "is for flash-attn's own kernels"
             raise Unsupported("block_table", "a table", reason, "max_blocks_per_request=0")
         given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **rest}
-        if not dropout and position_bias is None and _reaches_pages(context, query, cache):
+        # Versions of Transformers before 5.23 lay the cache out otherwise.
+        in_place = hasattr(cache, "layer_to_allocator") and _reaches(context, query)
+        if in_place and not dropout and position_bias is None:
             check_open(context.number)
             options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
             options |= _pattern(True, None if sliding_window is None else sliding_window - 1)
@@ -232,14 +237,13 @@ def _attend(
     return attention(q, _rows(k), _rows(v), **options), None
 
 
-def _reaches_pages(context: GpuContext, query: torch.Tensor, cache: PagedAttentionCache) -> bool:
-    """Whether the context can read a cache where it lies.
+def _reaches(context: GpuContext, query: torch.Tensor) -> bool:
+    """Whether the context can read a cache, which lies where the query does, without copying it whole.
 
-    The process of an isolated context does not have the memory. For a GPU, a cache on the host would be copied whole.
-    Versions of Transformers before 5.23 lay the cache out otherwise.
+    The process of an isolated context does not have the memory, and a GPU does not have that of the host.
     """
     copied = context.info.kind == "cuda" and not query.is_cuda
-    return not copied and not isinstance(context, IsolatedContext) and hasattr(cache, "layer_to_allocator")
+    return not copied and not isinstance(context, IsolatedContext)
 
 
 def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None, int]:
@@ -302,8 +306,10 @@ def _packed(
 def _padded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, placed: bool, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Leave out what a mask (batch, keys) hides, and attend to the rest as packed sequences.
+    """Leave out what a mask (batch, keys) hides, and attend to the rest.
 
+    The few rows of a step read the keys where they lie, if those that count have no hidden ones between them. Else the
+    keys that count are copied, as packed sequences.
     placed: the rows are the last ones of their sequence, and what they see depends on that. Those that are padding are
     left out, too, and stay 0. Other rows may belong to another sequence than the keys, and all count.
     """
@@ -314,20 +320,57 @@ def _padded(
         made: torch.Tensor = attention(q, _rows(k), _rows(v), **options)
         return made
     wanted = mask[:, keys - rows :] if placed else mask.new_ones(batch, rows)
-    ends_q, ends_k = (torch.nn.functional.pad(part.sum(1).cumsum(0), (1, 0)).to(torch.int32) for part in (wanted, mask))
-    made = attention(
-        q[wanted],
-        k[mask],
-        v[mask],
-        cu_seqlens_q=ends_q,
-        cu_seqlens_k=ends_k,
-        max_seqlen_q=_longest(ends_q),
-        max_seqlen_k=_longest(ends_k),
-        **options,
-    )
+    ends_q = _ends(wanted)
+    rows_apart = {"cu_seqlens_q": ends_q, "max_seqlen_q": _longest(ends_q)}
+    if rows <= _FEW_ROWS and _reads_in_place(q, k, v, options) and not _has_holes(mask):
+        made = _in_place(q[wanted], k, v, mask, {**options, **rows_apart})
+    else:
+        ends_k = _ends(mask)
+        made = attention(
+            q[wanted], k[mask], v[mask], cu_seqlens_k=ends_k, max_seqlen_k=_longest(ends_k), **rows_apart, **options
+        )
     out = made.new_zeros(batch, rows, *made.shape[1:])
     out[wanted] = made
     return out
+
+
+def _ends(mask: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of what counts in a mask (batch, n)."""
+    return torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _reads_in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether a call needs its numbers alone: `attention` has gradients, tangents, casts, tracing and dropout too."""
+    operands = (q, k, v, options.get("sinks"))
+    return _reaches(options["context"], q) and not (
+        options.get("dropout_p")
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(q.device.type)
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands))
+    )
+
+
+def _in_place(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of packed rows to keys (batch, keys, heads, dim) of which a mask without holes says which count."""
+    options = dict(options)
+    context = check_open(options.pop("context").number)
+    first = mask.int().argmax(1)
+    made: torch.Tensor = (
+        context.flash_attn.paged_forward(
+            q,
+            _rows(k),
+            _rows(v),
+            cache_seqlens=(first + mask.sum(1)).to(torch.int32),
+            cache_leftpad=first.to(torch.int32),
+            **options,
+        )
+        .result()
+        .out
+    )
+    return made
 
 
 def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ bridge = pytest.importorskip("gpu_actors.interop.transformers")
 pages = pytest.importorskip("gpu_actors.interop.transformers_pages")
 batching = pytest.importorskip("transformers.generation.continuous_batching.cache", reason="it has the cache")
 distributed = pytest.importorskip("transformers.generation.continuous_batching.distributed")
-dispatch = pytest.importorskip("torch.utils._python_dispatch")
+copies: Any = pytest.importorskip("support.torch_copies")
 
 PAGE, WINDOW, HEADS, DIM = 4, 6, 2, 8
 SIZES: dict[str, Any] = {
@@ -195,30 +195,12 @@ def test_kernels_read_pages_of_keys_and_pages_of_one_key() -> None:
         batch.run({"a": 3, "b": 1}, batch.arguments({"a": 3, "b": 1}, {"a": 10, "b": 3}))
 
 
-class CopiesOfCache(dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined, unused-ignore]
-    """Operations that read a cache's memory and give other memory, by their names."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__()
-        self.memory = cache.cache_tensor.untyped_storage().data_ptr()
-        self.copies: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        is_read = any(self.within(x) for x in args)
-        if is_read and isinstance(made, torch.Tensor) and not self.within(made):
-            self.copies.append(str(func))
-        return made
-
-    def within(self, x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == self.memory
-
-
 def test_no_layer_copies_keys_of_the_cache(ctx: ga.GpuContext) -> None:
     batch = Batch(ctx)
     past = {"a": 0, "b": 0}
     counts = []
-    with CopiesOfCache(batch.cache) as mode:
+    with copies.Copies() as mode:
+        mode.watch(batch.cache.cache_tensor)
         # A prompt; a token each, until windows overflow; and a chunk, of which windows alone are copied, once a layer.
         for news in ({"a": 5, "b": 2}, *[{"a": 1, "b": 1}] * 8, {"a": 3, "b": 1}):
             mode.copies.clear()
