@@ -28,28 +28,6 @@ def door() -> Iterator[Any]:
         yield importlib.import_module("gpu_actors.interop.vllm")
 
 
-@pytest.fixture(params=["mock", "emulated"], scope="module")
-def opened(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
-    with ga.open_context(request.param) as ctx:
-        yield ctx
-
-
-@pytest.fixture
-def ctx(opened: ga.GpuContext, door: Any) -> Iterator[ga.GpuContext]:
-    """A context that the engine of this test uses, and no other test's."""
-    door.register(opened)
-    yield opened
-    door.register(None)
-
-
-@pytest.fixture
-def mock(door: Any) -> Iterator[ga.GpuContext]:
-    with ga.open_context("mock") as ctx:
-        door.register(ctx)
-        yield ctx
-        door.register(None)
-
-
 class Engine:
     """One layer of vLLM's: its pages, and what it calls for each batch."""
 
