@@ -101,9 +101,18 @@ def _forward(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """query: (batch, rows, heads, dim), or (total, heads, dim) with cum_seq_q. key, value: likewise, or pages."""
+    """query: (batch, rows, heads, dim), or (total, heads, dim) with cum_seq_q. key, value: likewise, or pages.
+
+    Raises `Unsupported` for options that torch's backward would lose, where gradients are recorded.
+    """
     if return_debug_mask:
         raise Unsupported("return_debug_mask", True, "the dropped places are not given", False)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+        lost = {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "block_table": block_table}
+        for name, tensor in lost.items():
+            if tensor is not None:
+                reason = "torch's backward does not get it, so gradients would be wrong: compute without them"
+                raise Unsupported(name, "a tensor", reason, None)
     window = _window(window_size_left, window_size_right)
     options: dict[str, Any] = {
         "causal": is_causal,
@@ -117,6 +126,8 @@ def _forward(
     if block_table is not None:
         if seqused_k is None:
             raise InvalidRequest("seqused_k", None, "must be given where block_table is")
+        if dropout_p:
+            raise Unsupported("dropout_p", dropout_p, "nothing is dropped from keys in pages", 0.0)
         options |= {"k_cache": key, "v_cache": value, "block_table": block_table, "cache_seqlens": seqused_k}
         found = _ask(context.flash_attn.paged_forward, q=query, **options, num_splits=num_splits or 0, return_lse=True)
         return (found.out, found.lse, *_dropout_state(query, 0))
@@ -236,6 +247,8 @@ def _sdpa_cpu(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if dropout_p:
+        raise Unsupported("dropout_p", dropout_p, "this operator of torch hands no seed to its backward", 0.0)
     bias = _bias(attn_mask, query, key)
     return _dense(context, query, key, value, dropout_p, is_causal, scale, bias=bias)
 

@@ -206,6 +206,42 @@ def test_what_no_kernel_computes_is_refused_and_nothing_falls_back(active: ga.Gp
         torch.ops.aten._scaled_dot_product_flash_attention(*(drawn(1, 1, 8, 32),) * 3, 0.0, False, True)
 
 
+LOST = {
+    "alibi_slopes": {"alibi_slopes": torch.tensor([0.5, 0.2])},
+    "seqused_k": {"seqused_k": torch.tensor([3], dtype=torch.int32)},
+    "block_table": {
+        "seqused_k": torch.tensor([3], dtype=torch.int32),
+        "block_table": torch.tensor([[0]], dtype=torch.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_an_option_that_torchs_backward_loses_is_refused_where_gradients_are_recorded(
+    active: ga.GpuContext, name: str
+) -> None:
+    q, k, v = (drawn(1, 8, 2, 32, dtype=torch.float32, seed=seed, grad=True) for seed in range(3))
+
+    def attend() -> Any:
+        given = (q, k, v, None, None, 8, 8, 0.0, False, False)
+        return torch.ops.aten._flash_attention_forward(*given, **LOST[name])[0]
+
+    with pytest.raises(ga.Unsupported, match="gradients would be wrong") as caught:
+        attend()
+    assert caught.value.field in LOST[name]
+    with torch.no_grad():
+        assert attend().isfinite().all()
+
+
+def test_dropout_that_has_no_seed_for_backward_or_no_kernel_is_refused(active: ga.GpuContext) -> None:
+    q = drawn(1, 2, 8, 32)
+    with pytest.raises(ga.Unsupported, match="dropout_p"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
+    with pytest.raises(ga.Unsupported, match="dropout_p"):
+        given = (drawn(1, 8, 2, 32), *(drawn(1, 8, 2, 32),) * 2, None, None, 8, 8, 0.5, False, False)
+        torch.ops.aten._flash_attention_forward(*given, **LOST["block_table"])
+
+
 async def test_a_loop_is_not_blocked(active: ga.GpuContext) -> None:
     with pytest.raises(ga.WouldBlock):
         varlen.varlen_attn(*packed(kv_heads=4))
