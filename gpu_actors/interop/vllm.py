@@ -158,7 +158,8 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
             reason = "keys and values are written to the pages as they are, unscaled"
             raise Unsupported("kv_cache_dtype", kv_cache_dtype, reason, "auto")
         for name, value in others.items():
-            if value not in (None, False, -1):  # vLLM's words for an option that is not used
+            # vLLM's words for an option that is not used. 0 is a value, though it equals False.
+            if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise Unsupported(name, value, "PagedForward has no such option", None)
         self.num_heads = num_heads
         self.head_size = head_size

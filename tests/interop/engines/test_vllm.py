@@ -153,6 +153,8 @@ def test_a_configuration_is_judged_in_the_words_of_the_kernels(door: Any) -> Non
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype"),
         ({"use_alibi_sqrt": True}, "use_alibi_sqrt"),
         ({"chunk_lookback": 2}, "chunk_lookback"),
+        ({"chunk_lookback": 0}, "chunk_lookback"),
+        ({"scores_mask": torch.ones(2)}, "scores_mask"),
     ],
     ids=str,
 )
