@@ -137,7 +137,7 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> torch.Tensor:
         _check_layer(layer, others)
-        if save_kv_cache and k is not None and v is not None:
+        if save_kv_cache and k is not None:  # a layer that shares the keys of another has none
             self._pool.set_kv_buffer(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
         reach = layer.sliding_window_size  # without the row's own key

@@ -112,6 +112,15 @@ def test_options_of_a_layer(mock: ga.GpuContext, option: str) -> None:
         torch.testing.assert_close(found.double(), engines.expected(batch, 0.3, **meant), rtol=1e-5, atol=1e-5)
 
 
+def test_keys_without_values_are_not_left_out(mock: ga.GpuContext) -> None:
+    engine = Engine()
+    (batch, mode), *_ = batches()
+    engine.run(batch, mode)
+    batch.v = None
+    with pytest.raises((TypeError, RuntimeError)):
+        engine.run(batch, mode)
+
+
 def test_an_idle_worker_gathers_nothing(mock: ga.GpuContext) -> None:
     backend = sglang.ATTENTION_BACKENDS["gpu_actors"](Engine().runner)
     backend.init_forward_metadata(SimpleNamespace(forward_mode=sglang.ForwardMode.IDLE))
