@@ -390,7 +390,7 @@ class TorchEngine:
             num_blocks=_blocks(loaded.model, page_size, cache_mib, texts * -(-positions // page_size)),
             max_batch_tokens=rows,
             max_requests_per_batch=texts,
-            # The service copies no block table, and its launches are awaited, which no graph can record.
+            # The service makes block tables of its own. None of its launches here was captured on a GPU yet.
             max_blocks_per_request=0,
             use_cuda_graph=False,
             use_async_batching=False,

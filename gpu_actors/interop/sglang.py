@@ -34,10 +34,12 @@ _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED)
 def register(context: GpuContext | None = None, name: str = "gpu_actors") -> str:
     """Make the service the attention backend ``name`` of SGLang in this process; gives the name.
 
-    context: computes the attention of this process. None: a worker opens one on the GPU of its tensors, at the first
-    batch, and keeps it until the process ends. Raises `InvalidRequest` for what is no context.
+    context: computes the attention of this process. None, as the engine calls it: that of an earlier call, else a
+    worker opens one on the GPU of its tensors, at the first batch, and keeps it until the process ends. Raises
+    `InvalidRequest` for what is no context.
     """
-    use_context(context)
+    if context is not None:
+        use_context(context)
     if name not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([name])
     register_attention_backend(name)(SglangBackend)

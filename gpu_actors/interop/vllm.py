@@ -39,10 +39,12 @@ __all__ = ["VllmBackend", "VllmImpl", "VllmMetadata", "VllmMetadataBuilder", "re
 def register(context: GpuContext | None = None) -> None:
     """Make the service the backend ``CUSTOM`` of vLLM in this process.
 
-    context: computes the attention of this process. None: a worker opens one on the GPU of its tensors, at the first
-    batch, and keeps it until the process ends. Raises `InvalidRequest` for what is no context.
+    context: computes the attention of this process. None, as the engine calls it: that of an earlier call, else a
+    worker opens one on the GPU of its tensors, at the first batch, and keeps it until the process ends. Raises
+    `InvalidRequest` for what is no context.
     """
-    use_context(context)
+    if context is not None:
+        use_context(context)
     register_backend(AttentionBackendEnum.CUSTOM, f"{VllmBackend.__module__}.{VllmBackend.__qualname__}")
 
 

@@ -237,8 +237,8 @@ def test_dropout_that_has_no_seed_for_backward_or_no_kernel_is_refused(active: g
     q = drawn(1, 2, 8, 32)
     with pytest.raises(ga.Unsupported, match="dropout_p"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
+    given = (*(drawn(1, 8, 2, 32),) * 3, None, None, 8, 8, 0.5, False, False)
     with pytest.raises(ga.Unsupported, match="dropout_p"):
-        given = (drawn(1, 8, 2, 32), *(drawn(1, 8, 2, 32),) * 2, None, None, 8, 8, 0.5, False, False)
         torch.ops.aten._flash_attention_forward(*given, **LOST["block_table"])
 
 

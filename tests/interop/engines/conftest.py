@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +20,16 @@ def opened(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
 @pytest.fixture
 def ctx(opened: ga.GpuContext, door: Any) -> Iterator[ga.GpuContext]:
     """A context that the engine of this test uses, and no other test's."""
-    door.register(opened)
-    yield opened
-    door.register(None)
+    yield from _used(door, opened)
 
 
 @pytest.fixture
 def mock(door: Any) -> Iterator[ga.GpuContext]:
     with ga.open_context("mock") as ctx:
-        door.register(ctx)
-        yield ctx
-        door.register(None)
+        yield from _used(door, ctx)
+
+
+def _used(door: Any, context: ga.GpuContext) -> Iterator[ga.GpuContext]:
+    door.register(context)
+    yield context
+    importlib.import_module("gpu_actors.interop.paged").use_context(None)  # it needs torch, as a door does

@@ -112,6 +112,12 @@ def test_options_of_a_layer(mock: ga.GpuContext, option: str) -> None:
         torch.testing.assert_close(found.double(), engines.expected(batch, 0.3, **meant), rtol=1e-5, atol=1e-5)
 
 
+def test_the_engines_own_call_leaves_the_context_that_a_program_gave(mock: ga.GpuContext, door: Any) -> None:
+    door.register()
+    Engine().run(*batches()[0])
+    assert mock.stats()["flash_attn"].completed == 1
+
+
 def test_keys_without_values_are_not_left_out(mock: ga.GpuContext) -> None:
     engine = Engine()
     (batch, mode), *_ = batches()

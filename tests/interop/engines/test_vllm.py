@@ -106,6 +106,12 @@ def test_options_of_a_layer(mock: ga.GpuContext, door: Any, option: str) -> None
     compare(Engine(door, **given), torch.float32, **meant)
 
 
+def test_the_engines_own_call_leaves_the_context_that_a_program_gave(mock: ga.GpuContext, door: Any) -> None:
+    door.register()
+    Engine(door).run(batches(torch.float32)[0])
+    assert mock.stats()["flash_attn"].completed == 1
+
+
 def test_memory_is_measured_without_pages(door: Any) -> None:
     engine = Engine(door)
     out = torch.full((3, HEADS, DIM), 7.0)
@@ -177,7 +183,6 @@ def test_batches_and_outputs_that_no_request_states_are_refused(mock: ga.GpuCont
 
 
 def test_tensors_on_the_host_need_a_given_context(door: Any) -> None:
-    door.register(None)
     with pytest.raises(ga.Unsupported, match=r"device='cpu'.*register\(\)"):
         Engine(door).run(batches(torch.float32)[0])
     with pytest.raises(ga.InvalidRequest, match="context"):
