@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,12 @@ class RestartPolicy:
             return self.backoff_max if self.backoff else 0.0
 
 
+_RECORDS_NOTHING = (
+    "record_launches has no effect: no launch is recorded. Capture a step of a KvCache (KvStep.captured) or a request "
+    "of flash_attn.prepare into a CUDA graph of your own"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextOptions:
     """Settings of one context. Frozen; make a changed copy with ``dataclasses.replace``.
@@ -134,8 +141,8 @@ class ContextOptions:
         and agree; 1 gives each a launch of its own. Default 256.
     coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it joins
         those that wait already.
-    record_launches: record steps of decoding over pages and replay them, on CUDA as graphs; their batches are padded to
-        powers of two. Default False.
+    record_launches: deprecated, without effect: nothing is recorded. Capture a step of a `KvCache`, or a request of
+        `flash_attn.prepare`, into a CUDA graph instead. True warns so, by a DeprecationWarning. Default False.
     mailbox_capacity: requests that may wait for an actor; the next is answered `Overloaded`. Default 1024.
     cache_dir: folder of the cubin cache; "~" is the home folder. With one that cannot be used, the context does
         not open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
@@ -201,6 +208,8 @@ class ContextOptions:
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
         for name in ("offline", "compile_on_mock", "record_launches"):
             flag(name, getattr(self, name))
+        if self.record_launches:
+            warnings.warn(_RECORDS_NOTHING, DeprecationWarning, stacklevel=3)
         if self.qualify is not None:
             one_of("qualify", self.qualify, get_args(Qualify), 'must be "off", "first-use", "all" or None')
         if self.cache_dir is not None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from gpu_actors.arrays.adopt import Adopted
-from gpu_actors.attention.requests import BatchedDecode, PagedForward
+from gpu_actors.attention.requests import BatchedDecode
 from gpu_actors.devices.interface import Kernel, Launch, Outputs
 from gpu_actors.errors import ActorStopped, ContextLost, GpuActorsError
 from gpu_actors.planning.cached import CacheRequest, Decoding, bind_cached, decoding_output
 from gpu_actors.planning.merging import merge, split_outputs
 from gpu_actors.planning.plan import Plan
-from gpu_actors.planning.shape_buckets import pad_request, recordable
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 
@@ -47,10 +46,6 @@ class Work:
     result: Any = None
     kernels: tuple[Kernel, ...] = ()
 
-    def recording(self) -> tuple[Hashable, ...] | None:
-        """What its recorded launch belongs to, or None where it is not worth recording."""
-        return () if self.request is not None and recordable(self.request) else None
-
     def answer(self, outputs: Outputs) -> Any:
         """The result, from the request's own share of the outputs of a launch."""
         (answer,) = decoding_output(isinstance(self.request, BatchedDecode), self.template, self.result, outputs)
@@ -75,7 +70,6 @@ class Coalescer(Generic[W]):
         self._decoding = decoding
         self._largest = options.coalesce_max
         self._delay = options.coalesce_delay_us * 1e-6
-        self._records = options.record_launches
         self._waiting = False
         self.gathered: int = 0
         self.held_up: bool = False
@@ -177,17 +171,10 @@ class Coalescer(Generic[W]):
         requests = [work.request for work in group if work.request is not None]
         assert first.request is not None
         assert first.plan is not None
-        recording = first.recording() if self._records else None
-        if len(group) == 1 and recording is None:
-            return self.bind(group, first.plan, first.request, False), lambda outputs: (first.answer(outputs),)
-        merged = merge(requests) if len(group) > 1 else first.request
-        if recording is not None and isinstance(merged, PagedForward):
-            merged = pad_request(merged)
-        plan = self._decoding.plan(merged, first.plan.key)
-        launch = self.bind(group, plan, merged, recording is not None)
-        if recording is not None:
-            launch.recording = (*recording, plan.key, plan.problem, launch.recording)
-            launch.recording_keeps = tuple(name for name in ("k_cache", "v_cache") if name in launch.inputs)
+        if len(group) == 1:
+            return self.bind(group, first.plan, first.request), lambda outputs: (first.answer(outputs),)
+        merged = merge(requests)
+        launch = self.bind(group, self._decoding.plan(merged, first.plan.key), merged)
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             shares = split_outputs(requests, outputs)
@@ -195,9 +182,8 @@ class Coalescer(Generic[W]):
 
         return launch, finish
 
-    def bind(self, group: list[W], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
-        """A launch of a group's plan on the arrays of their merged request. padded: as launches that are recorded are;
-        ``recording`` then names what else it depends on."""
+    def bind(self, group: list[W], plan: Plan, request: CacheRequest) -> Launch:
+        """A launch of a group's plan on the arrays of their merged request."""
         return bind_cached(plan, request, group[0].kernels)
 
     def refused(self, group: list[W]) -> None:

@@ -262,10 +262,9 @@ class _KvCoalescer(Coalescer[KvWork]):
 
     def _is_plain(self, work: KvWork) -> bool:
         """Whether the launch of a request is just what its kind says."""
-        recorded = self._records and work.recording() is not None
-        return not recorded and work.cascade is None and all(write.copy is None for write in work.writes)
+        return work.cascade is None and all(write.copy is None for write in work.writes)
 
-    def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest, padded: bool) -> Launch:
+    def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest) -> Launch:
         launch, chosen = None, None
         for work in group:
             if isinstance(work.cascade, str):
@@ -273,12 +272,12 @@ class _KvCoalescer(Coalescer[KvWork]):
             elif work.cascade is not None and isinstance(request, PagedForward):
                 forced = work.cache.cascade is True
                 cascader = self._store.cascader
-                launch, chosen = cascader.bind(plan, request, work.cascade, work.cascading, forced, padded)
+                launch, chosen = cascader.bind(plan, request, work.cascade, work.cascading, forced)
                 break
         trace = self._actor.cell.environment.trace
         if chosen is not None and trace.active():
             trace.emit("launch.cascade", actor=self._actor.cell.name, **chosen._asdict())
-        return super().bind(group, plan, request, padded) if launch is None else launch
+        return super().bind(group, plan, request) if launch is None else launch
 
     def refused(self, group: list[KvWork]) -> None:
         if group:

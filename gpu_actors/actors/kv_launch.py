@@ -25,7 +25,6 @@ from gpu_actors.kv.layers import each_layer
 from gpu_actors.kv.sequences import PageCopy
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
-from gpu_actors.planning.shape_buckets import pad_rows
 
 __all__ = ["add_rows", "append_launch", "copy_launch", "rows_oracle"]
 
@@ -64,11 +63,9 @@ def _copy_oracle(layers: int, inputs: Mapping[str, Any]) -> Outputs:
 
 
 def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
-    """Have a launch append the new rows of a group first. If its batch was padded, the rows are padded too."""
+    """Have a launch append the new rows of a group first."""
     cache, kernels = group[0].cache, group[0].appending
     rows = merge_rows([work.rows for work in group if work.rows is not None])
-    if len(rows.counts) < len(launch.inputs["cache_seqlens"]):
-        rows = pad_rows(rows)
     copies = [write.copy for work in group for write in work.writes if write.copy is not None]
     # The first input, q where there is one, decides whether the outputs are on the host.
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
@@ -93,8 +90,6 @@ def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
         oracle=functools.partial(rows_oracle, rows, cache.pool, launch.oracle),
         updates=tuple(cache.pools),
         scratch=scratch,
-        # The append kernel depends on the shapes and on these two.
-        recording=None if launch.recording is None else (launch.recording, rows.rope, rows.k.dtype),
         steps=_steps(launch, rows, cache.pool, inputs, kernels) if kernels else (),
     )
 

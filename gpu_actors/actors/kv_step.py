@@ -69,7 +69,7 @@ class StepLayers:
         assert work.request is not None
         assert work.plan is not None
         forced = work.cache.cascade is True
-        launch, chosen = cascader.bind(work.plan, work.request, work.cascade, work.cascading, forced, False)
+        launch, chosen = cascader.bind(work.plan, work.request, work.cascade, work.cascading, forced)
         if launch is not None and work.rows is not None:
             work.rows = changed(work.rows, self._new_rows(work.rows, self._examples()))
             launch = add_rows(launch, [work])

@@ -35,7 +35,6 @@ from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
 from gpu_actors.planning.plan import Plan, PlanCache
 from gpu_actors.planning.planner import Workbench
-from gpu_actors.planning.shape_buckets import recordable
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
@@ -140,11 +139,6 @@ class KvWork(Work):
         """The key of work that may share a launch with this, or None."""
         shared = None if self.kind is None else self.kind.shared
         return (shared, self.layer) if shared is not None and self.layer else shared
-
-    def recording(self) -> tuple[Hashable, ...] | None:
-        if self.request is None or not recordable(self.request, self.rows):
-            return None
-        return self.cache.number, self.cache.generation, self.layer
 
     def answer(self, outputs: Outputs) -> Any:
         if self.request is not None:

@@ -17,7 +17,6 @@ from gpu_actors.devices.interface import (
     FinishedEvent,
     Launch,
     Outputs,
-    RecordingStats,
     Stream,
 )
 from gpu_actors.errors import ActorStopped, ContextLost
@@ -101,9 +100,6 @@ class _FaultyStream(Stream):
             if any(fault.kind == "wrong" for fault in faults):
                 event = _WrongEvent(event, launch, faults)
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
-
-    def recording_stats(self) -> RecordingStats:
-        return self._inner.recording_stats()
 
     def _faulty_event(self, fault: Fault) -> Event:
         """The end of a launch that never reaches the device."""

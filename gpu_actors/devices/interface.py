@@ -10,7 +10,7 @@ module depends on the choice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -35,7 +35,6 @@ __all__ = [
     "OutputSpec",
     "Pack",
     "Params",
-    "RecordingStats",
     "ScratchSpec",
     "Series",
     "Step",
@@ -202,9 +201,6 @@ class Launch:
     scratch: by name, beside the operands.
     updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must be on the device.
     returned: names of inputs that the steps write, on the host or the device: one on the host is copied up and down.
-    recording: equal for launches that differ in their operands' contents alone, so that a device may record one and
-        replay it for the others (`gpu_actors.devices.recorded`). None: recording does not pay.
-    recording_keeps: names of inputs whose addresses are the same for all of those.
     """
 
     key: DispatchKey | None
@@ -215,27 +211,12 @@ class Launch:
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
-    recording: Hashable | None = None
-    recording_keeps: tuple[str, ...] = ()
 
 
 def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:
     """The launch of a problem whose whole answer is 0, without a kernel. q: the answer is allocated in its memory."""
     zeroed = {name: spec._replace(zero=True) for name, spec in outputs.items()}
     return Launch(key, {"q": q}, zeroed, lambda _: {name: np.zeros(spec.shape) for name, spec in zeroed.items()})
-
-
-class RecordingStats(NamedTuple):
-    """Counts of recordings.
-
-    recorded: launches that were recorded.
-    replayed: launches that used a record.
-    dropped: records whose memory was released.
-    """
-
-    recorded: int
-    replayed: int
-    dropped: int
 
 
 class Event(ABC):
@@ -363,10 +344,6 @@ class Stream(ABC):
     def series(self) -> Series:
         """Begin launches that end together. They are ordered behind what was launched before."""
         return Series(self)
-
-    def recording_stats(self) -> RecordingStats:
-        """The counts of this stream's recordings."""
-        return RecordingStats(0, 0, 0)
 
     @abstractmethod
     def close(self) -> None:

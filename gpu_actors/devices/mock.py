@@ -20,10 +20,8 @@ from gpu_actors.devices.interface import (
     Kernel,
     Launch,
     Outputs,
-    RecordingStats,
     Stream,
 )
-from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import MockModeError
 from gpu_actors.options import MockOptions
 
@@ -64,7 +62,6 @@ class _MockStream(HostStream):
         self._options = options
         self._clock = clock
         self._sleeping = threading.Condition()
-        self.recordings: Recordings[object] = Recordings()
 
     def launch(self, launch: Launch) -> Event:
         if self._options.compute or self._options.latency:
@@ -74,25 +71,11 @@ class _MockStream(HostStream):
         return FinishedEvent(error=MockModeError(_NOT_COMPUTING))
 
     def run(self, launch: Launch) -> Outputs:
-        key = None if launch.recording is None else recording_key(launch)
-        if key is None:
-            return self._compute(launch)
-        # There is nothing to record here. What another device would record and replay is counted.
-        record = self.recordings.acquire(key)
-        try:
-            return self._compute(launch)
-        finally:
-            self.recordings.release(key, record if record is not None else object())
-
-    def _compute(self, launch: Launch) -> Outputs:
         if self._options.latency:
             self._sleep(self._clock.now() + self._options.latency)
         if not self._options.compute:
             raise MockModeError(_NOT_COMPUTING)
         return host_outputs(launch, launch.oracle(launch.inputs))
-
-    def recording_stats(self) -> RecordingStats:
-        return self.recordings.stats()
 
     def close(self) -> None:
         super().close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from gpu_actors.clock import SYSTEM_CLOCK
@@ -44,10 +43,6 @@ class RemoteCell(Cell):
         self.progress = Progress(environment.options.degraded_after, lambda: 0, _ignore)
         self._earlier_restarts = 0
         self._client = client
-
-    def open_stream(self) -> Any:
-        """Stands for the actor's stream: gives the statistics of its recordings."""
-        return SimpleNamespace(recording_stats=functools.partial(self._client.query, "recording_stats", self.name))
 
     def update(self, state: str, restarts: int) -> None:
         """The actor's state in its process has arrived."""

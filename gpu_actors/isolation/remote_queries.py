@@ -26,7 +26,6 @@ QUERIES: Mapping[str, Callable[..., Any]] = {
     "proofs": lambda cell: cell.shared.proofs,
     "uses": lambda cell: cell.shared.uses(),
     "caches": lambda cell: cell.shared.look(),
-    "recording_stats": lambda cell: cell.handle.recording_stats(),
     "length": lambda cell, cache, seq: cell.shared.find(cache).table(seq).length,
     "cache_stats": lambda cell, cache: cell.shared.find(cache).tables.stats(),
 }

@@ -5,7 +5,7 @@
 
 The keys of one launch differ in ``kernel`` alone. kernels_cu/decode/decode_mma.cu tells how rows are packed and split.
 All three kernels take struct DecodeParams of kernels_cu/decode/params.cuh. Grids and scratch memory depend on shapes
-alone and on no length, so that a recorded launch serves every step of a sequence. With one split pinned there is
+alone and on no length, so that a captured launch serves every step of a sequence. With one split pinned there is
 nothing to combine.
 """
 

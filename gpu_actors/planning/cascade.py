@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +61,6 @@ from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
 from gpu_actors.planning.cached import cached_oracle, operands
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
-from gpu_actors.planning.shape_buckets import bucket
 from gpu_actors.planning.tma_eligibility import eligible_families
 
 __all__ = ["CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
@@ -152,11 +151,10 @@ class Cascader:
         keys: CascadeKeys,
         kernels: Sequence[Kernel],
         forced: bool,
-        padded: bool,
     ) -> tuple[Launch | None, Cascading]:
         """A launch on the arrays of a request, or None where a cascade does not pay, and why.
 
-        kernels: of `CascadeKeys.variants`, or none. padded: to few shapes, for launches that are recorded.
+        kernels: of `CascadeKeys.variants`, or none.
         """
         table, lengths, ends = request.block_table, request.cache_seqlens, request.cu_seqlens_q
         p = plan.problem
@@ -172,9 +170,9 @@ class Cascader:
         gain = _gain(p, found, rows, keys)
         if not forced and not gain.taken:
             return None, gain
-        inputs = _inputs(p, request, found, rows, bucket if padded else int)
+        inputs = _inputs(p, request, found, rows)
         table, longest = inputs["prefix.block_table"], int(np.diff(inputs["prefix.cu_seqlens_q"]).max())
-        shapes = (*table.shape, bucket(longest) if padded else longest, inputs["tail.block_table"].shape[1])
+        shapes = (*table.shape, longest, inputs["tail.block_table"].shape[1])
         made = self._parts.of(lambda: (p, keys, shapes), lambda: _parts(p, keys, shapes, self._device))
         if made is None:
             return None, gain._replace(taken=False, reason="its grids have no room for so many rows")
@@ -190,7 +188,6 @@ class Cascader:
             outputs = {**outputs, "out": outputs["out"]._replace(into=request.out)}
         oracle = functools.partial(_oracle, made.problems, self._accumulate)
         launch = Launch(plan.key, inputs, outputs, oracle, tuple(steps), made.scratch if steps else {})
-        launch.recording = (shapes, keys) if padded else None
         return launch, gain if gain.taken else gain._replace(taken=True, reason="cascade=True")
 
 
@@ -334,10 +331,8 @@ def _packed_in_place(q: Any) -> bool:
     return bool(batch == 1 or rows == 1 or q.strides[0] == rows * q.strides[1])
 
 
-def _inputs(
-    p: AttentionProblem, request: PagedForward, found: SharedPrefixes, rows: Any, size: Callable[[int], int]
-) -> dict[str, Any]:
-    """The operands of a launch. size: what a number of sequences or of columns is padded to."""
+def _inputs(p: AttentionProblem, request: PagedForward, found: SharedPrefixes, rows: Any) -> dict[str, Any]:
+    """The operands of a launch."""
     table: Any = request.block_table
     sizes, pages = np.diff(found.ends), found.pages
     own = np.repeat(pages, sizes)
@@ -347,23 +342,16 @@ def _inputs(
         inputs["q"] = np.ascontiguousarray(request.q)
     if isinstance(request.sinks, np.ndarray):
         inputs["sinks"] = request.sinks.astype(_FLOAT)
-    groups, columns = size(len(pages)), size(int(pages.max()))
-    prefix = np.full((groups, columns), -1, np.int32)
-    kept = np.arange(columns) < pages[:, None]
-    width = min(columns, table.shape[1])
-    prefix[: len(pages), :width] = np.where(kept[:, :width], table[found.ends[:-1], :width], -1)
-    tail = np.full((p.batch, size(max(1, int(held.max())))), -1, np.int32)
+    columns = int(pages.max())
+    prefix = np.where(np.arange(columns) < pages[:, None], table[found.ends[:-1], :columns], -1).astype(np.int32)
+    tail = np.full((p.batch, max(1, int(held.max()))), -1, np.int32)
     at = own[:, None] + np.arange(tail.shape[1])
     kept = np.arange(tail.shape[1]) < held[:, None]
     tail[kept] = np.take_along_axis(table, np.minimum(at, table.shape[1] - 1), axis=1)[kept]
-    lengths = np.zeros(groups, np.int32)
-    lengths[: len(pages)] = pages * p.page_size
-    ends = np.full(groups + 1, p.total_q, np.int32)
-    ends[: len(pages) + 1] = np.concatenate([[0], np.cumsum(rows)])[found.ends]
     return inputs | {
         "prefix.block_table": prefix,
-        "prefix.cache_seqlens": lengths,
-        "prefix.cu_seqlens_q": ends,
+        "prefix.cache_seqlens": (pages * p.page_size).astype(np.int32),
+        "prefix.cu_seqlens_q": np.concatenate([[0], np.cumsum(rows)])[found.ends].astype(np.int32),
         "tail.block_table": tail,
         "tail.cache_seqlens": (request.cache_seqlens - own * p.page_size).astype(np.int32),
     }

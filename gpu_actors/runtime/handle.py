@@ -12,10 +12,9 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gpu_actors.arrays.adopt import with_grad_mode
-from gpu_actors.devices.interface import RecordingStats
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
@@ -95,6 +94,14 @@ def _may_work_directly() -> bool:
     )
 
 
+class RecordingStats(NamedTuple):
+    """Counts of recorded launches: of those made, replayed and dropped. All are 0."""
+
+    recorded: int
+    replayed: int
+    dropped: int
+
+
 class ActorHandle(Local):
     """Submits messages to an actor. Valid across restarts; safe from any thread and loop."""
 
@@ -131,8 +138,8 @@ class ActorHandle(Local):
         return self._cell.mailbox.stats()
 
     def recording_stats(self) -> RecordingStats:
-        """Launches that the device has recorded for this actor, and how often it has replayed them."""
-        return self._cell.open_stream().recording_stats()
+        """Deprecated: no launch is recorded, so all counts are 0 (see `ContextOptions.record_launches`)."""
+        return RecordingStats(0, 0, 0)
 
     def submit(
         self,

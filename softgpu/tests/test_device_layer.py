@@ -1,4 +1,4 @@
-"""The device layer of the package on the driver: operands, order, recordings, memory, failures, what is left behind.
+"""The device layer of the package on the driver: operands, order, memory, failures, what is left behind.
 
 Kernels are of this file; those of the package have tests/gpu.
 """
@@ -74,7 +74,6 @@ class Device:
         into: Any = None,
         *,
         stream: Stream | None = None,
-        recording: str | None = None,
         cleared: bool = True,
     ) -> Event:
         def pack(buffers: Mapping[str, Buffer]) -> bytes:
@@ -96,7 +95,6 @@ class Device:
             (step, step),
             scratch,
             returned=("kept",),
-            recording=recording,
         )
         return (stream or self.stream).launch(launch)
 
@@ -261,24 +259,6 @@ def test_the_default_stream_is_not_waited_for(made: Device) -> None:
     check(made.work(x, y, kept), x, y, kept, before)
     assert runtime.streamQuery(0) == NOT_READY
     runtime.deviceSynchronize()
-
-
-def test_a_recorded_launch_is_replayed_over_new_operands(made: Device) -> None:
-    for seed in range(5):
-        x, y, kept = (floats(10 * seed + n) for n in range(3))
-        before = kept.copy()
-        check(made.work(x, y, kept, recording="work"), x, y, kept, before)
-    assert made.packed == 2
-    assert made.stream.recording_stats()[:2] == (1, 4)
-
-
-def test_recorded_launches_at_once_have_records_of_their_own(made: Device) -> None:
-    control.slow_copy(0.1)
-    operands: Any = [[floats(10 * seed + n) for n in range(3)] for seed in range(4)]
-    before = [kept.copy() for *_, kept in operands]
-    events = [made.work(*arrays, recording="work") for arrays in operands]
-    for event, (x, y, kept), old in zip(events, operands, before, strict=True):
-        check(event, x, y, kept, old)
 
 
 def test_streams_do_not_mix_their_memory(made: Device) -> None:

@@ -172,6 +172,14 @@ def test_a_tilde_is_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ga.ContextOptions().cache_path is None
 
 
+def test_the_option_of_recordings_is_deprecated_and_says_what_to_use() -> None:
+    with pytest.warns(DeprecationWarning, match=r"flash_attn\.prepare") as warned:
+        options = ga.ContextOptions(record_launches=True)
+    assert warned[0].filename == __file__
+    with ga.open_context("mock", options) as ctx:
+        assert tuple(ctx.flash_attn.recording_stats()) == (0, 0, 0)
+
+
 def test_a_backoff_never_outgrows_its_ceiling() -> None:
     policy = ga.RestartPolicy(max_restarts=10**6, backoff_factor=1e300, backoff_max=7.0)
     assert policy.delay(5000) == 7.0

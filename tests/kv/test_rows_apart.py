@@ -125,7 +125,7 @@ def test_requests_that_rotate_apart_share_a_launch() -> None:
     x = rng.standard_normal((6, 1, 3, HEADS, DIM)).astype(np.float32)
     places = [np.array([index, 2 * index], np.int32) for index in range(6)]
     answers = []
-    for options in (ga.ContextOptions(coalesce_delay_us=200_000, record_launches=True), ga.ContextOptions()):
+    for options in (ga.ContextOptions(coalesce_delay_us=200_000), ga.ContextOptions()):
         with (
             ga.open_context("mock", options) as ctx,
             ctx.kv_cache(num_blocks=64, page_size=5, kv_heads=HEADS, head_dim=DIM, dtype="float32") as cache,

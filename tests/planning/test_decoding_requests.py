@@ -75,7 +75,7 @@ def test_requests_behind_padding_share_a_launch() -> None:
     pool = [case.operands() for case in cases]
     k, v = (np.concatenate([operands[name] for operands in pool]) for name in ("k_cache", "v_cache"))
     starts = np.cumsum([0, *(len(operands["k_cache"]) for operands in pool)])
-    with ga.open_context("mock", ga.ContextOptions(coalesce_delay_us=200_000, record_launches=True)) as mock:
+    with ga.open_context("mock", ga.ContextOptions(coalesce_delay_us=200_000)) as mock:
         replies = []
         for operands, start in zip(pool, starts[:-1], strict=True):
             table = np.where(operands["block_table"] < len(k), operands["block_table"] + start, -1).astype(np.int32)

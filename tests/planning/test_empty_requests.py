@@ -177,15 +177,6 @@ def test_requests_over_caches_may_be_empty_and_need_no_kernel(asker: Asker) -> N
     assert not asker.kernels()
 
 
-def test_recorded_steps_may_be_empty() -> None:
-    asker = Asker("mock", record_launches=True)
-    with asker.opener as ctx:
-        pool = asker.ones(3, 8, HEADS, DIM)
-        for given, _ in empty_requests(asker):
-            found = ctx.flash_attn.paged_forward(k_cache=pool, v_cache=pool, **given).result(60)
-            assert found.out.shape == given["q"].shape
-
-
 def test_no_rows_are_appended_and_attended_to(asker: Asker) -> None:
     pages: dict[str, Any] = {"num_blocks": 4, "page_size": 8, "kv_heads": HEADS, "head_dim": DIM}
     rows = asker.ones

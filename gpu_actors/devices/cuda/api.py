@@ -126,20 +126,8 @@ class CudaApi(Protocol):
         operands: all memory that it may touch, for the emulated device alone.
         """
 
-    def begin_capture(self, stream: int) -> None:
-        """Record the work that this thread enqueues on the stream from now on, instead of running it."""
-
     def is_capturing(self, stream: int) -> bool:
         """Whether work for the stream is recorded now, by whatever began it."""
-
-    def end_capture(self, stream: int) -> int:
-        """The record as a graph that can be launched."""
-
-    def launch_graph(self, graph: int, stream: int) -> None:
-        """Enqueue the recorded work."""
-
-    def destroy_graph(self, graph: int) -> None:
-        """Free a graph. All launches of it must have ended."""
 
     # Order
 

@@ -146,29 +146,8 @@ class CupyApi:
         return encode_tensor_map(tensor_map)
 
     @_checked
-    def begin_capture(self, stream: int) -> None:
-        # Of this thread alone: other threads may make calls meanwhile, such as allocations.
-        runtime.streamBeginCapture(stream, runtime.streamCaptureModeThreadLocal)
-
-    @_checked
     def is_capturing(self, stream: int) -> bool:
         return bool(runtime.streamIsCapturing(stream))
-
-    @_checked
-    def end_capture(self, stream: int) -> int:
-        graph = runtime.streamEndCapture(stream)
-        try:
-            return int(runtime.graphInstantiate(graph))
-        finally:
-            runtime.graphDestroy(graph)
-
-    @_checked
-    def launch_graph(self, graph: int, stream: int) -> None:
-        runtime.graphLaunch(graph, stream)
-
-    @_checked
-    def destroy_graph(self, graph: int) -> None:
-        runtime.graphExecDestroy(graph)
 
     @_checked
     def create_event(self) -> int:

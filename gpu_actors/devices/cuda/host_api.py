@@ -111,7 +111,7 @@ class HostFunction:
 
 
 class HostApi(ABC):
-    """Streams, events, graphs, copies and page-locked memory.
+    """Streams, events, copies, page-locked memory, and graphs as a program captures them on its own streams.
 
     order: when a thread of this device runs the work. "eager": as soon as it may, the streams in turns. "late": once
         another thread waits for an event or asks for it, one stream as far as it goes. "random": after delays, any

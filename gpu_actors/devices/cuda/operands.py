@@ -194,17 +194,14 @@ class Placement:
 
     @classmethod
     def of(
-        cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], *, arms: bool, emulated: bool = False
+        cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], *, emulated: bool = False
     ) -> Placement:
-        """arms: whether scratch that is left as 0 lies in the stream's own memory.
-
-        Raises `InvalidRequest` for an array in other memory, and `LaunchError`.
-        """
+        """Raises `InvalidRequest` for an array in other memory, and `LaunchError`."""
         placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch), emulated)
         up, both, down, inner = BlockLayout(), BlockLayout(), BlockLayout(), BlockLayout()
         placement._place_inputs(launch, up, both, inner)
         placement._place_outputs(launch, down)
-        placement._place_scratch(launch.scratch, up, inner, arms)
+        placement._place_scratch(launch.scratch, up, inner)
         placement._lay_out(up.size, both.size, down.size, inner.size)
         return placement
 
@@ -246,16 +243,14 @@ class Placement:
             if spec.zero and 0 not in spec.shape:
                 self.cleared.append(name)
 
-    def _place_scratch(
-        self, scratch: Mapping[str, ScratchSpec], up: BlockLayout, inner: BlockLayout, arms: bool
-    ) -> None:
+    def _place_scratch(self, scratch: Mapping[str, ScratchSpec], up: BlockLayout, inner: BlockLayout) -> None:
         rearmed = BlockLayout()
         for name, spec in scratch.items():
             dtype = dtype_of(spec.dtype)
             nbytes = math.prod(spec.shape) * dtype.itemsize
             if nbytes == 0 and not self.emulated:
                 self.empty[name] = _buffer(0, spec.shape, dtype)
-            elif spec.rearmed and arms and rearmed.size + nbytes <= StreamMemory.ARMED:
+            elif spec.rearmed and rearmed.size + nbytes <= StreamMemory.ARMED:
                 self.armed.append(_place(name, spec, rearmed))
             elif spec.contents is not None:
                 self.late.append((_place(name, spec, up), spec))
@@ -370,8 +365,8 @@ class Operands:
         "producers",
     )
 
-    def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory | None) -> None:
-        """memory: of the stream. None: the launch has memory of its own, and uses none that others leave as 0."""
+    def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory) -> None:
+        """memory: of the stream."""
         self.producers: set[int] = set()
         self._pools = pools
         self._launch: Launch | None = launch
@@ -472,21 +467,12 @@ class Operands:
             self._results[place.name] = into
         return self._results
 
-    def rebind(self, launch: Launch) -> None:
-        """Stage the operands of another launch of the same kind, and write its outputs from now on."""
-        self._launch, self._results = launch, {}
-        self._fill_staging(launch)
-
     def restage(self, launch: Launch) -> None:
         """Stage what another launch of the same kind reads from the host. What was uploaded before must be there."""
         for place in self._placement.uploads:
             if launch.inputs[place.name].shape != place.shape:
                 raise LaunchError(f"operand {place.name!r} has another shape than the one whose place it takes")
         self._fill_staging(launch)
-
-    def forget(self) -> None:
-        """Let go of the launch's arrays, and retain the memory for `rebind`."""
-        self._launch, self._results = None, {}
 
     def release(self) -> None:
         """Free the memory. No enqueued work may use it any more."""
@@ -519,20 +505,20 @@ class Operands:
                 self.producers.add(array.stream)
         return found
 
-    def _allocate(self, memory: StreamMemory | None) -> None:
+    def _allocate(self, memory: StreamMemory) -> None:
         placement = self._placement
         if pieces := placement.pieces:
-            self._memory = DeviceMemory(self._pools, *pieces) if memory is None else memory.block(pieces)
+            self._memory = memory.block(pieces)
         if placement.staged_in:
             self._staging_in = self._pools.acquire_staging(placement.staged_in)
         if placement.staged_out:
             self._staging_out = self._pools.acquire_staging(placement.staged_out)
 
-    def _bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: StreamMemory | None) -> Bound:
+    def _bind(self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: StreamMemory) -> Bound:
         placement = self._placement
         pieces = () if self._memory is None else self._memory.addresses
         armed: tuple[int, ...] = ()
-        if placement.armed and memory is not None:
+        if placement.armed:
             self._armed = memory.armed(placement.armed_pieces)
             armed = self._armed.memory.addresses
         self._fixed, self._names = (*pieces, *armed), tuple(on_device)

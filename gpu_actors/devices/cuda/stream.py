@@ -21,19 +21,16 @@ from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory, first_on_device
-from gpu_actors.devices.cuda.recorded import RecordedLaunch, capture
 from gpu_actors.devices.interface import (
     Event,
     FinishedEvent,
     Launch,
     Outputs,
-    RecordingStats,
     Series,
     Step,
     Steps,
     Stream,
 )
-from gpu_actors.devices.recorded import Recordings, recording_key
 from gpu_actors.errors import ActorStopped, GpuActorsError, InvalidRequest, LaunchError
 
 __all__ = ["CudaEvent", "CudaStream", "Flight"]
@@ -104,7 +101,6 @@ class CudaStream(Stream):
         self._memory_lock = threading.Lock()  # callers' threads take memory, and any thread gives it back
         self._open: set[CudaSeries] = set()
         self.dropped: deque[CudaSeries] = deque()
-        self.recordings: Recordings[RecordedLaunch] = Recordings(lambda record: record.drop(driver))
         # Held while work is enqueued, so that the stream is not destroyed meanwhile.
         self._lock = threading.Lock()
 
@@ -114,14 +110,7 @@ class CudaStream(Stream):
         self._end_dropped()
         with self._lock:
             self._reap()
-        key = recording_key(launch)
-        if key is not None:
-            return self._launch_recorded(key, launch)
-        operands = Operands(self._pools, launch, self._placement(launch), self._memory)
-        return self._submit(operands, operands.bound.kernels, lambda api, stream: _compute(api, stream, operands))
-
-    def recording_stats(self) -> RecordingStats:
-        return self.recordings.stats()
+        return self._submit(Operands(self._pools, launch, self._placement(launch), self._memory))
 
     def series(self) -> Series:
         return CudaSeries(self)
@@ -140,7 +129,6 @@ class CudaStream(Stream):
 
     def retire(self) -> bool:
         """Destroy the closed stream if nothing is in flight. Never blocks. True once it is destroyed."""
-        self.recordings.close()
         with self._lock:
             if self._driver.lost:
                 return False
@@ -166,51 +154,13 @@ class CudaStream(Stream):
             known = steps.placement
             if isinstance(known, Placement) and known.fits(launch, self):
                 return known
-        placement = self._place(launch, arms=True)
+        emulated = self._driver.api.emulation is not None
+        placement = Placement.of(launch, self, _checked(self._driver, launch), emulated=emulated)
         if isinstance(steps, Steps):
             steps.placement = placement
         return placement
 
-    def _place(self, launch: Launch, arms: bool) -> Placement:
-        emulated = self._driver.api.emulation is not None
-        return Placement.of(launch, self, _checked(self._driver, launch), arms=arms, emulated=emulated)
-
-    def _launch_recorded(self, key: Hashable, launch: Launch) -> Event:
-        recorded = self.recordings.acquire(key)
-        if recorded is None:
-            recorded = self._record(key, launch)
-        else:
-            recorded.rebind(launch)
-        graph = recorded.graph
-        return self._submit(recorded, (), lambda api, stream: api.launch_graph(graph, stream))
-
-    def _record(self, key: Hashable, launch: Launch) -> RecordedLaunch:
-        """Record a launch as a graph, with its own memory for the launch's operands."""
-        driver, api = self._driver, self._driver.api
-        placement = self._place(launch, arms=False)
-        operands = Operands(self._pools, launch, placement, None)
-        try:
-            with self._lock:
-                if self._closed or self.handle is None:
-                    raise self._stopped()
-                stream = self.handle
-
-                def enqueue() -> None:
-                    _compute(api, stream, operands)
-
-                _prepare(api, operands.bound.kernels)
-                graph = capture(driver, stream, enqueue)
-        except CudaFailure as failure:
-            operands.release()
-            raise driver.failed(failure) from failure
-        except BaseException:
-            operands.release()
-            raise
-        return RecordedLaunch(key, graph, placement.functions, operands, self.recordings)
-
-    def _submit(
-        self, operands: Operands | RecordedLaunch, kernels: Kernels, enqueue: Callable[[CudaApi, int], None]
-    ) -> Event:
+    def _submit(self, operands: Operands) -> Event:
         """Enqueue a launch between the waits for its producers and the record of its event."""
         driver, api = self._driver, self._driver.api
         flight = Flight(driver, self.name, operands, self._events)
@@ -223,7 +173,7 @@ class CudaStream(Stream):
                 raise self._stopped()
             try:
                 flight.event = self._events.take()
-                _prepare(api, kernels)
+                _prepare(api, operands.bound.kernels)
             except CudaFailure as failure:
                 error = driver.failed(failure)
                 flight.release()
@@ -234,7 +184,7 @@ class CudaStream(Stream):
             try:
                 for producer in operands.producers:
                     self._events.order_after(producer, self.handle)
-                enqueue(api, self.handle)
+                _compute(api, self.handle, operands)
                 api.record_event(flight.event, self.handle)
             except CudaFailure as failure:
                 error = driver.failed(failure)
@@ -685,7 +635,7 @@ class Flight:
             self._events.put_back(self.event)
 
 
-_Work: TypeAlias = Operands | RecordedLaunch | CudaSeries | _Held
+_Work: TypeAlias = Operands | CudaSeries | _Held
 """What a flight holds."""
 
 

@@ -1,6 +1,6 @@
 """EmulatedApi: the driver of a `CudaDevice` that runs the project's own .cu kernels on the CPU.
 
-Staging, flights, recordings, modules and closing are those of CUDA. Only the compiler and the processor differ. Every
+Staging, flights, modules and closing are those of CUDA. Only the compiler and the processor differ. Every
 operand has memory of its own, which ends at an inaccessible page, and outputs begin as NaN, so an access out of bounds
 shows.
 """

@@ -9,4 +9,3 @@ from gpu_actors.planning.cascade import prefix_problem, tail_problem
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.kernel_store import KernelStore
 from gpu_actors.planning.merging import join, joining_kind, merge, merge_key
-from gpu_actors.planning.shape_buckets import bucket, pad_request

@@ -1,7 +1,7 @@
 """What is imported while requests are answered, as JSON: python launch_imports.py DEVICE FOLDER
 
 Every kind of request is made of a context on ``mock``, ``emulated`` or ``cuda``, which here has a fake driver, and
-cubins that no compiler made. They are cached in FOLDER. Launches are plain in a first context, and recorded in another.
+cubins that no compiler made. They are cached in FOLDER.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> int:
         imported[name] = sorted(set(sys.modules) - known)
         known.update(sys.modules)
 
-    with ga.open_context(spec, ga.ContextOptions(record_launches=False, qualify="off")) as ctx:
+    with ga.open_context(spec, ga.ContextOptions(qualify="off")) as ctx:
         known.update(sys.modules)
         for name, ask in requests(ctx).items():
             ask().result(120)
@@ -168,12 +168,6 @@ def main() -> int:
             after("build")
             own_kernel(ctx)
             after("own kernel")
-    with ga.open_context(spec, ga.ContextOptions(record_launches=True, qualify="off")) as ctx:
-        known.update(sys.modules)
-        for _ in range(2):
-            for name, ask in requests(ctx).items():
-                ask().result(120)
-                after(f"recorded {name}")
     sys.stdout.write(json.dumps(imported) + "\n")
     return 0
 
