@@ -381,7 +381,7 @@ class Device(ABC):
     def load(self, cubin: Cubin, entry: str) -> Kernel:
         """Load an entry point. Loading a cubin again is cheap while a kernel of it is alive. Raises `LaunchError`.
 
-        The device may unload it once no `Kernel`, launch or recording refers to it.
+        The device may unload it once no `Kernel`, launch or capture refers to it.
         """
 
     @abstractmethod
