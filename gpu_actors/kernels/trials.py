@@ -9,13 +9,17 @@ allows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpu_actors.attention.problem import FLAGS, AttentionProblem, DispatchKey
 from gpu_actors.kernels.tiles import Tile
 
-__all__ = ["Trial", "batch_trials", "cache_trials", "example_of"]
+__all__ = ["BROKEN", "Trial", "batch_trials", "cache_trials", "crowded_trials", "example_of"]
+
+BROKEN = -1
+"""In the place of a sequence's keys: a length that contradicts the cache, whose rows are answered with NaN."""
 
 
 class Trial(NamedTuple):
@@ -99,6 +103,8 @@ _PACKED = ((37, 2), (67, 2), (11, 2), (5, 3), (3, 2), (1, 3))
 _PINNED = ((3, 37), (2, 67), (3, 22), (5, 15), (3, 6), (3, 3))
 _SPLITS = 3
 _PAGES = (16, 64)  # keys, which every kernel takes that takes pages of more than one key
+_CROWD = 258  # sequences: more than decode_plan has threads
+_CROWDED = ((1, 3), (1, 22))  # as those above; with more rows a tile the oracle would take too long
 
 
 def cache_trials(
@@ -108,30 +114,57 @@ def cache_trials(
 
     tile: of the key. row_tile: of the family.
     """
-    heads: dict[str, Any] = {"heads_kv": 1 if key.latent else _HEADS_KV}
-    problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
-    keys = min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS)
+    own, pinned = _over_caches(key, tile)
+    lengths = [min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS), tile.block_n, 1, 0, 2 * tile.block_n - 3]
     if row_tile is None:
-        yield _cached(problem, tile.block_m + 9, 2, keys, tile, _PAGES[1])
-        yield _cached(other, tile.block_m - 9, 2, tile.block_n + 30, tile, _PAGES[0])
+        yield _cached(own, tile.block_m + 9, 2, lengths, _PAGES[1])
+        lengths[0] = tile.block_n + 30
+        yield _cached(pinned, tile.block_m - 9, 2, lengths, _PAGES[0])
         return
-    own_splits, pinned_splits = (problem, 0, _PACKED, _PAGES[0]), (other, _SPLITS, _PINNED, _PAGES[1])
-    for posed, splits, sizes, page_size in (own_splits, pinned_splits):
-        for rows, ratio in _PINNED if key.layout == "pointers" else sizes:
-            own = 1 if key.layout == "pointers" else rows
-            trial = _cached(dataclasses.replace(posed, num_splits=splits), own, ratio, keys, tile, page_size)
-            if row_tile(trial.problem) == key.row_tile:
-                yield trial
-                break
+    # What a kernel splits is checked on the device, where lengths may lie.
+    lengths.append(BROKEN)
+    packed = _PINNED if key.layout == "pointers" else _PACKED
+    yield from _of_row_tile(key, own, packed, lengths, _PAGES[0], row_tile)
+    pinned = dataclasses.replace(pinned, num_splits=_SPLITS)
+    yield from _of_row_tile(key, pinned, _PINNED, lengths, _PAGES[1], row_tile)
 
 
-def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: int, tile: Tile, page_size: int) -> Trial:
-    lengths = [(rows, length) for length in (keys, tile.block_n, 1, 0, 2 * tile.block_n - 3)]
-    if problem.varlen_q:
-        lengths = [(own, length) for own, (_, length) in zip((rows, 1, 0, rows, rows), lengths, strict=True)]
+def crowded_trials(key: DispatchKey, tile: Tile, row_tile: Callable[[AttentionProblem], int]) -> Iterator[Trial]:
+    """Of the kernel that splits the work on the device: so many sequences that a thread counts several."""
+    problem = dataclasses.replace(next(_over_caches(key, tile)), heads_kv=1 if key.latent else _HEADS_KV + 1)
+    yield from _of_row_tile(key, problem, _CROWDED, [1, 2, 3] * (_CROWD // 3), _PAGES[0], row_tile)
+
+
+def _over_caches(key: DispatchKey, tile: Tile) -> Iterator[AttentionProblem]:
+    """Two problems with a key's options, of other values."""
+    for others in (False, True):
+        problem = _with_options(key, tile, others)
+        yield dataclasses.replace(problem, heads_kv=1 if key.latent else _HEADS_KV)
+
+
+def _of_row_tile(
+    key: DispatchKey,
+    problem: AttentionProblem,
+    sizes: Sequence[tuple[int, int]],
+    lengths: Sequence[int],
+    page_size: int,
+    row_tile: Callable[[AttentionProblem], int],
+) -> Iterator[Trial]:
+    """The trial of the first sizes whose rows fill the key's tile."""
+    for rows, ratio in sizes:
+        trial = _cached(problem, 1 if key.layout == "pointers" else rows, ratio, lengths, page_size)
+        if row_tile(trial.problem) == key.row_tile:
+            yield trial
+            return
+
+
+def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: Sequence[int], page_size: int) -> Trial:
+    """keys: of each sequence."""
+    pattern = (rows, 1, 0, rows, rows) if problem.varlen_q else (rows,)
+    lengths = list(zip(itertools.cycle(pattern), keys, strict=False))
     batch, total_q = len(lengths), sum(own for own, _ in lengths)
     sizes: dict[str, Any] = {"batch": batch, "seqlen_q": rows, "total_q": total_q, "heads_q": ratio * problem.heads_kv}
-    longest = max(length for _, length in lengths) + (problem.cache_leftpad * _TAIL)
+    longest = max(keys) + (problem.cache_leftpad * _TAIL)
     capacity, total_k = longest + 7, batch * (longest + 7)
     if problem.page_size:
         page_size = 1 if problem.page_size == 1 else page_size

@@ -18,11 +18,12 @@ from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device
 from gpu_actors.kernels.decode_mma import PLAN
 from gpu_actors.kernels.decode_sm90 import DECODE_SM90
+from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import dispatch_key, family_of, program_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Target, Values
 from gpu_actors.kernels.support import ELEMENTS
-from gpu_actors.kernels.trials import Trial
+from gpu_actors.kernels.trials import BROKEN, Trial, crowded_trials
 from gpu_actors.kernels.variants import variants_of
 from gpu_actors.qualification.experiment import Experiment, poisoned, random_of
 from gpu_actors.reference import ReferenceGradients, attention_backward, attention_forward
@@ -35,6 +36,7 @@ MULTIPROCESSORS = 4
 """That a trial's work is split for: a few ranges show every way of splitting, on every machine the same."""
 
 _SEED = 0x5EED_0DD5
+_LARGE = 1024.0  # a dS of a dO and a V times that is beyond float16 over up to 4000 keys
 _RISE = 20.0  # of the scores from the first key to the last: every tile has a new largest one
 _WEIGHTS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e4m3fn"}
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -60,7 +62,10 @@ def attention_experiments(variant: Variant, device: Device) -> Iterator[Experime
         main = dataclasses.replace(key, kernel=family.name)
         if key.row_tile not in family.row_tiles:
             continue
-        for trial in family.trials(main):
+        trials = list(family.trials(main))
+        if key.kernel == PLAN and family.row_tile is not None:
+            trials += crowded_trials(main, decode_tile(main).tile, family.row_tile)
+        for trial in trials:
             own_trial = trial._replace(lengths_on_host=key.kernel != PLAN)
             experiment = (
                 None if family.refusal(trial.problem, key.arch) else _experiment(own_trial, family, device, key)
@@ -80,7 +85,7 @@ def _experiment(trial: Trial, family: KernelFamily, device: Device, example: Dis
     data = _Data(problem, trial.lengths)
     inputs = dict(data.operands)
     if program.split is not None:
-        inputs |= program.split(inputs["cache_seqlens"], inputs.get("cu_seqlens_q"))
+        inputs |= program.split(data.counted, inputs.get("cu_seqlens_q"))
     weights = _WEIGHTS.get(problem.dtype) if family.name == "forward_sm90" else None
     answer = _Gradients(data) if problem.direction == "backward" else _Outputs(data, weights)
     values = Values(data.seed)
@@ -107,7 +112,8 @@ class _Data:
 
     def __init__(self, problem: AttentionProblem, lengths: tuple[tuple[int, int], ...]) -> None:
         self.problem = p = problem
-        self.lengths = lengths
+        self.broken = [keys == BROKEN for _, keys in lengths]
+        self.lengths = lengths = tuple((rows, max(0, keys)) for rows, keys in lengths)
         # The same numbers in every process: the text of a problem has no address in it.
         self.rng = rng = np.random.default_rng(zlib.crc32(p.repro().encode()))
         self.seed: int = _SEED if p.dropout_p else 0
@@ -125,6 +131,7 @@ class _Data:
             np.concatenate([[0], np.cumsum(column)]).astype(np.int32) for column in zip(*lengths, strict=True)
         )
         self._add_nan()
+        self.large = self._enlarge()
         self.options: dict[str, Any] = self._options()
         self.unseen, self.blind = self._unseen()
         self.operands: dict[str, Any] = {name: self.options[name] for name in _ARRAYS if name in self.options}
@@ -148,6 +155,16 @@ class _Data:
         """q, k and v as they are multiplied."""
         return (self.q, self.k, self.v) if self.compute is None else round_inputs(self.q, self.k, self.v, self.compute)
 
+    @functools.cached_property
+    def counted(self) -> Any:
+        """The keys of each sequence that its rows see, int32."""
+        return np.array([keys for _, keys in self.lengths], np.int32)
+
+    def broken_rows(self) -> Iterator[slice]:
+        """The packed rows of each sequence whose length contradicts the cache."""
+        for index in np.flatnonzero(self.broken):
+            yield slice(*self.ends_q[index : index + 2])
+
     def _add_nan(self) -> None:
         """Two values that are NaN, of one sequence and head: rows whose result is not finite are computed apart.
 
@@ -159,6 +176,25 @@ class _Data:
         own = self.v[self.ends_k[index] : self.ends_k[index + 1], 0]
         own[len(own) // 2, min(3, p.head_dim_v - 1)] = np.nan
         own[-2:-1, -1] = np.nan  # in the last tile, which a mask cuts
+
+    def _enlarge(self) -> list[tuple[slice, slice]]:
+        """Make dS of two sequences, of a KV head each, more than float16 holds: which gradients then have large dO.
+
+        Their V is large. Their Q and K are small, so that no gradient but dS leaves float16. That of a bias is dS.
+        """
+        p = self.problem
+        if p.direction == "forward" or p.dtype != "float16" or (p.dbias and p.bias and p.bias[0] == p.dtype):
+            return []
+        usual = [index for index, (rows, keys) in enumerate(self.lengths) if rows and keys > 1]
+        group, found = p.gqa_ratio, []
+        for index, head in ((usual[0], p.heads_kv - 1), (usual[-1], 0)):
+            rows = slice(*self.ends_q[index : index + 2]), slice(head * group, (head + 1) * group)
+            keys = slice(*self.ends_k[index : index + 2]), head
+            self.q[rows] *= np.float16(1 / _LARGE)
+            self.k[keys] *= np.float16(1 / _LARGE)
+            self.v[keys] *= np.float16(_LARGE)
+            found.append(rows)
+        return found
 
     def _rising(self, q: Any, k: Any) -> tuple[Any, Any]:
         """Scores of every second sequence rise with the key, so that each tile has a new maximum."""
@@ -256,8 +292,10 @@ class _Data:
             if p.tree_mask:
                 self.operands["tree_mask"] = self.options["tree_mask"].reshape(batch, p.seqlen_q)
         padding = (3 * np.arange(batch) % 14 if p.cache_leftpad else np.zeros(batch)).astype(np.int32)
-        lengths = np.array([keys for _, keys in self.lengths], np.int32)
-        self.operands |= {"q": q, "cache_seqlens": lengths + padding}
+        lengths = self.counted
+        # A length is less than nothing where the kernel decides the splits, and more than the capacity elsewhere.
+        told = np.where(self.broken, p.seqlen_k + 1 if p.num_splits else -1, lengths + padding)
+        self.operands |= {"q": q, "cache_seqlens": told.astype(np.int32)}
         if p.cache_leftpad:
             self.operands["cache_leftpad"] = padding
         sides = {"k": self.k} if p.latent else {"k": self.k, "v": self.v}
@@ -312,7 +350,10 @@ class _Outputs:
 
     @functools.cached_property
     def _reference(self) -> Any:
-        return attention_forward(*self._data.rounded, with_magnitude=True, **self._data.options)
+        found = attention_forward(*self._data.rounded, with_magnitude=True, **self._data.options)
+        for rows in self._data.broken_rows():
+            found.out[rows], found.lse[:, rows] = np.nan, np.nan
+        return found
 
     @property
     def answer(self) -> Mapping[str, Any]:
@@ -336,6 +377,10 @@ class _Outputs:
             if lse is not None:
                 lse = lse if lse.ndim == 2 else lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
                 lse = lse[:, :count]
+            for rows in data.broken_rows():
+                _check_written("out", out[rows])
+                if lse is not None:
+                    _check_written("lse", lse[:, rows])
         assert_output_close(out, lse, self._reference, bounds)
         if p.score_max and p.score_sum_exp and not p.sinks and not data.packed:
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -363,6 +408,7 @@ class _Gradients:
         self._out = _cast(result.out, p.out_dtype)
         self._lse = result.lse.astype(p.lse_dtype)
         self._dout = random_of(data.rng, self._out.shape, p.out_dtype)
+        self._enlarge()
         out, dout, lse = self._out.copy(), self._dout.copy(), self._lse
         for array in (out, dout):
             array[data.blind.reshape(array.shape[:-2])] = np.nan
@@ -376,6 +422,14 @@ class _Gradients:
             if of is not None and (name != "dbias" or p.dbias):
                 shape = (1, *of.shape[1:]) if name[1:] in p.summed else of.shape
                 self.written[name] = poisoned(shape, of.dtype.name)
+
+    def _enlarge(self) -> None:
+        """Make dO large where V is. A row that is NaN there has no say in how dS of its neighbours is scaled."""
+        for rows, heads in self._data.large:
+            packed = self._dout.reshape(-1, *self._dout.shape[-2:])
+            packed[rows, heads] *= np.float16(_LARGE)
+        if self._data.large:
+            packed[(rows.start + rows.stop) // 2, heads.start] = np.nan
 
     @functools.cached_property
     def _expected(self) -> tuple[Any, Any]:
@@ -433,3 +487,9 @@ def _laid_out(array: Any, shape: tuple[int, ...]) -> Any:
 def _check_untouched(name: str, rows: Any) -> None:
     bits = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
     assert (bits == 0xFF).all(), f"{name} was written behind the last row of the last sequence"
+
+
+def _check_written(name: str, rows: Any) -> None:
+    """Of rows that are NaN, as all is that no kernel has written."""
+    bits = np.ascontiguousarray(rows)[..., None].view(np.uint8)
+    assert not (bits == 0xFF).all(axis=-1).any(), f"{name} was not written where a length contradicts the cache"

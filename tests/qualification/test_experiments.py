@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from cases.matrix_variants import first_variant
 from cases.proofs import MERGES, ORDERS, device_of, prove, proved_alone
@@ -107,6 +108,36 @@ def test_a_kernel_with_a_graphs_modification_and_one_of_a_users_are_not_proved()
     own = Variant.of(ga.KernelSource("f.cu", 'extern "C" __global__ void f() {}', ("f",)), "sm_80")
     assert not is_proved(own)
     assert not is_proved(scored)
+
+
+def test_a_length_that_contradicts_the_cache_is_answered_with_nan_that_is_written() -> None:
+    key = next(key for key in standard_variants("sm_80") if key.kernel == "decode_mma")
+    for experiment in experiments_of(variant_of(dataclasses.replace(key, lse=True)), device_of("sm_80")):
+        lengths = experiment.inputs["cache_seqlens"]
+        assert sum((lengths < 0) | (lengths > experiment.problem.seqlen_k)) == 1
+        answer = {name: experiment.answer()[name].astype(array.dtype) for name, array in experiment.written.items()}
+        experiment.check(answer)
+        for name, array in answer.items():
+            left = np.where(np.isnan(array), experiment.written[name], array)
+            with pytest.raises(AssertionError, match=f"{name} was not written"):
+                experiment.check({**answer, name: left})
+
+
+def test_what_splits_work_on_the_device_has_more_sequences_than_threads() -> None:
+    splits = [variant_of(key) for key in standard_variants("sm_80") if key.kernel == PLAN and key.row_tile == 16]
+    assert splits
+    for variant in splits:
+        assert any(one.problem.batch > 256 for one in experiments_of(variant, device_of("sm_80")))
+
+
+def test_gradients_of_float16_have_products_beyond_it() -> None:
+    keys = [key for key in usual_backward_keys("sm_80") if key.kernel == "backward_mma"]
+    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
+    for key in keys:
+        for experiment in experiments_of(variant_of(key), device_of("sm_80")):
+            dout, v = (experiment.inputs[name].astype(float) for name in ("dout", "v"))
+            largest = np.nanmax(np.abs(dout)) * np.nanmax(np.abs(v)) / experiment.problem.seqlen_k
+            assert (largest > np.finfo(np.float16).max / 16) == (key.dtype == "float16"), largest
 
 
 def test_data_are_the_same_in_every_process() -> None:
