@@ -42,11 +42,9 @@ def pretend(
     def get_attribute(attribute: int, index: int) -> int:
         if isinstance(capability, Exception):
             raise capability
-        return capability[attribute]
+        return capability[(75, 76).index(attribute)]  # of cudaDeviceAttr, where CuPy names neither
 
     runtime = ModuleType("cupy.cuda.runtime")
-    runtime.cudaDevAttrComputeCapabilityMajor = 0  # type: ignore[attr-defined]
-    runtime.cudaDevAttrComputeCapabilityMinor = 1  # type: ignore[attr-defined]
     runtime.deviceGetAttribute = get_attribute  # type: ignore[attr-defined]
     runtime.getDeviceCount = get_device_count  # type: ignore[attr-defined]
     cuda = ModuleType("cupy.cuda")

@@ -28,6 +28,9 @@ __all__ = ["CudaDevice", "attention_obstacle", "cuda_usable"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
+_CAPABILITY = 75, 76
+"""cudaDevAttrComputeCapabilityMajor and -Minor, which CuPy does not name."""
+
 
 def cuda_usable(index: int = 0) -> str | None:
     """None if device ``index`` can be used, else why not, in a sentence. Never raises."""
@@ -59,10 +62,7 @@ def attention_obstacle(index: int = 0) -> str | None:
     from cupy.cuda import runtime
 
     try:
-        major, minor = (
-            runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttrComputeCapability{part}"), index)
-            for part in ("Major", "Minor")
-        )
+        major, minor = (runtime.deviceGetAttribute(attribute, index) for attribute in _CAPABILITY)
     except Exception as error:
         return f"CUDA does not say what cuda:{index} is: {error}"
     if 10 * major + minor >= FIRST_CAPABILITY:
