@@ -88,7 +88,8 @@ def _on_gpu(device: str, options: ContextOptions) -> Iterator[Opened]:
 
     index = int(device.partition(":")[2] or 0)
     opening = RecordingContext(device, options)
-    with cupy.cuda.Device(index), opening as context:
+    # The context first: where the device cannot be used, its error says what to do, and CuPy's does not.
+    with opening as context, cupy.cuda.Device(index):
         inner = opening.recorder.inner
         assert isinstance(inner, CudaDevice)
         stream = inner.open_stream("bench")

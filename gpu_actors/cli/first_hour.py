@@ -50,7 +50,9 @@ _LOST = (
     "look for Xid errors in dmesg, then run this again; if the device is lost again, restart the machine or use "
     "another GPU, and report the file of --bundle FILE"
 )
-_MEMORY = "end other programs that use the GPU (nvidia-smi lists them), and run this again"
+_MEMORY = (
+    "end other programs that use the GPU (nvidia-smi lists them) or use a larger GPU or MIG slice, and run this again"
+)
 _FAILED = "gpu-actors doctor says what is missing here; if nothing is, report the file of --bundle FILE"
 _SLOW = (
     "see that no other program uses the GPU and that its clocks are not limited (nvidia-smi -q -d PERFORMANCE), and "

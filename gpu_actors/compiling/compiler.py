@@ -17,6 +17,7 @@ from gpu_actors.compiling.headers import include_closure, toolkit_closure
 from gpu_actors.compiling.source import Cubin, FrozenMap, KernelSource, parse_resources
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc, supported_archs
 from gpu_actors.errors import CompileError, Unsupported
+from gpu_actors.extras import cuda_hint
 
 __all__ = ["CompileInputs", "Compiler", "compile_inputs", "elf_sections", "supported_archs", "whole_cubin"]
 
@@ -156,6 +157,11 @@ def _missing_header(name: str, headers: Iterable[str]) -> str:
     alike = [other for other in headers if posixpath.basename(other) == posixpath.basename(name)]
     if alike:
         return f'header "{name}" is missing: headers are named in full, did you mean "{alike[0]}"?'
+    toolchain = find_toolchain()
+    if toolchain is not None and not toolchain.include_dirs:
+        return (
+            f'header "{name}" is missing: no headers of CUDA {toolchain.release[0]} are installed here; {cuda_hint()}'
+        )
     return f'header "{name}" is missing: neither headers= nor the CUDA toolkit installed here has it'
 
 

@@ -196,6 +196,13 @@ class TestHeaders:
         with pytest.raises(CompileError, match=r'did you mean "ptx/a\.cuh"'):
             compiled('#include "a.cuh"\n' + BODY, headers={"ptx/a.cuh": ""})
 
+    def test_without_headers_of_nvrtcs_cuda_it_says_what_to_install(self, monkeypatch):
+        """As where NVRTC is of CUDA 13, and the toolkit of CUDA 12."""
+        monkeypatch.setattr("gpu_actors.compiling.compiler.find_toolchain", lambda: Toolchain("13.4", ()))
+        with pytest.raises(CompileError, match=r'"cuda_fp16\.h" is missing: no headers of CUDA 13 are') as caught:
+            compiled("#include <cuda_fp16.h>\n" + BODY)
+        assert cuda_hint() in str(caught.value)
+
     def test_a_missing_header_in_a_branch_not_taken_is_no_error(self):
         assert compiled('#ifndef __CUDACC_RTC__\n#include "host_only.h"\n#endif\n' + BODY)
 
@@ -284,6 +291,15 @@ class TestToolchain:
         (record,) = caplog.records
         assert re.search(r"by NVRTC 13\.\d+: CuPy loads it, and not 12\.1\.0, which is installed", record.getMessage())
         assert compiled().data
+
+    def test_a_compiler_that_does_not_load_is_told_with_what_to_install(self, monkeypatch):
+        def absent():
+            raise ImportError("libnvrtc.so.12: cannot open shared object file: No such file or directory")
+
+        monkeypatch.setattr(toolchain, "_import_nvrtc", absent)
+        with pytest.raises(CompileError, match=r"does not load \(libnvrtc\.so\.12: cannot open") as caught:
+            load_nvrtc.__wrapped__()
+        assert cuda_hint() in str(caught.value)
 
     def test_headers_of_another_major_version_are_not_used(self, tmp_path, monkeypatch):
         for name, version in (("cu13", 13040), ("cuda_runtime", 12040)):

@@ -6,6 +6,7 @@ operands  the memory of a launch         host_api   streams, events and graphs w
 module    loaded cubins                  null_api   calls that do nothing, to measure the host
 probe     proof of progress              driver     how each part makes calls, and when none may be made
 memory    staging and blocks             errors     what a status means
+                                         advice     what to do about one
 
 The emulated device is a `CudaDevice` too, over `emulation.EmulatedApi`.
 

@@ -12,6 +12,7 @@ from gpu_actors.arrays.adopt import CallerNotes, caller_streams
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.compiling.source import FIRST_CAPABILITY, Cubin, KernelSource, exact_arch
 from gpu_actors.compiling.toolchain import import_cupy
+from gpu_actors.devices.cuda.advice import NO_DEVICE, advice, driver_advice
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
 from gpu_actors.devices.cuda.errors import CudaFailure
@@ -40,15 +41,21 @@ def cuda_usable(index: int = 0) -> str | None:
         # This starts the driver, which may take seconds. Unlike CuPy, ctypes lets other threads run meanwhile.
         ctypes.CDLL("libcuda.so.1").cuInit(0)
     except OSError as error:
-        return f"there is no NVIDIA driver ({error}): install the one for this machine's GPU"
+        return f"there is no NVIDIA driver ({error}): {driver_advice()}"
     try:
         import_cupy()
         from cupy.cuda import runtime
 
         count = runtime.getDeviceCount()
     except Exception as error:
-        return f"CUDA does not start: {error}"
-    return None if index < count else f"there is no cuda:{index}: the driver shows {count} device(s)"
+        return _advised(f"CUDA does not start: {error}", getattr(error, "status", None))
+    if index < count:
+        return None
+    return _advised(f"there is no cuda:{index}: the driver shows {count} device(s)", None if count else NO_DEVICE)
+
+
+def _advised(sentence: str, status: int | None) -> str:
+    return "; ".join(filter(None, (sentence, advice(status))))
 
 
 def attention_obstacle(index: int = 0) -> str | None:

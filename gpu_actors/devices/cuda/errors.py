@@ -5,6 +5,7 @@ The statuses are those of cudaError_t. Those that CuPy reports as CUresult have 
 
 from __future__ import annotations
 
+from gpu_actors.devices.cuda.advice import advice
 from gpu_actors.errors import ContextLost, GpuActorsError, LaunchError, OutOfDeviceMemory
 
 __all__ = ["NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "WorkFailed", "explain"]
@@ -35,6 +36,10 @@ STICKY: dict[int, str] = {
 
 driver_types.h (CUDA 13.4) says of most that the process must be terminated and relaunched. It does not say so of 709,
 whose name says it, of 214 and 220, after which memory may have wrong bits, and of 999, an unknown error."""
+
+
+_STARTING = ("bind", "properties", "load_module")
+"""Calls that fail by what is installed here, and not by what a program does."""
 
 
 class CudaFailure(Exception):
@@ -73,8 +78,11 @@ def explain(failure: CudaFailure) -> GpuActorsError:
     """The error to answer requests with."""
     if isinstance(failure, WorkFailed):
         return failure.error
+    text = str(failure)
+    if failure.call in _STARTING and (said := advice(failure.status)):
+        text = f"{text}; {said}"
     if failure.sticky:
-        return ContextLost(f"the CUDA context is gone: {failure}")
+        return ContextLost(f"the CUDA context is gone: {text}")
     if failure.status == OUT_OF_MEMORY:
-        return OutOfDeviceMemory(str(failure))
-    return LaunchError(str(failure))
+        return OutOfDeviceMemory(text)
+    return LaunchError(text)
