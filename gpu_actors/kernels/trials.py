@@ -66,22 +66,55 @@ def example_of(key: DispatchKey) -> AttentionProblem:
 
 _HEADS_KV = 2
 _SPARE = 11  # rows behind the last packed sequence
-_TAIL = 13  # keys of the last tile
 _MOST_KEYS = 600  # of a sequence, where a pipeline has many stages
 
 
 def batch_trials(key: DispatchKey, tile: Tile) -> list[Trial]:
     """Those of a kernel of dense or packed batches, forward or backward. tile: of the key."""
-    rows, keys = tile.block_m + 9, min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS)
     heads: dict[str, Any] = {"heads_q": 2 * _HEADS_KV, "heads_kv": _HEADS_KV}
     problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
+    rows = tile.block_m + 9
+    keys = _keys_before_an_edge(problem, tile, rows)
+    problem = _with_left_edge(problem, tile, rows, keys)
     if key.layout == "varlen":
-        return [
-            _packed(problem, ((rows, keys), (0, 7), (5, 0), (37, 21))),
-            # Lengths that lie on the device may be more than the caller says.
-            _packed(other, ((3, 40), (tile.block_m + 5, tile.block_n + 1), (1, 1)), None if other.bias else 10),
-        ]
-    return [_dense(problem, rows, keys), _dense(other, rows, 5), _dense(other, 30, tile.block_n + 30)]
+        fewer = tile.block_m + 5
+        short = (3, 40), (fewer, _keys_to_an_edge(other, tile, fewer)), (1, 1)
+        # Lengths that lie on the device may be more than the caller says.
+        said = None if other.bias else 10
+        return [_packed(problem, ((rows, keys), (0, 7), (5, 0), (37, 21))), _packed(other, short, said)]
+    return [_dense(problem, rows, keys), _dense(other, rows, 5), _dense(other, 30, _keys_to_an_edge(other, tile, 30))]
+
+
+# Where an edge of the mask lies in a tile of keys decides what a kernel masks there. Such arithmetic errs by one, which
+# only shows where the edge lies at the tile's end or a key beside it.
+
+
+def _keys_before_an_edge(problem: AttentionProblem, tile: Tile, rows: int) -> int:
+    """More keys than a pipeline holds, of which the first row of a block sees those up to a tile's last one."""
+    most = min((tile.stages + 2) * tile.block_n, _MOST_KEYS)
+    return most - (most - (rows - 2 - _right_of(problem))) % tile.block_n
+
+
+def _keys_to_an_edge(problem: AttentionProblem, tile: Tile, rows: int) -> int:
+    """More keys than a tile holds, of which the first row sees whole tiles, or the last one leaves out whole tiles."""
+    left = problem.window_size[0]
+    first = rows - 1 - _right_of(problem) if left < 0 else rows - min(rows, tile.block_m) + 1 + left
+    return tile.block_n + 1 + (first - 1) % tile.block_n
+
+
+def _with_left_edge(problem: AttentionProblem, tile: Tile, rows: int, keys: int) -> AttentionProblem:
+    """With a window, if there is one, of which the last row of a block leaves out one key of a tile."""
+    left, right = problem.window_size
+    if left < 0:
+        return problem
+    diagonal = 0 if problem.alignment == "top_left" else keys - rows
+    least = tile.block_n // 2
+    left = least + (tile.block_m - 2 + diagonal - least) % tile.block_n
+    return dataclasses.replace(problem, window_size=(left, right))
+
+
+def _right_of(problem: AttentionProblem) -> int:
+    return max(0, problem.window_size[1])
 
 
 def _packed(problem: AttentionProblem, lengths: tuple[tuple[int, int], ...], said: int | None = None) -> Trial:
@@ -102,6 +135,7 @@ def _dense(problem: AttentionProblem, rows: int, keys: int) -> Trial:
 _PACKED = ((37, 2), (67, 2), (11, 2), (5, 3), (3, 2), (1, 3))
 _PINNED = ((3, 37), (2, 67), (3, 22), (5, 15), (3, 6), (3, 3))
 _SPLITS = 3
+_PADDING = 13
 _PAGES = (16, 64)  # keys, which every kernel takes that takes pages of more than one key
 _CROWD = 258  # sequences: more than decode_plan has threads
 _CROWDED = ((1, 3), (1, 22))  # as those above; with more rows a tile the oracle would take too long
@@ -115,24 +149,26 @@ def cache_trials(
     tile: of the key. row_tile: of the family.
     """
     own, pinned = _over_caches(key, tile)
-    lengths = [min((tile.stages + 1) * tile.block_n + _TAIL, _MOST_KEYS), tile.block_n, 1, 0, 2 * tile.block_n - 3]
+
+    def lengths(problem: AttentionProblem, rows: int) -> list[int]:
+        edge = _keys_to_an_edge(problem, tile, rows)
+        return [_keys_before_an_edge(problem, tile, rows), tile.block_n, 1, 0, edge]
+
     if row_tile is None:
-        yield _cached(own, tile.block_m + 9, 2, lengths, _PAGES[1])
-        lengths[0] = tile.block_n + 30
-        yield _cached(pinned, tile.block_m - 9, 2, lengths, _PAGES[0])
+        for problem, rows, page_size in ((own, tile.block_m + 9, _PAGES[1]), (pinned, tile.block_m - 9, _PAGES[0])):
+            yield _cached(problem, rows, 2, lengths(problem, rows), page_size)
         return
-    # What a kernel splits is checked on the device, where lengths may lie.
-    lengths.append(BROKEN)
     packed = _PINNED if key.layout == "pointers" else _PACKED
-    yield from _of_row_tile(key, own, packed, lengths, _PAGES[0], row_tile)
     pinned = dataclasses.replace(pinned, num_splits=_SPLITS)
-    yield from _of_row_tile(key, pinned, _PINNED, lengths, _PAGES[1], row_tile)
+    for problem, sizes, page_size in ((own, packed, _PAGES[0]), (pinned, _PINNED, _PAGES[1])):
+        # What a kernel splits is checked on the device, where lengths may lie.
+        yield from _of_row_tile(key, problem, sizes, lambda *of: [*lengths(*of), BROKEN], page_size, row_tile)
 
 
 def crowded_trials(key: DispatchKey, tile: Tile, row_tile: Callable[[AttentionProblem], int]) -> Iterator[Trial]:
     """Of the kernel that splits the work on the device: so many sequences that a thread counts several."""
     problem = dataclasses.replace(next(_over_caches(key, tile)), heads_kv=1 if key.latent else _HEADS_KV + 1)
-    yield from _of_row_tile(key, problem, _CROWDED, [1, 2, 3] * (_CROWD // 3), _PAGES[0], row_tile)
+    yield from _of_row_tile(key, problem, _CROWDED, lambda *_: [1, 2, 3] * (_CROWD // 3), _PAGES[0], row_tile)
 
 
 def _over_caches(key: DispatchKey, tile: Tile) -> Iterator[AttentionProblem]:
@@ -146,13 +182,14 @@ def _of_row_tile(
     key: DispatchKey,
     problem: AttentionProblem,
     sizes: Sequence[tuple[int, int]],
-    lengths: Sequence[int],
+    lengths: Callable[[AttentionProblem, int], Sequence[int]],
     page_size: int,
     row_tile: Callable[[AttentionProblem], int],
 ) -> Iterator[Trial]:
-    """The trial of the first sizes whose rows fill the key's tile."""
+    """The trial of the first sizes whose rows fill the key's tile. lengths: of keys, for rows of that number."""
     for rows, ratio in sizes:
-        trial = _cached(problem, 1 if key.layout == "pointers" else rows, ratio, lengths, page_size)
+        own = 1 if key.layout == "pointers" else rows
+        trial = _cached(problem, own, ratio, lengths(problem, own), page_size)
         if row_tile(trial.problem) == key.row_tile:
             yield trial
             return
@@ -164,7 +201,7 @@ def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: Sequence[int
     lengths = list(zip(itertools.cycle(pattern), keys, strict=False))
     batch, total_q = len(lengths), sum(own for own, _ in lengths)
     sizes: dict[str, Any] = {"batch": batch, "seqlen_q": rows, "total_q": total_q, "heads_q": ratio * problem.heads_kv}
-    longest = max(keys) + (problem.cache_leftpad * _TAIL)
+    longest = max(keys) + (problem.cache_leftpad * _PADDING)
     capacity, total_k = longest + 7, batch * (longest + 7)
     if problem.page_size:
         page_size = 1 if problem.page_size == 1 else page_size

@@ -21,6 +21,7 @@ from inside.kernels import (
     merge_gradient_variants,
     merge_variant,
     standard_variants,
+    tile_of,
     usual_backward_keys,
     variant_of,
 )
@@ -138,6 +139,25 @@ def test_gradients_of_float16_have_products_beyond_it() -> None:
             dout, v = (experiment.inputs[name].astype(float) for name in ("dout", "v"))
             largest = np.nanmax(np.abs(dout)) * np.nanmax(np.abs(v)) / experiment.problem.seqlen_k
             assert (largest > np.finfo(np.float16).max / 16) == (key.dtype == "float16"), largest
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_edges_of_masks_lie_beside_those_of_tiles(arch: str) -> None:
+    """Where an edge that is off by one shows."""
+    keys = [key for key in standard_variants(arch) if key.kernel.startswith("forward") and key.causal]
+    assert keys
+    for key in keys:
+        for mask in ("causal", "causal_window"):
+            masked: Any = dataclasses.replace(key, mask=mask)
+            tile = tile_of(masked)
+            right, left = set[int](), set[int]()
+            for problem, lengths, _ in family_of(masked).trials(masked):
+                for rows, seen in lengths:
+                    right.add((seen - rows + 1) % tile.block_n)
+                    last = min(rows, tile.block_m) - 1 + seen - rows
+                    left.add((last - problem.window_size[0]) % tile.block_n)
+            assert tile.block_n - 1 in right
+            assert {0, 1} <= left if mask == "causal_window" else 0 in right
 
 
 def test_data_are_the_same_in_every_process() -> None:
