@@ -1,12 +1,14 @@
-"""Everything that wants a GPU, in three commands: python tests/gpu/run.py --out DIR --part kernels|service|benchmarks
+"""Everything that wants a GPU, a part a command: python tests/gpu/run.py --out DIR --part doctor|kernels|...
 
-A part takes 9 minutes at most (--minutes); without --part all of them run, one after another. The most valuable steps
-come first, each in a process of its own, and what fails does not keep the rest from running.
+The parts are doctor, kernels, service and benchmarks. The first is `gpu-actors doctor --launch`, as a user runs it: it
+proves the usual kernels, and times a copy and five cases. A part takes 9 minutes at most (--minutes), the doctor three;
+without --part all of them run, one after another. The most valuable steps come first, each in a process of its own, and
+what fails does not keep the rest from running.
 
 DIR gets summary.json, results.tar.gz and the benchmarks' plots, and nothing else. The archive holds junit XML, the
-benchmarks' JSON and a log of each step. All are written anew after each step, so that they are there if the command is
-killed. Exit code 0 says that every step ran and passed: a step that was cut off, had no time left, or in which nothing
-was executed has not passed.
+benchmarks' JSON, the doctor's bundle and a log of each step. All are written anew after each step, so that they are
+there if the command is killed. Exit code 0 says that every step ran and passed: a step that was cut off, had no time
+left, or in which nothing was executed has not passed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,18 +42,19 @@ Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
 
 @dataclass(frozen=True)
 class Step:
-    """arguments: of pytest, or of ``gpu-actors bench``. seconds: at most.
+    """arguments: of pytest, ``gpu-actors bench`` or ``gpu-actors doctor``. seconds: at most.
 
     spread: whether its tests may share the GPU with each other. Most of their time is the compiler's.
     """
 
     name: str
-    kind: Literal["tests", "bench"]
+    kind: Literal["doctor", "tests", "bench"]
     arguments: tuple[str, ...]
     seconds: float
     spread: bool = False
 
 
+_DOCTOR = (Step("doctor", "doctor", ("--launch", "--device", "cuda"), 180),)
 _KERNELS = (
     Step("conformance", "tests", ("tests/emulation",), 120, spread=True),
     Step("kernels", "tests", ("tests/gpu/test_kernels.py",), 120, spread=True),
@@ -85,12 +89,17 @@ def _others() -> tuple[Step, ...]:
 
 
 Parts = Mapping[str, Sequence[Step]]
-PARTS: Parts = {"kernels": _KERNELS, "service": (*_SERVICE, *_others()), "benchmarks": _BENCHMARKS}
+PARTS: Parts = {
+    "doctor": _DOCTOR,
+    "kernels": _KERNELS,
+    "service": (*_SERVICE, *_others()),
+    "benchmarks": _BENCHMARKS,
+}
 
 
 @dataclass
 class Outcome:
-    """executed: tests that ran, or subjects that were timed. skipped: tests, or subjects that were not."""
+    """executed: tests that ran, subjects that were timed, or findings. skipped: those that were not run."""
 
     name: str
     status: Status
@@ -181,7 +190,8 @@ def run_steps(
 
 
 def run_step(step: Step, work: Path, command: list[str], seconds: float) -> Outcome:
-    result = work / f"{step.name}.{'xml' if step.kind == 'tests' else 'json'}"
+    suffix, count = _RESULTS[step.kind]
+    result = work / f"{step.name}.{suffix}"
     began = time.monotonic()
     with (work / f"{step.name}.log").open("w") as log:
         log.write(" ".join(command) + "\n")
@@ -189,8 +199,8 @@ def run_step(step: Step, work: Path, command: list[str], seconds: float) -> Outc
         code = _within(command, log, seconds)
     outcome = Outcome(step.name, "passed", seconds=round(time.monotonic() - began, 1))
     try:
-        (count_tests if step.kind == "tests" else count_rows)(result, outcome)
-    except (OSError, ValueError, KeyError, ElementTree.ParseError) as error:
+        count(result, outcome)
+    except (OSError, ValueError, KeyError, ElementTree.ParseError, zipfile.BadZipFile) as error:
         outcome.remark = f"left no result that can be read: {error}"
     outcome.status = judge(outcome, code)
     return outcome
@@ -234,6 +244,27 @@ def count_rows(result: Path, outcome: Outcome) -> None:
             outcome.skipped += 1
 
 
+def count_findings(result: Path, outcome: Outcome) -> None:
+    """From the doctor's bundle. What is slow works."""
+    with zipfile.ZipFile(result) as bundle:
+        findings = json.loads(bundle.read("report.json"))["findings"]
+    for finding in findings:
+        if finding["verdict"] == "not run":
+            outcome.skipped += 1
+            continue
+        outcome.executed += 1
+        if finding["verdict"] in ("wrong", "failed"):
+            outcome.failed += 1
+            outcome.failures.append(f"{finding['name']}: {finding['found']}")
+
+
+_RESULTS: Mapping[str, tuple[str, Callable[[Path, Outcome], None]]] = {
+    "doctor": ("zip", count_findings),
+    "tests": ("xml", count_tests),
+    "bench": ("json", count_rows),
+}
+
+
 def _within(command: list[str], log: Any, seconds: float) -> int | None:
     """The exit code, or None where it had to be stopped. Interrupted first, so that pytest writes what it has."""
     # Where this runs in the background of a shell, interrupts are ignored, and a child would ignore them, too.
@@ -256,6 +287,9 @@ def _within(command: list[str], log: Any, seconds: float) -> int | None:
 
 
 def real_command(step: Step, work: Path, seconds: float) -> list[str]:
+    if step.kind == "doctor":
+        bundle = str(work / f"{step.name}.zip")
+        return [sys.executable, "-m", "gpu_actors.cli", "doctor", *step.arguments, "--bundle", bundle]
     if step.kind == "bench":
         # It stops by itself a little earlier, with every case that it has measured.
         minutes = max(0.5, (seconds - 30) / 60)

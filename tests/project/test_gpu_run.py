@@ -187,7 +187,7 @@ def test_the_archive_takes_the_end_of_a_long_log(run: Any, tmp_path: Path, monke
 def test_each_part_fits_a_command_of_nine_minutes(run: Any) -> None:
     options, chosen = run._options(["--out", "found"], run.PARTS)
     assert options.minutes == 9
-    assert list(chosen) == ["kernels", "service", "benchmarks"]
+    assert list(chosen) == ["doctor", "kernels", "service", "benchmarks"]
     for steps in chosen.values():
         assert sum(step.seconds for step in steps) + run.PATIENCE <= 60 * options.minutes
     names = [step.name for steps in chosen.values() for step in steps]
@@ -201,7 +201,8 @@ def test_a_part_and_its_steps_are_picked_by_name(run: Any, capsys: pytest.Captur
 
     assert picked("--part", "benchmarks") == {"benchmarks": ["bench-forward", "bench-decode", "bench-backward"]}
     assert picked("--part", "service", "--only", "torch", "graphs") == {"service": ["graphs", "torch"]}
-    assert picked("--only", "torch", "kernels") == {"kernels": ["kernels"], "service": ["torch"], "benchmarks": []}
+    only = {"doctor": [], "kernels": ["kernels"], "service": ["torch"], "benchmarks": []}
+    assert picked("--only", "torch", "kernels") == only
     for wrong in (["--part", "nothing"], ["--part", "kernels", "--only", "torch"], ["--only", "nothing"]):
         with pytest.raises(SystemExit):
             picked(*wrong)
@@ -254,6 +255,22 @@ def test_a_benchmark_passes_only_with_kernels_of_ours_timed(
     run.main(["--out", str(tmp_path)], {"part": steps_of(run, "b", kind="bench")}, command, lambda: None)
     (step,) = summary(tmp_path)["steps"]
     assert step["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("device", "failed", "code", "status"),
+    [("mock", 0, 0, "passed"), ("cuda:9", 1, 1, "failed"), ("no device", 0, 1, "failed")],
+)
+def test_the_doctor_is_the_users_own_and_its_findings_are_counted(
+    run: Any, tmp_path: Path, device: str, failed: int, code: int, status: str
+) -> None:
+    step = run.Step("doctor", "doctor", ("--launch", "--device", device), 120.0)
+    assert run.main(["--out", str(tmp_path)], {"part": [step]}, run.real_command, lambda: None) == code
+    (found,) = summary(tmp_path)["steps"]
+    assert (found["status"], found["failed"]) == (status, failed)
+    if device == "mock":
+        assert found["executed"] == 6, "a copy and five cases"
+    assert ("doctor.zip" in unpacked(tmp_path)) == (device != "no device")
 
 
 def test_without_a_gpu_nothing_is_said_to_have_run(tmp_path: Path) -> None:
