@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import getpass
 import json
+import re
 import time
 import zipfile
 from collections import Counter
@@ -296,14 +298,29 @@ def write_page(hour: FirstHour) -> None:
 def write_bundle(hour: FirstHour, path: Path) -> None:
     """A zip file with report.json and the evidence, whose arrays were drawn here. Raises OSError.
 
-    The home folder's name is not in it.
+    The home folder, the working folder and the user's name are not in it.
     """
     record = hour.record()
     for entry in record["kernels"]:
         entry["evidence"] = entry["evidence"] and f"evidence/{Path(entry['evidence']).name}"
-    text = json.dumps(record, indent=2, allow_nan=False).replace(str(Path.home()), "~")
+    text = json.dumps(_anonymous(record), indent=2, allow_nan=False)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr("report.json", text)
         for file in hour.evidence:
             with contextlib.suppress(FileNotFoundError):  # the cache keeps the latest ones only
                 bundle.write(file, f"evidence/{Path(file).name}")
+
+
+def _anonymous(value: Any) -> Any:
+    """A value for JSON whose texts name neither the user nor the user's folders."""
+    if isinstance(value, dict):
+        return {name: _anonymous(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_anonymous(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    for folder, short in ((Path.home(), "~"), (Path.cwd(), ".")):
+        if folder != folder.parent:  # the root folder is in every path
+            value = value.replace(str(folder), short)
+    names = "|".join(re.escape(name) for name in {Path.home().name, getpass.getuser()} if name)
+    return re.sub(rf"(?<=[/\\])(?:{names})(?![\w.-])", "user", value) if names else value

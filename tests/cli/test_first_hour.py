@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
+import socket
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from inside.bench import KERNEL, Ceilings, Row, first_cases, quantiles
 from inside.cli import Finding, FirstHour, examine, judge_cases, write_bundle, write_page
@@ -146,6 +149,55 @@ def test_a_device_that_does_not_open_is_a_finding(monkeypatch: pytest.MonkeyPatc
     assert (code, record["works"]) == (1, False)
     assert record["findings"][-1]["found"] == "GpuActorsError: there is no driver here"
     assert "gpu-actors doctor" in record["findings"][-1]["advice"]
+
+
+def contents(bundle: Path) -> dict[str, bytes]:
+    """What a bundle has, its arrays unpacked, by name."""
+    found = {}
+    with zipfile.ZipFile(bundle) as files:
+        for name in files.namelist():
+            found[name] = files.read(name)
+            if name.endswith(".npz"):
+                with np.load(files.open(name)) as arrays:
+                    found |= {f"{name}/{part}": arrays[part].tobytes() for part in arrays.files}
+    return found
+
+
+def test_a_bundle_has_nothing_of_the_users(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither requests that were answered from the same cache, nor the environment, nor names in paths."""
+    name, secret = 'Jürgen "J" Müller', "hunter2-from-the-environment"
+    home, work, elsewhere = tmp_path / name, tmp_path / "work of a firm", tmp_path / "data" / "jmueller" / "cubins"
+    for path in (home, work):
+        path.mkdir()
+    shutil.copytree(folder, elsewhere)
+    for variable in ("HF_TOKEN", "CUDA_MODULE_LOADING", "LD_LIBRARY_PATH", "PYTHONSTARTUP"):
+        monkeypatch.setenv(variable, secret)
+    monkeypatch.setenv("HOME", str(home))
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(variable, "jmueller")
+    monkeypatch.chdir(work)
+    for module, node in ((platform, "node"), (socket, "gethostname")):
+        monkeypatch.setattr(module, node, lambda: "host-of-a-firm")
+    plan = FaultPlan().wrong("forward_mma")
+    rows = np.random.default_rng(6721).standard_normal((1, 40, 2, 64)).astype(np.float16)
+    options: dict[str, Any] = {"arch": "sm_80", "cache_dir": elsewhere, "fault_plan": plan}
+    with ga.open_context("emulated", ga.ContextOptions(qualify="all", **options)) as ctx:
+        answer = ctx.flash_attn.forward(rows, rows, rows, timeout=120.0).result().out
+    bundle = tmp_path / "report.zip"
+    hour = examine("emulated", ga.ContextOptions(**options))
+    assert of(hour, "wrong")
+    hour.findings.append(Finding("context", "failed", f"cannot read {elsewhere}, {home / 'x'} and {work / 'y'}"))
+    write_bundle(hour, bundle)
+    found = contents(bundle)
+    assert any(part.endswith("/in.q") for part in found), "arrays are looked into"
+    private = [secret, name, name.encode("unicode_escape").decode(), "jmueller", work.name, "host-of-a-firm"]
+    for part, data in found.items():
+        for text in private:
+            assert text.encode() not in data, (part, text)
+        for array in (rows, answer):
+            assert array[0, 0].tobytes() not in data, part
 
 
 def test_the_command_prints_the_object_and_writes_the_bundle(run: Run, tmp_path: Path) -> None:
