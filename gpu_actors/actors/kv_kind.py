@@ -134,7 +134,7 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
     if rows is not None:
         own["k"], own["v"], own["cu_seqlens_new"] = rows.k, rows.v, rows.ends
     if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
-        own |= plan.program.split(work.lengths, ends)
+        own |= plan.program.split(own)
     if cache.pool.latent and "k_descale" in own:
         own["v_descale"] = own["k_descale"]  # values are columns of keys
     inputs = {name: own[name] for name in known.inputs}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from gpu_actors.kernels.params import (
     launch_values,
     struct_layout,
 )
-from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
+from gpu_actors.kernels.program import Pack, Part, Program, Split, Target, Values
 from gpu_actors.kernels.support import (
     ELEMENTS,
     FIRST_FP8_CAPABILITY,
@@ -355,13 +355,13 @@ def split_program(problem: AttentionProblem, main: Part, pack: Pack, ranges: int
     )
 
 
-def _split(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Callable[[Any, Any], dict[str, Any]]:
+def _split(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
     """From lengths that are NumPy arrays to the ranges, int32 (ranges + 1, 4)."""
     split = splitter(problem, key, ranges)
 
-    def plan(cache_seqlens: Any, cu_seqlens_q: Any) -> dict[str, Any]:
-        rows = None if cu_seqlens_q is None else np.diff(cu_seqlens_q)
-        return {"plan": split(cache_seqlens, rows).positions}
+    def plan(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        ends = inputs.get("cu_seqlens_q")
+        return {"plan": split(inputs["cache_seqlens"], None if ends is None else np.diff(ends)).positions}
 
     return plan
 

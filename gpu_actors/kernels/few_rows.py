@@ -137,8 +137,8 @@ def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     """
     program = program_of(as_cache(problem), key, target._replace(lengths_on_host=True))
     assert program.split is not None, "the host splits work whose lengths it knows"
-    lengths = np.full(problem.batch, problem.seqlen_k, np.int32)
-    known = {"cache_seqlens": lengths, **program.split(lengths, None)}
+    known = {"cache_seqlens": np.full(problem.batch, problem.seqlen_k, np.int32)}
+    known |= program.split(known)
     scratch = {
         name: ScratchSpec(array.shape, "int32", contents=functools.partial(_constant, array.tobytes()))
         for name, array in known.items()

@@ -12,7 +12,18 @@ from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.devices.interface import Buffer, Kernel, Kernels, LaunchGeometry, ScratchSpec, Step, Steps, TensorMap
 from gpu_actors.errors import Unsupported
 
-__all__ = ["ANYWHERE", "NO_VALUES", "EncodeTensorMap", "Pack", "Part", "Program", "Target", "Values", "flat_grid"]
+__all__ = [
+    "ANYWHERE",
+    "NO_VALUES",
+    "EncodeTensorMap",
+    "Pack",
+    "Part",
+    "Program",
+    "Split",
+    "Target",
+    "Values",
+    "flat_grid",
+]
 
 _MAX_BLOCKS = (1 << 31) - 1  # of grid.x; y and z end at 65,535, so grids are flat
 
@@ -47,6 +58,10 @@ Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
 """From buffers by name to the bytes of a kernel's parameter struct. Raises InvalidRequest naming the operand."""
 
 
+Split: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Makes the other inputs of a launch from the request's own, such as cache_seqlens and cu_seqlens_q."""
+
+
 NO_VALUES = Values()
 
 
@@ -73,12 +88,12 @@ class Part(NamedTuple):
 class Program:
     """The kernels of a launch in order, and what lies between them.
 
-    split: makes inputs besides the request's own from (cache_seqlens, cu_seqlens_q), where the host splits the work.
+    split: see `Split`, where the host splits the work.
     """
 
     parts: tuple[Part, ...]
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
-    split: Callable[[Any, Any], dict[str, Any]] | None = None
+    split: Split | None = None
     _number: int = field(init=False, repr=False, compare=False, default_factory=itertools.count().__next__)
 
     @property

@@ -180,7 +180,7 @@ class Cascader:
             for name, program in ((_PREFIX, made.prefix), (_TAIL, made.tail)):
                 if program.split is not None:
                     counts = inputs.get(f"{name}cu_seqlens_q", ends)
-                    split = program.split(inputs[f"{name}cache_seqlens"], counts)
+                    split = program.split({"cache_seqlens": inputs[f"{name}cache_seqlens"], "cu_seqlens_q": counts})
                     inputs |= {f"{name}{local}": array for local, array in split.items()}
         steps = [Step(kernel, *work) for kernel, work in zip(kernels, made.steps, strict=bool(kernels))]
         outputs = plan.outputs

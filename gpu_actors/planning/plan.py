@@ -93,7 +93,7 @@ class Plan:
         if program is None or not kernels:
             return Launch(self.key, inputs, outputs, oracle)
         if program.split is not None:
-            inputs = {**inputs, **program.split(inputs["cache_seqlens"], inputs.get("cu_seqlens_q"))}
+            inputs = {**inputs, **program.split(inputs)}
         return Launch(self.key, inputs, outputs, oracle, program.steps(kernels, values), program.scratch)
 
 

@@ -85,7 +85,7 @@ def _experiment(trial: Trial, family: KernelFamily, device: Device, example: Dis
     data = _Data(problem, trial.lengths)
     inputs = dict(data.operands)
     if program.split is not None:
-        inputs |= program.split(data.counted, inputs.get("cu_seqlens_q"))
+        inputs |= program.split({**inputs, "cache_seqlens": data.counted})
     weights = _WEIGHTS.get(problem.dtype) if family.name == "forward_sm90" else None
     answer = _Gradients(data) if problem.direction == "backward" else _Outputs(data, weights)
     values = Values(data.seed)

@@ -266,7 +266,7 @@ def run(
     program = program_of(problem, key, Target(multiprocessors, device.encode_tensor_map, lengths_on_host=planned))
     inputs = operands
     if program.split is not None:
-        inputs = operands | program.split(operands["cache_seqlens"], operands.get("cu_seqlens_q"))
+        inputs = operands | program.split(operands)
     outputs = outputs_of(problem, operands)
     outputs["out"] = outputs["out"]._replace(zero=zero)
     memory, dim = None, problem.head_dim_v

@@ -114,7 +114,7 @@ def check_over(
     program = program_of(problem, key_of(problem, arch, kernel), target)
     arrays = {name: array for name, array in operands.items() if name not in pools}
     if program.split is not None:
-        arrays |= program.split(batch.lengths, None)
+        arrays |= program.split({"cache_seqlens": batch.lengths})
     arrays |= {"out": np.full_like(batch.q, np.nan), "lse": np.full((1, _heads(kernel), 1), np.nan, np.float32)}
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     buffers = {name: pool.described for name, pool in pools.items()}
