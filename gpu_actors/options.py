@@ -143,6 +143,9 @@ class ContextOptions:
         those that wait already.
     record_launches: deprecated, without effect: nothing is recorded. Capture a step of a `KvCache`, or a request of
         `flash_attn.prepare`, into a CUDA graph instead. True warns so, by a DeprecationWarning. Default False.
+    invariant: a row of attention has the same bits in any batch, in a prompt, in a chunk of it and decoded, and
+        gradients have the same bits each time (docs/invariance.md). What cannot keep that is `Unsupported`. Default
+        False.
     mailbox_capacity: requests that may wait for an actor; the next is answered `Overloaded`. Default 1024.
     cache_dir: folder of the cubin cache; "~" is the home folder. With one that cannot be used, the context does
         not open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
@@ -177,6 +180,7 @@ class ContextOptions:
     coalesce_max: int = 256
     coalesce_delay_us: float = 0.0
     record_launches: bool = False
+    invariant: bool = False
     mailbox_capacity: int = 1024
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = 1 << 30
@@ -206,7 +210,7 @@ class ContextOptions:
             integer(name, getattr(self, name), 1)
         delay = real("coalesce_delay_us", self.coalesce_delay_us, "a finite number of microseconds >= 0")
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
-        for name in ("offline", "compile_on_mock", "record_launches"):
+        for name in ("offline", "compile_on_mock", "record_launches", "invariant"):
             flag(name, getattr(self, name))
         if self.record_launches:
             warnings.warn(_RECORDS_NOTHING, DeprecationWarning, stacklevel=3)

@@ -21,8 +21,8 @@ from gpu_actors.arrays.adoption import adopt_request, changed
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.compiling.variant import Variant
-from gpu_actors.devices.interface import Kernel, Kernels, Launch, Outputs
-from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer
+from gpu_actors.devices.interface import DeviceInfo, Kernel, Kernels, Launch, Outputs
+from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer, Unsupported
 from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
 from gpu_actors.kernels.append import AppendProblem, append_variant
 from gpu_actors.kernels.support import MAX_SEQLEN
@@ -353,7 +353,7 @@ class CacheStore(Workbench):
 
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
-        pool, descales = _checked(spec, self.arch, self.device_name, notes)
+        pool, descales = _checked(spec, self.device.info, notes)
         allocate = self.device.allocate
         layers = integer("layers", spec.layers, 1)  # type: ignore[attr-defined]
         pages: tuple[int, ...] = (pool.num_blocks, pool.page_size, pool.heads_kv)
@@ -425,11 +425,11 @@ def check_once(tables: Sequence[PageTable]) -> None:
     expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")
 
 
-def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
+def _checked(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
     """The pool and the descales that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
     if not isinstance(spec, KvCacheSpec):
         raise InvalidRequest("spec", spec, "must be a KvCacheSpec")
-    spec = adopt_request(spec, place, notes)[0]
+    spec = adopt_request(spec, info.device_name, notes)[0]
     blocks = integer("num_blocks", spec.num_blocks, 1, (1 << 31) - 1)
     page_size = integer("page_size", spec.page_size, 1)
     heads = integer("kv_heads", spec.kv_heads, 1)
@@ -445,6 +445,9 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
     cascade = spec.cascade
     known = isinstance(cascade, bool) or (isinstance(cascade, str) and cascade == "auto")
     expect(known, "cascade", cascade, 'must be "auto", True or False')
+    if info.invariant and cascade is True:
+        reason = "with ContextOptions(invariant=True) the bits of a row do not depend on what its sequence shares"
+        raise Unsupported("cascade", True, reason, "auto")
     descales: dict[str, Any] = {}
     for name in ("k_descale", "v_descale"):
         factors = getattr(spec, name)
@@ -459,7 +462,7 @@ def _checked(spec: object, arch: str, place: str, notes: CallerNotes | None) -> 
         layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
         cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1, latent=latent > 0,
     )  # fmt: skip
-    append_variant(pool, arch)
+    append_variant(pool, info.arch)
     return dataclasses.replace(pool, descales=bool(descales)), descales
 
 

@@ -33,6 +33,7 @@ class AttentionProblem(KeyMask):
     bias_keys: over caches, keys that the bias has; 0: as many as a sequence can have.
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q). alibi_signed: distances have a sign.
     deterministic: whether backward gives bitwise the same gradients every time.
+    invariant: whether a row has the same bits whatever rows and sequences are beside it.
     score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
 
     Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that attend: in pages of
@@ -81,6 +82,7 @@ class AttentionProblem(KeyMask):
     return_lse: bool = False
     page_size: int = 0
     deterministic: bool = False
+    invariant: bool = False
     score_mod: ScoreMod | None = None
     varlen_q: bool = False
     tree_mask: bool = False

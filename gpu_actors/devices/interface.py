@@ -48,7 +48,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device of a context. memory: total bytes, None for a device on the host."""
+    """The device of a context.
+
+    memory: total bytes, None for a device on the host. invariant: of `ContextOptions`.
+    """
 
     kind: str
     name: str
@@ -57,6 +60,7 @@ class DeviceInfo:
     memory: int | None = None
     multiprocessors: int | None = None
     runs_kernels: bool = True
+    invariant: bool = False
 
     @property
     def device_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import re
@@ -77,6 +78,7 @@ def open_device(spec: str, options: ContextOptions) -> Device:
     It imports the modules that launches need. Raises `GpuActorsError` if the device cannot be used.
     """
     device = _open(choose_device(spec)[0], options)
+    device.info = dataclasses.replace(device.info, invariant=options.invariant)
     _import_for_launches(device, options)
     if options.fault_plan is not None:
         from gpu_actors.devices.faulty import FaultyDevice

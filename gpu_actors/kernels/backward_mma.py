@@ -298,6 +298,7 @@ BACKWARD_MMA = KernelFamily(
     score_mods=True,
     block_masks=True,
     refuses=_refuses,
+    invariant=True,
     positions=True,
     trials=lambda key: batch_trials(key, tile_of(key)),
 )

@@ -78,6 +78,7 @@ BACKWARD_SIMPLE = KernelFamily(
     companions=(SUM,),  # also behind backward_mma: this family takes what that takes, and float64
     refuses=_refuses,
     score_mods=True,
+    invariant=True,
     positions=True,
     trials=lambda key: batch_trials(key, tile_of(key)),
 )

@@ -117,6 +117,7 @@ BACKWARD_SM90 = KernelFamily(
     refuses=sm90_backward_refuses,
     companions=(_PREPARE, _FINISH),
     score_mods=True,
+    invariant=True,
     positions=True,
     lacks=("alibi_signed", "summed"),
     tma=True,

@@ -407,6 +407,7 @@ DECODE_MMA = KernelFamily(
     companions=(PLAN, COMBINE),
     row_tile=row_tile_of,
     row_tiles=(*ROW_TILES, 128),  # the last one for the split and the merge of decode_sm90
+    invariant=True,
     positions=True,
     greatest_dim=MAX_HEAD_DIM,
     chunks=True,

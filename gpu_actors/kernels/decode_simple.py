@@ -117,6 +117,7 @@ DECODE_SIMPLE = KernelFamily(
     companions=(SIMPLE_COMBINE,),
     row_tile=simple_row_tile,
     row_tiles=_ROW_TILES,
+    invariant=True,
     positions=True,
     lacks=("dropout_p",),
     trials=lambda key: cache_trials(key, simple_tile(key)[0], simple_row_tile),

@@ -41,8 +41,10 @@ def packed_rows(problem: AttentionProblem) -> int:
     """The rows by which kernel and tile are chosen: query heads a KV head, times new rows.
 
     Where the splits are pinned, a sequence must be computed alike whatever rows others in the batch have: then the
-    heads alone decide.
+    heads alone decide. Where rows are invariant, one row must be computed as a prompt is: then nothing does.
     """
+    if problem.invariant:
+        return ROW_TILES[-1]
     return problem.gqa_ratio * (1 if problem.num_splits else problem.seqlen_q)
 
 

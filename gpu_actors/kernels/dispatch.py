@@ -79,6 +79,7 @@ REFERENCE = KernelFamily(
     _computed_elsewhere,
     tensor_cores=False,
     score_mods=True,
+    invariant=True,
     positions=True,
     row_stats=True,
 )
@@ -103,7 +104,8 @@ def dispatch_key(
 
     Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
     that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture. Raises what ``barred``
-    gives for the first family that takes the problem, where it bars all of these.
+    gives for the first family that takes the problem, where it bars all of these; of an invariant problem, where it
+    bars that one.
     """
     _check_support(problem, arch, families)
     refusal: Unsupported | None = None
@@ -116,8 +118,12 @@ def dispatch_key(
             why = None if barred is None else barred(key)
             if why is None:
                 return key
+            if problem.invariant:  # the next family has other bits
+                raise why
             failed = failed or why
             continue
+        if problem.invariant and found.field == "batch":  # nor may the size of a batch decide
+            raise found
         own = found.field not in _OTHER_KINDS and (found.field != "block_mask" or family.block_masks)
         if own or not meant:
             refusal, meant = found, own
@@ -184,13 +190,17 @@ def explain(
     if unsupported is not None:
         return [Verdict(family.name, False, str(unsupported[1])) for family in families]
     verdicts: list[Verdict] = []
-    taken = ""
+    taken = kept = ""
     for family in families:
         refusal = family.refusal(problem, arch)
         if refusal is not None:
             verdicts.append(Verdict(family.name, False, str(refusal)))
         elif barred is not None and (why := barred(_key(family, problem, arch))) is not None:
             verdicts.append(Verdict(family.name, False, str(why)))
+            kept = kept or (family.name if problem.invariant else "")
+        elif kept:
+            reason = f"{kept} takes it, and rows of an invariant context have the bits of no other kernel"
+            verdicts.append(Verdict(family.name, False, reason))
         elif taken:
             verdicts.append(Verdict(family.name, False, f"{taken} comes first and takes it"))
         else:

@@ -43,7 +43,7 @@ class KernelFamily:
     score and the sum of its exponentials. lacks: further fields of a problem that it does not know. greatest_dim: of
     heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which not all strides suit
     (`kernels.forward_sm90.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, at multiples
-    of which they must begin then; loads by TMA do.
+    of which they must begin then; loads by TMA do. invariant: whether a row's bits follow from the row and its keys.
     """
 
     name: str
@@ -65,6 +65,7 @@ class KernelFamily:
     block_masks: bool = False
     tma: bool = False
     chunks: bool = False
+    invariant: bool = False
     positions: bool = False
     row_stats: bool = False
     lacks: tuple[str, ...] = ()
@@ -73,6 +74,9 @@ class KernelFamily:
 
     def refusal(self, problem: AttentionProblem, arch: str) -> Unsupported | None:
         """Why the kernel does not take a problem on an architecture, or None."""
+        if problem.invariant and not self.invariant:
+            reason = f"{self.name} sums a row in another order than the kernel that takes any number of rows"
+            return Unsupported("invariant", True, reason, False)
         size = None if problem.score_mod is None else problem.score_mod.block_size
         if size is not None and not self.block_masks:
             return Unsupported("block_mask", size, f"{self.name} walks along no lists of blocks")

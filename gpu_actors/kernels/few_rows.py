@@ -1,10 +1,13 @@
-"""Dense requests of few query rows as requests over a cache of the same arrays, where a published rule says so.
+"""Batches as requests over a cache of the same arrays: dense ones of few query rows, where a published rule says so.
 
     forward_sm90, forward_mma     a tile of up to 192 rows holds the rows of one query head, and reads all its keys
     decode_sm90, decode_mma       a tile of 16 to 128 rows holds those of a whole group, and its keys are split
 
 Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim), and every sequence of
 it has seqlen_k keys. FlashAttention packs rows if it splits keys, and else by ``should_pack_gqa``. So does `Packing`.
+
+Rows of an invariant context have the bits that they have over a cache, so there any number of them is packed. Packed
+sequences (total_k, heads_kv, dim) are pages of one key, and a key's place is its page.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,18 +29,18 @@ from gpu_actors.kernels.dispatch import Barred, dispatch_key, program_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward import FORWARD_MMA
 from gpu_actors.kernels.forward_sm90 import FORWARD_SM90, MULTIPROCESSORS, ROWS
-from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
+from gpu_actors.kernels.program import Pack, Part, Program, Split, Target, Values
 from gpu_actors.kernels.rules import fill, should_pack, split_count
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
 
-__all__ = ["Packing", "as_cache", "packed_program", "packing_of"]
+__all__ = ["Packing", "as_cache", "has_cache_form", "packed_program", "packing_of"]
 
 _MULTIPROCESSORS = {80: 108}  # of an A100, where a device does not say how many it has; else those of an H100
 _RENAMED = {"k": "k_cache", "v": "v_cache"}
 _TILED = (FORWARD_SM90.name, FORWARD_MMA.name)
 # What packed rows do not have, or mean otherwise.
-_LACKING = ("dropout_p", "score_mod", "alibi_signed", "positions", "varlen_q")
+_LACKING = ("dropout_p", "score_mod", "alibi_signed", "positions", "varlen_q", "wide_lse")
 
 
 class Packing(NamedTuple):
@@ -103,22 +106,29 @@ def packing_of(
 
 def _may_pack(problem: AttentionProblem, key: DispatchKey) -> bool:
     p = problem
+    few = p.layout == "dense" and p.seqlen_q < ROWS and p.dtype != "float32"
+    return few and key.kernel in _TILED and has_cache_form(p)
+
+
+def has_cache_form(problem: AttentionProblem) -> bool:
+    """Whether the kernels over caches take a batch as `as_cache` has it, if their own refusals let them."""
+    p = problem
     measured = p.mask != "full" or p.alibi is not None  # from the diagonal
+    square = p.invariant and p.layout == "dense" and p.seqlen_q == p.seqlen_k  # whose two diagonals are one
     return (
-        p.layout == "dense"
-        and key.kernel in _TILED
-        and p.dtype != "float32"
-        and 0 < p.seqlen_q < ROWS
-        and p.seqlen_k > 0
-        and p.batch > 0
-        and not (measured and p.alignment == "top_left")
+        min(p.batch, p.seqlen_q, p.total_k) > 0
+        and not (measured and p.alignment == "top_left" and not square)
         and not any(getattr(p, name) for name in _LACKING)
     )
 
 
 def as_cache(problem: AttentionProblem) -> AttentionProblem:
-    """A dense problem over a cache that holds its keys and values, in which every sequence has all keys."""
-    return dataclasses.replace(problem, layout="cache", alignment="bottom_right")
+    """A problem over a cache that holds its keys and values. Every sequence of a dense one has all keys."""
+    splits = 1 if problem.invariant else 0
+    if problem.layout == "dense":
+        return dataclasses.replace(problem, layout="cache", alignment="bottom_right", num_splits=splits)
+    pages: dict[str, Any] = {"layout": "paged", "page_size": 1, "varlen_q": True}
+    return dataclasses.replace(problem, **pages, alignment="bottom_right", num_splits=splits)
 
 
 def _seen(problem: AttentionProblem) -> int:
@@ -131,20 +141,32 @@ def _seen(problem: AttentionProblem) -> int:
 
 
 def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """What is launched for a dense problem whose key names a kernel over caches. Raises Unsupported as `program_of`.
+    """What is launched for a problem whose key names a kernel over caches. Raises Unsupported as `program_of`.
 
-    Lengths and the split of the work follow from shapes, so that every launch copies the same few numbers.
+    Of a dense one, lengths and the split of the work follow from shapes: every launch copies the same few numbers.
     """
     program = program_of(as_cache(problem), key, target._replace(lengths_on_host=True))
-    assert program.split is not None, "the host splits work whose lengths it knows"
+    parts = (Part(part.key, part.geometry, functools.partial(_as_caches, part.pack)) for part in program.parts)
+    if problem.layout == "varlen":
+        split = functools.partial(_split_packed, problem.seqlen_k, program.split)
+        return Program(tuple(parts), program.scratch, split)
     known = {"cache_seqlens": np.full(problem.batch, problem.seqlen_k, np.int32)}
-    known |= program.split(known)
+    if program.split is not None:
+        known |= program.split(known)
     scratch = {
         name: ScratchSpec(array.shape, "int32", contents=functools.partial(_constant, array.tobytes()))
         for name, array in known.items()
     }
-    parts = (Part(part.key, part.geometry, functools.partial(_as_caches, part.pack)) for part in program.parts)
     return Program(tuple(parts), {**program.scratch, **scratch})
+
+
+def _split_packed(most: int, split: Split | None, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The lengths of packed sequences and the places of their keys, int32 (batch, most), of which those past a
+    sequence's end are never read; and what ``split`` makes."""
+    ends = inputs["cu_seqlens_k"]
+    places = ends[:-1, None] + np.arange(most, dtype=np.int32)
+    cached = {"cache_seqlens": np.diff(ends).astype(np.int32), "block_table": places.astype(np.int32)}
+    return cached if split is None else {**cached, **split({**inputs, **cached})}
 
 
 def _constant(contents: bytes, buffers: Mapping[str, Buffer]) -> bytes:
@@ -152,4 +174,12 @@ def _constant(contents: bytes, buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def _as_caches(pack: Pack, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    return pack({_RENAMED.get(name, name): buffer for name, buffer in buffers.items()}, values)
+    return pack({_RENAMED.get(name, name): _as_cache(name, buffer) for name, buffer in buffers.items()}, values)
+
+
+def _as_cache(name: str, buffer: Buffer) -> Buffer:
+    """Packed keys as pages of one."""
+    if name not in _RENAMED or len(buffer.shape) != 3:
+        return buffer
+    (keys, *shape), (stride, *strides) = buffer.shape, buffer.strides
+    return buffer._replace(shape=(keys, 1, *shape), strides=(stride, stride, *strides))

@@ -183,12 +183,27 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
     if p.descales and not (q.fp8 or kv.fp8):
         reason = f"descales are for fp8 inputs, and q is {p.dtype}"
         yield "descales.dtype", Unsupported("q_descale", "an array", reason)
+    if p.invariant:
+        yield from _invariant_refusals(p)
     for field in ("softmax_scale", "softcap") if p.dtype != "float64" else ():
         value = getattr(p, field)
         nearest = math.copysign(min(max(abs(value), LEAST_FACTOR), GREATEST_FACTOR), value)
         if value and nearest != value:
             reason = f"scores are fp32, which take 0 or a magnitude from {LEAST_FACTOR} to {GREATEST_FACTOR} here"
             yield "float.range", Unsupported(field, value, reason, nearest)
+
+
+def _invariant_refusals(p: AttentionProblem) -> Iterator[tuple[str, Unsupported]]:
+    """What makes a row's bits depend on what is beside it, whatever the kernel."""
+    if p.dropout_p:
+        reason = "dropout draws by a sequence's place in its batch, and bits of this context do not depend on it"
+        yield "invariant.dropout", Unsupported("dropout_p", p.dropout_p, reason, 0.0)
+    if p.num_splits > 1:
+        reason = "splits lie where the length of a sequence puts them, and bits of this context do not depend on it"
+        yield "invariant.splits", Unsupported("num_splits", p.num_splits, reason, 1)
+    if p.score_mod is not None and p.score_mod.block_size is not None and p.direction == "forward":
+        reason = "a row has its keys in the order of its block's list, and its bits do not depend on other rows here"
+        yield "invariant.blocks", Unsupported("block_mask", p.score_mod.block_size, reason)
 
 
 def _unknown(p: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:

@@ -32,7 +32,7 @@ from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
-from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, key_for
+from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, invariant_key, key_for
 from gpu_actors.validation.forward import check_cu_seqlens, longest
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
@@ -117,8 +117,11 @@ def _caches_described(caches: Any) -> Hashable:
 
 
 def _caches(request: BatchedDecode) -> tuple[Any, ...]:
-    lists = request.k_caches, request.v_caches
-    return tuple(array for caches in lists for array in (caches if isinstance(caches, list) else [caches]))
+    return (*_arrays_of(request.k_caches), *_arrays_of(request.v_caches))
+
+
+def _arrays_of(caches: Any) -> list[Any]:
+    return caches if isinstance(caches, list) else [caches]
 
 
 def check_cached(plan: Plan, request: CacheRequest) -> None:
@@ -180,19 +183,28 @@ def pose_cached(
     request: CacheRequest, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
-    problem = cached_problem(request)
+    problem = cached_problem(request, info)
     if not isinstance(request, PagedForward):
+        if problem.invariant:
+            lists = {"k_caches": request.k_caches, "v_caches": request.v_caches}
+            eligible = {name: array_families(_arrays_of(caches)) for name, caches in lists.items()}
+            return problem, invariant_key(problem, info, eligible, barred)
         families = array_families(_caches(request))
         return problem, answering_key(problem, info.arch, info.runs_kernels, families, barred)
     tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
     return problem, key_for(problem, info, request, tiles, barred)
 
 
-def cached_problem(request: CacheRequest) -> AttentionProblem:
+def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
     """The validated problem of an adopted request. Raises `InvalidRequest`."""
-    if not isinstance(request, PagedForward):
-        return decode_problem(request)
-    return masked_problem(request, paged_problem(request))
+    if isinstance(request, PagedForward):
+        problem = masked_problem(request, paged_problem(request))
+    else:
+        problem = decode_problem(request)
+    if info.invariant:
+        # One split: the keys of a sequence grow, and with them where more of them would lie.
+        return dataclasses.replace(problem, invariant=True, num_splits=problem.num_splits or 1)
+    return problem
 
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
@@ -200,7 +212,7 @@ def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, 
     if key is None:
         problem, key = pose_cached(request, device.info, device.barred)
     else:
-        problem = cached_problem(request)
+        problem = cached_problem(request, device.info)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)
     program = program_for(problem, key, device, lengths_on_host(request))
     mask = planned_mask(request, problem) if isinstance(request, PagedForward) else None

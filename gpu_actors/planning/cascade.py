@@ -252,6 +252,8 @@ def _refusal(plan: Plan, request: PagedForward) -> str | None:
     # Kernels take sinks in float32 or in the output's dtype, which is float32 for the parts of a cascade.
     if not isinstance(request.sinks, np.ndarray) and getattr(request.sinks, "dtype", _FLOAT) != _FLOAT:
         return "its sinks lie on the device in another dtype than float32"
+    if p.invariant:
+        return "invariant=True promises the same bits whatever sequences share"
     if p.num_splits:
         return "num_splits promises the same bits alone and in any batch"
     if p.layout != "paged" or plan.key.kernel not in _KERNELS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TypeAlias
 
 from gpu_actors.arrays.adoption import adopt_request
@@ -14,11 +15,10 @@ from gpu_actors.kernels.dispatch import FAMILIES, Barred, Verdict
 from gpu_actors.kernels.few_rows import Packing, as_cache
 from gpu_actors.kernels.option_table import Explanation, explain_problem
 from gpu_actors.planning.backward import gradient_problem, pose_backward
-from gpu_actors.planning.block_masks import masked_problem
 from gpu_actors.planning.cached import adopt_cache_request, cached_problem, pose_cached
-from gpu_actors.planning.forward import broadcast_batch, is_padded, pose_forward, weigh_forward
+from gpu_actors.planning.forward import batch_problem, broadcast_batch, is_padded, pose_forward, weigh_forward
 from gpu_actors.planning.seqused import to_varlen
-from gpu_actors.validation.forward import check_seed, forward_problem
+from gpu_actors.validation.forward import check_seed
 
 __all__ = ["explain_request", "key_of"]
 
@@ -43,35 +43,49 @@ def explain_request(request: Request, device: Device) -> Explanation:
     info, barred = device.info, device.barred
     adopted = _adopted(request, info)
     if isinstance(adopted, PagedForward | BatchedDecode):
-        problem = cached_problem(adopted)
+        problem = cached_problem(adopted, info)
     elif isinstance(adopted, FlashBackward):
-        problem = gradient_problem(adopted)
+        problem = gradient_problem(adopted, info)
     else:
-        problem = masked_problem(adopted, forward_problem(adopted))
+        problem = batch_problem(adopted, info)
     try:
         if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
             _, key, packing = weigh_forward(adopted, info, barred)
             return _explain_forward(problem, key, packing, barred)
         return explain_problem(problem, info.arch, _key_of(adopted, device), barred)
-    except (Unsupported, Unqualified):
-        return explain_problem(problem, info.arch, None, barred)
+    except (Unsupported, Unqualified) as error:
+        found, refused = explain_problem(problem, info.arch, None, barred), str(error)
+        # What none takes is refused, and so is what the one kernel of an invariant context cannot read where it lies.
+        return _changed(found, lambda verdict: refused if verdict.taken else None)
 
 
 def _explain_forward(
     problem: AttentionProblem, key: DispatchKey, packing: Packing | None, barred: Barred | None
 ) -> Explanation:
     """As `explain_problem`. Kernels that the rule for packing leaves out name its numbers."""
-    if packing is None:
+    as_a_cache = key.decoding if packing is None else packing.taken
+    if packing is None and not as_a_cache:
         return explain_problem(problem, key.arch, key, barred)
-    posed, chosen = (as_cache(problem), packing.key) if packing.taken else (problem, key)
-    found = explain_problem(posed, key.arch, chosen, barred)
+    posed = as_cache(problem) if as_a_cache else problem
+    chosen = key if packing is None or not packing.taken else packing.key
+    if packing is None:
+        reason = f"invariant=True: rows of a batch have the bits that {key.kernel} gives them over a cache"
+    else:
+        reason = packing.reason
     others = {
         family.name
         for family in FAMILIES
-        if family.direction == "forward" and ("dense" in (family.layouts or ())) == packing.taken
+        if family.direction == "forward" and ("dense" in (family.layouts or ())) == as_a_cache
     }
-    verdicts = (Verdict(v.family, False, packing.reason) if v.family in others else v for v in found.verdicts)
-    return dataclasses.replace(found, verdicts=tuple(verdicts))
+    found = explain_problem(posed, key.arch, chosen, barred)
+    return _changed(found, lambda verdict: reason if verdict.family in others else None)
+
+
+def _changed(found: Explanation, reason: Callable[[Verdict], str | None]) -> Explanation:
+    """With the verdicts that have another reason, for which the family does not take the request."""
+    verdicts = ((verdict, reason(verdict)) for verdict in found.verdicts)
+    changed = (v if why is None else Verdict(v.family, False, why) for v, why in verdicts)
+    return dataclasses.replace(found, verdicts=tuple(changed))
 
 
 def _adopted(request: Request, info: DeviceInfo) -> Request:

@@ -15,22 +15,24 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import Barred, answering_key
-from gpu_actors.kernels.few_rows import Packing, packing_of
+from gpu_actors.kernels.few_rows import Packing, as_cache, has_cache_form, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
-from gpu_actors.planning.tma_eligibility import alignments, eligible_families
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families, key_for
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
 __all__ = [
     "SharedBackward",
     "attention_output",
+    "batch_problem",
     "bind_forward",
     "bound_inputs",
     "broadcast_batch",
@@ -65,6 +67,7 @@ _scalars: Callable[[FlashForward], tuple[Any, ...]] = operator.attrgetter(
 )
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _MULTIPLIED = ("q", "k", "v", "dout")
+_TILES = ("q", "k", "v", "out")  # of operands that move in tiles
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
@@ -250,7 +253,7 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
 def pose_forward(
     request: FlashForward, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernel. Raises `InvalidRequest`, and as `dispatch_key`."""
+    """Validate an adopted request and pick its kernel. Raises `InvalidRequest`, and as `key_for`."""
     problem, key, packing = weigh_forward(request, info, barred)
     return problem, packing.key if packing is not None and packing.taken else key
 
@@ -258,17 +261,35 @@ def pose_forward(
 def weigh_forward(
     request: FlashForward, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
-    """The problem, the kernel that takes it by tiles of a head's rows, and what packing its rows comes to.
+    """The problem, the kernel that takes it if the rule for packing does not, and what packing its rows comes to.
 
     Raises as `pose_forward`.
     """
-    problem = masked_problem(request, forward_problem(request))
-    families = eligible_families({"q": request.q, "k": request.k, "v": request.v, "out": request.out})
+    problem = batch_problem(request, info)
+    if problem.invariant:
+        posed = as_cache(problem) if has_cache_form(problem) else problem
+        return problem, key_for(posed, info, request, _TILES, barred), None
+    families = eligible_families({name: getattr(request, name) for name in _TILES})
     key = answering_key(problem, info.arch, info.runs_kernels, families, barred)
     # Sequences that `broadcast_batch` lets share one in memory are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
     return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, barred)
+
+
+def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:
+    """The validated problem of an adopted request without gradients. Raises `InvalidRequest` and `Unsupported`."""
+    problem = masked_problem(request, forward_problem(request))
+    if not info.invariant:
+        return problem
+    if request.pack_gqa is False:
+        reason = "with ContextOptions(invariant=True) one kernel takes few rows and many, and it packs them"
+        raise Unsupported("pack_gqa", False, reason, True)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if isinstance(getattr(request, name), DeviceArray):
+            reason = "with ContextOptions(invariant=True) the host makes a table of where the keys of sequences lie"
+            raise Unsupported(name, "an array on the device", reason, "an array on the host")
+    return dataclasses.replace(problem, invariant=True)
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:

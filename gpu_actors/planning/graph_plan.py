@@ -6,6 +6,7 @@ graph. Outputs lie in memory as the graph's strides say.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import AnyArray, restore
 from gpu_actors.arrays.dlpack import contiguous_strides
-from gpu_actors.attention.problem import DispatchKey
+from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import (
@@ -154,17 +155,30 @@ def graph_plan(
     try:
         match = match_attention(graph)
         _check_contiguous(graph, match)
+        if device.info.invariant:
+            match = dataclasses.replace(match, problem=_invariant(match))
         if match.gradients is None:
             key = dispatch_key(match.problem, device.info.arch, families, device.barred)
         else:
             key = answering_key(match.problem, device.info.arch, runs_kernels, barred=device.barred)
         program = program_for(match.problem, key, device)
     except Unsupported:
-        if runs_kernels:
+        if runs_kernels or device.info.invariant:
             raise
         match = key = program = None
     results = _results(graph, match, runs_kernels)
     return GraphPlan(graph.signature(), match, key, program, tuple(results), accumulate, variants_of(program))
+
+
+def _invariant(match: AttentionMatch) -> AttentionProblem:
+    """The problem of a match in an invariant context. Raises Unsupported for gradients in any order."""
+    problem = dataclasses.replace(match.problem, invariant=True)
+    if match.gradients is None or problem.deterministic:
+        return problem
+    if problem.score_mod is not None and problem.score_mod.block_size is not None:
+        reason = "blocks of a mask take turns only where the graph's gradient says so, and reads the lists of keys"
+        raise Unsupported("deterministic", False, reason, True)
+    return dataclasses.replace(problem, deterministic=True)
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:

@@ -13,12 +13,21 @@ from typing import Any
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode_mma import CHUNK, rows_refusal
-from gpu_actors.kernels.dispatch import FAMILIES, WITHOUT_CHUNKS, WITHOUT_TMA, Barred, answering_key
+from gpu_actors.kernels.dispatch import (
+    FAMILIES,
+    REFERENCE,
+    WITHOUT_CHUNKS,
+    WITHOUT_TMA,
+    Barred,
+    answering_key,
+    family_of,
+)
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT, tma_refusal
 
-__all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "key_for"]
+__all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "invariant_key", "key_for"]
 
 _CACHES = ("k_cache", "v_cache", "k", "v")  # rows of a dense batch may be packed as over a cache
 
@@ -36,10 +45,34 @@ def key_for(
 ) -> DispatchKey:
     """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles.
 
-    Raises as `dispatch_key`.
+    Raises as `dispatch_key` and `invariant_key`.
     """
-    families = eligible_families({name: getattr(request, name) for name in names})
-    return answering_key(problem, info.arch, info.runs_kernels, families, barred)
+    operands = {name: getattr(request, name) for name in names}
+    if problem.invariant:
+        families = {name: eligible_families({name: array}) for name, array in operands.items()}
+        return invariant_key(problem, info, families, barred)
+    return answering_key(problem, info.arch, info.runs_kernels, eligible_families(operands), barred)
+
+
+def invariant_key(
+    problem: AttentionProblem,
+    info: DeviceInfo,
+    families: Mapping[str, tuple[KernelFamily, ...]],
+    barred: Barred | None = None,
+) -> DispatchKey:
+    """The key of an invariant problem. families: those that can read each operand where it lies, by its name.
+
+    Raises as `dispatch_key`, and Unsupported for an operand that the kernel cannot read: another kernel would give its
+    rows other bits.
+    """
+    key = answering_key(problem, info.arch, info.runs_kernels, FAMILIES, barred)
+    for name, eligible in families.items():
+        if key.kernel == REFERENCE.name or family_of(key) in eligible:
+            continue
+        nearest = "rows at multiples of 16 bytes" if family_of(key).chunks else "contiguous rows, aligned to 16 bytes"
+        reason = f"{key.kernel} cannot read it where it lies, and with invariant=True no other kernel answers"
+        raise Unsupported(name, "an array on the device", reason, nearest)
+    return key
 
 
 def eligible_families(operands: Mapping[str, Any]) -> tuple[KernelFamily, ...]:

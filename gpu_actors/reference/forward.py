@@ -118,14 +118,15 @@ def _attend(
     """(out, lse, magnitude) of a tile of rows, in the operands' layout."""
     rows = np.arange(tile.start, tile.stop)
     scores, visible = masked_scores(arguments, operands, rows, rounding.step)
-    weights, total, lse = exponentials(scores, operands.sinks)
+    in_order = arguments.problem.invariant
+    weights, total, lse = exponentials(scores, operands.sinks, in_order)
     divisor = np.where(total == 0, 1, total)
     if rounding.normalise_first:
         weights, divisor = weights / divisor, np.ones_like(divisor)
     weights = rounding.weights(weights)
     if arguments.problem.dropout_p:
         weights = rounding.dropped(weights * keep_factors(arguments, operands.piece, rows, weights.dtype))
-    sums = rounding.step(weighted_sum(weights, operands.values, visible) / divisor)
+    sums = rounding.step(weighted_sum(weights, operands.values, visible, in_order) / divisor)
     magnitude = weights @ np.abs(operands.values.finite) / divisor if with_magnitude else None
     return sums, lse, magnitude
 

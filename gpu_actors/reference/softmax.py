@@ -25,6 +25,7 @@ __all__ = [
     "keep_factors",
     "mask_scores",
     "masked_scores",
+    "product",
     "weighted_sum",
 ]
 
@@ -111,7 +112,7 @@ def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: S
     The second is None without a softcap.
     """
     tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.problem.softcap
-    scores = step(operands.q[..., tile, :] @ operands.k.swapaxes(-1, -2))
+    scores = step(product(operands.q[..., tile, :], operands.k.swapaxes(-1, -2), arguments.problem.invariant))
     if not cap:
         return scores, None
     shares = step(scores / cap)
@@ -159,8 +160,25 @@ def _hide_by_tree(visible: Array | None, bits: Array, seqlen_q: int, seqlen_k: i
     return held
 
 
-def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
+def product(a: Array, b: Array, in_order: bool) -> Array:
+    """a @ b. in_order: each sum begins with its first term, so that no bit depends on how large a and b are.
+
+    NumPy's own product sums in blocks that depend on shapes.
+    """
+    if not in_order:
+        plain: Array = a @ b
+        return plain
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    total = np.zeros(shape, a.dtype)
+    for index in range(a.shape[-1]):
+        total += a[..., index, None] * b[..., index, None, :]
+    return total
+
+
+def exponentials(scores: Array, sinks: Array | None, in_order: bool = False) -> tuple[Array, Array, Array]:
     """exp(s - max) in place of the scores, its row sums and the natural log-sum-exp, both (..., rows, 1).
+
+    in_order: as in `product`.
 
     A learned sink is one more logit of the row: it joins the maximum, the sum and the LSE. A row with
     nothing to attend to has sum 0 and LSE -inf.
@@ -171,7 +189,10 @@ def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Arra
     shift = np.where(np.isneginf(largest), 0, largest).astype(scores.dtype)
     scores -= shift
     weights = np.exp(scores, out=scores)
-    total = weights.sum(axis=-1, keepdims=True)
+    if in_order and weights.shape[-1]:
+        total = np.cumsum(weights, axis=-1)[..., -1:]
+    else:
+        total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += np.exp(sinks - shift)
     return weights, total, shift + np.log(total)
@@ -192,13 +213,13 @@ def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtyp
     return factors
 
 
-def weighted_sum(weights: Array, values: Values, visible: Array | None) -> Array:
+def weighted_sum(weights: Array, values: Values, visible: Array | None, in_order: bool = False) -> Array:
     """weights @ v, where a NaN or infinity of v counts for the rows that see its key and for no other.
 
     For those rows IEEE's products hold: a weight that dropout or underflow made 0 still turns an infinity
-    into NaN. Weights of any sign, 0 where masked.
+    into NaN. Weights of any sign, 0 where masked. in_order: as in `product`.
     """
-    total: Array = weights @ values.finite
+    total = product(weights, values.finite, in_order)
     if values.keys.size == 0:
         return total
     weights = weights[..., values.keys]

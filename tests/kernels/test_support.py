@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from inside.attention import ScoreMod
 from inside.package import DTYPES, FP8, output_dtype
 
 from gpu_actors import AttentionProblem
@@ -50,6 +51,18 @@ REFUSED = {
         *("sm_90a", "deterministic", True, False, "any order"),
     ),
     "descales.dtype": (problem(descales=True), "sm_90a", "q_descale", "an array", None, "fp8"),
+    "invariant.dropout": (
+        problem(invariant=True, dropout_p=0.1),
+        *("sm_90a", "dropout_p", 0.1, 0.0, "place in its batch"),
+    ),
+    "invariant.splits": (
+        problem(invariant=True, num_splits=3, layout="paged"),
+        *("sm_90a", "num_splits", 3, 1, "length of a sequence"),
+    ),
+    "invariant.blocks": (
+        problem(invariant=True, score_mod=ScoreMod("", block_size=(128, 128))),
+        *("sm_90a", "block_mask", (128, 128), None, "order of its block's list"),
+    ),
     "float.range": (problem(softmax_scale=-1e38), "sm_90a", "softmax_scale", -1e38, -1e36, "fp32"),
 }
 
@@ -77,7 +90,7 @@ def test_a_refusal_names_field_value_reason_and_a_nearest_that_is_accepted(code)
     assert (error.field, error.value, error.nearest) == (field, value, nearest)
     assert words in error.reason
     assert len(error.reason.split()) >= 5, "a reason is a sentence"
-    if code in ("arch.known", "descales.dtype"):
+    if code in ("arch.known", "descales.dtype", "invariant.blocks"):
         return
     changes = {field: nearest}
     if field == "dtype":

@@ -1,6 +1,6 @@
 """What tests of other rooms take from inside `kernels`."""
 
-from gpu_actors.kernels import forward_sm90, merge, variants
+from gpu_actors.kernels import decode_tiles, forward_sm90, merge, variants
 from gpu_actors.kernels.append import AppendProblem, append_geometry, append_variant, pack_append
 from gpu_actors.kernels.backward_mma import BACKWARD_MMA, query_slots
 from gpu_actors.kernels.backward_sm90 import BACKWARD_SM90, sm90_backward_refuses

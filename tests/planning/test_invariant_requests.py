@@ -1,0 +1,200 @@
+"""What an invariant context refuses, and which kernel it takes: `tests/properties/test_invariance.py` has the bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inside.arrays import DeviceArray
+
+import gpu_actors as ga
+from gpu_actors.errors import Unqualified
+from gpu_actors.planning.backward import pose_backward
+from gpu_actors.planning.cached import pose_cached
+from gpu_actors.planning.forward import pose_forward
+from gpu_actors.testing import FaultPlan
+
+
+@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
+def ctx(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
+    with ga.open_context("mock", ga.ContextOptions(arch=request.param, invariant=True)) as opened:
+        yield opened
+
+
+def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def forward(rows: int = 100, dim: int = 64, dtype: Any = np.float16, **options: Any) -> ga.FlashForward:
+    return ga.FlashForward(zeros(2, rows, 8, dim, dtype=dtype), *[zeros(2, 100, 2, dim, dtype=dtype)] * 2, **options)
+
+
+def paged(rows: int = 1, **options: Any) -> ga.PagedForward:
+    cache = zeros(2, 100, 2, 64)
+    lengths = np.array([50, 90], np.int32)
+    return ga.PagedForward(q=zeros(2, rows, 8, 64), k_cache=cache, v_cache=cache, cache_seqlens=lengths, **options)
+
+
+def packed(**options: Any) -> ga.FlashForward:
+    ends = {"cu_seqlens_q": np.array([0, 3, 9], np.int32), "cu_seqlens_k": np.array([0, 40, 100], np.int32)}
+    return ga.FlashForward(zeros(9, 8, 64), *[zeros(100, 2, 64)] * 2, **{**ends, **options})
+
+
+def test_the_option_is_a_bool() -> None:
+    for value in (1, None, "yes"):
+        with pytest.raises(ga.InvalidRequest) as refused:
+            ga.ContextOptions(invariant=value)  # type: ignore[arg-type]
+        assert refused.value.field == "invariant"
+
+
+REQUESTS = [forward(), forward(1), forward(causal=True), packed(), paged(), paged(70)]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_one_kernel_and_tile_take_any_number_of_rows(ctx: ga.GpuContext, request_: Any) -> None:
+    key = ctx.flash_attn.inspect_key(request_)
+    assert (key.kernel, key.row_tile) == ("decode_mma", 64)
+
+
+@pytest.mark.parametrize(
+    ("request_", "kernel"),
+    [
+        (forward(dtype=np.float32), "decode_simple"),
+        (forward(dtype=np.float64), "decode_simple"),
+        (forward(dim=20), "decode_simple"),
+        (forward(dim=512, dtype=ml_dtypes.bfloat16), "decode_mma"),
+        (forward(causal=True, alignment="top_left"), "decode_mma"),
+        (forward(99, causal=True, alignment="top_left"), "forward_mma"),
+        (forward(dtype=np.float64, lse_dtype="float64", return_lse=True), "forward_simple"),
+    ],
+)
+def test_options_alone_choose_another(ctx: ga.GpuContext, request_: Any, kernel: str) -> None:
+    assert ctx.flash_attn.inspect_key(request_).kernel == kernel
+
+
+def test_explain_says_the_rule(ctx: ga.GpuContext) -> None:
+    found = ctx.flash_attn.explain(forward(causal=True))
+    reasons = {verdict.family: verdict.reason for verdict in found.verdicts}
+    assert "invariant=True" in reasons["forward_mma"]
+    assert "invariant=True" in reasons["decode_sm90"]
+    assert [verdict.family for verdict in found.verdicts if verdict.taken] == ["decode_mma"]
+    assert "`invariant`" in {cell.option for cell in found.options}
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "nearest"),
+    [
+        (forward(dropout_p=0.1), "dropout_p", 0.0),
+        (forward(5, pack_gqa=False), "pack_gqa", True),
+        (paged(num_splits=2), "num_splits", 1),
+    ],
+)
+def test_what_cannot_keep_the_bits_is_refused(ctx: ga.GpuContext, request_: Any, field: str, nearest: Any) -> None:
+    with pytest.raises(ga.Unsupported) as refused:
+        ctx.flash_attn.submit(request_).result(60)
+    assert (refused.value.field, refused.value.nearest) == (field, nearest)
+    accepted = dataclasses.replace(request_, **{field: nearest})
+    assert ctx.flash_attn.submit(accepted).result(60).out.any() == 0
+
+
+def test_a_cascade_is_refused_and_one_split_is_what_there_is(ctx: ga.GpuContext) -> None:
+    spec = {"num_blocks": 4, "page_size": 8, "kv_heads": 1, "head_dim": 64, "dtype": "float16"}
+    with pytest.raises(ga.Unsupported, match="invariant") as refused, ctx.kv_cache(**spec, cascade=True):
+        pass
+    assert (refused.value.field, refused.value.nearest) == ("cascade", "auto")
+    problem, _ = pose_cached(paged(), ctx.info)
+    assert (problem.num_splits, problem.invariant) == (1, True)
+
+
+def on_device(shape: tuple[int, ...], address: int = 1 << 20) -> DeviceArray:
+    strides = tuple(int(np.prod(shape[axis + 1 :])) * 2 for axis in range(len(shape)))
+    return DeviceArray(address, shape, strides, np.dtype(np.float16), 0)
+
+
+def test_where_operands_lie_refuses_and_changes_no_kernel(ctx: ga.GpuContext) -> None:
+    q, k = on_device((2, 5, 8, 64)), on_device((2, 100, 2, 64))
+    apart = on_device((2, 100, 2, 64), (1 << 20) + 2)
+    assert pose_forward(ga.FlashForward(q, k, k), ctx.info)[1].kernel == "decode_mma"
+    for name, request in (("k", ga.FlashForward(q, apart, k)), ("v", ga.FlashForward(q, k, apart))):
+        with pytest.raises(ga.Unsupported, match="decode_mma cannot read") as refused:
+            pose_forward(request, ctx.info)
+        assert refused.value.field == name
+    one = dataclasses.replace(paged(), k_cache=apart, v_cache=k)
+    with pytest.raises(ga.Unsupported) as refused:
+        pose_cached(one, ctx.info)
+    assert refused.value.field == "k_cache"
+    caches = [on_device((2, 100, 64)), on_device((2, 100, 64), (1 << 20) + 2)]
+    lists = {"k_caches": caches[:1] * 2, "v_caches": caches}
+    request_ = ga.BatchedDecode(q=zeros(2, 8, 64), **lists, seq_lens=np.array([5, 9], np.int32))
+    with pytest.raises(ga.Unsupported) as refused:
+        pose_cached(request_, ctx.info)
+    assert refused.value.field == "v_caches"
+
+
+def test_lengths_of_packed_sequences_lie_on_the_host(ctx: ga.GpuContext) -> None:
+    ends = DeviceArray(1 << 20, (3,), (4,), np.dtype(np.int32), 0)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        with pytest.raises(ga.Unsupported) as refused:
+            pose_forward(packed(**{name: ends}, max_seqlen_q=6, max_seqlen_k=60), ctx.info)
+        assert refused.value.field == name
+
+
+def test_gradients_are_deterministic(ctx: ga.GpuContext) -> None:
+    x, lse = zeros(2, 100, 8, 64), np.zeros((2, 8, 100), np.float32)
+    request = ga.FlashBackward(x, x, x, dout=x, out=x, lse=lse)
+    assert ctx.flash_attn.inspect_key(request).deterministic
+    places = np.array([[0, 2], [0, 2]], np.int32)
+    apart = dataclasses.replace(request, q_positions=places, window_size=(5, 5))
+    info = dataclasses.replace(ctx.info, runs_kernels=True)  # on a mock device NumPy answers
+    with pytest.raises(ga.Unsupported, match="deterministic") as refused:
+        pose_backward(apart, info)
+    assert refused.value.field == "invariant"
+
+
+def test_a_kernel_that_fails_its_proof_is_not_replaced() -> None:
+    """Another one would give the next request other bits."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 64)).astype(np.float16)
+    faults = FaultPlan().wrong("decode_mma")
+    options = ga.ContextOptions(arch="sm_80", qualify="all", fault_plan=faults, invariant=True)
+    with ga.open_context("emulated", options) as ctx:
+        with pytest.raises(Unqualified, match="decode_mma"):
+            ctx.flash_attn.forward(q, k, v).result(300)
+        assert ctx.health().quarantined
+        assert not any(verdict.taken for verdict in ctx.flash_attn.explain(ga.FlashForward(q, k, v)).verdicts)
+
+
+def test_gradients_of_a_sequence_have_the_same_bits_in_any_batch() -> None:
+    rng = np.random.default_rng(1)
+    q, dout = rng.standard_normal((2, 3, 70, 4, 64)).astype(np.float16)
+    k, v = rng.standard_normal((2, 3, 70, 2, 64)).astype(np.float16)
+    for arch in ("sm_80", "sm_90a"):
+        for seed in (1, 2):
+            emulation = ga.EmulationOptions(schedule="random", seed=seed)
+            options = ga.ContextOptions(arch=arch, invariant=True, emulation=emulation)
+            with ga.open_context("emulated", options) as ctx:
+                out, lse = ctx.flash_attn.forward(q, k, v, causal=True, return_lse=True).result(300)
+                whole = ctx.flash_attn.backward(dout, q, k, v, out, lse, causal=True).result(300)
+                one = slice(1, 2)
+                parts = (array[one] for array in (dout, q, k, v, out, lse))
+                alone = ctx.flash_attn.backward(*parts, causal=True).result(300)
+            if seed == 1:
+                first = whole
+            for name in ("dq", "dk", "dv"):
+                assert np.array_equal(getattr(whole, name).view(np.uint16), getattr(first, name).view(np.uint16))
+                assert np.array_equal(getattr(alone, name)[0].view(np.uint16), getattr(whole, name)[1].view(np.uint16))
+
+
+def test_a_prepared_request_over_packed_sequences_has_the_same_bits() -> None:
+    rng = np.random.default_rng(2)
+    request = packed(causal=True)
+    request = dataclasses.replace(
+        request, **{n: rng.standard_normal(getattr(request, n).shape).astype(np.float16) for n in "qkv"}
+    )
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", invariant=True)) as ctx:
+        expected = ctx.flash_attn.submit(request).result(300).out
+        prepared = ctx.flash_attn.prepare(request).result(300)
+        assert np.array_equal(prepared.run(request.q).out.view(np.uint16), expected.view(np.uint16))
