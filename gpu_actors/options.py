@@ -143,9 +143,6 @@ class ContextOptions:
         those that wait already.
     record_launches: deprecated, without effect: nothing is recorded. Capture a step of a `KvCache`, or a request of
         `flash_attn.prepare`, into a CUDA graph instead. True warns so, by a DeprecationWarning. Default False.
-    invariant: a row of attention has the same bits in any batch, in a prompt, in a chunk of it and decoded, and
-        gradients have the same bits each time (docs/invariance.md). What cannot keep that is `Unsupported`. Default
-        False.
     mailbox_capacity: requests that may wait for an actor; the next is answered `Overloaded`. Default 1024.
     cache_dir: folder of the cubin cache; "~" is the home folder. With one that cannot be used, the context does
         not open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
@@ -165,6 +162,9 @@ class ContextOptions:
     qualify: whether each kernel proves on this machine that it computes right before a request is launched on it.
         "first-use": the first time that this machine has it; the verdict is kept beside the cubin. "all": once in each
         context, whatever was kept. "off": never. Default None: "first-use" on CUDA, "off" elsewhere.
+    invariant: a row of attention has the same bits in any batch, in a prompt, in a chunk of it and decoded, and
+        gradients have the same bits each time (docs/invariance.md). What cannot keep that is `Unsupported`. Default
+        False.
     hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
         None: 30 s on CUDA, 600 s elsewhere. A worker or child process that says nothing for so long is lost too, by
         default after 30 s on any device: a long launch does not keep it from answering.
@@ -180,7 +180,6 @@ class ContextOptions:
     coalesce_max: int = 256
     coalesce_delay_us: float = 0.0
     record_launches: bool = False
-    invariant: bool = False
     mailbox_capacity: int = 1024
     cache_dir: str | os.PathLike[str] | None = None
     cache_max_bytes: int = 1 << 30
@@ -195,6 +194,7 @@ class ContextOptions:
     probe_interval: float = 1.0
     default_timeout: float | None = None
     qualify: Qualify | None = None
+    invariant: bool = False
     hang_timeout: float | None = None
     drain_timeout: float = 30.0
     compile_threads: int = field(default_factory=lambda: min(8, os.cpu_count() or 1))
@@ -210,7 +210,7 @@ class ContextOptions:
             integer(name, getattr(self, name), 1)
         delay = real("coalesce_delay_us", self.coalesce_delay_us, "a finite number of microseconds >= 0")
         expect(delay >= 0, "coalesce_delay_us", delay, "must be a finite number of microseconds >= 0")
-        for name in ("offline", "compile_on_mock", "record_launches", "invariant"):
+        for name in ("offline", "compile_on_mock", "record_launches"):
             flag(name, getattr(self, name))
         if self.record_launches:
             warnings.warn(_RECORDS_NOTHING, DeprecationWarning, stacklevel=3)
@@ -223,6 +223,7 @@ class ContextOptions:
             _path("prewarmed", path)
         self._check_types()
         self._check_actors()
+        flag("invariant", self.invariant)
         _seconds("probe_interval", self.probe_interval, above=True)
         if self.default_timeout is not None:
             _seconds("default_timeout", self.default_timeout, above=True)

@@ -110,6 +110,23 @@ def test_a_cascade_is_refused_and_one_split_is_what_there_is(ctx: ga.GpuContext)
     assert (problem.num_splits, problem.invariant) == (1, True)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_shared_prefix_is_read_once_only_without_the_option(invariant: bool) -> None:
+    events: list[ga.TraceEvent] = []
+    options = ga.ContextOptions(arch="sm_80", invariant=invariant, on_event=events.append)
+    spec = {"num_blocks": 60, "page_size": 16, "kv_heads": 1, "head_dim": 64, "dtype": "float16"}
+    rows = zeros(256, 1, 64)
+    with ga.open_context("mock", options) as ctx, ctx.kv_cache(**spec) as cache:
+        prompt = cache.create().result(60)
+        cache.append(prompt, rows, rows).result(60)
+        seqs = [cache.fork(prompt).result(60) for _ in range(9)]
+        new = zeros(9, 1, 1, 64)
+        cache.attend(zeros(9, 1, 4, 64), seqs, k=new, v=new).result(60)
+    fields = next(event.fields for event in events if event.name == "launch.cascade")
+    assert fields["taken"] is not invariant
+    assert ("invariant=True" in fields["reason"]) is invariant
+
+
 def on_device(shape: tuple[int, ...], address: int = 1 << 20) -> DeviceArray:
     strides = tuple(int(np.prod(shape[axis + 1 :])) * 2 for axis in range(len(shape)))
     return DeviceArray(address, shape, strides, np.dtype(np.float16), 0)

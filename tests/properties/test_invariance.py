@@ -147,29 +147,27 @@ def check_life(cache: ga.KvCache, text: Problem, life: list[tuple[str, int, int]
         cache.free(seq).result(WAIT)
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize(("device", "arch"), OPENED)
-def test_a_row_has_the_same_bits_whatever_its_sequence_shares(device: str, arch: str, recorded: bool) -> None:
-    options = ga.ContextOptions(arch=arch, invariant=True, record_launches=recorded)
+def test_a_row_has_the_same_bits_whatever_its_sequence_shares(invariant: Any, device: str, arch: str) -> None:
+    ctx = invariant(device, arch)
     pool = {"num_blocks": 400, "kv_heads": 1, "head_dim": 64, "dtype": "float16"}
-    with ga.open_context(device, options) as ctx:
 
-        @budget(8)
-        @given(st.data())
-        def hold(data: st.DataObject) -> None:
-            length = data.draw(st.integers(40, 150))
-            window = data.draw(st.sampled_from(((-1, -1), (40, -1))))
-            mask: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": 0.75}
-            seed = data.draw(st.integers(0, 999))
-            spec = dataclasses.replace(SPEC, rows=(length,), keys=(length,), options=mask, seed=seed)
-            text = problem_of(spec)
-            out, _ = served(ctx, spec, text, Serving("dense", 0, length))
-            page = data.draw(st.sampled_from((8, 16)))
-            # Equal tokens must mean equal keys, so the pages that a text has left belong to no later one.
-            with ctx.kv_cache(page_size=page, **pool) as cache:
-                check_life(cache, text, data.draw(lives(length)), out)
+    @budget(8)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        length = data.draw(st.integers(40, 150))
+        window = data.draw(st.sampled_from(((-1, -1), (40, -1))))
+        mask: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": 0.75}
+        seed = data.draw(st.integers(0, 999))
+        spec = dataclasses.replace(SPEC, rows=(length,), keys=(length,), options=mask, seed=seed)
+        text = problem_of(spec)
+        out, _ = served(ctx, spec, text, Serving("dense", 0, length))
+        page = data.draw(st.sampled_from((8, 16)))
+        # Equal tokens must mean equal keys, so the pages that a text has left belong to no later one.
+        with ctx.kv_cache(page_size=page, **pool) as cache:
+            check_life(cache, text, data.draw(lives(length)), out)
 
-        hold()
+    check()
 
 
 @pytest.mark.parametrize(("device", "arch"), OPENED)
