@@ -61,6 +61,7 @@ _KERNELS = (
     Step("forward", "tests", ("tests/gpu/test_forward.py", "tests/gpu/test_forward_sm90_on_gpu.py"), 130, spread=True),
     Step("decode", "tests", ("tests/gpu/test_decode.py",), 70, spread=True),
     Step("modifications", "tests", ("tests/gpu/test_modifications.py",), 60, spread=True),
+    Step("invariance", "tests", ("tests/gpu/test_invariance_on_gpu.py",), 25),
 )
 _SERVICE = (
     Step("device", "tests", ("tests/gpu/test_cuda_hardware.py",), 90),
