@@ -220,7 +220,8 @@ def _with_options(key: DispatchKey, tile: Tile, others: bool) -> AttentionProble
     others: with other values of what a kernel learns at its launch alone: which sides of a window there are, what
     sequences and heads share of a bias, the steps of positions.
     """
-    reach, right = tile.block_n // 2 + 5, 0 if key.causal else 9
+    # Longer than a tile: of one that the window shows whole, the diagonal alone may hide a part.
+    reach, right = tile.block_n + 21, 0 if key.causal else 9
     options: dict[str, Any] = {}
     if key.sliding_window:
         # A chunk is a window, too: the key has no other sign of one.

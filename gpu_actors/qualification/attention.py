@@ -180,10 +180,12 @@ class _Data:
     def _enlarge(self) -> list[tuple[slice, slice]]:
         """Make dS of two sequences, of a KV head each, more than float16 holds: which gradients then have large dO.
 
-        Their V is large. Their Q and K are small, so that no gradient but dS leaves float16. That of a bias is dS.
+        Their V is large. Their Q and K are small, so that no gradient but dS leaves float16. That of a bias is dS. With
+        ALiBi dS is nearly 0 for far keys, and float16 does not hold that beside what is large.
         """
         p = self.problem
-        if p.direction == "forward" or p.dtype != "float16" or (p.dbias and p.bias and p.bias[0] == p.dtype):
+        of_bias = p.dbias and p.bias is not None and p.bias[0] == p.dtype
+        if p.direction == "forward" or p.dtype != "float16" or of_bias or p.alibi is not None:
             return []
         usual = [index for index, (rows, keys) in enumerate(self.lengths) if rows and keys > 1]
         group, found = p.gqa_ratio, []
