@@ -134,9 +134,8 @@ class KvCacheActor(ServiceActor):
         """Answer what shares no launch."""
         if isinstance(message, CreateSequence):
             with reading(message):
-                pool, tokens = cache.pool, message.tokens
-                most = pool.num_blocks * pool.page_size
-                digests = () if tokens is None else prompt_digests(tokens, pool.page_size, most)
+                tokens = message.tokens
+                digests = () if tokens is None else prompt_digests(tokens, cache.page_size, cache.most_rows)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
             return
@@ -189,14 +188,15 @@ class KvCacheActor(ServiceActor):
         """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
         layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
-        kind, (request, rows) = kind_of(self._store, cache, message, tables)
+        group = cache.group_of[layer]
+        kind, (request, rows) = kind_of(self._store, group, message, tables)
         if rows is not None and len(tables) > 1 and rows.counts.any():
             check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
         work.single, work.template, work.expected, work.layer = single, template, expected_lengths(message), layer
         if request is not None and kind.plan is not None:
             work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
-            if cache.cascade and (again := cache.tables.most_shared(tables)):
+            if cache.cascade and (again := cache.tables.most_shared(tables, group.number)):
                 work.cascade = self._store.cascader.keys(kind.plan, request, again, cache.cascade is True)
         return work
 
@@ -262,7 +262,7 @@ class _KvCoalescer(Coalescer[KvWork]):
 
     def _is_plain(self, work: KvWork) -> bool:
         """Whether the launch of a request is just what its kind says."""
-        return work.cascade is None and all(write.copy is None for write in work.writes)
+        return work.cascade is None and not any(write.copies for write in work.writes)
 
     def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest) -> Launch:
         launch, chosen = None, None

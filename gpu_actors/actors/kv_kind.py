@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
-from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, RequestKind
+from gpu_actors.actors.kv_store import CacheStore, KvWork, PoolGroup, RequestKind
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
 from gpu_actors.compiling.variant import Variant
@@ -65,7 +65,7 @@ _ATTEND = _Fields(AttendCache, (*_ROWS, "q", "out"))
 
 
 def kind_key(
-    cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int
+    group: PoolGroup, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int
 ) -> Hashable | None:
     """What decides the kind of an adopted request. None for one with further arrays, tokens or a block mask."""
     fields = _ATTEND if isinstance(message, AttendCache) else _APPEND
@@ -84,7 +84,7 @@ def kind_key(
     if isinstance(message, AttendCache):
         # The window is not checked yet, so it may be of any length.
         kinds += type(message.window_size[0]), type(message.window_size[1])
-    where = isinstance(message.seqs, list | tuple), len(tables), cache.columns(max(longest, most))
+    where = isinstance(message.seqs, list | tuple), len(tables), group.columns(max(longest, most))
     of_q_and_out = alignments(*arrays[len(_ROWS) :])
     return type(message), *scalars, *kinds, where, of_q_and_out, *described
 
@@ -94,18 +94,18 @@ def _described(array: Any) -> Hashable:
     return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
 
 
-def bind(cache: OpenedCache, kind: RequestKind, message: AppendRows | AttendCache) -> Bound:
+def bind(group: PoolGroup, kind: RequestKind, message: AppendRows | AttendCache) -> Bound:
     """The attention of a request of a kind, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
     request, rows = kind.request, kind.rows
     if request is not None and isinstance(message, AttendCache):
         request = changed(request, {"q": message.q, "out": message.out})
         if message.out is not None:
-            check_output_memory(message.out, {"q": message.q, **cache.pools})  # of all layers
+            check_output_memory(message.out, {"q": message.q, **group.pools})  # of all layers
     if rows is not None:
         k: Any
         v: Any
-        k, v = (message.k_pe, message.c_kv) if cache.pool.latent else (message.k, message.v)
-        axis = int(cache.layers > 1 and isinstance(message, AppendRows))
+        k, v = (message.k_pe, message.c_kv) if group.pool.latent else (message.k, message.v)
+        axis = int(len(group.layers) > 1 and isinstance(message, AppendRows))
         if not isinstance(message.seqs, list | tuple) and isinstance(message, AppendRows):
             k, v = (k[:, None], v[:, None]) if axis else (k[None], v[None])
         rows = changed(rows, {"k": pack_rows("k", k, axis), "v": pack_rows("v", v, axis)})
@@ -121,9 +121,9 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
     known: Launch | None = work.loaded.memo.get(place) if work.loaded else kind.launches.get(place)
     if known is None:
         return _first_launch(kind, work)
-    cache, request, rows, plan = work.cache, work.request, work.rows, kind.plan
-    pools = cache.pools if request is None else cache.pools_of(work.layer)
-    own = {**pools, **cache.descales_of(len(work.tables))}
+    group, request, rows, plan = work.group, work.request, work.rows, kind.plan
+    pools = group.pools if request is None else work.cache.by_layer[work.layer]
+    own = {**pools, **group.descales_of(len(work.tables))}
     own |= {"block_table": work.table, "cache_seqlens": work.lengths}
     outputs = known.outputs
     ends = None if request is None else request.cu_seqlens_q  # of a step of packed rows
@@ -135,7 +135,7 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
         own["k"], own["v"], own["cu_seqlens_new"] = rows.k, rows.v, rows.ends
     if plan is not None and plan.program is not None and plan.program.split is not None and work.kernels:
         own |= plan.program.split(own)
-    if cache.pool.latent and "k_descale" in own:
+    if group.pool.latent and "k_descale" in own:
         own["v_descale"] = own["k_descale"]  # values are columns of keys
     inputs = {name: own[name] for name in known.inputs}
     return Launch(known.key, inputs, outputs, known.oracle, known.steps, known.scratch, known.updates)
@@ -151,7 +151,7 @@ def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
     oracle = launch.oracle
     if rows is not None:
         launch = add_rows(launch, [work])
-        oracle = functools.partial(rows_oracle, rows, work.cache.pool, oracle)
+        oracle = functools.partial(rows_oracle, rows, work.group.pool, oracle)
     if kind.plan is None or not kind.plan.vacuous:
         inputs = dict.fromkeys(launch.inputs)
         outputs = {name: spec._replace(into=None) for name, spec in launch.outputs.items()}
@@ -166,7 +166,7 @@ def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
 
 def kind_of(
     store: CacheStore,
-    cache: OpenedCache,
+    group: PoolGroup,
     message: AppendRows | AttendCache,
     tables: list[PageTable],
     most: int = 0,
@@ -176,39 +176,39 @@ def kind_of(
     most: the block table is as wide as for sequences of so many rows, if they are not longer.
     """
     try:
-        key = kind_key(cache, message, tables, most)
-        kind = None if key is None else cache.kinds.find(key)
+        key = kind_key(group, message, tables, most)
+        kind = None if key is None else group.kinds.find(key)
     except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
         key = kind = None
     if kind is not None:
-        return kind, bind(cache, kind, message)
-    kind, bound = pose(store, cache, message, tables, most)
+        return kind, bind(group, kind, message)
+    kind, bound = pose(store, group, message, tables, most)
     if key is not None:
-        cache.kinds.add(key, kind)
+        group.kinds.add(key, kind)
     return kind, bound
 
 
 def pose(
-    store: CacheStore, cache: OpenedCache, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int = 0
+    store: CacheStore, group: PoolGroup, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int = 0
 ) -> tuple[RequestKind, Bound]:
     """Check an adopted request in full, and plan it. Raises `InvalidRequest` and `Unsupported`."""
     if isinstance(message, AttendCache):
-        return _pose_attend(store, cache, message, tables, most)
+        return _pose_attend(store, group, message, tables, most)
     batch = None if isinstance(message.seqs, KvSequence) else len(tables)
-    rows = new_rows(message, cache.pool, batch, cache.layers)
-    shared = None if rows.merge_key is None else ("append", cache.number, rows.merge_key)
-    return RequestKind(None, None, rows, _append_variants(store, cache, rows), shared), (None, rows)
+    rows = new_rows(message, group.pool, batch, len(group.layers))
+    shared = None if rows.merge_key is None else ("append", *group.key, rows.merge_key)
+    return RequestKind(None, None, rows, _append_variants(store, group, rows), shared), (None, rows)
 
 
 def _pose_attend(
-    store: CacheStore, cache: OpenedCache, message: AttendCache, tables: Sequence[PageTable], most: int
+    store: CacheStore, group: PoolGroup, message: AttendCache, tables: Sequence[PageTable], most: int
 ) -> tuple[RequestKind, Bound]:
-    rows = _rows_to_attend(message, cache, tables)
+    rows = _rows_to_attend(message, group, tables)
     # As many as there are now; requests that wait for their launch may add to them before this one's.
     lengths = np.array([table.length for table in tables], np.int32)
     if rows is not None:
         lengths += rows.counts
-    request = cache.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS}, most)
+    request = group.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS}, most)
     plan = store.decoding.plan(request)
     check_operands(plan, request)
     variants = plan.variants
@@ -218,27 +218,27 @@ def _pose_attend(
         if rows.rope is not None:
             reason = f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             expect(request.q.dtype == rows.k.dtype, "q", describe(request.q), reason)
-        appending = _append_variants(store, cache, rows, request.q.shape[-2])
+        appending = _append_variants(store, group, rows, request.q.shape[-2])
         if rows.counts.any() or rows.turned is not None:
             variants += appending
         else:
             rows = None  # nothing to append, and so nothing to launch either
     shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
     apart = shared is None or (rows is not None and of_rows is None)
-    key = None if apart else ("attend", cache.number, shared, of_rows)
+    key = None if apart else ("attend", *group.key, shared, of_rows)
     return RequestKind(request, plan, rows, variants, key), (request, rows)
 
 
-def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[PageTable]) -> NewRows | None:
+def _rows_to_attend(message: AttendCache, group: PoolGroup, tables: Sequence[PageTable]) -> NewRows | None:
     """The new rows of an adopted request, checked with its q against the cache and the sequences."""
     rows = None
-    if message.rope is not None and cache.pool.latent:
+    if message.rope is not None and group.pool.latent:
         reason = "a launch rotates whole heads of q, and a latent cache has rotated columns behind others"
         raise Unsupported("rope", message.rope, f"{reason}: rotate q_pe and k_pe before", None)
     if any(getattr(message, name) is not None for name in NEW_ROWS):
-        rows = new_rows(message, cache.pool, len(tables))
+        rows = new_rows(message, group.pool, len(tables))
     else:
-        with_rows = "goes with c_kv and k_pe" if cache.pool.latent else "goes with k and v"
+        with_rows = "goes with c_kv and k_pe" if group.pool.latent else "goes with k and v"
         expect(message.rope is None, "rope", message.rope, f"{with_rows}: rows in the cache have been rotated")
         for name in ("tokens", "positions", "rope_cos", "rope_sin", "positions_q", "cu_seqlens_k_new"):
             expect(getattr(message, name) is None, name, describe(getattr(message, name)), with_rows)
@@ -249,15 +249,15 @@ def _rows_to_attend(message: AttendCache, cache: OpenedCache, tables: Sequence[P
     if len(ends) == 1:
         expect(len(tables) == ends[0] - 1, "seqs", len(tables), f"must name cu_seqlens_q's, {ends[0] - 1}")
     if shape:
-        dim = cache.k_pool.shape[-1]
+        dim = group.k_pool.shape[-1]
         expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
     return rows
 
 
-def _append_variants(store: CacheStore, cache: OpenedCache, rows: NewRows, heads_q: int = 0) -> tuple[Variant, ...]:
+def _append_variants(store: CacheStore, group: PoolGroup, rows: NewRows, heads_q: int = 0) -> tuple[Variant, ...]:
     """The kernels that append rows and copy pages. Raises `Unsupported`."""
     variants: list[Variant] = []
-    for problem in rows.problems(cache.pool, heads_q):
+    for problem in rows.problems(group.pool, heads_q):
         try:
             variants.append(append_variant(problem, store.arch))
         except Unsupported as error:

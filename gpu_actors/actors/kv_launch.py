@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.actors.kv_store import KvWork, OpenedCache
+from gpu_actors.actors.kv_store import KvWork, PoolGroup
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append import AppendProblem, append_geometry, pack_append
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
@@ -29,24 +29,23 @@ from gpu_actors.planning.merging import ends_of, merge_tables
 __all__ = ["add_rows", "append_launch", "copy_launch", "rows_oracle"]
 
 
-def append_launch(group: Sequence[KvWork]) -> Launch:
+def append_launch(works: Sequence[KvWork]) -> Launch:
     """The operands of a launch that only appends; `add_rows` says what it does."""
-    cache = group[0].cache
     inputs = {
-        **cache.pools,
-        "block_table": merge_tables([work.table for work in group]),
-        "cache_seqlens": np.concatenate([work.lengths for work in group]),
+        **works[0].group.pools,
+        "block_table": merge_tables([work.table for work in works]),
+        "cache_seqlens": np.concatenate([work.lengths for work in works]),
     }
     return Launch(None, inputs, {}, lambda _: {})
 
 
-def copy_launch(cache: OpenedCache, copies: Sequence[PageCopy], kernels: Sequence[Kernel]) -> Launch:
-    """Copies pages in all layers. kernels: the one that does, or none."""
-    inputs = {"page_pairs": _pairs(copies), **cache.pools}
-    copied = len(copies), cache.pool
+def copy_launch(group: PoolGroup, copies: Sequence[PageCopy], kernels: Sequence[Kernel]) -> Launch:
+    """Copies pages in all layers of a group. kernels: the one that does, or none."""
+    inputs = {"page_pairs": _pairs(copies), **group.pools}
+    copied, layers = (len(copies), group.pool), len(group.layers)
     pack = functools.partial(pack_page_copy, *copied)
-    steps = each_layer([Step(kernel, page_copy_geometry(*copied), pack) for kernel in kernels], cache.layers)
-    return Launch(None, inputs, {}, functools.partial(_copy_oracle, cache.layers), steps, updates=tuple(cache.pools))
+    steps = each_layer([Step(kernel, page_copy_geometry(*copied), pack) for kernel in kernels], layers)
+    return Launch(None, inputs, {}, functools.partial(_copy_oracle, layers), steps, updates=tuple(group.pools))
 
 
 def _pairs(copies: Sequence[PageCopy]) -> Any:
@@ -62,14 +61,14 @@ def _copy_oracle(layers: int, inputs: Mapping[str, Any]) -> Outputs:
     return {}
 
 
-def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
-    """Have a launch append the new rows of a group first."""
-    cache, kernels = group[0].cache, group[0].appending
-    rows = merge_rows([work.rows for work in group if work.rows is not None])
-    copies = [write.copy for work in group for write in work.writes if write.copy is not None]
+def add_rows(launch: Launch, works: Sequence[KvWork]) -> Launch:
+    """Have a launch append the new rows of its works first."""
+    group, kernels = works[0].group, works[0].appending
+    rows = merge_rows([work.rows for work in works if work.rows is not None])
+    copies = [write.copies[group.number] for work in works for write in work.writes if write.copies]
     # The first input, q where there is one, decides whether the outputs are on the host.
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
-    for name, factors in cache.descales_of(len(rows.counts)).items():
+    for name, factors in group.descales_of(len(rows.counts)).items():
         inputs.setdefault(name, factors)
     if not rows.rows:
         inputs["cu_seqlens_new"] = rows.ends
@@ -87,10 +86,10 @@ def add_rows(launch: Launch, group: Sequence[KvWork]) -> Launch:
     return dataclasses.replace(
         launch,
         inputs=inputs,
-        oracle=functools.partial(rows_oracle, rows, cache.pool, launch.oracle),
-        updates=tuple(cache.pools),
+        oracle=functools.partial(rows_oracle, rows, group.pool, launch.oracle),
+        updates=tuple(group.pools),
         scratch=scratch,
-        steps=_steps(launch, rows, cache.pool, inputs, kernels) if kernels else (),
+        steps=_steps(launch, rows, group.pool, inputs, kernels) if kernels else (),
     )
 
 

@@ -38,30 +38,31 @@ class Moving:
 
     def export(self, call: Call[Any], cache: OpenedCache, table: PageTable) -> None:
         """Answer a claimed call with the pages of a sequence, on which no row is on its way."""
+        (group,) = cache.groups
         lease = cache.tables.fork(table)
-        pages, length, digests, tail = list(lease.pages), lease.length, list(lease.digests), list(lease.tail)
+        pages, length, digests, tail = list(lease.groups[0].pages), lease.length, list(lease.digests), list(lease.tail)
         call.when_done(functools.partial(_free_unknown, cache, lease))
 
         def record(outputs: Outputs) -> Any:
-            known = (cache.sequence(lease), cache.pool, cache.descales, pages)
+            known = (cache.sequence(lease), group.pool, group.descales, pages)
             return exported(*known, outputs, digests, tail, length, cache.layers)
 
         if not pages:
-            call.resolve(record(no_pages(cache.pool, cache.layers)), self._actor.outbox)
+            call.resolve(record(no_pages(group.pool, cache.layers)), self._actor.outbox)
             return
-        launch = export_launch(cache.pool, cache.pools, pages, self._kernels(call) or (), cache.layers)
+        launch = export_launch(group.pool, group.pools, pages, self._kernels(call) or (), cache.layers)
         self._actor.launch((call,), launch, lambda outputs: (record(outputs),))
 
     def take_in(self, call: Call[Any], cache: OpenedCache, message: ImportSequence) -> None:
         """Answer a call with a new sequence that has exported pages."""
-        given = message.pages
+        given, (group,) = message.pages, cache.groups
         with reading(message):
-            check_pages(given, cache.pool, cache.descales, cache.layers)
+            check_pages(given, group.pool, group.descales, cache.layers)
         if not call.claim():
             return
         write = cache.tables.adopt(given.length, given.digests, given.tail)
         call.when_done(functools.partial(_free_unknown, cache, write.table))
-        first, pages = write.pages_before, list(write.table.pages)
+        first, pages = write.length_before // cache.page_size, list(write.table.groups[0].pages)
         seq = dataclasses.replace(cache.sequence(write.table), cached=write.length_before)
 
         def finish(_: Outputs) -> Any:
@@ -74,7 +75,7 @@ class Moving:
         new = (*before_pages(cache.layers), slice(first, None))
         parts = [one[new] for one in (given.k, given.v) if one is not None]
         kernels = self._kernels(call) or ()
-        launch = import_launch(cache.pool, cache.pools, parts, pages[first:], kernels, cache.layers)
+        launch = import_launch(group.pool, group.pools, parts, pages[first:], kernels, cache.layers)
         self._actor.launch((call,), launch, finish)
 
     def _kernels(self, call: Call[Any]) -> Any:

@@ -78,13 +78,13 @@ class StepLayers:
 
     def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
         """The launch of a layer on its own arrays. Raises `InvalidRequest` for where ``out`` lies."""
-        work, pools = self.work, self.work.cache.pools_of(layer)
+        work, pools = self.work, self.work.cache.by_layer[layer]
         own: dict[str, Any] = {"q": arrays["q"], **pools}
         if work.rows is not None:
             own |= self._new_rows(work.rows, arrays)
         out = arrays.get("out")
         if out is not None:
-            check_output_memory(out, {"q": arrays["q"], **work.cache.pools})
+            check_output_memory(out, {"q": arrays["q"], **work.group.pools})
         first = self.first
         if first is None:
             first = self.first = self._first(own)
@@ -101,7 +101,7 @@ class StepLayers:
         self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
 
     def _new_rows(self, rows: NewRows, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        given = zip("kv", LATENT if self.work.cache.pool.latent else WHOLE, strict=True)
+        given = zip("kv", LATENT if self.work.group.pool.latent else WHOLE, strict=True)
         return {name: pack_rows(own, arrays[own]) if rows.rows else arrays[own] for name, own in given}
 
     def _examples(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class OpenStep:
         self, cell: ActorCell, work: KvWork, layers: Sequence[StepLayers], deadline: float | None, message: BeginStep
     ) -> None:
         self.work = work
-        self.lengths: list[int] = work.lengths.tolist()
+        self.lengths: list[int] = work.totals
         self.capture: StepCapture | None = message.captured
         self._message = message
         self._cell = cell
@@ -273,7 +273,7 @@ class OpenStep:
         if self.capture is None:
             message, columns = self._message, self.work.table.shape[1]
             options = {name: value for name, value in message.options.items() if name not in OWN}
-            longest = message.max_length or columns * self.work.cache.pool.page_size
+            longest = message.max_length or columns * self.work.cache.page_size
             message = dataclasses.replace(message, max_length=longest, options=options)
             self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
             self.work.cache.stepping.add(self.capture)  # until this step has ended

@@ -40,7 +40,7 @@ from gpu_actors.errors import (
     StaleBuffer,
 )
 from gpu_actors.fields import FP8, expect, flag, integer
-from gpu_actors.kernels.append import AppendProblem, Rope
+from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.requests import AttendCache, BeginStep, EndStep, StepKeywords
@@ -81,7 +81,7 @@ class Stepping:
             layers = self._plan(call, cache, message, tables)
         groups = list(dict.fromkeys(layers))
         if cache.cascade and message.max_length is None:  # a step that replays may share other pages
-            again = cache.tables.most_shared(tables)
+            again = cache.tables.most_shared(tables, 0)
             for group in groups if again else ():
                 work = group.work
                 if work.plan is not None and work.request is not None:
@@ -99,7 +99,7 @@ class Stepping:
         cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
             for group in groups:
-                group.work.table, group.work.lengths = first.table, first.lengths
+                group.work.totals, group.work.table, group.work.lengths = first.totals, first.table, first.lengths
                 group.work.take_pages(self._store.decoding)
             self._copy_pages(first)
             if capture is not None:
@@ -206,10 +206,10 @@ class Stepping:
 
     def _copy_pages(self, work: KvWork) -> None:
         """Copy shared pages that the step will write to."""
-        copies = [write.copy for write in work.writes if write.copy is not None]
+        copies = [write.copies[0] for write in work.writes if write.copies]
         if not copies:
             return
-        launch = copy_launch(work.cache, copies, work.appending[-1:])
+        launch = copy_launch(work.group, copies, work.appending[-1:])
         cell = self._actor.cell
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
@@ -223,7 +223,7 @@ class Stepping:
         self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
     ) -> list[StepLayers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
-        _check_longest(message, cache.pool, tables)
+        _check_longest(message, cache, tables)
         key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
         if known is not None:
@@ -261,7 +261,7 @@ class Stepping:
         own = {**message.options, **options}
         device, notes = self._store.device_name, call.caller_notes
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
-        kind, (attention, rows) = kind_of(self._store, cache, request, tables, message.max_length or 0)
+        kind, (attention, rows) = kind_of(self._store, cache.group_of[0], request, tables, message.max_length or 0)
         work = _work(call, cache, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
@@ -289,16 +289,16 @@ def _work(
     rows: NewRows | None,
 ) -> KvWork:
     work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
-    work.columns = cache.columns(call.message.max_length or 0)
+    work.columns = work.group.columns(call.message.max_length or 0)
     return work
 
 
-def _check_longest(message: BeginStep, pool: AppendProblem, tables: Sequence[PageTable]) -> None:
+def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[PageTable]) -> None:
     """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
     if message.max_length is None:
         return
     expect(type(message.max_length) is int, "max_length", show(message.max_length), "must be an int")
-    most = integer("max_length", message.max_length, 1, min(MAX_SEQLEN, pool.num_blocks * pool.page_size))
+    most = integer("max_length", message.max_length, 1, min(MAX_SEQLEN, cache.most_rows))
     rows = message.rows if isinstance(message.rows, list | tuple) else [message.rows] * len(tables)
     for index, (table, count) in enumerate(zip(tables, rows, strict=False)):
         length = table.length + (count if message.append and type(count) is int else 0)
@@ -321,7 +321,7 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
-    columns = cache.columns(max(longest, message.max_length or 0))
+    columns = cache.groups[0].columns(max(longest, message.max_length or 0))
     return columns, type(rows), tuple(new), said, tuple(options), kinds
 
 
@@ -356,7 +356,7 @@ def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
 def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) -> dict[str, Any]:
     """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
     expect(isinstance(message.like, Mapping | None), "like", show(message.like), "must give arrays by name")
-    pool, like = cache.pool, dict(message.like or {})
+    pool, like = cache.groups[0].pool, dict(message.like or {})
     rows: Any = message.rows
     heads = integer("heads_q", message.heads_q, 1)
     own: dict[str, Any] = {}

@@ -44,6 +44,7 @@ __all__ = [
     "CacheStore",
     "KvWork",
     "OpenedCache",
+    "PoolGroup",
     "RequestKind",
     "StepPlan",
 ]
@@ -99,7 +100,8 @@ class KvWork(Work):
     expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
     none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
     sequence was not in a list. layer: whose keys are attended to. columns: that the table has at least.
-    table, lengths, writes: since `OpenedCache.begin`.
+    totals: rows of each sequence, with new ones. table, lengths: what a launch on the layer's group takes. These and
+    writes: since `OpenedCache.begin`.
     lost: a launch that it builds on has failed.
     """
 
@@ -116,10 +118,16 @@ class KvWork(Work):
     single: bool = False
     layer: int = 0
     columns: int = 0
+    totals: list[int] = field(default_factory=list)
     table: Any = None
     lengths: Any = None
     writes: list[Write] = field(default_factory=list)
     lost: bool = False
+
+    @property
+    def group(self) -> PoolGroup:
+        """Of the layer."""
+        return self.cache.group_of[self.layer]
 
     def take_pages(self, decoding: Decoding) -> None:
         """Put the table and the lengths that the launch has into the request."""
@@ -128,7 +136,7 @@ class KvWork(Work):
             return
         request.block_table, request.cache_seqlens = self.table, self.lengths
         if self.layer:
-            pools = self.cache.pools_of(self.layer)
+            pools = self.cache.by_layer[self.layer]
             request.k_cache, request.v_cache = pools["k_cache"], pools.get("v_cache")
         # Launches since then may have changed the pages. A launch that failed is made again without a kind.
         if self.kind is None or self.table.shape[1] != self.kind.columns:
@@ -143,76 +151,43 @@ class KvWork(Work):
     def answer(self, outputs: Outputs) -> Any:
         if self.request is not None:
             return super(KvWork, self).answer(outputs)
-        lengths = self.lengths.tolist()
-        return lengths[0] if self.single else lengths
+        return self.totals[0] if self.single else self.totals
 
 
 @dataclass(eq=False)
-class OpenedCache:
-    """One cache: its pool on the device, its tables, and its launches in flight.
+class PoolGroup:
+    """Layers of a cache with the same spec: their pools on the device, and the kinds of requests on them.
 
-    pool: what all appends to it have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
-    (kv_heads,), where the pool has some. A latent cache has k_pool alone. cascade: as in `KvCacheSpec`. layers: where
-    there are several, the pools have an axis of them before that of pages.
-    stepping: the sequences of open steps, and their captures. by_layer: the pools of each layer, as `pools_of`.
+    key: the numbers of the cache and of the group in it, from 0. layers: their numbers in the cache, in order.
+    pool: what all appends to them have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
+    (kv_heads,), where the pools have some. A latent cache has k_pool alone. Where there are several layers, the pools
+    have an axis of them before that of pages.
+    by_layer: the pools of each, by the names that launches have for them.
     """
 
-    number: int
+    key: tuple[int, int]
+    layers: Sequence[int]
     pool: AppendProblem
     k_pool: Any
     v_pool: Any
     descales: Mapping[str, Any]
-    tables: CacheTables
-    generation: int
-    cascade: bool | Literal["auto"] = "auto"
-    layers: int = 1
-    incarnation: bytes = field(default_factory=incarnation)
-    # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
-    stepping: set[object] = field(init=False, default_factory=set)
-    closed: bool = field(init=False, default=False)
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
-    steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     by_layer: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         whole = self.pools
-        several = ({name: pool[layer] for name, pool in whole.items()} for layer in range(self.layers))
-        self.by_layer = [whole] if self.layers == 1 else list(several)
+        several = ({name: pool[index] for name, pool in whole.items()} for index in range(len(self.layers)))
+        self.by_layer = [whole] if len(self.layers) == 1 else list(several)
+
+    @property
+    def number(self) -> int:
+        return self.key[1]
 
     @property
     def pools(self) -> dict[str, Any]:
         """The pools of all layers, by the names that launches have for them."""
         pools = {"k_cache": self.k_pool}
         return pools if self.v_pool is None else {**pools, "v_cache": self.v_pool}
-
-    def pools_of(self, layer: int) -> Mapping[str, Any]:
-        """Those of one layer."""
-        return self.by_layer[layer]
-
-    def sequence(self, table: PageTable) -> KvSequence:
-        """The caller's record of a new sequence."""
-        return KvSequence(self.number, table.number, self.generation, table.length)
-
-    def table(self, seq: object, field: str = "seq") -> PageTable:
-        """The table of a caller's sequence. Raises `InvalidRequest`, which calls the sequence ``field``, and
-        `StaleBuffer` for one of another process."""
-        if not isinstance(seq, KvSequence):
-            raise InvalidRequest(field, seq, "must be a KvSequence, as create() and fork() give")
-        # Before its numbers are looked at: they begin anew in every process.
-        if seq.incarnation != self.incarnation:
-            raise StaleBuffer("the sequence belongs to a cache of another process, or of this one before it was forked")
-        expect(seq.cache == self.number, field, seq, "must be a sequence of this cache, and is one of another")
-        return self.tables.find(seq.number, field)
-
-    def tables_of(self, seqs: object) -> tuple[bool, list[PageTable]]:
-        """The tables of one sequence or of a list of them, and whether it was one. Raises `InvalidRequest`."""
-        if isinstance(seqs, KvSequence):
-            return True, [self.table(seqs, "seqs")]
-        if not isinstance(seqs, list | tuple):
-            raise InvalidRequest("seqs", seqs, "must be a KvSequence or a list of them")
-        return False, [self.table(seq, f"seqs[{index}]") for index, seq in enumerate(seqs)]
 
     def descales_of(self, batch: int) -> dict[str, Any]:
         """The descales for so many sequences, fp32 (batch, kv_heads)."""
@@ -242,9 +217,84 @@ class OpenedCache:
         """How wide the block table of sequences of at most this length is."""
         return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
+    def read_tables(self, work: KvWork) -> None:
+        """Put the table and the lengths of the sequences in this group into a request on one of its layers."""
+        most = self._most_columns(None if work.request is None else work.request.block_mask)
+        work.table = block_table(work.tables, self.number, most, work.columns)
+        work.lengths = np.array(work.totals, np.int32)
+
     def _most_columns(self, block_mask: BlockMask | None) -> int:
         """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""
         return 0 if block_mask is not None else min(self.pool.num_blocks, MAX_SEQLEN // self.pool.page_size)
+
+
+@dataclass(eq=False)
+class OpenedCache:
+    """One cache: its groups of layers, its tables, and its launches in flight.
+
+    cascade: as in `KvCacheSpec`. stepping: the sequences of open steps, and their captures. by_layer: the pools of each
+    layer, and group_of its group.
+    """
+
+    number: int
+    groups: Sequence[PoolGroup]
+    tables: CacheTables
+    generation: int
+    cascade: bool | Literal["auto"] = "auto"
+    incarnation: bytes = field(default_factory=incarnation)
+    # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
+    stepping: set[object] = field(init=False, default_factory=set)
+    closed: bool = field(init=False, default=False)
+    steps: PlanCache[StepPlan] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
+    by_layer: list[dict[str, Any]] = field(init=False)
+    group_of: list[PoolGroup] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = {
+            layer: (group, pools)
+            for group in self.groups
+            for layer, pools in zip(group.layers, group.by_layer, strict=True)
+        }
+        self.group_of = [places[layer][0] for layer in range(len(places))]
+        self.by_layer = [places[layer][1] for layer in range(len(places))]
+
+    @property
+    def layers(self) -> int:
+        return len(self.by_layer)
+
+    @property
+    def page_size(self) -> int:
+        return self.groups[0].pool.page_size
+
+    @property
+    def most_rows(self) -> int:
+        """That a sequence can have."""
+        return min(group.pool.num_blocks for group in self.groups) * self.page_size
+
+    def sequence(self, table: PageTable) -> KvSequence:
+        """The caller's record of a new sequence."""
+        return KvSequence(self.number, table.number, self.generation, table.length)
+
+    def table(self, seq: object, field: str = "seq") -> PageTable:
+        """The table of a caller's sequence. Raises `InvalidRequest`, which calls the sequence ``field``, and
+        `StaleBuffer` for one of another process."""
+        if not isinstance(seq, KvSequence):
+            raise InvalidRequest(field, seq, "must be a KvSequence, as create() and fork() give")
+        # Before its numbers are looked at: they begin anew in every process.
+        if seq.incarnation != self.incarnation:
+            raise StaleBuffer("the sequence belongs to a cache of another process, or of this one before it was forked")
+        expect(seq.cache == self.number, field, seq, "must be a sequence of this cache, and is one of another")
+        return self.tables.find(seq.number, field)
+
+    def tables_of(self, seqs: object) -> tuple[bool, list[PageTable]]:
+        """The tables of one sequence or of a list of them, and whether it was one. Raises `InvalidRequest`."""
+        if isinstance(seqs, KvSequence):
+            return True, [self.table(seqs, "seqs")]
+        if not isinstance(seqs, list | tuple):
+            raise InvalidRequest("seqs", seqs, "must be a KvSequence or a list of them")
+        return False, [self.table(seq, f"seqs[{index}]") for index, seq in enumerate(seqs)]
 
     # Launches
 
@@ -287,8 +337,8 @@ class OpenedCache:
             work.writes = self.tables.reserve(*zip(*growing, strict=True)) if growing else []
             lengths = [table.length for table in tables]
         self.tables.enter(tables)
-        most = self._most_columns(None if work.request is None else work.request.block_mask)
-        work.table, work.lengths = block_table(tables, most, work.columns), np.array(lengths, np.int32)
+        work.totals = lengths
+        work.group.read_tables(work)
 
     def succeeded(self, group: list[KvWork]) -> None:
         """The launch of a group has succeeded."""
@@ -362,11 +412,11 @@ class CacheStore(Workbench):
         if math.prod(pages) * max(pool.sides.values()) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.sides['k']} elements")
         pools = {side: allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
-        tables = CacheTables(pool.num_blocks, pool.page_size)
+        tables = CacheTables([pool.num_blocks], pool.page_size)
         number = self._newest = next(_NUMBERS)
         generation = self._cell.environment.generation
-        own = (pools["k"], pools.get("v"), descales, tables, generation, spec.cascade, layers)  # type: ignore[attr-defined]
-        self._caches[number] = OpenedCache(number, pool, *own)
+        group = PoolGroup((number, 0), range(layers), pool, pools["k"], pools.get("v"), descales)
+        self._caches[number] = OpenedCache(number, [group], tables, generation, spec.cascade)  # type: ignore[attr-defined]
         return number
 
     def forget(self, number: int) -> None:
@@ -385,7 +435,7 @@ class CacheStore(Workbench):
         found = []
         for number, cache in list(self._caches.items()):
             pages = page_map(*cache.tables.snapshot())
-            pool, stats = cache.pool, cache.tables.stats()
+            pool, stats = cache.groups[0].pool, cache.tables.stats()
             sizes = pool.page_size, pool.heads_kv, pool.sides["k"]
             found.append(CacheLook(number, *sizes, pool.cache_dtype, stats, pages))
         return found

@@ -56,10 +56,14 @@ class PagePool:
         """Whether a row can be written to the page: it has one reference, and the index does not have it."""
         return self._references[page] == 1 and not self._indexed[page]
 
-    def take(self, count: int) -> list[int]:
-        """Take ``count`` pages, each with one reference. Raises `CacheFull`, and then none is taken."""
+    def check(self, count: int) -> None:
+        """Raise `CacheFull` where `take` would."""
         if count > self.free_blocks:
             raise CacheFull(f"{count} pages are needed, and {self.free_blocks} of {self.blocks} are free")
+
+    def take(self, count: int) -> list[int]:
+        """Take ``count`` pages, each with one reference. Raises `CacheFull`, and then none is taken."""
+        self.check(count)
         while len(self._free) < count:
             page, _ = self._cached.popitem(last=False)
             self._indexed[page] = False

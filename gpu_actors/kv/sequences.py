@@ -1,5 +1,7 @@
 """CacheTables: the sequences of a paged KV cache, their pages, and writes in flight.
 
+The layers of a cache are in groups. Each group has a pool of its own, and a sequence has a list of pages in each.
+
 A write is reserved just before its launch: its pages are taken, and the sequence is as long as if the launch had
 succeeded, so that the next launch can build on it. At the end of the launch the write is committed or undone:
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from gpu_actors.errors import CacheFull, InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "KvCacheStats", "PageCopy", "PageTable", "Write", "block_table", "table_width"]
+__all__ = ["CacheTables", "GroupPages", "KvCacheStats", "PageCopy", "PageTable", "Write", "block_table", "table_width"]
 
 
 class KvCacheStats(NamedTuple):
@@ -50,22 +52,32 @@ class KvCacheStats(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class GroupPages:
+    """The pages of one sequence in the pool of one group of layers.
+
+    pages: int32, so that a block table takes them in at once.
+    named: how many of them the index of prefixes has.
+    """
+
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    named: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class PageTable:
     """One sequence.
 
-    pages: int32, so that a block table takes them in at once.
+    groups: its pages in each group of layers.
     digests: names of the pages whose tokens are known, from the first on.
-    named: how many of them the index of prefixes has.
     tail: the known tokens behind them.
     users: requests in flight that read or write the sequence. While there are any, rows may be appended and nothing
         else may change.
     """
 
     number: int
-    pages: array[int] = field(default_factory=lambda: array("i"))
+    groups: list[GroupPages]
     length: int = 0
     digests: list[bytes] = field(default_factory=list)
-    named: int = 0
     tail: list[int] = field(default_factory=list)
     users: int = 0
 
@@ -82,48 +94,58 @@ class PageCopy(NamedTuple):
 class Write:
     """Rows that are being written to one sequence, up to ``stop``.
 
-    pages_before, length_before, tail: of the sequence, before the write.
-    copy: a shared page that is copied first.
+    length_before, tail: of the sequence, before the write.
+    copies: by the number of a group, the shared page that is copied first.
     """
 
     table: PageTable
     stop: int
-    pages_before: int
     length_before: int
     tail: list[int]
-    copy: PageCopy | None = None
+    copies: dict[int, PageCopy] = field(default_factory=dict)
+
+
+class _Group:
+    """The pool of one group of layers, and which of its pages prompts begin with."""
+
+    def __init__(self, blocks: int) -> None:
+        self.prefixes = PrefixIndex()
+        self.pool = PagePool(blocks, self._forget)
+        self.evicted = 0
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Release pages of a sequence, the last first, so that prefixes are evicted from their end."""
+        for page in reversed(pages):
+            self.pool.release(page)
+
+    def _forget(self, page: int) -> None:
+        self.prefixes.forget(page)
+        self.evicted += 1
 
 
 class CacheTables:
-    """The tables of one cache. The actor's thread and the completion thread may use it at the same time."""
+    """The tables of one cache. The actor's thread and the completion thread may use it at the same time.
 
-    def __init__(self, blocks: int, page_size: int) -> None:
+    blocks: pages of the pool of each group.
+    """
+
+    def __init__(self, blocks: Sequence[int], page_size: int) -> None:
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._prefixes = PrefixIndex()
-        self._pool = PagePool(blocks, self._forget)
+        self._groups = [_Group(count) for count in blocks]
         self._tables: dict[int, PageTable] = {}
         self._next = 1
-        self._hits = self._evicted = 0
+        self._hits = 0
         self._sharing = False  # whether a page ever was shared
 
     def stats(self) -> KvCacheStats:
         with self._lock:
-            pool = self._pool
-            return KvCacheStats(
-                blocks=pool.blocks,
-                free_blocks=pool.free_blocks,
-                sequences=len(self._tables),
-                shared_blocks=pool.shared_blocks,
-                prefix_blocks=pool.cached_blocks,
-                prefix_hits=self._hits,
-                evicted=self._evicted,
-            )
+            return self._stats(self._groups[0])
 
     def snapshot(self) -> tuple[list[int], list[bool]]:
         """See `PagePool.snapshot`. The lock is held while two lists are copied."""
         with self._lock:
-            return self._pool.snapshot()
+            return self._groups[0].pool.snapshot()
 
     def find(self, number: int, field: str = "seq") -> PageTable:
         """The sequence with this number. Raises `InvalidRequest` for ``field`` if it was freed."""
@@ -137,26 +159,24 @@ class CacheTables:
     def create(self, digests: Sequence[bytes] = ()) -> PageTable:
         """A new sequence, which begins with the indexed pages of ``digests``."""
         with self._lock:
-            pages = self._prefixes.find(digests)
-            for page in pages:
-                self._pool.retain(page)
-            self._hits += len(pages)
-            self._sharing |= bool(pages)
-            table = self._add(pages, len(pages) * self.page_size)
-            table.digests = list(digests[: len(pages)])
-            table.named = len(pages)
+            found = self._find_prefix(digests)
+            count = len(found[0])
+            table = self._add([GroupPages(array("i", pages), count) for pages in found], count * self.page_size)
+            table.digests = list(digests[:count])
             return table
 
-    def most_shared(self, tables: Sequence[PageTable]) -> int:
+    def most_shared(self, tables: Sequence[PageTable], group: int) -> int:
         """An upper bound of how many pages are read again for other sequences that share them with these."""
         shared: dict[int, int] = {}
         if not self._sharing:
             return 0
         with self._lock:
+            pool = self._groups[group].pool
             for table in tables:
-                if table.pages:
-                    first = table.pages[0]  # no later page has more references
-                    others = (self._pool.references(first) - 1) * len(table.pages)
+                pages = table.groups[group].pages
+                if pages:
+                    first = pages[0]  # no later page has more references
+                    others = (pool.references(first) - 1) * len(pages)
                     shared[first] = max(shared.get(first, 0), others)
         return sum(shared.values())
 
@@ -175,21 +195,22 @@ class CacheTables:
     def fork(self, table: PageTable) -> PageTable:
         """A sequence with the same rows in the same pages."""
         with self._lock:
-            for page in table.pages:
-                self._pool.retain(page)
+            for group, own in zip(self._groups, table.groups, strict=True):
+                for page in own.pages:
+                    group.pool.retain(page)
             self._sharing = True
-            child = self._add(table.pages, table.length)
-            child.digests, child.named, child.tail = list(table.digests), table.named, list(table.tail)
+            child = self._add([GroupPages(own.pages[:], own.named) for own in table.groups], table.length)
+            child.digests, child.tail = list(table.digests), list(table.tail)
             return child
 
     def free(self, table: PageTable) -> None:
-        """Forget a sequence. Its pages are released, the last first, so that prefixes are evicted from their end."""
+        """Forget a sequence, and release its pages."""
         with self._lock:
             if self._tables.pop(table.number, None) is None:
                 return  # freed already, perhaps by another thread
-            for page in reversed(table.pages):
-                self._pool.release(page)
-            table.pages = array("i")
+            for group, own in zip(self._groups, table.groups, strict=True):
+                group.release(own.pages)
+                own.pages = array("i")
 
     def adopt(self, length: int, digests: Sequence[bytes], tail: Sequence[int]) -> Write:
         """A new sequence of ``length`` rows: it begins with the indexed pages of ``digests``, and has new ones behind.
@@ -198,27 +219,26 @@ class CacheTables:
         Only `commit` or `free` may follow. Raises `CacheFull`, and then nothing has changed.
         """
         with self._lock:
-            pages = self._prefixes.find(digests)
-            for page in pages:
-                self._pool.retain(page)
+            found = self._find_prefix(digests)
+            count = len(found[0])
             try:
-                new_pages = self._pool.take(-(-length // self.page_size) - len(pages))
+                taken = self._take([-(-length // self.page_size) - count] * len(self._groups))
             except CacheFull:
-                for page in reversed(pages):
-                    self._pool.release(page)
+                for group, pages in zip(self._groups, found, strict=True):
+                    group.release(pages)
+                self._hits -= count
                 raise
-            self._hits += len(pages)
-            self._sharing |= bool(pages)
-            table = self._add([*pages, *new_pages], length)
-            table.digests, table.named, table.tail = list(digests), len(pages), list(tail)
-            return Write(table, length, len(pages), len(pages) * self.page_size, [])
+            whole = [array("i", [*old, *new]) for old, new in zip(found, taken, strict=True)]
+            table = self._add([GroupPages(pages, count) for pages in whole], length)
+            table.digests, table.tail = list(digests), list(tail)
+            return Write(table, length, count * self.page_size, [])
 
     def truncate(self, table: PageTable, length: int) -> None:
         """Keep the first ``length`` rows."""
         with self._lock:
             if not 0 <= length <= table.length:
                 raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
-            self._cut(table, -(-length // self.page_size), length)
+            self._cut(table, length)
 
     # Writes
 
@@ -231,34 +251,44 @@ class CacheTables:
         """
         with self._lock:
             size = self.page_size
-            copies = [table.length % size > 0 and not self._pool.writable(table.pages[-1]) for table in tables]
-            grown = [
-                -(-(table.length + more) // size) - len(table.pages) for table, more in zip(tables, rows, strict=True)
+            writes = [
+                Write(table, table.length + more, table.length, table.tail[:])
+                for table, more in zip(tables, rows, strict=True)
             ]
-            new_pages = self._pool.take(sum(grown) + sum(copies))
-            writes: list[Write] = []
-            row_tokens = [None] * len(tables) if tokens is None else tokens
-            for table, more, copied, count, ids in zip(tables, rows, copies, grown, row_tokens, strict=True):
-                write = Write(table, table.length + more, len(table.pages), table.length, list(table.tail))
-                if copied:
-                    destination = new_pages.pop()
-                    # The old page's reference moves from the table to the write, which may return it.
-                    write.copy = PageCopy(len(table.pages) - 1, table.pages[-1], destination)
-                    table.pages[-1] = destination
-                for _ in range(count):
-                    table.pages.append(new_pages.pop())
-                if ids is not None:
-                    self._extend_digests(table, ids)
-                table.length = write.stop
-                writes.append(write)
+            counts = list[int]()
+            for index, group in enumerate(self._groups):
+                count = 0
+                for write in writes:
+                    pages = write.table.groups[index].pages
+                    count += -(-write.stop // size) - len(pages)
+                    if write.length_before % size and not group.pool.writable(pages[-1]):
+                        count += 1
+                        # The old page's reference moves from the table to the write, which may return it.
+                        write.copies = {**write.copies, index: PageCopy(len(pages) - 1, pages[-1], -1)}
+                counts.append(count)
+            for index, new_pages in enumerate(self._take(counts)):
+                for write in writes:
+                    pages = write.table.groups[index].pages
+                    if index in write.copies:
+                        pages[-1] = new_pages.pop()
+                        write.copies[index] = write.copies[index]._replace(destination=pages[-1])
+                    for _ in range(len(pages), -(-write.stop // size)):
+                        pages.append(new_pages.pop())
+            if tokens is not None:
+                for write, ids in zip(writes, tokens, strict=True):
+                    if ids is not None:
+                        self._extend_digests(write.table, ids)
+            for write in writes:
+                write.table.length = write.stop
             return writes
 
     def commit(self, writes: Sequence[Write]) -> None:
         """The launch has carried out these writes."""
         with self._lock:
             for write in writes:
-                if write.copy is not None:
-                    self._pool.release(write.copy.source)
+                if write.copies:
+                    for index, copy in write.copies.items():
+                        self._groups[index].pool.release(copy.source)
                 if self._tables.get(write.table.number) is write.table:  # and not one whose import was given up
                     self._index_pages(write)
 
@@ -266,17 +296,47 @@ class CacheTables:
         """Undo writes that are not carried out. Later writes to the same sequences must have been undone."""
         with self._lock:
             for write in reversed(writes):
-                table, copy = write.table, write.copy
-                self._cut(table, write.pages_before, write.length_before)
+                table = write.table
+                self._cut(table, write.length_before)
                 table.tail = write.tail  # the tokens of a page that the write ended are known again
-                if copy is not None:
-                    table.pages[copy.slot] = copy.source
-                    self._pool.release(copy.destination)
+                for index, copy in write.copies.items():
+                    table.groups[index].pages[copy.slot] = copy.source
+                    self._groups[index].pool.release(copy.destination)
 
     # Under the lock
 
-    def _add(self, pages: Iterable[int], length: int) -> PageTable:
-        table = PageTable(self._next, array("i", pages), length)
+    def _stats(self, group: _Group) -> KvCacheStats:
+        pool = group.pool
+        return KvCacheStats(
+            blocks=pool.blocks,
+            free_blocks=pool.free_blocks,
+            sequences=len(self._tables),
+            shared_blocks=pool.shared_blocks,
+            prefix_blocks=pool.cached_blocks,
+            prefix_hits=self._hits,
+            evicted=group.evicted,
+        )
+
+    def _find_prefix(self, digests: Sequence[bytes]) -> list[list[int]]:
+        """Retain the pages that a prompt may begin with, as many in each group."""
+        found = [group.prefixes.find(digests) for group in self._groups]
+        count = min(map(len, found))
+        for group, pages in zip(self._groups, found, strict=True):
+            del pages[count:]
+            for page in pages:
+                group.pool.retain(page)
+        self._hits += count
+        self._sharing |= count > 0
+        return found
+
+    def _take(self, counts: Sequence[int]) -> list[list[int]]:
+        """Take so many pages of each group. Raises `CacheFull`, and then none is taken."""
+        for group, count in zip(self._groups, counts, strict=True):
+            group.pool.check(count)
+        return [group.pool.take(count) for group, count in zip(self._groups, counts, strict=True)]
+
+    def _add(self, groups: list[GroupPages], length: int) -> PageTable:
+        table = PageTable(self._next, groups, length)
         self._next += 1
         self._tables[table.number] = table
         return table
@@ -287,16 +347,18 @@ class CacheTables:
             tokens = np.concatenate([np.array(table.tail, np.int64), ids])
             table.tail = extend_digests(table.digests, tokens, self.page_size).tolist()
 
-    def _cut(self, table: PageTable, pages: int, length: int) -> None:
-        for page in reversed(table.pages[pages:]):
-            self._pool.release(page)
-        del table.pages[pages:]
+    def _cut(self, table: PageTable, length: int) -> None:
+        kept = -(-length // self.page_size)
+        for group, own in zip(self._groups, table.groups, strict=True):
+            group.release(own.pages[kept:])
+            del own.pages[kept:]
         table.length = length
         whole = len(table.digests) * self.page_size
         if length < whole:
             # The tokens of a page that is begun are dropped: it gets no name.
             del table.digests[length // self.page_size :]
-            table.named = min(table.named, len(table.digests))
+            for own in table.groups:
+                own.named = min(own.named, len(table.digests))
             table.tail = []
         else:
             del table.tail[length - whole :]
@@ -304,15 +366,14 @@ class CacheTables:
     def _index_pages(self, write: Write) -> None:
         table = write.table
         whole = min(write.stop // self.page_size, len(table.digests))
-        for index in range(table.named, whole):
-            page = table.pages[index]
-            if self._prefixes.add(table.digests[index], page):
-                self._pool.mark_indexed(page)
-        table.named = max(table.named, whole)
-
-    def _forget(self, page: int) -> None:
-        self._prefixes.forget(page)
-        self._evicted += 1
+        if not whole:
+            return
+        for group, own in zip(self._groups, table.groups, strict=True):
+            for index in range(own.named, whole):
+                page = own.pages[index]
+                if group.prefixes.add(table.digests[index], page):
+                    group.pool.mark_indexed(page)
+            own.named = max(own.named, whole)
 
 
 def table_width(pages: int, most: int) -> int:
@@ -324,11 +385,15 @@ def table_width(pages: int, most: int) -> int:
     return max(1, pages, min(most, 1 << max(0, pages - 1).bit_length()))
 
 
-def block_table(tables: Sequence[PageTable], most: int, least: int = 0) -> Any:
-    """int32 (batch, columns), as wide as `table_width` says, or ``least``. Behind a sequence's last page it is -1."""
-    width = max(least, table_width(max((len(table.pages) for table in tables), default=0), most))
+def block_table(tables: Sequence[PageTable], group: int, most: int, least: int = 0) -> Any:
+    """int32 (batch, columns), as wide as `table_width` says, or ``least``. Behind a sequence's last page it is -1.
+
+    group: of layers, whose pages these are.
+    """
+    owned = [table.groups[group].pages for table in tables]
+    width = max(least, table_width(max(map(len, owned), default=0), most))
     block_ids = np.empty((len(tables), width), np.int32)
     block_ids.fill(-1)
-    for row, table in zip(block_ids, tables, strict=True):
-        row[: len(table.pages)] = table.pages
+    for row, pages in zip(block_ids, owned, strict=True):
+        row[: len(pages)] = pages
     return block_ids

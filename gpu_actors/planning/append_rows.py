@@ -115,7 +115,7 @@ class NewRows:
         return np.cos(radians), np.sin(radians)
 
     def problem(self, pool: AppendProblem, max_blocks: int = 1, heads_q: int = 0) -> AppendProblem:
-        """The append of these rows. pool: as in `OpenedCache`."""
+        """The append of these rows. pool: as in `PoolGroup`."""
         dtype = dtype_name(self.k)
         return _problem_of(
             pool,

@@ -200,10 +200,10 @@ def test_latents_that_sequences_share_are_read_once(device: str, arch: str, dims
         q, q_pe = rows(4, 1, 6, latent), rows(4, 1, 6, rotary)
         how = {"softmax_scale": scale, "return_lse": True}
         result = wait(cache.attend(q, seqs, q_pe=q_pe, **new(4, 1), **how))
-        pool = cache._find()
+        opened = cache._find()
         for index, seq in enumerate(seqs):
             k = (
-                host_view(pool.k_pool)[pool.table(seq).pages]
+                host_view(opened.groups[0].k_pool)[opened.table(seq).groups[0].pages]
                 .reshape(1, -1, 1, latent + rotary)[:, :62]
                 .astype(np.float64)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from support.kv_cache import DIM, HEADS, PAGE, Rows, attention, contents, holds,
 from support.service import eventually
 
 import gpu_actors as ga
-from gpu_actors.kv.sequences import PageTable, block_table, table_width
+from gpu_actors.kv.sequences import GroupPages, PageTable, block_table, table_width
 from gpu_actors.testing import reference
 
 
@@ -302,7 +303,7 @@ async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
 )
 def test_a_growing_sequence_keeps_its_block_tables_width(pages: int, most: int, width: int) -> None:
     assert table_width(pages, most) == width
-    table = PageTable(1, list(range(5, 5 + pages)))
-    made = block_table([table], most)
+    held = array("i", range(5, 5 + pages))
+    made = block_table([PageTable(1, [GroupPages(held)])], 0, most)
     assert made.shape == (1, width)
-    assert made[0].tolist() == [*table.pages, *[-1] * (width - pages)]
+    assert made[0].tolist() == [*held, *[-1] * (width - pages)]

@@ -52,11 +52,11 @@ def whole(parts: dict[str, Any]) -> Any:
 
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> Any:
     """The rows of a sequence, straight from the pool."""
-    result = cache._find()
-    assert result.v_pool is None
-    table = result.table(seq)
-    pool = host_view(result.k_pool)
-    return pool[table.pages].reshape(-1, *pool.shape[2:])[: table.length]
+    opened = cache._find()
+    (group,), table = opened.groups, opened.table(seq)
+    assert group.v_pool is None
+    pool = host_view(group.k_pool)
+    return pool[table.groups[0].pages].reshape(-1, *pool.shape[2:])[: table.length]
 
 
 def bits(array: Any) -> Any:

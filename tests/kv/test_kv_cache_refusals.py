@@ -128,7 +128,7 @@ async def test_a_cache_is_opened_and_closed_around_its_use() -> None:
             seq = await cache.create()
             with pytest.raises(ga.GpuActorsError, match="entered already"):
                 await cache.__aenter__()
-            pool = weakref.ref(cache._find().k_pool)
+            pool = weakref.ref(cache._find().groups[0].k_pool)
         (k, v), q = Rows().new(1), Rows().q(1, 1)
         for reply in (cache.create(), cache.fork(seq), cache.append(seq, k, v), cache.attend(q, seq), cache.free(seq)):
             with pytest.raises(ga.StaleBuffer, match="was closed"):

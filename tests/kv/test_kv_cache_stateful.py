@@ -310,8 +310,9 @@ class Caching(RuleBasedStateMachine):
             return
         # A call is answered a moment before its launch counts as ended, where it failed with another launch.
         eventually(lambda: not self.opened._in_flight)
-        tables, pool = self.opened.tables, self.opened.tables._pool
-        held = Counter(page for table in tables._tables.values() for page in table.pages)
+        (group,), tables = self.opened.groups, self.opened.tables
+        pool = tables._groups[0].pool
+        held = Counter(page for table in tables._tables.values() for page in table.groups[0].pages)
         assert [pool.references(page) for page in range(pool.blocks)] == [held[page] for page in range(pool.blocks)]
         assert sorted([*pool._free, *pool._cached, *held]) == list(range(pool.blocks)), "leaked, or in two places"
         stats = self.cache.stats()
@@ -322,9 +323,10 @@ class Caching(RuleBasedStateMachine):
             table = tables.find(seq.number)
             assert (table.length, table.users) == (len(rows), 0)
             assert self.cache.length(seq) == len(rows)
-            assert len(table.pages) == -(-len(rows) // self.page)
-            for side, wanted in ((self.opened.k_pool, rows.k), (self.opened.v_pool, rows.v)):
-                found = side[table.pages].reshape(-1, HEADS, DIM)[: len(rows)]
+            pages = table.groups[0].pages
+            assert len(pages) == -(-len(rows) // self.page)
+            for side, wanted in ((group.k_pool, rows.k), (group.v_pool, rows.v)):
+                found = side[pages].reshape(-1, HEADS, DIM)[: len(rows)]
                 assert np.array_equal(found, wanted)
 
     def teardown(self) -> None:

@@ -92,16 +92,20 @@ class Layered:
         stats = self.cache.stats()
         assert all(one.stats() == stats for one in self.ones)
         state = self.cache._find()
+        (group,) = state.groups
         for seq, twins in self.twins.items():
             table = state.table(seq)
             q = self.q(1, 2)
             for layer, (one, twin) in enumerate(zip(self.ones, twins, strict=True)):
                 other = one._find()
+                (alone,) = other.groups
                 assert one.length(twin) == table.length
-                for pool, single in ((state.k_pool, other.k_pool), (state.v_pool, other.v_pool)):
+                for pool, single in ((group.k_pool, alone.k_pool), (group.v_pool, alone.v_pool)):
                     if pool is not None:
                         held, wanted = (
-                            host_view(side)[where.pages].reshape(-1, *side.shape[2:])[: table.length].view(np.uint8)
+                            host_view(side)[where.groups[0].pages]
+                            .reshape(-1, *side.shape[2:])[: table.length]
+                            .view(np.uint8)
                             for side, where in ((pool[layer], table), (single, other.table(twin)))
                         )
                         np.testing.assert_array_equal(held, wanted)

@@ -92,7 +92,7 @@ def test_arrays_that_the_step_was_not_begun_for_are_refused_and_the_step_goes_on
     with model() as one:
         step = one.step()
         q, (k, v) = one.rows.q(2, 1), one.rows.new(2, 1)
-        pool = one.cache._find().k_pool
+        pool = one.cache._find().groups[0].k_pool
         for arguments, options, field in (
             ((LAYERS, q, k, v), {}, "layer"),
             ((-1, q, k, v), {}, "layer"),

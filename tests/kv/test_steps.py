@@ -332,17 +332,19 @@ class Stepping(RuleBasedStateMachine):
             return
         opened = self.cache._find()
         eventually(lambda: not opened._in_flight and not opened.stepping)
-        tables, pool = opened.tables, opened.tables._pool
-        held = Counter(page for table in tables._tables.values() for page in table.pages)
+        (group,), tables = opened.groups, opened.tables
+        pool = tables._groups[0].pool
+        held = Counter(page for table in tables._tables.values() for page in table.groups[0].pages)
         assert [pool.references(page) for page in range(BLOCKS)] == [held[page] for page in range(BLOCKS)]
         stats = self.cache.stats()
         assert (stats.sequences, stats.free_blocks) == (len(self.rows), BLOCKS - len(held))
         for seq, rows in self.rows.items():
             table = tables.find(seq.number)
             assert (table.length, table.users) == (self.cache.length(seq), 0) == (len(rows), 0)
-            assert len(table.pages) == -(-len(rows) // PAGE)
-            for side, wanted in ((opened.k_pool, rows.k), (opened.v_pool, rows.v)):
-                held_rows = side[:, table.pages].reshape(LAYERS, -1, HEADS, DIM)[:, : len(rows)]
+            pages = table.groups[0].pages
+            assert len(pages) == -(-len(rows) // PAGE)
+            for side, wanted in ((group.k_pool, rows.k), (group.v_pool, rows.v)):
+                held_rows = side[:, pages].reshape(LAYERS, -1, HEADS, DIM)[:, : len(rows)]
                 assert np.array_equal(held_rows, wanted)
 
     def teardown(self) -> None:

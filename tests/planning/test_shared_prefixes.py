@@ -90,12 +90,12 @@ def test_thousands_of_cuts_end() -> None:
 
 
 def test_a_cache_knows_how_much_could_be_shared() -> None:
-    tables = CacheTables(32, 4)
+    tables = CacheTables([32], 4)
     one: Any = tables.create()
     tables.reserve([one], [11])
-    assert tables.most_shared([one]) == 0
+    assert tables.most_shared([one], 0) == 0
     others = [tables.fork(one) for _ in range(3)]
-    assert tables.most_shared([one]) == 9
-    assert tables.most_shared([one, *others]) == 9, "the same pages are counted once"
+    assert tables.most_shared([one], 0) == 9
+    assert tables.most_shared([one, *others], 0) == 9, "the same pages are counted once"
     other: Any = tables.create()
-    assert tables.most_shared([other]) == 0
+    assert tables.most_shared([other], 0) == 0

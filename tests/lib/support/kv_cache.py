@@ -65,9 +65,9 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a sequence, straight from the pool."""
     state = cache._find()
-    table = state.table(seq)
-    pools = (host_view(state.k_pool), host_view(state.v_pool))
-    k, v = (pool[table.pages].reshape(-1, *pool.shape[2:])[: table.length] for pool in pools)
+    table, group = state.table(seq), state.groups[0]
+    pools = (host_view(group.k_pool), host_view(group.v_pool))
+    k, v = (pool[table.groups[0].pages].reshape(-1, *pool.shape[2:])[: table.length] for pool in pools)
     return k, v
 
 
