@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from gpu_actors.handles.kv_step import KvCapture, KvStep
     from gpu_actors.kernels.append import Rope
     from gpu_actors.kernels.option_table import Explanation
-    from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, KvCacheSpec, KvSequence
+    from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, KvCacheSpec, KvLayer, KvSequence
     from gpu_actors.kv.sequences import KvCacheStats
     from gpu_actors.kv.transfer import SequencePages
     from gpu_actors.planning.graph_plan import GraphPlan
@@ -133,6 +133,7 @@ __all__ = [
     "KvCacheSpec",
     "KvCacheStats",
     "KvCapture",
+    "KvLayer",
     "KvSequence",
     "KvStep",
     "LaunchError",
@@ -199,6 +200,7 @@ _LAZY = {
     "KvCacheSpec": "gpu_actors.kv.requests",
     "KvCacheStats": "gpu_actors.kv.sequences",
     "KvCapture": "gpu_actors.handles.kv_step",
+    "KvLayer": "gpu_actors.kv.requests",
     "KvSequence": "gpu_actors.kv.requests",
     "KvStep": "gpu_actors.handles.kv_step",
     "NvrtcActor": "gpu_actors.actors.nvrtc",

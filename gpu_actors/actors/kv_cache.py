@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
-from gpu_actors.actors.kv_kind import kind_launch, kind_of
-from gpu_actors.actors.kv_launch import add_rows, append_launch
-from gpu_actors.actors.kv_moving import Moving
+from gpu_actors.actors.kv_kind import kind_launch, kind_of, pose_layers
+from gpu_actors.actors.kv_launch import add_rows, append_launch, append_layers
+from gpu_actors.actors.kv_moving import Moving, check_movable
 from gpu_actors.actors.kv_stepping import Stepping
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
@@ -40,7 +40,7 @@ from gpu_actors.kv.requests import (
     TruncateSequence,
 )
 from gpu_actors.kv.sequences import PageTable
-from gpu_actors.planning.append_rows import NEW_ROWS
+from gpu_actors.planning.append_rows import NEW_ROWS, NewRows
 from gpu_actors.planning.cached import CacheRequest
 from gpu_actors.planning.cascade import CascadeKeys, Cascading
 from gpu_actors.planning.plan import Plan
@@ -151,6 +151,9 @@ class KvCacheActor(ServiceActor):
             if self._coalescer.held_up:
                 self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
             return
+        if isinstance(message, ExportSequence | ImportSequence):
+            with reading(message):
+                check_movable(cache)
         if isinstance(message, ExportSequence | ImportSequence) and not self._moving.has_kernel(call):
             return
         if isinstance(message, ImportSequence):
@@ -188,12 +191,18 @@ class KvCacheActor(ServiceActor):
         """Check an adopted request. Raises `InvalidRequest` and `Unsupported`."""
         single, tables = cache.tables_of(message.seqs)
         layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
-        group = cache.group_of[layer]
-        kind, (request, rows) = kind_of(self._store, group, message, tables)
+        by_layer: Sequence[NewRows] = ()
+        group, request = cache.group_of[layer], None
+        if isinstance(message, AppendRows) and _lie_apart(cache, message):
+            kind, by_layer = pose_layers(self._store, cache, message, tables)
+            rows: NewRows | None = by_layer[0]
+        else:
+            kind, (request, rows) = kind_of(self._store, group, message, tables)
         if rows is not None and len(tables) > 1 and rows.counts.any():
             check_once(tables)
         work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
         work.single, work.template, work.expected, work.layer = single, template, expected_lengths(message), layer
+        work.by_layer = by_layer
         if request is not None and kind.plan is not None:
             work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
             if cache.cascade and (again := cache.tables.most_shared(tables, group.number)):
@@ -241,7 +250,9 @@ class _KvCoalescer(Coalescer[KvWork]):
             group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
         answers: Finished | None = None
-        if len(group) == 1 and first.kind is not None and self._is_plain(first):
+        if first.by_layer:
+            launch = append_layers(first)
+        elif len(group) == 1 and first.kind is not None and self._is_plain(first):
             launch = kind_launch(first.kind, first)
         else:
             if first.request is None:
@@ -288,6 +299,11 @@ class _KvCoalescer(Coalescer[KvWork]):
             work.call.fail(error)
         self._store.order.look_again()
         return ()
+
+
+def _lie_apart(cache: OpenedCache, message: AppendRows) -> bool:
+    """Whether the rows of each layer are an array of their own, or of a shape of their own."""
+    return len(cache.groups) > 1 or any(isinstance(getattr(message, name), list | tuple) for name in NEW_ROWS)
 
 
 def _layer(cache: OpenedCache, message: AttendCache) -> int:

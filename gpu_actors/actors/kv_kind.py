@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
-from gpu_actors.actors.kv_store import CacheStore, KvWork, PoolGroup, RequestKind
+from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, PoolGroup, RequestKind
 from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Launch, Steps
-from gpu_actors.errors import Unsupported
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import describe, expect
 from gpu_actors.kernels.append import append_variant
 from gpu_actors.kernels.copy_pages import page_copy_variant
@@ -32,7 +32,7 @@ from gpu_actors.planning.merging import merge_key
 from gpu_actors.planning.tma_eligibility import alignments
 from gpu_actors.validation.overlap import check_output_memory
 
-__all__ = ["kind_launch", "kind_of"]
+__all__ = ["kind_launch", "kind_of", "pose_layers"]
 
 Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
 """The attention of one request, and its new rows."""
@@ -74,7 +74,7 @@ def kind_key(
             return None
     arrays = fields.arrays(message)
     scalars = [getattr(message, name) for name in fields.scalars]
-    rows = message.k if message.c_kv is None else message.c_kv
+    rows: Any = message.k if message.c_kv is None else message.c_kv
     longest = max([table.length for table in tables], default=0)
     if rows is not None and len(rows.shape) == 4:
         longest += rows.shape[1]
@@ -198,6 +198,35 @@ def pose(
     rows = new_rows(message, group.pool, batch, len(group.layers))
     shared = None if rows.merge_key is None else ("append", *group.key, rows.merge_key)
     return RequestKind(None, None, rows, _append_variants(store, group, rows), shared), (None, rows)
+
+
+def pose_layers(
+    store: CacheStore, cache: OpenedCache, message: AppendRows, tables: Sequence[PageTable]
+) -> tuple[RequestKind, list[NewRows]]:
+    """Check an adopted append of all layers, whose arrays lie apart. Raises `InvalidRequest` and `Unsupported`."""
+    given = {name: array for name in NEW_ROWS if (array := getattr(message, name)) is not None}
+    for name, array in given.items():
+        listed = isinstance(array, list | tuple)
+        count = len(array) if listed or array.shape else 0
+        what = count if listed else describe(array)
+        expect(count == cache.layers, name, what, f"must have an array for each of the {cache.layers} layers")
+    batch = None if isinstance(message.seqs, KvSequence) else len(tables)
+    by_layer: list[NewRows] = []
+    variants: list[Variant] = []
+    for layer, group in enumerate(cache.group_of):
+        own = {name: array[layer] for name, array in given.items()}
+        try:
+            rows = new_rows(changed(message, own), group.pool, batch)
+            variants += _append_variants(store, group, rows)
+        except (InvalidRequest, Unsupported) as error:
+            if error.field not in NEW_ROWS:
+                raise
+            raise type(error)(f"{error.field}[{layer}]", *error.args[1:]) from None
+        by_layer.append(rows)
+        alike = np.array_equal(rows.counts, by_layer[0].counts)
+        name = next(name for name in given if own[name] is not None)
+        expect(alike, f"{name}[{layer}]", describe(own[name]), "must have as many rows as the first layer's")
+    return RequestKind(None, None, by_layer[0], tuple(variants), None), by_layer
 
 
 def _pose_attend(

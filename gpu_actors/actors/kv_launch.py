@@ -26,7 +26,7 @@ from gpu_actors.kv.sequences import PageCopy
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
 
-__all__ = ["add_rows", "append_launch", "copy_launch", "rows_oracle"]
+__all__ = ["add_rows", "append_launch", "append_layers", "copy_launch", "rows_oracle"]
 
 
 def append_launch(works: Sequence[KvWork]) -> Launch:
@@ -65,7 +65,51 @@ def add_rows(launch: Launch, works: Sequence[KvWork]) -> Launch:
     """Have a launch append the new rows of its works first."""
     group, kernels = works[0].group, works[0].appending
     rows = merge_rows([work.rows for work in works if work.rows is not None])
-    copies = [write.copies[group.number] for work in works for write in work.writes if write.copies]
+    copies = [write.copies[group.number] for work in works for write in work.writes if group.number in write.copies]
+    return _with_rows(launch, group, rows, copies, kernels)
+
+
+def append_layers(work: KvWork) -> Launch:
+    """Appends the rows of a request to each layer, where their arrays lie apart.
+
+    Operands of a layer have its number before their names, and those of a group have "group" and its number.
+    """
+    inputs: dict[str, Any] = {}
+    steps: list[Step] = []
+    updates: list[str] = []
+    oracles: list[tuple[Any, dict[str, str]]] = []
+    for layer, rows in enumerate(work.by_layer):
+        group, pools = work.cache.group_of[layer], work.cache.by_layer[layer]
+        table, lengths = work.by_group[group.number]
+        operands = {**pools, "block_table": table, "cache_seqlens": lengths}
+        copies = [write.copies[group.number] for write in work.writes if group.number in write.copies]
+        kernels = work.appending[2 * layer : 2 * layer + 2]
+        part = _with_rows(Launch(None, operands, {}, lambda _: {}), group, rows, copies, kernels)
+        names = {
+            name: f"{layer}.{name}" if name in ("k", "v", *pools) else f"group{group.number}.{name}"
+            for name in part.inputs
+        }
+        inputs |= {names[name]: array for name, array in part.inputs.items()}
+        steps += [step._replace(pack=functools.partial(_pack_named, step.pack, names)) for step in part.steps]
+        updates += [names[name] for name in part.updates]
+        oracles.append((part.oracle, names))
+    return Launch(None, inputs, {}, functools.partial(_layers_oracle, oracles), tuple(steps), updates=tuple(updates))
+
+
+def _pack_named(pack: StepPack, names: Mapping[str, str], buffers: Mapping[str, Buffer]) -> Params:
+    return pack({name: buffers[known] for name, known in names.items()})
+
+
+def _layers_oracle(oracles: Sequence[tuple[Any, Mapping[str, str]]], inputs: Mapping[str, Any]) -> Outputs:
+    for oracle, names in oracles:
+        oracle({name: inputs[known] for name, known in names.items()})
+    return {}
+
+
+def _with_rows(
+    launch: Launch, group: PoolGroup, rows: NewRows, copies: Sequence[PageCopy], kernels: tuple[Kernel, ...]
+) -> Launch:
+    """A launch that copies pages of a group, appends rows, and then does what ``launch`` does."""
     # The first input, q where there is one, decides whether the outputs are on the host.
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
     for name, factors in group.descales_of(len(rows.counts)).items():

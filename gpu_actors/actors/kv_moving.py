@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_actors.actors.kv_store import CacheStore, OpenedCache
 from gpu_actors.devices.interface import Outputs
+from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.copy_pages import page_copy_variant
 from gpu_actors.kv.layers import before_pages
 from gpu_actors.kv.requests import ImportSequence
@@ -16,7 +17,14 @@ from gpu_actors.kv.transfer import check_pages, export_launch, exported, import_
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 
-__all__ = ["Moving"]
+__all__ = ["Moving", "check_movable"]
+
+
+def check_movable(cache: OpenedCache) -> None:
+    """Raise `Unsupported` for a cache whose pages have several layouts."""
+    if len(cache.groups) > 1:
+        reason = "exports and imports are of caches with one group of equal layers"
+        raise Unsupported("layers", f"{len(cache.groups)} groups", reason, "1 group")
 
 
 class Moving:

@@ -94,7 +94,7 @@ class StepLayers:
 
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
-        launch = self.launch(0, self._examples())
+        launch = self.launch(self.work.layer, self._examples())
         # Of a group that was not captured, an earlier step may have left tables too.
         first = captured.first or launch
         series.renew(first.steps, launch)
@@ -271,7 +271,7 @@ class OpenStep:
 
     def _captured(self, layer: int, q: Any) -> None:
         if self.capture is None:
-            message, columns = self._message, self.work.table.shape[1]
+            message, columns = self._message, min(each.work.table.shape[1] for each in self._layers)
             options = {name: value for name, value in message.options.items() if name not in OWN}
             longest = message.max_length or columns * self.work.cache.page_size
             message = dataclasses.replace(message, max_length=longest, options=options)

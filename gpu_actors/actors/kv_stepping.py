@@ -20,7 +20,9 @@ from gpu_actors.actors.kv_step import LATE, LATENT, OWN, WHOLE, OpenStep, StepCa
 from gpu_actors.actors.kv_store import (
     CacheStore,
     KvWork,
+    LayerPlan,
     OpenedCache,
+    PoolGroup,
     RequestKind,
     StepPlan,
     check_once,
@@ -81,11 +83,11 @@ class Stepping:
             layers = self._plan(call, cache, message, tables)
         groups = list(dict.fromkeys(layers))
         if cache.cascade and message.max_length is None:  # a step that replays may share other pages
-            again = cache.tables.most_shared(tables, 0)
-            for group in groups if again else ():
+            forced = cache.cascade is True
+            for group in groups:
                 work = group.work
-                if work.plan is not None and work.request is not None:
-                    forced = cache.cascade is True
+                again = cache.tables.most_shared(tables, work.group.number)
+                if again and work.plan is not None and work.request is not None:
                     work.cascade = self._store.cascader.keys(work.plan, work.request, again, forced)
         if not all(self._has_kernels(group.work) for group in groups):
             return
@@ -98,8 +100,8 @@ class Stepping:
             return  # answered meanwhile
         cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
+            cache.read_tables([group.work for group in groups[1:]], first)
             for group in groups:
-                group.work.totals, group.work.table, group.work.lengths = first.totals, first.table, first.lengths
                 group.work.take_pages(self._store.decoding)
             self._copy_pages(first)
             if capture is not None:
@@ -206,33 +208,30 @@ class Stepping:
 
     def _copy_pages(self, work: KvWork) -> None:
         """Copy shared pages that the step will write to."""
-        copies = [write.copies[0] for write in work.writes if write.copies]
-        if not copies:
-            return
-        launch = copy_launch(work.group, copies, work.appending[-1:])
         cell = self._actor.cell
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
             work.lost = True
             return ()
 
-        event = (cell.stream or cell.open_stream()).launch(launch)
-        cell.completion.watch(event, (), lambda _: (), self._actor.outbox, failed)
+        for group in work.cache.groups:
+            copies = [write.copies[group.number] for write in work.writes if group.number in write.copies]
+            if copies:
+                launch = copy_launch(group, copies, work.appending[-1:])
+                event = (cell.stream or cell.open_stream()).launch(launch)
+                cell.completion.watch(event, (), lambda _: (), self._actor.outbox, failed)
 
     def _plan(
         self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
     ) -> list[StepLayers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
         _check_longest(message, cache, tables)
-        key = _plain_key(cache, message, tables)
+        heads = _heads(cache, message)
+        key = _plain_key(cache, message, heads, tables)
         known = None if key is None else cache.steps.find(key)
         if known is not None:
-            kind = known.kind
-            q = known.layouts["q"]
-            # To plan for a table of another width.
-            example = contiguous(q.shape, name_of(q.dtype), None if q.place is None else q.place[0])
-            request = None if kind.request is None else changed(kind.request, {"q": example})
-            return [StepLayers(_work(call, cache, tables, kind, request, kind.rows), known.layouts)] * cache.layers
+            again = [self._planned_again(call, cache, tables, plan) for plan in known.plans]
+            return again * cache.layers if len(again) == 1 else [again[index] for index in known.of_layer]
         given = message.layer_options or {}
         expect(isinstance(given, Mapping), "layer_options", given, "must give options by layer")
         for layer, options in given.items():
@@ -241,19 +240,38 @@ class Stepping:
             for name in options:
                 reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
                 expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
-        arrays = _arrays(cache, message, len(tables), self._store.device)
-        common = self._planned(call, cache, message, tables, arrays, {})
-        own = {layer: self._planned(call, cache, message, tables, arrays, given[layer]) for layer in given}
+        like = _like(cache, message)
+        units: dict[Hashable, StepLayers] = {}
+        layers: list[StepLayers] = []
+        for layer, group in enumerate(cache.group_of):
+            own = layer if layer in given or isinstance(like, list) else None
+            unit = group.number, heads[layer], own
+            if unit not in units:
+                examples: Any = like[layer] if isinstance(like, list) else like
+                arrays = _arrays(group, message, heads[layer], examples, len(tables), self._store.device)
+                units[unit] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
+            layers.append(units[unit])
         if key is not None:
-            assert common.work.kind is not None
-            cache.steps.add(key, StepPlan(common.work.kind, common.layouts))
-        return [own.get(layer, common) for layer in range(cache.layers)]
+            numbers = {id(each): index for index, each in enumerate(units.values())}
+            plans = [LayerPlan(each.work.layer, _kind(each.work), each.layouts) for each in units.values()]
+            cache.steps.add(key, StepPlan(tuple(plans), tuple(numbers[id(each)] for each in layers)))
+        return layers
+
+    def _planned_again(
+        self, call: Call[Any], cache: OpenedCache, tables: list[PageTable], plan: LayerPlan
+    ) -> StepLayers:
+        kind, q = plan.kind, plan.layouts["q"]
+        # To plan for a table of another width.
+        example = contiguous(q.shape, name_of(q.dtype), None if q.place is None else q.place[0])
+        request = None if kind.request is None else changed(kind.request, {"q": example})
+        return StepLayers(_work(call, cache, plan.layer, tables, kind, request, kind.rows), plan.layouts)
 
     def _planned(
         self,
         call: Call[Any],
         cache: OpenedCache,
         message: BeginStep,
+        layer: int,
         tables: list[PageTable],
         arrays: Mapping[str, Any],
         options: Mapping[str, Any],
@@ -261,8 +279,8 @@ class Stepping:
         own = {**message.options, **options}
         device, notes = self._store.device_name, call.caller_notes
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
-        kind, (attention, rows) = kind_of(self._store, cache.group_of[0], request, tables, message.max_length or 0)
-        work = _work(call, cache, tables, kind, attention, rows)
+        kind, (attention, rows) = kind_of(self._store, cache.group_of[layer], request, tables, message.max_length or 0)
+        work = _work(call, cache, layer, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
         known = {name: array for name in named if (array := getattr(request, name)) is not None}
@@ -283,12 +301,14 @@ class Stepping:
 def _work(
     call: Call[Any],
     cache: OpenedCache,
+    layer: int,
     tables: list[PageTable],
     kind: RequestKind,
     request: PagedForward | None,
     rows: NewRows | None,
 ) -> KvWork:
     work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
+    work.layer = layer
     work.columns = work.group.columns(call.message.max_length or 0)
     return work
 
@@ -307,21 +327,57 @@ def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[Page
         )
 
 
-def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
-    """What decides the plan of a step whose options are plain values. None for others, and where layers differ."""
+def _kind(work: KvWork) -> RequestKind:
+    assert work.kind is not None
+    return work.kind
+
+
+def _heads(cache: OpenedCache, message: BeginStep) -> Sequence[int]:
+    """Of q, for each layer. Raises `InvalidRequest`."""
+    given: Any = message.heads_q
+    if not isinstance(given, list | tuple):
+        return [integer("heads_q", given, 1)] * cache.layers
+    reason = f"must be a number, or one for each of the {cache.layers} layers"
+    expect(len(given) == cache.layers, "heads_q", given, reason)
+    return [integer(f"heads_q[{layer}]", heads, 1) for layer, heads in enumerate(given)]
+
+
+def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+    """What the arrays of all layers are like, or those of each. Raises `InvalidRequest`."""
+    like: Any = message.like or {}
+    expect(isinstance(like, Mapping), "like", show(like), "must give arrays by name, or by layer and name")
+    if not any(isinstance(key, int) for key in like):
+        return dict(like)
+    for layer, own in like.items():
+        integer("like", layer, 0, cache.layers - 1)
+        expect(isinstance(own, Mapping), f"like[{layer}]", show(own), "must give arrays by name")
+    return [like.get(layer, {}) for layer in range(cache.layers)]
+
+
+def _plain_key(
+    cache: OpenedCache, message: BeginStep, heads: Sequence[int], tables: Sequence[PageTable]
+) -> Hashable | None:
+    """What decides the plan of a step whose options are plain values. None for others, and where options differ."""
     options = message.options
     if message.like or message.layer_options or not OWN.isdisjoint(options):
         return None
     rows = message.rows
     new = [rows] * len(tables) if type(rows) is int else rows
-    said = (message.heads_q, message.append, message.dtype, message.on_host, *options.values())
+    of_q = heads[0] if type(message.heads_q) is int else tuple(heads)
+    said = (
+        of_q,
+        message.append,
+        message.dtype,
+        message.on_host,
+        *options.values(),
+    )
     if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
         return None
     added = new if message.append else [0] * len(tables)
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
-    columns = cache.groups[0].columns(max(longest, message.max_length or 0))
+    columns = tuple(group.columns(max(longest, message.max_length or 0)) for group in cache.groups)
     return columns, type(rows), tuple(new), said, tuple(options), kinds
 
 
@@ -353,12 +409,12 @@ def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
     return tables
 
 
-def _arrays(cache: OpenedCache, message: BeginStep, batch: int, device: Device) -> dict[str, Any]:
+def _arrays(
+    group: PoolGroup, message: BeginStep, heads: int, like: Mapping[str, Any], batch: int, device: Device
+) -> dict[str, Any]:
     """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
-    expect(isinstance(message.like, Mapping | None), "like", show(message.like), "must give arrays by name")
-    pool, like = cache.groups[0].pool, dict(message.like or {})
+    pool = group.pool
     rows: Any = message.rows
-    heads = integer("heads_q", message.heads_q, 1)
     own: dict[str, Any] = {}
     if isinstance(rows, list | tuple):
         expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")

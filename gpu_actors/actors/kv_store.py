@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from gpu_actors.kernels.append import AppendProblem, append_variant
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
-from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvSequence
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvLayer, KvSequence
 from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
@@ -38,11 +38,13 @@ from gpu_actors.planning.planner import Workbench
 from gpu_actors.process import incarnation
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.validation.paged import check_bias
+from gpu_actors.values import show
 
 __all__ = [
     "CacheLook",
     "CacheStore",
     "KvWork",
+    "LayerPlan",
     "OpenedCache",
     "PoolGroup",
     "RequestKind",
@@ -53,6 +55,11 @@ __all__ = [
 _NUMBERS = itertools.count(1)
 
 _KINDS = 256  # of a cache: shapes and options of its requests
+
+_Layout: TypeAlias = tuple[AppendProblem, dict[str, Any], Sequence[int]]
+"""The pool of a group, its descales, and the numbers of its layers."""
+
+_OF_A_LAYER = tuple(each.name for each in dataclasses.fields(KvLayer))
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
@@ -85,11 +92,19 @@ class RequestKind:
             self.rows = changed(self.rows, dict.fromkeys(("k", "v")))
 
 
-class StepPlan(NamedTuple):
-    """What steps of one kind have in common, whose layers all have the same options. layouts: of the arrays by name."""
+class LayerPlan(NamedTuple):
+    """What a step does to layers that are alike. layer: the first. layouts: of the arrays by name."""
 
+    layer: int
     kind: RequestKind
     layouts: Any
+
+
+class StepPlan(NamedTuple):
+    """What steps of one kind have in common. of_layer: which of the plans each layer has."""
+
+    plans: tuple[LayerPlan, ...]
+    of_layer: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,6 +115,8 @@ class KvWork(Work):
     expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
     none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
     sequence was not in a list. layer: whose keys are attended to. columns: that the table has at least.
+    by_layer: the new rows of each layer, where their arrays lie apart; rows are then those of the first. by_group: the
+    table and the lengths in each group, for these.
     totals: rows of each sequence, with new ones. table, lengths: what a launch on the layer's group takes. These and
     writes: since `OpenedCache.begin`.
     lost: a launch that it builds on has failed.
@@ -118,6 +135,8 @@ class KvWork(Work):
     single: bool = False
     layer: int = 0
     columns: int = 0
+    by_layer: Sequence[NewRows] = ()
+    by_group: Sequence[tuple[Any, Any]] = ()
     totals: list[int] = field(default_factory=list)
     table: Any = None
     lengths: Any = None
@@ -217,11 +236,10 @@ class PoolGroup:
         """How wide the block table of sequences of at most this length is."""
         return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
-    def read_tables(self, work: KvWork) -> None:
-        """Put the table and the lengths of the sequences in this group into a request on one of its layers."""
+    def read_tables(self, work: KvWork) -> tuple[Any, Any]:
+        """The pages and the lengths that the sequences of a request have in this group, for a launch on its layers."""
         most = self._most_columns(None if work.request is None else work.request.block_mask)
-        work.table = block_table(work.tables, self.number, most, work.columns)
-        work.lengths = np.array(work.totals, np.int32)
+        return block_table(work.tables, self.number, most, work.columns), np.array(work.totals, np.int32)
 
     def _most_columns(self, block_mask: BlockMask | None) -> int:
         """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""
@@ -338,7 +356,19 @@ class OpenedCache:
             lengths = [table.length for table in tables]
         self.tables.enter(tables)
         work.totals = lengths
-        work.group.read_tables(work)
+        work.table, work.lengths = work.group.read_tables(work)
+        if work.by_layer:
+            work.by_group = [group.read_tables(work) for group in self.groups]
+
+    def read_tables(self, works: Sequence[KvWork], first: KvWork) -> None:
+        """Give works on layers the tables of their groups. They are for the rows of ``first``, which has begun."""
+        with self._lock:
+            read = {first.group.key: (first.table, first.lengths)}
+            for work in works:
+                work.totals, group = first.totals, work.group
+                if group.key not in read:
+                    read[group.key] = group.read_tables(work)
+                work.table, work.lengths = read[group.key]
 
     def succeeded(self, group: list[KvWork]) -> None:
         """The launch of a group has succeeded."""
@@ -403,21 +433,27 @@ class CacheStore(Workbench):
 
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
-        pool, descales = _checked(spec, self.device.info, notes)
-        allocate = self.device.allocate
-        layers = integer("layers", spec.layers, 1)  # type: ignore[attr-defined]
+        found = _grouped(spec, self.device.info, notes)
+        number = next(_NUMBERS)
+        groups = [
+            PoolGroup((number, index), layers, pool, *self._allocate(pool, len(layers)), descales)
+            for index, (pool, descales, layers) in enumerate(found)
+        ]
+        self._newest = number
+        tables = CacheTables([group.pool.num_blocks for group in groups], groups[0].pool.page_size)
+        generation = self._cell.environment.generation
+        self._caches[number] = OpenedCache(number, groups, tables, generation, spec.cascade)  # type: ignore[attr-defined]
+        return number
+
+    def _allocate(self, pool: AppendProblem, layers: int) -> tuple[Any, Any]:
+        """The pages of K, and those of V or None, of so many layers. Raises `OutOfDeviceMemory`."""
         pages: tuple[int, ...] = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if layers > 1:
             pages = layers, *pages
         if math.prod(pages) * max(pool.sides.values()) > _MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.sides['k']} elements")
-        pools = {side: allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
-        tables = CacheTables([pool.num_blocks], pool.page_size)
-        number = self._newest = next(_NUMBERS)
-        generation = self._cell.environment.generation
-        group = PoolGroup((number, 0), range(layers), pool, pools["k"], pools.get("v"), descales)
-        self._caches[number] = OpenedCache(number, [group], tables, generation, spec.cascade)  # type: ignore[attr-defined]
-        return number
+        pools = {side: self.device.allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
+        return pools["k"], pools.get("v")
 
     def forget(self, number: int) -> None:
         """Give up a cache. Its memory is freed when no launch in flight uses it."""
@@ -434,8 +470,8 @@ class CacheStore(Workbench):
         """The caches that are open now. For any thread; an actor waits for two copied lists at most."""
         found = []
         for number, cache in list(self._caches.items()):
-            pages = page_map(*cache.tables.snapshot())
-            pool, stats = cache.groups[0].pool, cache.tables.stats()
+            fullest, references, indexed = cache.tables.snapshot()
+            pages, pool, stats = page_map(references, indexed), cache.groups[fullest].pool, cache.tables.stats()
             sizes = pool.page_size, pool.heads_kv, pool.sides["k"]
             found.append(CacheLook(number, *sizes, pool.cache_dtype, stats, pages))
         return found
@@ -475,10 +511,34 @@ def check_once(tables: Sequence[PageTable]) -> None:
     expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")
 
 
-def _checked(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
-    """The pool and the descales that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
+def _grouped(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list[_Layout]:
+    """The groups of layers that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
     if not isinstance(spec, KvCacheSpec):
         raise InvalidRequest("spec", spec, "must be a KvCacheSpec")
+    if not isinstance(spec.layers, list | tuple):
+        pool, descales = _checked(spec, info, notes)
+        return [(pool, descales, range(integer("layers", spec.layers, 1)))]
+    expect(bool(spec.layers), "layers", spec.layers, "must name one layer at least")
+    groups: dict[Hashable, _Layout] = {}
+    for index, layer in enumerate(spec.layers):
+        field = f"layers[{index}]"
+        if not isinstance(layer, KvLayer):
+            raise InvalidRequest(field, show(layer), "must be a KvLayer")
+        own = {name: value for name in _OF_A_LAYER if (value := getattr(layer, name)) is not None}
+        try:
+            pool, descales = _checked(changed(spec, own), info, notes)
+        except (InvalidRequest, Unsupported) as error:
+            if error.field not in own:
+                raise
+            raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
+        key = pool, *((name, factors.tobytes()) for name, factors in descales.items())
+        layers: Any = groups.setdefault(key, (pool, descales, []))[2]
+        layers.append(index)
+    return list(groups.values())
+
+
+def _checked(spec: KvCacheSpec, info: DeviceInfo, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
+    """The pool and the descales that a spec asks for, of one layer. Raises `InvalidRequest` and `Unsupported`."""
     spec = adopt_request(spec, info.device_name, notes)[0]
     blocks = integer("num_blocks", spec.num_blocks, 1, (1 << 31) - 1)
     page_size = integer("page_size", spec.page_size, 1)

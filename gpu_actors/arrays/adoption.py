@@ -41,8 +41,11 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
         if given is None or type(given) is np.ndarray:
             continue
         if several_of[name] and isinstance(given, list | tuple):
-            parts = enumerate(given)
-            changes[name] = [take_in(part, f"{name}[{index}]", device, notes).array for index, part in parts]
+            optional = kind.__dataclass_fields__[name].default is None  # type: ignore[attr-defined]
+            changes[name] = [
+                None if part is None and optional else take_in(part, f"{name}[{index}]", device, notes).array
+                for index, part in enumerate(given)
+            ]
             continue
         adopted = take_in(given, name, device, notes)
         if adopted.array is not given:

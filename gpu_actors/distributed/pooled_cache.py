@@ -81,6 +81,9 @@ class PooledKvCache(Local):
     """
 
     def __init__(self, pool: WorkerPool, spec: KvCacheSpec) -> None:
+        if isinstance(spec.layers, list | tuple):
+            reason = "must be a number: sequences of a pool move, and their pages have one layout then"
+            raise Unsupported("layers", show(spec.layers), reason, len(spec.layers))
         self._pool = pool
         self._homes = pool.homes
         self._spec = spec

@@ -104,12 +104,15 @@ class ShardedKvCache(Local):
         self._dtype = dtype
         descales = (("k_descale", spec.k_descale), ("v_descale", spec.v_descale))
         self._descales = {name: on_host(name, factors) for name, factors in descales if factors is not None}
-        self._dim_v = spec.head_dim if spec.head_dim_v is None else spec.head_dim_v
-        self._kv_heads = spec.kv_heads
+        heads, dim = spec.kv_heads, spec.head_dim
+        if heads is None or dim is None:
+            raise InvalidRequest("kv_heads" if heads is None else "head_dim", None, "must be given")
+        self._dim_v = dim if spec.head_dim_v is None else spec.head_dim_v
+        self._kv_heads = heads
         self.interleave: int = integer("interleave", spec.page_size if interleave is None else interleave, 1)
         self._spec: dict[str, Any] = {**options, **self._descales}
         self._layout = AppendProblem(
-            layout="paged", batch=1, total=1, rows=1, heads_kv=spec.kv_heads, head_dim=spec.head_dim,
+            layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim,
             head_dim_v=self._dim_v, dtype=dtype, cache_dtype=dtype, page_size=spec.page_size,
             num_blocks=spec.num_blocks, max_blocks=1,
         )  # fmt: skip

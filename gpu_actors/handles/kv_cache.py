@@ -94,6 +94,8 @@ class KvCache(Local):
     def __repr__(self) -> str:
         spec = self._spec
         state = {0: "not entered", -1: "opening"}.get(self._number, f"#{self._number}")
+        if isinstance(spec.layers, list | tuple):
+            return f"<KvCache {state}, {len(spec.layers)} layers of their own>"
         return f"<KvCache {state}, {spec.num_blocks} pages of {spec.page_size} x {spec.kv_heads} x {spec.head_dim}>"
 
     # Opening and closing
@@ -231,8 +233,8 @@ class KvCache(Local):
     def append(
         self,
         seqs: KvSequence | Sequence[KvSequence],
-        k: Array | None = None,
-        v: Array | None = None,
+        k: Array | Sequence[Array | None] | None = None,
+        v: Array | Sequence[Array | None] | None = None,
         *,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -267,7 +269,7 @@ class KvCache(Local):
         """
         _ATTEND.check(options)
         if q_pe is not None:
-            expect(bool(self._spec.latent_dim), "q_pe", describe(q_pe), "goes with a latent cache")
+            expect(self._has_latents(), "q_pe", describe(q_pe), "goes with a latent cache")
             q = concat(("q", "q_pe"), q, q_pe)
         message = AttendCache(cache=self._number, seqs=seqs, q=q, **options)
         return self._submit(message, deadline, timeout, priority, seqs)
@@ -277,11 +279,11 @@ class KvCache(Local):
         self,
         seqs: Sequence[KvSequence],
         *,
-        heads_q: int,
+        heads_q: int | Sequence[int],
         rows: int | Sequence[int] = 1,
         append: bool = True,
         dtype: Any = None,
-        like: Mapping[str, Array] | None = None,
+        like: Mapping[str, Array] | Mapping[int, Mapping[str, Array]] | None = None,
         layer_options: Mapping[int, Mapping[str, Any]] | None = None,
         max_length: int | None = None,
         deadline: float | None = None,
@@ -313,10 +315,21 @@ class KvCache(Local):
         return cache.table(seq).length
 
     def stats(self) -> KvCacheStats:
-        """blocks, free_blocks, sequences, shared_blocks, and more. Raises `StaleBuffer` when closed."""
+        """blocks, free_blocks, sequences, shared_blocks, and more. Raises `StaleBuffer` when closed.
+
+        Where layers differ, these are of the group that has the smallest part of its pages free.
+        """
         return self._find().tables.stats()
 
+    def group_stats(self) -> list[KvCacheStats]:
+        """The same of each group of layers, in the order of the first layer of each."""
+        return self._find().tables.group_stats()
+
     # Inside
+
+    def _has_latents(self) -> bool:
+        layers = self._spec.layers if isinstance(self._spec.layers, list | tuple) else ()
+        return bool(self._spec.latent_dim) or any(layer.latent_dim for layer in layers)
 
     def _open(self) -> Reply[int]:
         with self._lock:

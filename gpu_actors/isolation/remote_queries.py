@@ -28,6 +28,7 @@ QUERIES: Mapping[str, Callable[..., Any]] = {
     "caches": lambda cell: cell.shared.look(),
     "length": lambda cell, cache, seq: cell.shared.find(cache).table(seq).length,
     "cache_stats": lambda cell, cache: cell.shared.find(cache).tables.stats(),
+    "group_stats": lambda cell, cache: cell.shared.find(cache).tables.group_stats(),
 }
 """What the context's process reads of the actor's cell, with the arguments of the query."""
 
@@ -87,7 +88,9 @@ class RemoteState:
         def table(seq: KvSequence) -> Any:
             return SimpleNamespace(length=self._query("length", self._actor, number, seq))
 
-        return SimpleNamespace(table=table, tables=self._stats("cache_stats", number))
+        tables = self._stats("cache_stats", number)
+        tables.group_stats = functools.partial(self._query, "group_stats", self._actor, number)
+        return SimpleNamespace(table=table, tables=tables)
 
     def _stats(self, name: str, *arguments: Any) -> Any:
         return SimpleNamespace(stats=functools.partial(self._query, name, self._actor, *arguments))

@@ -29,11 +29,29 @@ __all__ = [
     "ImportSequence",
     "KvCacheKeywords",
     "KvCacheSpec",
+    "KvLayer",
     "KvSequence",
     "OpenCache",
     "StepKeywords",
     "TruncateSequence",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayer:
+    """One layer of a cache whose layers differ. Each field is that of `KvCacheSpec`, and None means the cache's own.
+
+    Layers that are equal form a group, which has pools of ``num_blocks`` pages for all of its layers.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    latent_dim: int | None = None
+    dtype: Any = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    num_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,39 +67,41 @@ class KvCacheSpec:
     cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where
         at least 8 of them share at least 256 keys, which is vLLM's rule. True: wherever it is exact. False: nowhere.
     layers: pools of this layout, one for each layer of a model. A sequence has the same rows and pages in all of them.
-        The pools are K (layers, num_blocks, ...) and V alike where there is more than one.
+        The pools are K (layers, num_blocks, ...) and V alike where there is more than one. Or a list of `KvLayer`, in
+        the model's order, where layers differ: a sequence has the same rows in all of them, and pages in each group of
+        equal ones. kv_heads and head_dim may be left out if each entry of the list has its own.
     """
 
     num_blocks: int
     page_size: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
     head_dim_v: int | None = None
     dtype: Any = "bfloat16"
     k_descale: Array | None = None
     v_descale: Array | None = None
     latent_dim: int = 0
     cascade: bool | Literal["auto"] = "auto"
-    layers: int = 1
+    layers: int | Sequence[KvLayer] = 1
 
 
 class _PoolKeywords(TypedDict):
     num_blocks: int
     page_size: int
-    kv_heads: int
-    head_dim: int
 
 
 class KvCacheKeywords(_PoolKeywords, total=False):
     """`KvCacheSpec` as keyword arguments of a call."""
 
+    kv_heads: int | None
+    head_dim: int | None
     head_dim_v: int | None
     dtype: Any
     k_descale: Array | None
     v_descale: Array | None
     latent_dim: int
     cascade: bool | Literal["auto"]
-    layers: int
+    layers: int | Sequence[KvLayer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +197,8 @@ class AppendRows:
         once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
     c_kv, k_pe: in place of k and v for a latent cache: the latents (rows, kv_heads, latent_dim) and the rotated keys
         (rows, kv_heads, head_dim - latent_dim), or with the first axes that k has for a list. A rope rotates k_pe.
-        Each of the four has an axis of the layers before all others where the cache has several.
+        Each of the four has an axis of the layers before all others where the cache has several, or is a list of one
+        array a layer. In a list, None stands for a layer that has the other two.
     tokens: ids, one a row, shaped like k's first axes. The keys and values of a row must follow from its token and all
         tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
     rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
@@ -192,8 +213,8 @@ class AppendRows:
 
     cache: int
     seqs: Any
-    k: Array | None = None
-    v: Array | None = None
+    k: Array | Sequence[Array | None] | None = None
+    v: Array | Sequence[Array | None] | None = None
     cu_seqlens: Array | None = None
     tokens: Any = None
     rope: Rope | None = None
@@ -201,15 +222,15 @@ class AppendRows:
     rope_cos: Array | None = None
     rope_sin: Array | None = None
     expect_length: int | Sequence[int] | None = None
-    c_kv: Array | None = None
-    k_pe: Array | None = None
+    c_kv: Array | Sequence[Array | None] | None = None
+    k_pe: Array | Sequence[Array | None] | None = None
 
 
 class AppendKeywords(TypedDict, total=False):
     """The options of `AppendRows` as keyword arguments of a call."""
 
-    c_kv: Array | None
-    k_pe: Array | None
+    c_kv: Array | Sequence[Array | None] | None
+    k_pe: Array | Sequence[Array | None] | None
     cu_seqlens: Array | None
     tokens: Any
     rope: Rope | None
@@ -279,12 +300,14 @@ class BeginStep:
 
     seqs: a list of `KvSequence`, each once. rows: of q for each of them, one number for all or a list of numbers. They
         are the last rows of their sequences.
-    heads_q: of q, (batch, rows, heads_q, head_dim), or (total, heads_q, head_dim) where ``rows`` is a list.
+    heads_q: of q, (batch, rows, heads_q, head_dim), or (total, heads_q, head_dim) where ``rows`` is a list. A list has
+        the number of each layer.
     append: whether every layer gets keys and values of these rows, which are appended before it is attended to. k and v
         are (batch, rows, kv_heads, dim), or (total, kv_heads, dim).
     dtype: of q, k and v, by name. None: the cache's own, which must not be fp8 then.
     like: arrays by the names q, k, v (c_kv and k_pe of a latent cache) and out, of the kind, strides and alignment that
-        each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes.
+        each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes. Where
+        layers differ, {layer: {name: array}} gives each its own.
     options: those of `AttendCache` for all layers. layer_options: for single layers, in place of these.
     on_host: whether arrays lie on the host by default on a GPU too, as for a context in another process.
     max_length: rows that a sequence may have with those of the step. The step is planned for as many, so that steps
@@ -296,11 +319,11 @@ class BeginStep:
 
     cache: int
     seqs: Any
-    heads_q: int
+    heads_q: int | Sequence[int]
     rows: int | Sequence[int] = 1
     append: bool = True
     dtype: Any = None
-    like: Mapping[str, Any] | None = None
+    like: Mapping[str, Any] | Mapping[int, Mapping[str, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     layer_options: Mapping[int, Mapping[str, Any]] | None = None
     on_host: bool = False

@@ -31,7 +31,7 @@ __all__ = ["CacheTables", "GroupPages", "KvCacheStats", "PageCopy", "PageTable",
 
 
 class KvCacheStats(NamedTuple):
-    """Counts of pages and sequences.
+    """Counts of pages and sequences. Where the layers of a cache are in several groups, of the pages of one group.
 
     blocks: all pages.
     free_blocks: pages that are free, or cached for the next prompt with their prefix.
@@ -139,13 +139,20 @@ class CacheTables:
         self._sharing = False  # whether a page ever was shared
 
     def stats(self) -> KvCacheStats:
+        """Of the fullest group, which has the smallest part of its pages free."""
         with self._lock:
-            return self._stats(self._groups[0])
+            return self._stats(self._groups[self._fullest()])
 
-    def snapshot(self) -> tuple[list[int], list[bool]]:
-        """See `PagePool.snapshot`. The lock is held while two lists are copied."""
+    def group_stats(self) -> list[KvCacheStats]:
+        """Of each group."""
         with self._lock:
-            return self._groups[0].pool.snapshot()
+            return list(map(self._stats, self._groups))
+
+    def snapshot(self) -> tuple[int, list[int], list[bool]]:
+        """The number of the fullest group, and its `PagePool.snapshot`. The lock is held while two lists are copied."""
+        with self._lock:
+            fullest = self._fullest()
+            return fullest, *self._groups[fullest].pool.snapshot()
 
     def find(self, number: int, field: str = "seq") -> PageTable:
         """The sequence with this number. Raises `InvalidRequest` for ``field`` if it was freed."""
@@ -317,6 +324,10 @@ class CacheTables:
             evicted=group.evicted,
         )
 
+    def _fullest(self) -> int:
+        pools = [group.pool for group in self._groups]
+        return min(range(len(pools)), key=lambda index: pools[index].free_blocks / pools[index].blocks)
+
     def _find_prefix(self, digests: Sequence[bytes]) -> list[list[int]]:
         """Retain the pages that a prompt may begin with, as many in each group."""
         found = [group.prefixes.find(digests) for group in self._groups]
@@ -331,8 +342,12 @@ class CacheTables:
 
     def _take(self, counts: Sequence[int]) -> list[list[int]]:
         """Take so many pages of each group. Raises `CacheFull`, and then none is taken."""
-        for group, count in zip(self._groups, counts, strict=True):
-            group.pool.check(count)
+        if len(counts) > 1:
+            for index, (group, count) in enumerate(zip(self._groups, counts, strict=True)):
+                try:
+                    group.pool.check(count)
+                except CacheFull as error:
+                    raise CacheFull(f"{error} in group {index} of the layers") from None
         return [group.pool.take(count) for group, count in zip(self._groups, counts, strict=True)]
 
     def _add(self, groups: list[GroupPages], length: int) -> PageTable:

@@ -156,7 +156,7 @@ def test_the_entries_give_every_array_that_a_message_has() -> None:
     descales = {f"{kind}.{side}_descale" for kind in ("FlashForward", "FlashBackward") for side in "qkv"}
     descales |= {f"{kind}.{side}_descale" for kind in ("PagedForward", "BatchedDecode") for side in "qkv"}
     descales |= {"AttendCache.q_descale"}
-    pool = {"KvCacheSpec.k_descale", "KvCacheSpec.v_descale"}
+    pool = {f"{kind}.{side}_descale" for kind in ("KvCacheSpec", "KvLayer") for side in "kv"}
     outputs = {f"{kind}.out" for kind in ("FlashForward", "PagedForward", "BatchedDecode", "AttendCache")}
     bounds = {"FlashBackward.cu_seqlens_q", "FlashBackward.cu_seqlens_k", "AttendCache.tree_mask"}
     assert names == descales | pool | outputs | bounds
