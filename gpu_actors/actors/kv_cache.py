@@ -135,6 +135,7 @@ class KvCacheActor(ServiceActor):
         if isinstance(message, CreateSequence):
             with reading(message):
                 tokens = message.tokens
+                cache.check_tokens(tokens)
                 digests = () if tokens is None else prompt_digests(tokens, cache.page_size, cache.most_rows)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
@@ -162,6 +163,7 @@ class KvCacheActor(ServiceActor):
         if isinstance(message, TruncateSequence) and table is not None:
             with reading(message):
                 integer("length", message.length, 0, table.length)
+                cache.tables.check_cut(table, message.length)
         if not call.claim():
             return
         if table is None:
@@ -192,7 +194,10 @@ class KvCacheActor(ServiceActor):
         single, tables = cache.tables_of(message.seqs)
         layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
         by_layer: Sequence[NewRows] = ()
+        cache.check_tokens(message.tokens)
         group, request = cache.group_of[layer], None
+        if isinstance(message, AttendCache):
+            message = group.bounded(message)
         if isinstance(message, AppendRows) and _lie_apart(cache, message):
             kind, by_layer = pose_layers(self._store, cache, message, tables)
             rows: NewRows | None = by_layer[0]

@@ -76,15 +76,16 @@ def kind_key(
     scalars = [getattr(message, name) for name in fields.scalars]
     rows: Any = message.k if message.c_kv is None else message.c_kv
     longest = max([table.length for table in tables], default=0)
-    if rows is not None and len(rows.shape) == 4:
-        longest += rows.shape[1]
+    new = rows.shape[1] if rows is not None and len(rows.shape) == 4 else 0
+    longest += new
     described = [None if array is None else _described(array) for array in arrays]
     # As in `planning.cached.signature`: equal is not alike.
     kinds = [type(scalar) for scalar in scalars]
     if isinstance(message, AttendCache):
         # The window is not checked yet, so it may be of any length.
         kinds += type(message.window_size[0]), type(message.window_size[1])
-    where = isinstance(message.seqs, list | tuple), len(tables), group.columns(max(longest, most))
+    last = max(new, message.q.shape[1]) if isinstance(message, AttendCache) else new
+    where = isinstance(message.seqs, list | tuple), len(tables), group.columns(max(longest, most), last)
     of_q_and_out = alignments(*arrays[len(_ROWS) :])
     return type(message), *scalars, *kinds, where, of_q_and_out, *described
 
@@ -196,6 +197,7 @@ def pose(
         return _pose_attend(store, group, message, tables, most)
     batch = None if isinstance(message.seqs, KvSequence) else len(tables)
     rows = new_rows(message, group.pool, batch, len(group.layers))
+    _check_places(group, rows)
     shared = None if rows.merge_key is None else ("append", *group.key, rows.merge_key)
     return RequestKind(None, None, rows, _append_variants(store, group, rows), shared), (None, rows)
 
@@ -217,6 +219,7 @@ def pose_layers(
         own = {name: array[layer] for name, array in given.items()}
         try:
             rows = new_rows(changed(message, own), group.pool, batch)
+            _check_places(group, rows)
             variants += _append_variants(store, group, rows)
         except (InvalidRequest, Unsupported) as error:
             if error.field not in NEW_ROWS:
@@ -235,15 +238,22 @@ def _pose_attend(
     rows = _rows_to_attend(message, group, tables)
     # As many as there are now; requests that wait for their launch may add to them before this one's.
     lengths = np.array([table.length for table in tables], np.int32)
+    last: Any = _rows_of_q(message, len(tables))
     if rows is not None:
         lengths += rows.counts
-    request = group.request(message.q, lengths, {name: getattr(message, name) for name in _OPTIONS}, most)
+        last = np.maximum(last, rows.counts)
+    columns = group.columns(int(lengths.max(initial=most)), int(last.max(initial=0)), message.block_mask)
+    begins = group.begins(lengths, last)
+    if begins is not None:
+        lengths = (lengths - begins * group.pool.page_size).astype(np.int32)
+    request = group.request(message.q, lengths, columns, {name: getattr(message, name) for name in _OPTIONS})
     plan = store.decoding.plan(request)
     check_operands(plan, request)
     variants = plan.variants
     if rows is not None:
         turn_apart(rows, message, request.q)
         place_rows(rows, message)
+        _check_places(group, rows)
         if rows.rope is not None:
             reason = f"must have k's dtype, {rows.k.dtype}, to be rotated with it"
             expect(request.q.dtype == rows.k.dtype, "q", describe(request.q), reason)
@@ -281,6 +291,24 @@ def _rows_to_attend(message: AttendCache, group: PoolGroup, tables: Sequence[Pag
         dim = group.k_pool.shape[-1]
         expect(shape[-1] == dim, "q", describe(message.q), f"must have the cache's head_dim, {dim}")
     return rows
+
+
+def _rows_of_q(message: AttendCache, batch: int) -> Any:
+    """The rows of q of each sequence, int64 (batch,). Zeros where these are not known yet, or not sound."""
+    q, ends = message.q, message.cu_seqlens_q
+    if isinstance(ends, np.ndarray) and ends.shape == (batch + 1,):
+        return np.diff(ends.astype(np.int64))
+    rows = q.shape[1] if ends is None and len(getattr(q, "shape", ())) == 4 else 0
+    return np.full(batch, rows, np.int64)
+
+
+def _check_places(group: PoolGroup, rows: NewRows) -> None:
+    """Check that rows are not rotated by their place in what a layer with a window keeps. Raises `InvalidRequest`."""
+    if group.window is None or rows.rope is None:
+        return
+    reason = "must be given where a rope rotates rows of a layer with a window, which does not know their places"
+    expect(rows.positions is not None, "positions", None, reason)
+    expect(rows.turned is None or rows.turned_positions is not None, "positions_q", None, reason)
 
 
 def _append_variants(store: CacheStore, group: PoolGroup, rows: NewRows, heads_q: int = 0) -> tuple[Variant, ...]:

@@ -21,10 +21,12 @@ __all__ = ["Moving", "check_movable"]
 
 
 def check_movable(cache: OpenedCache) -> None:
-    """Raise `Unsupported` for a cache whose pages have several layouts."""
+    """Raise `Unsupported` for a cache whose pages have several layouts, or are given back."""
     if len(cache.groups) > 1:
         reason = "exports and imports are of caches with one group of equal layers"
         raise Unsupported("layers", f"{len(cache.groups)} groups", reason, "1 group")
+    if cache.groups[0].window is not None:
+        raise Unsupported("window", cache.groups[0].window, "exports and imports are of caches that keep all rows")
 
 
 class Moving:

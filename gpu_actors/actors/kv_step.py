@@ -271,9 +271,11 @@ class OpenStep:
 
     def _captured(self, layer: int, q: Any) -> None:
         if self.capture is None:
-            message, columns = self._message, min(each.work.table.shape[1] for each in self._layers)
+            message, cache = self._message, self.work.cache
             options = {name: value for name, value in message.options.items() if name not in OWN}
-            longest = message.max_length or columns * self.work.cache.page_size
+            # Tables with a window serve sequences of any length.
+            columns = [each.work.table.shape[1] for each in self._layers if each.work.group.window is None]
+            longest = message.max_length or (min(columns) * cache.page_size if columns else cache.most_rows)
             message = dataclasses.replace(message, max_length=longest, options=options)
             self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
             self.work.cache.stepping.add(self.capture)  # until this step has ended

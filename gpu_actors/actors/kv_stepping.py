@@ -278,8 +278,12 @@ class Stepping:
     ) -> StepLayers:
         own = {**message.options, **options}
         device, notes = self._store.device_name, call.caller_notes
+        cache.check_tokens(own.get("tokens"))
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
-        kind, (attention, rows) = kind_of(self._store, cache.group_of[layer], request, tables, message.max_length or 0)
+        group = cache.group_of[layer]
+        _check_rows(group, message)
+        request = group.bounded(request)
+        kind, (attention, rows) = kind_of(self._store, group, request, tables, _longest(group, message))
         work = _work(call, cache, layer, tables, kind, attention, rows)
         work.expected = expected_lengths(request)
         named = ("q", "k", "v", "k_pe", "c_kv", "out")
@@ -308,9 +312,25 @@ def _work(
     rows: NewRows | None,
 ) -> KvWork:
     work = KvWork(call=call, cache=cache, tables=tables, request=request, plan=kind.plan, rows=rows, kind=kind)
-    work.layer = layer
-    work.columns = work.group.columns(call.message.max_length or 0)
+    work.layer, group = layer, cache.group_of[layer]
+    last = 0 if group.window is None else int(work.rows_each.max(initial=0))
+    work.columns = group.columns(_longest(group, call.message), last)
     return work
+
+
+def _longest(group: PoolGroup, message: BeginStep) -> int:
+    """What a step is planned for at least. With a window that is the same for all lengths, so steps share plans."""
+    return message.max_length or 0 if group.window is None else MAX_SEQLEN
+
+
+def _check_rows(group: PoolGroup, message: BeginStep) -> None:
+    """Check that a step reads no further back than the pages that stay meanwhile. Raises `InvalidRequest`."""
+    if group.window is None or message.append:
+        return
+    rows: Any = message.rows
+    most = max(rows, default=0) if isinstance(rows, list | tuple) else rows
+    reason = f"must be at most {1 + group.slack} in a step that appends none: layers with a window keep no more"
+    expect(most <= 1 + group.slack, "rows", rows, reason)
 
 
 def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[PageTable]) -> None:
@@ -377,7 +397,8 @@ def _plain_key(
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
     # Equal is not alike: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
-    columns = tuple(group.columns(max(longest, message.max_length or 0)) for group in cache.groups)
+    longest, last = max(longest, message.max_length or 0), max(new, default=0)
+    columns = tuple([group.columns(longest, last) for group in cache.groups])
     return columns, type(rows), tuple(new), said, tuple(options), kinds
 
 
@@ -391,6 +412,7 @@ def _check_reach(work: KvWork) -> None:
     if work.rows is not None:
         lengths += work.rows.counts
         work.rows.check_reach(lengths)
+    work.group.check_window(work, lengths.tolist())
     if work.plan is not None and work.request is not None and work.plan.problem.bias_keys:
         check_bias(work.plan.problem, changed(work.request, {"cache_seqlens": lengths}))
 

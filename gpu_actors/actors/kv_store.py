@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,13 @@ from gpu_actors.attention.requests import PagedForward
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import DeviceInfo, Kernel, Kernels, Launch, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer, Unsupported
-from gpu_actors.fields import FP8, describe, dtype_of, expect, integer, optional_array
+from gpu_actors.fields import FP8, FURTHEST, describe, dtype_of, expect, integer, optional_array, window
 from gpu_actors.kernels.append import AppendProblem, append_variant
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvLayer, KvSequence
-from gpu_actors.kv.sequences import CacheTables, KvCacheStats, PageTable, Write, block_table, table_width
+from gpu_actors.kv.sequences import CacheTables, GroupSize, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
@@ -56,12 +56,30 @@ _NUMBERS = itertools.count(1)
 
 _KINDS = 256  # of a cache: shapes and options of its requests
 
-_Layout: TypeAlias = tuple[AppendProblem, dict[str, Any], Sequence[int]]
-"""The pool of a group, its descales, and the numbers of its layers."""
+# Of a layer, as `KvCacheSpec` has them too.
+_OF_A_LAYER = tuple(each.name for each in dataclasses.fields(KvLayer) if each.name not in ("window", "slack"))
 
-_OF_A_LAYER = tuple(each.name for each in dataclasses.fields(KvLayer))
+# Options of attention that mean places in the whole sequence, and what they are where they mean nothing.
+_PLACES: tuple[tuple[str, Any], ...] = (
+    ("sink_tokens", 0),
+    ("attention_chunk", 0),
+    ("bias", None),
+    ("block_mask", None),
+    ("q_positions", None),
+    ("k_positions", None),
+)
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
+
+
+class _Layout(NamedTuple):
+    """A group of layers as a spec asks for it. layers: their numbers."""
+
+    pool: AppendProblem
+    descales: dict[str, Any]
+    layers: Sequence[int]
+    window: int | None = None
+    slack: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +162,16 @@ class KvWork(Work):
     lost: bool = False
 
     @property
+    def rows_each(self) -> Any:
+        """Of each sequence, int64 (batch,): its last rows that the request reads or writes."""
+        new = np.zeros(len(self.tables), np.int64) if self.rows is None else self.rows.counts
+        request = self.request
+        if request is None:
+            return new
+        ends: Any = request.cu_seqlens_q
+        return np.maximum(new, request.q.shape[1] if ends is None else np.diff(ends))
+
+    @property
     def group(self) -> PoolGroup:
         """Of the layer."""
         return self.cache.group_of[self.layer]
@@ -180,7 +208,7 @@ class PoolGroup:
     key: the numbers of the cache and of the group in it, from 0. layers: their numbers in the cache, in order.
     pool: what all appends to them have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
     (kv_heads,), where the pools have some. A latent cache has k_pool alone. Where there are several layers, the pools
-    have an axis of them before that of pages.
+    have an axis of them before that of pages. window, slack: as in `KvLayer`.
     by_layer: the pools of each, by the names that launches have for them.
     """
 
@@ -190,6 +218,8 @@ class PoolGroup:
     k_pool: Any
     v_pool: Any
     descales: Mapping[str, Any]
+    window: int | None = None
+    slack: int = 0
     kinds: PlanCache[RequestKind] = field(init=False, default_factory=lambda: PlanCache(_KINDS))
     by_layer: list[dict[str, Any]] = field(init=False)
 
@@ -213,33 +243,83 @@ class PoolGroup:
         shape = batch, self.pool.heads_kv
         return {name: np.ascontiguousarray(np.broadcast_to(one, shape)) for name, one in self.descales.items()}
 
-    def request(self, q: Any, lengths: Any, options: Mapping[str, Any], most: int = 0) -> PagedForward:
-        """The attention of q to sequences of these lengths. Its block table has the shape for them, and no pages.
-
-        most: the shape is for sequences of so many rows, if they are not longer.
-        """
+    def request(self, q: Any, lengths: Any, columns: int, options: Mapping[str, Any]) -> PagedForward:
+        """The attention of q to sequences of these lengths. Its block table has so many columns, and no pages."""
         batch = len(lengths)
-        columns = self.columns(int(lengths.max(initial=most)), options.get("block_mask"))
-        table = np.zeros((batch, columns), np.int32)
         return PagedForward(
             q=q,
             k_cache=self.by_layer[0]["k_cache"],
             v_cache=self.by_layer[0].get("v_cache"),  # a latent cache has none
             latent_dim=self.pool.head_dim_v if self.pool.latent else 0,
-            block_table=table,
+            block_table=np.zeros((batch, columns), np.int32),
             cache_seqlens=lengths,
             **self.descales_of(batch),
             **options,
         )
 
-    def columns(self, length: int, block_mask: BlockMask | None = None) -> int:
-        """How wide the block table of sequences of at most this length is."""
+    def columns(self, length: int, rows: int, block_mask: BlockMask | None = None) -> int:
+        """How wide the block table of sequences of at most this length is. rows: of q, or new ones, of the longest."""
+        if self.window is not None:
+            length = min(length, self._reach(rows) + self.pool.page_size - 1)
         return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
+    def begins(self, totals: Any, rows: Any) -> Any:
+        """The first page that rows at the end of each sequence see, int64 (batch,). None without a window."""
+        if self.window is None:
+            return None
+        return np.maximum(0, np.array(totals, np.int64) - self._reach(rows)) // self.pool.page_size
+
     def read_tables(self, work: KvWork) -> tuple[Any, Any]:
-        """The pages and the lengths that the sequences of a request have in this group, for a launch on its layers."""
+        """The pages and the lengths that the sequences of a request have in this group, for a launch on its layers.
+
+        With a window, table and lengths begin at the first page that a row sees. So they do not depend on which earlier
+        pages have been given back.
+        """
         most = self._most_columns(None if work.request is None else work.request.block_mask)
-        return block_table(work.tables, self.number, most, work.columns), np.array(work.totals, np.int32)
+        lengths = np.array(work.totals, np.int32)
+        if self.window is None:
+            return block_table(work.tables, self.number, most, work.columns), lengths
+        rows = work.rows_each
+        begins = self.begins(work.totals, rows)
+        columns = max(work.columns, self.columns(int(lengths.max(initial=0)), int(rows.max(initial=0))))
+        table = block_table(work.tables, self.number, most, columns, begins.tolist())
+        return table, (lengths - begins * self.pool.page_size).astype(np.int32)
+
+    def check_window(self, work: KvWork, totals: Sequence[int]) -> None:
+        """Raise `InvalidRequest` where q has rows whose keys were given back. totals: with the new rows."""
+        if self.window is None or work.request is None:
+            return
+        rows = work.rows_each
+        for index, (table, begin) in enumerate(zip(work.tables, self.begins(totals, rows).tolist(), strict=True)):
+            first = table.groups[self.number].first
+            if begin < first:
+                most = totals[index] - self.window - first * self.pool.page_size
+                reason = f"must be at most {most} rows of sequence {index}, for earlier keys were given back"
+                raise InvalidRequest("q", describe(work.request.q), reason)
+
+    def bounded(self, message: AttendCache) -> AttendCache:
+        """The message with the window of these layers. Raises `InvalidRequest` and `Unsupported`."""
+        if self.window is None:
+            return message
+        for name, none in _PLACES:
+            given: Any = getattr(message, name)
+            if given is not none and not (isinstance(given, int) and given == none):
+                shown = describe(given) if hasattr(given, "shape") else show(given)
+                reason = "is about places in the whole sequence, and a layer with a window keeps only the last ones"
+                raise Unsupported(name, shown, reason, none)
+        ends: Any = message.cu_seqlens_q
+        on_host = ends is None or isinstance(ends, np.ndarray)
+        expect(on_host, "cu_seqlens_q", describe(ends), "must be a NumPy array in a layer with a window")
+        left, right = window(message.window_size)
+        if (left, right) == (-1, -1):
+            left = self.window
+        reason = f"must see at most the {self.window} keys to the left that the layer keeps"
+        expect(0 <= left <= self.window, "window_size", message.window_size, reason)
+        return changed(message, {"window_size": (left, right)})
+
+    def _reach(self, rows: Any) -> Any:
+        """The last rows of a sequence that so many of its last rows see."""
+        return rows + self.window
 
     def _most_columns(self, block_mask: BlockMask | None) -> int:
         """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""
@@ -289,7 +369,14 @@ class OpenedCache:
     @property
     def most_rows(self) -> int:
         """That a sequence can have."""
-        return min(group.pool.num_blocks for group in self.groups) * self.page_size
+        rows = [group.pool.num_blocks * self.page_size for group in self.groups if group.window is None]
+        return min(rows, default=MAX_SEQLEN)
+
+    def check_tokens(self, tokens: object) -> None:
+        """Raise `Unsupported` for tokens where pages of prompts are not kept."""
+        if tokens is not None and any(group.window is not None for group in self.groups):
+            reason = "names pages of prompts, and layers with a window give theirs back"
+            raise Unsupported("tokens", show(tokens), reason, None)
 
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
@@ -342,6 +429,9 @@ class OpenedCache:
         if work.expected is not None and lengths != work.expected:
             reason = f"must be the rows that there are before the request, {lengths}: another one came first"
             raise InvalidRequest("expect_length", work.expected, reason)
+        if work.group.window is not None:
+            added = [0] * len(lengths) if rows is None else rows.counts.tolist()
+            work.group.check_window(work, [length + more for length, more in zip(lengths, added, strict=True)])
         if rows is not None:
             counts = rows.counts.tolist()
             if rows.rope is not None:
@@ -436,11 +526,12 @@ class CacheStore(Workbench):
         found = _grouped(spec, self.device.info, notes)
         number = next(_NUMBERS)
         groups = [
-            PoolGroup((number, index), layers, pool, *self._allocate(pool, len(layers)), descales)
-            for index, (pool, descales, layers) in enumerate(found)
+            PoolGroup((number, index), layers, pool, *self._allocate(pool, len(layers)), descales, width, slack)
+            for index, (pool, descales, layers, width, slack) in enumerate(found)
         ]
         self._newest = number
-        tables = CacheTables([group.pool.num_blocks for group in groups], groups[0].pool.page_size)
+        sizes = [GroupSize(group.pool.num_blocks, group.window, group.slack) for group in groups]
+        tables = CacheTables(sizes, groups[0].pool.page_size)
         generation = self._cell.environment.generation
         self._caches[number] = OpenedCache(number, groups, tables, generation, spec.cascade)  # type: ignore[attr-defined]
         return number
@@ -517,7 +608,7 @@ def _grouped(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list[
         raise InvalidRequest("spec", spec, "must be a KvCacheSpec")
     if not isinstance(spec.layers, list | tuple):
         pool, descales = _checked(spec, info, notes)
-        return [(pool, descales, range(integer("layers", spec.layers, 1)))]
+        return [_Layout(pool, descales, range(integer("layers", spec.layers, 1)))]
     expect(bool(spec.layers), "layers", spec.layers, "must name one layer at least")
     groups: dict[Hashable, _Layout] = {}
     for index, layer in enumerate(spec.layers):
@@ -531,8 +622,11 @@ def _grouped(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list[
             if error.field not in own:
                 raise
             raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
-        key = pool, *((name, factors.tobytes()) for name, factors in descales.items())
-        layers: Any = groups.setdefault(key, (pool, descales, []))[2]
+        width = None if layer.window is None else integer(f"{field}.window", layer.window, 0, FURTHEST)
+        slack = integer(f"{field}.slack", layer.slack, 0, FURTHEST)
+        expect(width is not None or not slack, f"{field}.slack", slack, "goes with a window: others keep all rows")
+        key = pool, width, slack, *((name, factors.tobytes()) for name, factors in descales.items())
+        layers: Any = groups.setdefault(key, _Layout(pool, descales, [], width, slack)).layers
         layers.append(index)
     return list(groups.values())
 

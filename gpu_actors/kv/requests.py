@@ -39,9 +39,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayer:
-    """One layer of a cache whose layers differ. Each field is that of `KvCacheSpec`, and None means the cache's own.
+    """One layer of a cache whose layers differ.
 
     Layers that are equal form a group, which has pools of ``num_blocks`` pages for all of its layers.
+
+    window: keys to the left of its own that a row sees at most. The sequence then gives back the pages that hold none
+        of its last window + 1 + slack rows, once these are written. None: a row may see all earlier keys.
+    slack: rows that `KvCache.truncate` may take back after they were committed, such as drafts, beside a window.
+    Each other field is that of `KvCacheSpec`, and None means the cache's own.
     """
 
     kv_heads: int | None = None
@@ -52,6 +57,8 @@ class KvLayer:
     k_descale: Array | None = None
     v_descale: Array | None = None
     num_blocks: int | None = None
+    window: int | None = None
+    slack: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,9 @@ succeeded, so that the next launch can build on it. At the end of the launch the
        │                   │
        └───────────────────┴────────> undo       the sequence is as long as before
 
+In a group with a window, a commit gives back the pages whose rows no later row sees. A reservation gives none back, so
+that the rows before an undone write are still there.
+
 Writes to one sequence are undone from the last one backwards. Their pages return to the pool at once, even while a
 launch in flight still uses them: the device runs launches in order, so the next owner writes them later.
 """
@@ -27,7 +30,17 @@ from gpu_actors.errors import CacheFull, InvalidRequest
 from gpu_actors.kv.pages import PagePool
 from gpu_actors.kv.prefix import PrefixIndex, Tokens, extend_digests
 
-__all__ = ["CacheTables", "GroupPages", "KvCacheStats", "PageCopy", "PageTable", "Write", "block_table", "table_width"]
+__all__ = [
+    "CacheTables",
+    "GroupPages",
+    "GroupSize",
+    "KvCacheStats",
+    "PageCopy",
+    "PageTable",
+    "Write",
+    "block_table",
+    "table_width",
+]
 
 
 class KvCacheStats(NamedTuple):
@@ -51,16 +64,26 @@ class KvCacheStats(NamedTuple):
     evicted: int
 
 
+class GroupSize(NamedTuple):
+    """blocks: pages of the pool of a group. window, slack: as in `KvLayer`."""
+
+    blocks: int
+    window: int | None = None
+    slack: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class GroupPages:
     """The pages of one sequence in the pool of one group of layers.
 
     pages: int32, so that a block table takes them in at once.
     named: how many of them the index of prefixes has.
+    first: the pages before these, which were given back.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
     named: int = 0
+    first: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +106,7 @@ class PageTable:
 
 
 class PageCopy(NamedTuple):
-    """A shared page that a write copies first. slot: its place in the table. destination: the page in its place."""
+    """A shared page that a write copies first. slot: its place in the sequence. destination: the page in its place."""
 
     slot: int
     source: int
@@ -108,10 +131,12 @@ class Write:
 class _Group:
     """The pool of one group of layers, and which of its pages prompts begin with."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, size: GroupSize) -> None:
         self.prefixes = PrefixIndex()
-        self.pool = PagePool(blocks, self._forget)
+        self.pool = PagePool(size.blocks, self._forget)
         self.evicted = 0
+        self.window = size.window
+        self.slack = size.slack
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages of a sequence, the last first, so that prefixes are evicted from their end."""
@@ -126,13 +151,14 @@ class _Group:
 class CacheTables:
     """The tables of one cache. The actor's thread and the completion thread may use it at the same time.
 
-    blocks: pages of the pool of each group.
+    sizes: of each group.
     """
 
-    def __init__(self, blocks: Sequence[int], page_size: int) -> None:
+    def __init__(self, sizes: Sequence[GroupSize], page_size: int) -> None:
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._groups = [_Group(count) for count in blocks]
+        self._groups = [_Group(size) for size in sizes]
+        self._windowed = [(index, group) for index, group in enumerate(self._groups) if group.window is not None]
         self._tables: dict[int, PageTable] = {}
         self._next = 1
         self._hits = 0
@@ -206,7 +232,7 @@ class CacheTables:
                 for page in own.pages:
                     group.pool.retain(page)
             self._sharing = True
-            child = self._add([GroupPages(own.pages[:], own.named) for own in table.groups], table.length)
+            child = self._add([GroupPages(own.pages[:], own.named, own.first) for own in table.groups], table.length)
             child.digests, child.tail = list(table.digests), list(table.tail)
             return child
 
@@ -243,9 +269,13 @@ class CacheTables:
     def truncate(self, table: PageTable, length: int) -> None:
         """Keep the first ``length`` rows."""
         with self._lock:
-            if not 0 <= length <= table.length:
-                raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
+            self._check_cut(table, length)
             self._cut(table, length)
+
+    def check_cut(self, table: PageTable, length: int) -> None:
+        """Raise `InvalidRequest` where `truncate` would."""
+        with self._lock:
+            self._check_cut(table, length)
 
     # Writes
 
@@ -266,20 +296,22 @@ class CacheTables:
             for index, group in enumerate(self._groups):
                 count = 0
                 for write in writes:
-                    pages = write.table.groups[index].pages
-                    count += -(-write.stop // size) - len(pages)
+                    own = write.table.groups[index]
+                    pages = own.pages
+                    count += -(-write.stop // size) - own.first - len(pages)
                     if write.length_before % size and not group.pool.writable(pages[-1]):
                         count += 1
                         # The old page's reference moves from the table to the write, which may return it.
-                        write.copies = {**write.copies, index: PageCopy(len(pages) - 1, pages[-1], -1)}
+                        write.copies = {**write.copies, index: PageCopy(own.first + len(pages) - 1, pages[-1], -1)}
                 counts.append(count)
             for index, new_pages in enumerate(self._take(counts)):
                 for write in writes:
-                    pages = write.table.groups[index].pages
+                    own = write.table.groups[index]
+                    pages = own.pages
                     if index in write.copies:
                         pages[-1] = new_pages.pop()
                         write.copies[index] = write.copies[index]._replace(destination=pages[-1])
-                    for _ in range(len(pages), -(-write.stop // size)):
+                    for _ in range(own.first + len(pages), -(-write.stop // size)):
                         pages.append(new_pages.pop())
             if tokens is not None:
                 for write, ids in zip(writes, tokens, strict=True):
@@ -298,6 +330,7 @@ class CacheTables:
                         self._groups[index].pool.release(copy.source)
                 if self._tables.get(write.table.number) is write.table:  # and not one whose import was given up
                     self._index_pages(write)
+                    self._give_back(write)
 
     def undo(self, writes: Sequence[Write]) -> None:
         """Undo writes that are not carried out. Later writes to the same sequences must have been undone."""
@@ -307,7 +340,8 @@ class CacheTables:
                 self._cut(table, write.length_before)
                 table.tail = write.tail  # the tokens of a page that the write ended are known again
                 for index, copy in write.copies.items():
-                    table.groups[index].pages[copy.slot] = copy.source
+                    own = table.groups[index]
+                    own.pages[copy.slot - own.first] = copy.source
                     self._groups[index].pool.release(copy.destination)
 
     # Under the lock
@@ -365,8 +399,8 @@ class CacheTables:
     def _cut(self, table: PageTable, length: int) -> None:
         kept = -(-length // self.page_size)
         for group, own in zip(self._groups, table.groups, strict=True):
-            group.release(own.pages[kept:])
-            del own.pages[kept:]
+            group.release(own.pages[kept - own.first :])
+            del own.pages[kept - own.first :]
         table.length = length
         whole = len(table.digests) * self.page_size
         if length < whole:
@@ -377,6 +411,26 @@ class CacheTables:
             table.tail = []
         else:
             del table.tail[length - whole :]
+
+    def _check_cut(self, table: PageTable, length: int) -> None:
+        if not 0 <= length <= table.length:
+            raise InvalidRequest("length", length, f"must be at most the rows that there are, {table.length}")
+        for index, group in self._windowed:
+            given_back = table.groups[index].first * self.page_size
+            least = given_back + 1 + (group.window or 0)
+            if given_back and length < least:
+                reason = f"must be at least {least}: pages that the window of an earlier row needs were given back"
+                raise InvalidRequest("length", length, reason)
+
+    def _give_back(self, write: Write) -> None:
+        """Release the pages behind the windows. Later writes may be undone, so the next row may follow this one."""
+        for index, group in self._windowed:
+            own = write.table.groups[index]
+            first = max(0, write.stop - 1 - (group.window or 0) - group.slack) // self.page_size
+            if first > own.first:
+                group.release(own.pages[: first - own.first])
+                del own.pages[: first - own.first]
+                own.first = first
 
     def _index_pages(self, write: Write) -> None:
         table = write.table
@@ -400,12 +454,17 @@ def table_width(pages: int, most: int) -> int:
     return max(1, pages, min(most, 1 << max(0, pages - 1).bit_length()))
 
 
-def block_table(tables: Sequence[PageTable], group: int, most: int, least: int = 0) -> Any:
+def block_table(
+    tables: Sequence[PageTable], group: int, most: int, least: int = 0, begins: Sequence[int] | None = None
+) -> Any:
     """int32 (batch, columns), as wide as `table_width` says, or ``least``. Behind a sequence's last page it is -1.
 
-    group: of layers, whose pages these are.
+    group: of layers, whose pages these are. begins: of each sequence, the first page in the table. None: page 0.
     """
     owned = [table.groups[group].pages for table in tables]
+    if begins is not None:
+        firsts = [table.groups[group].first for table in tables]
+        owned = [pages[begin - first :] for pages, begin, first in zip(owned, begins, firsts, strict=True)]
     width = max(least, table_width(max(map(len, owned), default=0), most))
     block_ids = np.empty((len(tables), width), np.int32)
     block_ids.fill(-1)

@@ -18,9 +18,13 @@ from gpu_actors.devices.cuda.host_api import HostOrder
 LONGEST = 40
 
 
-def right(order: HostOrder, seed: int) -> bool:
+# Of three layers, one has a window, and gives pages back while the graph is replayed.
+WINDOWED = [ga.KvLayer(), ga.KvLayer(window=6, num_blocks=20), ga.KvLayer()]
+
+
+def right(order: HostOrder, seed: int, layers: Any = LAYERS) -> bool:
     """Whether replays over members of other lengths, with copied pages, on several streams, give the right bits."""
-    with program(order, seed) as made:
+    with program(order, seed, layers=layers) as made:
         graphs = Graphs(made)
         captured, *answer = graphs.capture(max_length=LONGEST)
         answers = [answer]
@@ -56,9 +60,10 @@ def right(order: HostOrder, seed: int) -> bool:
         )
 
 
+@pytest.mark.parametrize("layers", [LAYERS, WINDOWED], ids=["equal layers", "a window"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_replays_have_the_bits_of_requests_in_every_order_of_streams(order: HostOrder) -> None:
-    assert right(order, 3)
+def test_replays_have_the_bits_of_requests_in_every_order_of_streams(order: HostOrder, layers: Any) -> None:
+    assert right(order, 3, layers)
 
 
 def wrong(order: HostOrder, seed: int) -> bool:

@@ -1,5 +1,7 @@
 """Random steps over the layers of a KvCache beside a dictionary of float64 rows, and beside caches of one layer each.
 
+The layers are equal, or in three groups, of which one has a window and gives pages back.
+
 While a step is open, requests on its sequences must wait and succeed afterwards, and others must not wait. However it
 ends, every sequence is then as the dictionary has it in all layers, the outputs of its layers are those of the caches
 of one layer bit by bit, and the pages add up.
@@ -11,9 +13,9 @@ import asyncio
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -75,12 +77,18 @@ class Waiting:
 
 
 class Stepping(RuleBasedStateMachine):
+    """layers: of the cache. windows: of its layers, by their numbers. blocks: of the pool of each group."""
+
+    layers: Any = LAYERS
+    windows: ClassVar[Mapping[int, int]] = {}
+    blocks: Sequence[int] = (BLOCKS,)
+
     def __init__(self) -> None:
         super().__init__()
         self.opener = ga.open_context("mock")
         ctx = self.opener.__enter__()
         spec: dict[str, Any] = {"page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
-        self.cache = ctx.kv_cache(num_blocks=BLOCKS, layers=LAYERS, **spec).__enter__()
+        self.cache = ctx.kv_cache(num_blocks=BLOCKS, layers=self.layers, **spec).__enter__()
         # They have room for what an abort leaves there.
         self.ones = [ctx.kv_cache(num_blocks=4 * BLOCKS, **spec).__enter__() for _ in range(LAYERS)]
         self.rows: dict[ga.KvSequence, Rows] = {}
@@ -121,7 +129,23 @@ class Stepping(RuleBasedStateMachine):
         except ga.CacheFull:
             operations["CacheFull"] += 1
             return
+        except ga.InvalidRequest as refusal:
+            assert self.windows
+            operations[f"{refusal.field} behind the window"] += 1
+            return
         waiting.then(result)
+
+    def seen(self, layer: int) -> dict[str, Any]:
+        """The option of attention that hides what a layer need not keep."""
+        return {"window_size": (self.windows[layer], 0)} if layer in self.windows else {}
+
+    def compare_layer(self, layer: int, out: np.ndarray, q: np.ndarray, twins: list[Any], **options: Any) -> None:
+        """Compare an output with that of a cache of one layer, which keeps all rows."""
+        alone = self.ones[layer].attend(q, twins, **options, **self.seen(layer)).result(10.0).out
+        if layer in self.windows:
+            np.testing.assert_allclose(out, alone, rtol=1e-4, atol=1e-5)
+        else:
+            assert out.tobytes() == alone.tobytes(), "the bits differ from those of a cache of one layer"
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def act(self, seed: int) -> None:
@@ -168,10 +192,8 @@ class Stepping(RuleBasedStateMachine):
 
             def then(result: ga.AttentionOutput, seq: ga.KvSequence = seq, q: np.ndarray = q) -> None:
                 rows = self.rows[seq]
-                check_attention(result.out[0], q[0], rows.k[layer], rows.v[layer])
-                assert (
-                    result.out.tobytes() == self.ones[layer].attend(q, [rows.twins[layer]]).result(10.0).out.tobytes()
-                )
+                check_attention(result.out[0], q[0], rows.k[layer], rows.v[layer], **self.seen(layer))
+                self.compare_layer(layer, result.out, q, [rows.twins[layer]])
 
             self.ask("attend", seq, lambda seq=seq, q=q: self.cache.attend(q, [seq], layer=layer), then)
 
@@ -228,6 +250,10 @@ class Stepping(RuleBasedStateMachine):
         except ga.CacheFull:
             operations["CacheFull of a step"] += 1
             return
+        except ga.InvalidRequest as refusal:
+            assert (bool(self.windows), append) == (True, False)
+            operations[f"{refusal.field} of a step behind the window"] += 1
+            return
         operations["a step of a list" if listed else "a step of a number"] += 1
         operations["two steps"] += len(self.steps)
         new = each if append else [0] * len(free)
@@ -256,7 +282,7 @@ class Stepping(RuleBasedStateMachine):
             keys, values = rows.k[layer], rows.v[layer]
             if begun.append:
                 keys, values = np.concatenate([keys, k[index]]), np.concatenate([values, v[index]])
-            check_attention(packed[index], of_q, keys, values)
+            check_attention(packed[index], of_q, keys, values, **self.seen(layer))
 
     def end(self, choice: int) -> None:
         if not self.steps:
@@ -309,12 +335,11 @@ class Stepping(RuleBasedStateMachine):
         ends = {"cu_seqlens_q": np.cumsum([0, *begun.counts]).astype(np.int32)} if begun.listed else {}
         appended = set[int]()
         for layer, q, out in begun.outs:
-            one, twins = self.ones[layer], [self.rows[seq].twins[layer] for seq in begun.seqs]
+            twins = [self.rows[seq].twins[layer] for seq in begun.seqs]
             new: dict[str, Any] = {}
             if begun.append and layer not in appended:
                 new = {"k": begun.shaped(begun.k[layer]), "v": begun.shaped(begun.v[layer])}
-            result = one.attend(begun.shaped(q), twins, **new, **ends).result(10.0).out
-            assert result.tobytes() == out.tobytes(), "the bits differ from those of a cache of one layer"
+            self.compare_layer(layer, out, begun.shaped(q), twins, **new, **ends)
             appended.add(layer)
         for layer in () if committed or not begun.append else appended:
             for seq in begun.seqs:
@@ -332,20 +357,30 @@ class Stepping(RuleBasedStateMachine):
             return
         opened = self.cache._find()
         eventually(lambda: not opened._in_flight and not opened.stepping)
-        (group,), tables = opened.groups, opened.tables
-        pool = tables._groups[0].pool
-        held = Counter(page for table in tables._tables.values() for page in table.groups[0].pages)
-        assert [pool.references(page) for page in range(BLOCKS)] == [held[page] for page in range(BLOCKS)]
-        stats = self.cache.stats()
-        assert (stats.sequences, stats.free_blocks) == (len(self.rows), BLOCKS - len(held))
+        stats, tables = self.cache.group_stats(), opened.tables
+        assert {each.sequences for each in stats} == {len(self.rows)}
+        for group, blocks in zip(opened.groups, self.blocks, strict=True):
+            pool = tables._groups[group.number].pool
+            owned = [table.groups[group.number].pages for table in tables._tables.values()]
+            held = Counter(page for pages in owned for page in pages)
+            assert [pool.references(page) for page in range(blocks)] == [held[page] for page in range(blocks)]
+            assert stats[group.number].free_blocks == blocks - len(held)
         for seq, rows in self.rows.items():
             table = tables.find(seq.number)
             assert (table.length, table.users) == (self.cache.length(seq), 0) == (len(rows), 0)
-            pages = table.groups[0].pages
-            assert len(pages) == -(-len(rows) // PAGE)
-            for side, wanted in ((group.k_pool, rows.k), (group.v_pool, rows.v)):
-                held_rows = side[:, pages].reshape(LAYERS, -1, HEADS, DIM)[:, : len(rows)]
-                assert np.array_equal(held_rows, wanted)
+            for group in opened.groups:
+                own = table.groups[group.number]
+                assert len(own.pages) == -(-len(rows) // PAGE) - own.first
+                if group.window is None:
+                    assert own.first == 0
+                else:
+                    operations["pages given back"] += own.first
+                    assert len(own.pages) <= -(-(group.window + 1 + group.slack) // PAGE) + 1
+                for index, layer in enumerate(group.layers):
+                    for side, wanted in ((group.k_pool, rows.k[layer]), (group.v_pool, rows.v[layer])):
+                        pool = side[index] if len(group.layers) > 1 else side
+                        kept = wanted[own.first * PAGE :]
+                        assert np.array_equal(pool[own.pages].reshape(-1, HEADS, DIM)[: len(kept)], kept)
 
     def teardown(self) -> None:
         while self.steps:
@@ -354,6 +389,14 @@ class Stepping(RuleBasedStateMachine):
         for cache in (self.cache, *self.ones):
             cache.__exit__(None, None, None)
         self.opener.__exit__(None, None, None)
+
+
+class Grouped(Stepping):
+    """Two groups that keep all rows, and one that keeps the last seven."""
+
+    windows: ClassVar[Mapping[int, int]] = {1: 4}
+    layers: Any = (ga.KvLayer(), ga.KvLayer(num_blocks=9, window=4, slack=2), ga.KvLayer(num_blocks=16))
+    blocks: Sequence[int] = (BLOCKS, 9, 16)
 
 
 def leave(step: Any, how: str) -> None:
@@ -379,17 +422,19 @@ def leave(step: Any, how: str) -> None:
         asyncio.run(cancelled())
 
 
-def check_attention(out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+def check_attention(out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, **seen: Any) -> None:
     if not len(k):
         assert (out == 0).all()
     elif len(q):
-        np.testing.assert_allclose(out, attention(q, k.astype(q.dtype), v.astype(q.dtype)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            out, attention(q, k.astype(q.dtype), v.astype(q.dtype), **seen), rtol=1e-4, atol=1e-5
+        )
 
 
-def run(examples: int, derandomize: bool) -> None:
+def run(machine: type[Stepping], examples: int, derandomize: bool) -> None:
     operations.clear()
     run_state_machine_as_test(
-        Stepping,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=50,
@@ -403,8 +448,9 @@ def run(examples: int, derandomize: bool) -> None:
 
 
 @pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
-def test_random_steps_do_what_a_dictionary_does() -> None:
-    run(25, True)
+@pytest.mark.parametrize("machine", [Stepping, Grouped])
+def test_random_steps_do_what_a_dictionary_does(machine: type[Stepping]) -> None:
+    run(machine, 25, True)
     waits = {"append waits", "attend waits", "fork waits", "truncate waits"}
     expected = {
         *ENDS,
@@ -414,6 +460,8 @@ def test_random_steps_do_what_a_dictionary_does() -> None:
         "two steps",
         "a layer again",
     }
+    if machine.windows:
+        expected |= {"pages given back", "rows of a step behind the window"}
     assert not {name for name in expected if not operations[name]}, operations
 
 
@@ -443,5 +491,6 @@ def test_packed_rows_of_known_counts_are_attended_to_again(device: str, counts: 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
-def test_500_runs_of_random_steps_do_what_a_dictionary_does() -> None:
-    run(500, False)
+@pytest.mark.parametrize("machine", [Stepping, Grouped])
+def test_500_runs_of_random_steps_do_what_a_dictionary_does(machine: type[Stepping]) -> None:
+    run(machine, 500, False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.kv import CacheTables, SharedPrefixes, shared_prefixes
+from inside.kv import CacheTables, GroupSize, SharedPrefixes, shared_prefixes
 
 
 def found(table: list[list[int]], most: list[int] | None = None) -> list[tuple[int, int]] | None:
@@ -90,7 +90,7 @@ def test_thousands_of_cuts_end() -> None:
 
 
 def test_a_cache_knows_how_much_could_be_shared() -> None:
-    tables = CacheTables([32], 4)
+    tables = CacheTables([GroupSize(32)], 4)
     one: Any = tables.create()
     tables.reserve([one], [11])
     assert tables.most_shared([one], 0) == 0

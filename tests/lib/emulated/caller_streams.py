@@ -130,8 +130,8 @@ def program(order: HostOrder, seed: int, options: ContextOptions = _PLAIN, **cha
 
     with (
         closing(start_context(device, options)) as ctx,
-        ctx.kv_cache(**SIZES, **changes) as cache,
-        ctx.kv_cache(**SIZES, **changes) as plain,
+        ctx.kv_cache(**{**SIZES, **changes}) as cache,
+        ctx.kv_cache(**{**SIZES, **changes}) as plain,
     ):
         yield Program(ctx, cache, plain, seed)
 

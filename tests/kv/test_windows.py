@@ -1,0 +1,440 @@
+"""Layers of a KvCache with a window: pages behind it are given back, and what rows see is what they saw before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated.memory import host_view
+from inside.testing import cast
+from support.kv_cache import LATER, attention, outcome, slow, wait
+from support.service import eventually
+
+import gpu_actors as ga
+from gpu_actors.testing import FaultPlan
+
+HEADS, HEADS_Q, DIM, PAGE, WINDOW = 2, 4, 16, 4, 9
+WHOLE = ga.KvLayer(kv_heads=HEADS, head_dim=DIM)
+LOCAL = ga.KvLayer(kv_heads=HEADS, head_dim=DIM, window=WINDOW, num_blocks=12)
+SLACK = ga.KvLayer(kv_heads=HEADS, head_dim=DIM, window=WINDOW, num_blocks=12, slack=3)
+LAYERS = [WHOLE, LOCAL, LOCAL, WHOLE]
+
+
+class Kept:
+    """A cache beside all rows of its sequences. k, v: of each sequence, (layers, rows, heads, dim)."""
+
+    def __init__(self, cache: ga.KvCache, layers: list[ga.KvLayer], dtype: str) -> None:
+        self.cache, self.layers, self.dtype = cache, layers, dtype
+        self.rng = np.random.default_rng(7)
+        self.k: dict[ga.KvSequence, np.ndarray] = {}
+        self.v: dict[ga.KvSequence, np.ndarray] = {}
+
+    def draw(self, *shape: int) -> np.ndarray:
+        drawn: np.ndarray = cast(self.rng.standard_normal((*shape, DIM)), self.dtype)
+        return drawn
+
+    def create(self, rows: int = 0) -> ga.KvSequence:
+        seq: ga.KvSequence = wait(self.cache.create())
+        self.k[seq] = self.v[seq] = self.draw(len(self.layers), 0, HEADS)
+        if rows:
+            self.append(seq, rows)
+        return seq
+
+    def fork(self, seq: ga.KvSequence) -> ga.KvSequence:
+        child: ga.KvSequence = wait(self.cache.fork(seq))
+        self.k[child], self.v[child] = self.k[seq], self.v[seq]
+        return child
+
+    def truncate(self, seq: ga.KvSequence, length: int) -> None:
+        wait(self.cache.truncate(seq, length))
+        self.k[seq], self.v[seq] = self.k[seq][:, :length], self.v[seq][:, :length]
+
+    def more(self, seq: ga.KvSequence, k: np.ndarray, v: np.ndarray) -> None:
+        self.k[seq], self.v[seq] = (np.concatenate(pair, axis=1) for pair in ((self.k[seq], k), (self.v[seq], v)))
+
+    def append(self, seq: ga.KvSequence, rows: int) -> None:
+        k, v = (self.draw(len(self.layers), rows, HEADS) for _ in "kv")
+        new = (k, v) if len(self.layers) > 1 else (k[0], v[0])
+        assert wait(self.cache.append(seq, *new)) == self.k[seq].shape[1] + rows
+        self.more(seq, k, v)
+
+    def step(self, seqs: list[ga.KvSequence], rows: int = 1, **options: Any) -> list[np.ndarray]:
+        """A step of new rows, whose outputs are checked layer by layer."""
+        k, v = (self.draw(len(self.layers), len(seqs), rows, HEADS) for _ in "kv")
+        outs = []
+        with wait(self.cache.step(seqs, heads_q=HEADS_Q, rows=rows, **options)) as step:
+            for index, seq in enumerate(seqs):
+                self.more(seq, k[:, index], v[:, index])
+            for layer in range(len(self.layers)):
+                q = self.draw(len(seqs), rows, HEADS_Q)
+                outs.append(step.attend(layer, q, k[layer], v[layer]))
+                self.compare(layer, seqs, q, outs[-1])
+        return outs
+
+    def compare(self, layer: int, seqs: list[ga.KvSequence], q: np.ndarray, out: np.ndarray, **options: Any) -> None:
+        window = self.layers[layer].window
+        seen = {"window_size": (window, 0), **options} if window is not None else options
+        for index, seq in enumerate(seqs):
+            right = attention(
+                *(x.astype(np.float64) for x in (q[index], self.k[seq][layer], self.v[seq][layer])), **seen
+            )
+            close = {"rtol": 1e-5, "atol": 1e-5} if self.dtype == "float32" else {"rtol": 0.05, "atol": 0.02}
+            np.testing.assert_allclose(out[index].astype(np.float64), right, **close, err_msg=f"layer {layer}")
+
+    def check(self) -> None:
+        for seq in self.k:
+            for layer in range(len(self.layers)):
+                q = self.draw(1, 1, HEADS_Q)
+                self.compare(layer, [seq], q, wait(self.cache.attend(q, [seq], layer=layer)).out)
+
+    def held(self, seq: ga.KvSequence) -> list[int]:
+        """Pages of a sequence in each group."""
+        return [len(own.pages) for own in self.cache._find().table(seq).groups]
+
+
+@contextmanager
+def kept(
+    layers: list[ga.KvLayer] = LAYERS,
+    device: str = "mock",
+    dtype: str = "float32",
+    options: ga.ContextOptions | None = None,
+) -> Iterator[Kept]:
+    spec = {"num_blocks": 24, "page_size": PAGE, "dtype": dtype, "layers": layers}
+    with ga.open_context(device, options) as ctx, ctx.kv_cache(**spec) as cache:
+        yield Kept(cache, layers, dtype)
+
+
+def test_pages_behind_a_window_are_given_back_and_no_row_sees_it() -> None:
+    with kept() as one:
+        first, second = one.create(3), one.create(30)
+        assert (one.held(first), one.held(second)) == ([1, 1], [8, 3])
+        for rows in (1, 2, 5, 1, 1, 1):
+            one.step([first, second], rows)
+            one.check()
+        assert one.held(second)[1] == -(-(41 - (41 - 1 - WINDOW) // PAGE * PAGE) // PAGE)
+        fork = one.fork(second)
+        one.step([fork], 2)
+        one.step([second], 1)
+        one.check()
+        for seq in (first, second, fork):
+            wait(one.cache.free(seq))
+        assert all(each.free_blocks == each.blocks for each in one.cache.group_stats())
+
+
+def test_a_cache_of_one_layer_with_a_window_appends_with_attend() -> None:
+    with kept([LOCAL]) as one:
+        seq = wait(one.cache.create())
+        k, v = one.draw(0, HEADS), one.draw(0, HEADS)
+        for rows in (11, 1, 3, 1, 8, 1, 1):
+            new = one.draw(1, rows, HEADS), one.draw(1, rows, HEADS)
+            k, v = np.concatenate([k, new[0][0]]), np.concatenate([v, new[1][0]])
+            q = one.draw(1, rows + 1 if rows < 3 and len(k) > rows else rows, HEADS_Q)
+            out = wait(one.cache.attend(q, [seq], k=new[0], v=new[1])).out[0]
+            right = attention(q[0], k, v, window_size=(WINDOW, 0))
+            np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+            narrow = wait(one.cache.attend(q[:, -1:], [seq], window_size=(3, -1))).out[0]
+            np.testing.assert_allclose(narrow, attention(q[0, -1:], k, v, window_size=(3, 0)), rtol=1e-5, atol=1e-5)
+        assert one.cache.length(seq) == len(k)
+        assert one.cache.stats().free_blocks >= LOCAL.num_blocks - 4  # type: ignore[operator]
+
+
+def test_bits_do_not_depend_on_which_pages_have_been_given_back() -> None:
+    """One sequence was appended to row by row, the other at once."""
+    with kept([LOCAL]) as one:
+        k, v = one.draw(29, HEADS), one.draw(29, HEADS)
+        slow, fast = wait(one.cache.create(), one.cache.create())
+        for row in range(29):
+            wait(one.cache.append(slow, k[row : row + 1], v[row : row + 1]))
+        fork = wait(one.cache.fork(fast))
+        assert wait(one.cache.append(fast, k, v)) == 29
+        q = one.draw(1, 1, HEADS_Q)
+        outs = [wait(one.cache.attend(q, [seq])).out.tobytes() for seq in (slow, fast)]
+        wait(one.cache.free(slow), one.cache.free(fast))
+        # Not committed when it is read: nothing has been given back.
+        appended, read = one.cache.append(fork, k, v), one.cache.attend(q, [fork])
+        assert wait(appended) == 29
+        assert [*outs, wait(read).out.tobytes()] == [outs[0]] * 3
+
+
+@pytest.mark.parametrize("kinds", [[LOCAL], [WHOLE, LOCAL, SLACK]], ids=["alone", "three groups"])
+def test_no_output_of_the_kernels_changes_where_given_back_pages_hold_nan(kinds: list[ga.KvLayer]) -> None:
+    with kept(kinds, "emulated", "bfloat16") as one:
+        seqs = [one.create(13), one.create(22)]
+        one.step(seqs, 2)
+        for _ in range(6):
+            opened = one.cache._find()
+            for group in opened.groups:
+                free = opened.tables._groups[group.number].pool._free
+                assert group.window is None or len(free) >= 12 - 2 * 4 - 1
+                for pool in (group.k_pool, group.v_pool):
+                    host_view(pool)[free] = np.nan
+            outs = one.step(seqs)
+            assert all(np.isfinite(out.astype(np.float32)).all() for out in outs)
+            one.check()
+
+
+def test_a_long_run_through_a_window_takes_12_pages_for_10000_rows() -> None:
+    """With 16 rows a step. The block table keeps its width, and the sequence holds no more pages at its end."""
+    layer = ga.KvLayer(kv_heads=1, head_dim=DIM, window=64, num_blocks=12)
+    spec = {"num_blocks": 12, "page_size": 8, "dtype": "float32", "layers": [layer]}
+    with ga.open_context("mock") as ctx, ctx.kv_cache(**spec) as cache:
+        seq = wait(cache.create())
+        rng = np.random.default_rng(3)
+        k, v = rng.standard_normal((2, 0, 1, DIM)).astype(np.float32)
+        widths, held = set[int](), set[int]()
+        for count in range(625):
+            q, new_k, new_v = rng.standard_normal((3, 1, 16, 1, DIM)).astype(np.float32)
+            with wait(cache.step([seq], heads_q=1, rows=16)) as step:
+                out = step.attend(0, q, new_k, new_v)
+                widths.add(step._step.work.table.shape[1])
+            k, v = np.concatenate([k, new_k[0]])[-80:], np.concatenate([v, new_v[0]])[-80:]
+            if count % 25 == 0 or count > 620:
+                right = attention(q[0], k, v, window_size=(64, 0))
+                np.testing.assert_allclose(out[0], right, rtol=1e-5, atol=1e-5)
+            held.add(cache.stats().blocks - cache.stats().free_blocks)
+        assert (cache.length(seq), len(widths)) == (10000, 1)
+        assert max(held) <= math.ceil((64 + 1) / 8) + 1
+
+
+# Rows that are taken back
+
+
+def test_slack_keeps_the_rows_that_drafts_take_back() -> None:
+    with kept([WHOLE, SLACK]) as one:
+        seq = one.create(40)
+        for _ in range(10):
+            one.step([seq], 4)
+            one.truncate(seq, one.cache.length(seq) - 3)
+            one.check()
+        one.truncate(seq, 50)
+        assert (one.cache.length(seq), one.k[seq].shape[1]) == (50, 50)
+        one.step([seq], 1)
+
+
+def test_a_truncation_into_rows_that_were_given_back_is_refused() -> None:
+    with kept([WHOLE, LOCAL]) as one:
+        seq = one.create(40)
+        # Rows 28 on are there: (40 - 1 - 9) // 4 * 4.
+        for length in (0, 37):
+            refusal = outcome(one.cache.truncate(seq, length))
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert (refusal.field, refusal.value) == ("length", length)
+            assert "at least 38" in str(refusal)
+        one.truncate(seq, 38)
+        one.check()
+        short = one.create(WINDOW)
+        one.truncate(short, 0)
+        one.step([short], 3)
+
+
+def test_more_rows_of_q_than_a_window_keeps_are_refused() -> None:
+    with kept([WHOLE, SLACK]) as one:
+        seq = one.create(40)
+        q = one.draw(1, 8, HEADS_Q)
+        one.compare(0, [seq], q, wait(one.cache.attend(q, [seq], layer=0)).out)
+        one.compare(1, [seq], q[:, :7], wait(one.cache.attend(q[:, :7], [seq], layer=1)).out)
+        # Rows 24 on are there: (40 - 1 - 9 - 3) // 4 * 4.
+        refusal = outcome(one.cache.attend(q, [seq], layer=1))
+        assert isinstance(refusal, ga.InvalidRequest)
+        assert (refusal.field, refusal.value) == ("q", f"float32[1, 8, {HEADS_Q}, {DIM}]")
+        assert "at most 7" in str(refusal)
+        for rows in (5, [5]):
+            refusal = outcome(one.cache.step([seq], heads_q=HEADS_Q, rows=rows, append=False))
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert (refusal.field, refusal.value) == ("rows", rows)
+        with wait(one.cache.step([seq], heads_q=HEADS_Q, rows=4, append=False)) as step:
+            for layer in range(2):
+                one.compare(layer, [seq], q[:, :4], step.attend(layer, q[:, :4]))
+
+
+def test_a_step_that_is_aborted_keeps_the_window_whole() -> None:
+    with kept() as one:
+        seq = one.create(21)
+        before = one.held(seq)
+        step = wait(one.cache.step([seq], heads_q=HEADS_Q, rows=9))
+        q, k = one.draw(1, 9, HEADS_Q), one.draw(1, 9, HEADS)
+        for layer in range(3):
+            step.attend(layer, q, k, k)
+        wait(step.abort())
+        assert one.held(seq) == before
+        one.check()
+        one.step([seq], 9)
+        one.check()
+
+
+# Faults
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_a_step_that_fails_at_any_layer_leaves_both_groups_as_before(layer: int) -> None:
+    options = ga.ContextOptions(fault_plan=FaultPlan().fail(launch=2 + layer))
+    with kept(options=options) as one:
+        seq = one.create(21)
+        before, stats = one.held(seq), one.cache.group_stats()
+        step = wait(one.cache.step([seq], heads_q=HEADS_Q))
+        q, k = one.draw(1, 1, HEADS_Q), one.draw(1, 1, HEADS)
+        for each in range(layer):
+            step.attend(each, q, k, k)
+        with pytest.raises(ga.LaunchError):
+            step.attend(layer, q, k, k)
+        eventually(lambda: not one.cache._find().stepping)
+        assert (one.held(seq), one.cache.group_stats(), one.cache.length(seq)) == (before, stats, 21)
+        one.step([seq])
+        one.check()
+
+
+def test_a_write_that_fails_gives_back_no_page() -> None:
+    """It would have given pages back, and so would the write behind it, which fails with it."""
+    clock, options = slow(FaultPlan().fail(launch=2), 2)
+    with kept([WHOLE, LOCAL], options=options) as one:
+        seq = one.create(14)
+        before, stats = one.held(seq), one.cache.group_stats()
+        k = one.draw(2, 6, HEADS)
+        replies = [one.cache.append(seq, k, k) for _ in range(2)]
+        eventually(lambda: one.cache.length(seq) == 26)
+        clock.advance(LATER)
+        assert all(isinstance(outcome(reply), ga.LaunchError) for reply in replies)
+        eventually(lambda: not one.cache._find()._in_flight)
+        assert (one.held(seq), one.cache.group_stats(), one.cache.length(seq)) == (before, stats, 14)
+        one.check()
+        one.append(seq, 6)
+        one.check()
+
+
+def test_a_write_that_is_undone_behind_one_that_succeeds_finds_its_window() -> None:
+    """The commit of the first gives back what no row behind it needs, while the second is in flight."""
+    clock, options = slow(FaultPlan().fail(launch=3), 3)
+    with kept([WHOLE, LOCAL], options=options) as one:
+        seq = one.create(7)
+        k, v = one.draw(2, 13, HEADS), one.draw(2, 13, HEADS)
+        first = one.cache.append(seq, k, v)
+        second = one.cache.append(seq, k, v)
+        assert wait(first) == 20
+        one.more(seq, k, v)
+        eventually(lambda: one.cache.length(seq) == 33)
+        assert one.held(seq)[1] == 9 - (20 - 1 - WINDOW) // PAGE
+        fork_waits = one.cache.fork(seq)
+        clock.advance(LATER)
+        assert isinstance(outcome(second), ga.LaunchError)
+        assert one.cache.length(seq) == 20
+        wait(one.cache.free(wait(fork_waits)))
+        one.check()
+        one.step([seq], 2)
+        one.check()
+
+
+def test_copies_of_shared_pages_are_made_and_undone_in_each_group() -> None:
+    with kept() as one:
+        seq = one.create(21)
+        fork = one.fork(seq)
+        stats = one.cache.group_stats()
+        step = wait(one.cache.step([fork], heads_q=HEADS_Q))
+        assert [each.free_blocks for each in one.cache.group_stats()] == [each.free_blocks - 1 for each in stats]
+        wait(step.abort())
+        assert one.cache.group_stats() == stats
+        one.step([fork, seq])
+        one.check()
+
+
+# What is refused
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type[ga.InvalidRequest | ga.Unsupported], str]] = {
+    "a wider window": ({"window_size": (WINDOW + 1, 0)}, ga.InvalidRequest, "window_size"),
+    "an unbounded window": ({"window_size": (-1, 0)}, ga.InvalidRequest, "window_size"),
+    "sink tokens": ({"sink_tokens": 1}, ga.Unsupported, "sink_tokens"),
+    "chunks": ({"attention_chunk": 4}, ga.Unsupported, "attention_chunk"),
+    "a bias": ({"bias": np.zeros((1, 1, 1, 64), np.float32)}, ga.Unsupported, "bias"),
+    "positions of q": ({"q_positions": np.zeros(1, np.int32)}, ga.Unsupported, "q_positions"),
+    "positions of keys": ({"k_positions": np.zeros(1, np.int32)}, ga.Unsupported, "k_positions"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_about_the_whole_sequence_are_refused_in_a_layer_with_a_window(option: str) -> None:
+    options, kind, field = OPTIONS[option]
+    with kept([WHOLE, LOCAL]) as one:
+        seq = one.create(14)
+        q = one.draw(1, 1, HEADS_Q)
+        wait(one.cache.attend(q, [seq], layer=0, **options))
+        for reply in (
+            one.cache.attend(q, [seq], layer=1, **options),
+            one.cache.step([seq], heads_q=HEADS_Q, **options),
+            one.cache.step([seq], heads_q=HEADS_Q, layer_options={1: options}),
+        ):
+            refusal = outcome(reply)
+            assert isinstance(refusal, kind)
+            assert refusal.field == field
+        assert one.cache.length(seq) == 14
+
+
+def test_tokens_of_prompts_are_refused_where_pages_are_given_back() -> None:
+    with kept([WHOLE, LOCAL]) as one:
+        seq = one.create(5)
+        k, q = one.draw(2, 1, HEADS), one.draw(1, 1, HEADS_Q)
+        for reply in (
+            one.cache.create([1, 2, 3]),
+            one.cache.append(seq, k, k, tokens=[1]),
+            one.cache.step([seq], heads_q=HEADS_Q, tokens=[[1]]),
+            one.cache.attend(q, [seq], tokens=[[1]]),
+        ):
+            refusal = outcome(reply)
+            assert isinstance(refusal, ga.Unsupported)
+            assert refusal.field == "tokens"
+
+
+def test_a_rope_needs_positions_where_rows_do_not_know_their_places() -> None:
+    rope = ga.Rope(dim=8)
+    places = {"rope": rope, "positions": np.arange(21, 23, dtype=np.int32)}
+    with kept([WHOLE, LOCAL]) as one, kept([WHOLE] * 2) as whole:
+        rows = one.draw(2, 21, HEADS)
+        before = {"rope": rope, "positions": np.arange(21, dtype=np.int32)}
+        seqs = [wait(each.cache.create()) for each in (one, whole)]
+        for seq, each in zip(seqs, (one, whole), strict=True):
+            wait(each.cache.append(seq, rows, rows, **before))
+        for reply in (
+            one.cache.append(seqs[0], rows, rows, rope=rope),
+            one.cache.step([seqs[0]], heads_q=HEADS_Q, rows=2, rope=rope),
+        ):
+            refusal = outcome(reply)
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert refusal.field == "positions"
+        q, k = one.draw(1, 2, HEADS_Q), one.draw(1, 2, HEADS)
+        with (
+            wait(one.cache.step([seqs[0]], heads_q=HEADS_Q, rows=2, **places)) as step,
+            wait(whole.cache.step([seqs[1]], heads_q=HEADS_Q, rows=2, rope=rope, window_size=(WINDOW, 0))) as other,
+        ):
+            outs = [each.attend(1, q, k, k) for each in (step, other)]
+            np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
+            for each in (step, other):
+                each.attend(0, q, k, k)
+
+
+@pytest.mark.parametrize(
+    ("layer", "field"),
+    [
+        (ga.KvLayer(window=-1), "layers[1].window"),
+        (ga.KvLayer(window=True), "layers[1].window"),
+        (ga.KvLayer(window=2.0), "layers[1].window"),  # type: ignore[arg-type]
+        (ga.KvLayer(window=2, slack=-1), "layers[1].slack"),
+        (ga.KvLayer(slack=1), "layers[1].slack"),
+    ],
+)
+def test_a_window_that_is_none_is_refused(mock: ga.GpuContext, layer: ga.KvLayer, field: str) -> None:
+    spec: dict[str, Any] = {"num_blocks": 4, "page_size": PAGE, "kv_heads": 1, "head_dim": DIM, "dtype": "float32"}
+    with pytest.raises(ga.InvalidRequest) as refused, mock.kv_cache(**spec, layers=[WHOLE, layer]):
+        pass
+    assert refused.value.field == field
+
+
+def test_a_cache_with_a_window_neither_exports_nor_imports() -> None:
+    with kept([LOCAL]) as one, kept([WHOLE]) as other:
+        pages = wait(other.cache.export_pages(other.create(3)))
+        for reply in (one.cache.export_pages(one.create(3)), one.cache.import_pages(pages)):
+            refusal = outcome(reply)
+            assert isinstance(refusal, ga.Unsupported)
+            assert refusal.field == "window"
