@@ -100,7 +100,8 @@ class Stepping:
             return  # answered meanwhile
         cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
-            cache.read_tables([group.work for group in groups[1:]], first)
+            if len(groups) > 1:
+                cache.read_tables([group.work for group in groups[1:]], first)
             for group in groups:
                 group.work.take_pages(self._store.decoding)
             self._copy_pages(first)
@@ -208,6 +209,8 @@ class Stepping:
 
     def _copy_pages(self, work: KvWork) -> None:
         """Copy shared pages that the step will write to."""
+        if not any(write.copies for write in work.writes):
+            return
         cell = self._actor.cell
 
         def failed(error: BaseException) -> Collection[Call[Any]]:
@@ -226,8 +229,7 @@ class Stepping:
     ) -> list[StepLayers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
         _check_longest(message, cache, tables)
-        heads = _heads(cache, message)
-        key = _plain_key(cache, message, heads, tables)
+        key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
         if known is not None:
             again = [self._planned_again(call, cache, tables, plan) for plan in known.plans]
@@ -240,7 +242,7 @@ class Stepping:
             for name in options:
                 reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
                 expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
-        like = _like(cache, message)
+        heads, like = _heads(cache, message), _like(cache, message)
         units: dict[Hashable, StepLayers] = {}
         layers: list[StepLayers] = []
         for layer, group in enumerate(cache.group_of):
@@ -374,23 +376,15 @@ def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Ma
     return [like.get(layer, {}) for layer in range(cache.layers)]
 
 
-def _plain_key(
-    cache: OpenedCache, message: BeginStep, heads: Sequence[int], tables: Sequence[PageTable]
-) -> Hashable | None:
+def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
     """What decides the plan of a step whose options are plain values. None for others, and where options differ."""
     options = message.options
     if message.like or message.layer_options or not OWN.isdisjoint(options):
         return None
     rows = message.rows
     new = [rows] * len(tables) if type(rows) is int else rows
-    of_q = heads[0] if type(message.heads_q) is int else tuple(heads)
-    said = (
-        of_q,
-        message.append,
-        message.dtype,
-        message.on_host,
-        *options.values(),
-    )
+    heads = tuple(message.heads_q) if isinstance(message.heads_q, list) else message.heads_q
+    said = (heads, message.append, message.dtype, message.on_host, *options.values())
     if not isinstance(new, list | tuple) or len(new) != len(tables) or not all(map(_is_plain, (*new, *said))):
         return None
     added = new if message.append else [0] * len(tables)
