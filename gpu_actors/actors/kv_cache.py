@@ -135,7 +135,6 @@ class KvCacheActor(ServiceActor):
         if isinstance(message, CreateSequence):
             with reading(message):
                 tokens = message.tokens
-                cache.check_tokens(tokens)
                 digests = () if tokens is None else prompt_digests(tokens, cache.page_size, cache.most_rows)
             if call.claim():
                 self._answer_with(call, cache, cache.tables.create(digests))
@@ -194,7 +193,6 @@ class KvCacheActor(ServiceActor):
         single, tables = cache.tables_of(message.seqs)
         layer = _layer(cache, message) if isinstance(message, AttendCache) else 0
         by_layer: Sequence[NewRows] = ()
-        cache.check_tokens(message.tokens)
         group, request = cache.group_of[layer], None
         if isinstance(message, AttendCache):
             message = group.bounded(message)

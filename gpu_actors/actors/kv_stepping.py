@@ -280,7 +280,6 @@ class Stepping:
     ) -> StepLayers:
         own = {**message.options, **options}
         device, notes = self._store.device_name, call.caller_notes
-        cache.check_tokens(own.get("tokens"))
         request, _ = adopt_request(AttendCache(cache=cache.number, seqs=message.seqs, **arrays, **own), device, notes)
         group = cache.group_of[layer]
         _check_rows(group, message)

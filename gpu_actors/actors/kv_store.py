@@ -372,12 +372,6 @@ class OpenedCache:
         rows = [group.pool.num_blocks * self.page_size for group in self.groups if group.window is None]
         return min(rows, default=MAX_SEQLEN)
 
-    def check_tokens(self, tokens: object) -> None:
-        """Raise `Unsupported` for tokens where pages of prompts are not kept."""
-        if tokens is not None and any(group.window is not None for group in self.groups):
-            reason = "names pages of prompts, and layers with a window give theirs back"
-            raise Unsupported("tokens", show(tokens), reason, None)
-
     def sequence(self, table: PageTable) -> KvSequence:
         """The caller's record of a new sequence."""
         return KvSequence(self.number, table.number, self.generation, table.length)

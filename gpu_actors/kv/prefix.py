@@ -63,11 +63,14 @@ def prompt_digests(tokens: Any, page_size: int, most: int | None = None) -> list
 
 
 class PrefixIndex:
-    """Pages by their names, and names by page."""
+    """Pages by their names, and names by page. It may have a later page of a prompt without the earlier ones."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._pages
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The pages of the longest beginning that the index has."""

@@ -134,9 +134,14 @@ class _Group:
     def __init__(self, size: GroupSize) -> None:
         self.prefixes = PrefixIndex()
         self.pool = PagePool(size.blocks, self._forget)
+        self.hits = 0
         self.evicted = 0
         self.window = size.window
         self.slack = size.slack
+
+    def first_page(self, length: int, page_size: int) -> int:
+        """The first page that a sequence of so many rows needs for the rows behind them."""
+        return 0 if self.window is None else max(0, length - 1 - self.window - self.slack) // page_size
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages of a sequence, the last first, so that prefixes are evicted from their end."""
@@ -161,7 +166,6 @@ class CacheTables:
         self._windowed = [(index, group) for index, group in enumerate(self._groups) if group.window is not None]
         self._tables: dict[int, PageTable] = {}
         self._next = 1
-        self._hits = 0
         self._sharing = False  # whether a page ever was shared
 
     def stats(self) -> KvCacheStats:
@@ -192,9 +196,8 @@ class CacheTables:
     def create(self, digests: Sequence[bytes] = ()) -> PageTable:
         """A new sequence, which begins with the indexed pages of ``digests``."""
         with self._lock:
-            found = self._find_prefix(digests)
-            count = len(found[0])
-            table = self._add([GroupPages(array("i", pages), count) for pages in found], count * self.page_size)
+            count, found = self._find_prefix(digests)
+            table = self._add(found, count * self.page_size)
             table.digests = list(digests[:count])
             return table
 
@@ -252,17 +255,17 @@ class CacheTables:
         Only `commit` or `free` may follow. Raises `CacheFull`, and then nothing has changed.
         """
         with self._lock:
-            found = self._find_prefix(digests)
-            count = len(found[0])
+            count, found = self._find_prefix(digests)
             try:
                 taken = self._take([-(-length // self.page_size) - count] * len(self._groups))
             except CacheFull:
-                for group, pages in zip(self._groups, found, strict=True):
-                    group.release(pages)
-                self._hits -= count
+                for group, own in zip(self._groups, found, strict=True):
+                    group.release(own.pages)
+                    group.hits -= len(own.pages)
                 raise
-            whole = [array("i", [*old, *new]) for old, new in zip(found, taken, strict=True)]
-            table = self._add([GroupPages(pages, count) for pages in whole], length)
+            for own, pages in zip(found, taken, strict=True):
+                own.pages.extend(pages)
+            table = self._add(found, length)
             table.digests, table.tail = list(digests), list(tail)
             return Write(table, length, count * self.page_size, [])
 
@@ -354,7 +357,7 @@ class CacheTables:
             sequences=len(self._tables),
             shared_blocks=pool.shared_blocks,
             prefix_blocks=pool.cached_blocks,
-            prefix_hits=self._hits,
+            prefix_hits=group.hits,
             evicted=group.evicted,
         )
 
@@ -362,17 +365,35 @@ class CacheTables:
         pools = [group.pool for group in self._groups]
         return min(range(len(pools)), key=lambda index: pools[index].free_blocks / pools[index].blocks)
 
-    def _find_prefix(self, digests: Sequence[bytes]) -> list[list[int]]:
-        """Retain the pages that a prompt may begin with, as many in each group."""
-        found = [group.prefixes.find(digests) for group in self._groups]
-        count = min(map(len, found))
-        for group, pages in zip(self._groups, found, strict=True):
-            del pages[count:]
+    def _find_prefix(self, digests: Sequence[bytes]) -> tuple[int, list[GroupPages]]:
+        """Retain the pages that a prompt may begin with. Gives how many there are, and those of each group."""
+        count = self._known(digests)
+        found: list[GroupPages] = []
+        for group in self._groups:
+            first = group.first_page(count * self.page_size, self.page_size)
+            pages = array("i", group.prefixes.find(digests[first:count]))
             for page in pages:
                 group.pool.retain(page)
-        self._hits += count
+            group.hits += len(pages)
+            found.append(GroupPages(pages, count, first))
         self._sharing |= count > 0
-        return found
+        return count, found
+
+    def _known(self, digests: Sequence[bytes]) -> int:
+        """The first pages that all groups still have, as far as the rows behind them need these."""
+        count = len(digests)
+        for group in self._groups:
+            if group.window is None:
+                count = min(count, len(group.prefixes.find(digests)))
+        if not self._windowed or not count:
+            return count
+        fits = [True] * (count + 1)
+        for _, group in self._windowed:
+            run = 0
+            for pages, digest in enumerate(digests[:count], 1):
+                run = run + 1 if digest in group.prefixes else 0
+                fits[pages] &= run >= pages - group.first_page(pages * self.page_size, self.page_size)
+        return max(pages for pages, fit in enumerate(fits) if fit)
 
     def _take(self, counts: Sequence[int]) -> list[list[int]]:
         """Take so many pages of each group. Raises `CacheFull`, and then none is taken."""
@@ -426,9 +447,11 @@ class CacheTables:
         """Release the pages behind the windows. Later writes may be undone, so the next row may follow this one."""
         for index, group in self._windowed:
             own = write.table.groups[index]
-            first = max(0, write.stop - 1 - (group.window or 0) - group.slack) // self.page_size
+            first = group.first_page(write.stop, self.page_size)
             if first > own.first:
-                group.release(own.pages[: first - own.first])
+                # The first one first: a prompt that ends later needs the others.
+                for page in own.pages[: first - own.first]:
+                    group.pool.release(page)
                 del own.pages[: first - own.first]
                 own.first = first
 
@@ -438,8 +461,8 @@ class CacheTables:
         if not whole:
             return
         for group, own in zip(self._groups, table.groups, strict=True):
-            for index in range(own.named, whole):
-                page = own.pages[index]
+            for index in range(max(own.named, own.first), whole):
+                page = own.pages[index - own.first]
                 if group.prefixes.add(table.digests[index], page):
                     group.pool.mark_indexed(page)
             own.named = max(own.named, whole)

@@ -372,19 +372,42 @@ def test_options_about_the_whole_sequence_are_refused_in_a_layer_with_a_window(o
         assert one.cache.length(seq) == 14
 
 
-def test_tokens_of_prompts_are_refused_where_pages_are_given_back() -> None:
+@pytest.mark.parametrize("device", ["mock", "emulated"])
+def test_prompts_begin_with_the_pages_that_their_windows_need(device: str) -> None:
+    with kept(device=device, dtype="float32" if device == "mock" else "bfloat16") as one:
+        tokens = list(range(38))
+        first = wait(one.cache.create(tokens))
+        k, v = one.draw(4, 38, HEADS), one.draw(4, 38, HEADS)
+        wait(one.cache.append(first, k, v, tokens=tokens))
+        one.k[first], one.v[first] = k, v
+        for count, cached in ((38, 36), (37, 36), (36, 32), (21, 20), (5, 4), (4, 0)):
+            seq = wait(one.cache.create(tokens[:count]))
+            assert (seq.cached, one.cache.length(seq)) == (cached, cached)
+            assert one.held(seq) == [cached // PAGE, cached // PAGE - max(0, cached - 1 - WINDOW) // PAGE]
+            one.k[seq], one.v[seq] = k[:, :cached], v[:, :cached]
+            one.step([seq], 2)
+            one.check()
+            del one.k[seq]
+            wait(one.cache.free(seq))
+        one.step([first])
+        one.check()
+
+
+def test_a_prompt_whose_window_is_gone_begins_where_an_earlier_one_is_left() -> None:
     with kept([WHOLE, LOCAL]) as one:
-        seq = one.create(5)
-        k, q = one.draw(2, 1, HEADS), one.draw(1, 1, HEADS_Q)
-        for reply in (
-            one.cache.create([1, 2, 3]),
-            one.cache.append(seq, k, k, tokens=[1]),
-            one.cache.step([seq], heads_q=HEADS_Q, tokens=[[1]]),
-            one.cache.attend(q, [seq], tokens=[[1]]),
-        ):
-            refusal = outcome(reply)
-            assert isinstance(refusal, ga.Unsupported)
-            assert refusal.field == "tokens"
+        tokens = list(range(36))
+        first = wait(one.cache.create(tokens))
+        k = one.draw(2, 36, HEADS)
+        for start in (0, 18):
+            rows = slice(start, start + 18)
+            wait(one.cache.append(first, k[:, rows], k[:, rows], tokens=tokens[rows]))
+        # Rows 24 on are there; six pages before them are cached, and 3 of the 12 have never been used.
+        assert one.cache.group_stats()[1].prefix_blocks == 6
+        other = one.create(16)
+        assert one.cache.group_stats()[1].evicted == 1, "the first page, which longer prompts do not need"
+        cached = [wait(one.cache.create(tokens[:count])).cached for count in (37, 36, 21, 13)]
+        assert cached == [32, 32, 20, 0]
+        wait(one.cache.free(other))
 
 
 def test_a_rope_needs_positions_where_rows_do_not_know_their_places() -> None:
