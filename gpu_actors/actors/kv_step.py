@@ -55,7 +55,10 @@ LATE = "the deadline of the step has passed"
 
 @dataclass(slots=True, eq=False)
 class StepLayers:
-    """Layers with the same options. work: of one of them. layouts: of each array. first: the launch of the first."""
+    """Layers of one group with the same options.
+
+    work: of one of them. layouts: of each array. first: the launch of the first.
+    """
 
     work: KvWork
     layouts: dict[str, ArrayLayout]
@@ -95,7 +98,7 @@ class StepLayers:
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
         launch = self.launch(self.work.layer, self._examples())
-        # Of a group that was not captured, an earlier step may have left tables too.
+        # Of layers that were not captured, an earlier step may have left tables too.
         first = captured.first or launch
         series.renew(first.steps, launch)
         self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)

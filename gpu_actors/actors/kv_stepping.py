@@ -81,38 +81,38 @@ class Stepping:
                 reason = f"must be {capture.sequences} sequences, as the captured step has"
                 expect(len(tables) == capture.sequences, "seqs", len(tables), reason)
             layers = self._plan(call, cache, message, tables)
-        groups = list(dict.fromkeys(layers))
+        units = list(dict.fromkeys(layers))
         if cache.cascade and message.max_length is None:  # a step that replays may share other pages
             forced = cache.cascade is True
-            for group in groups:
-                work = group.work
+            for unit in units:
+                work = unit.work
                 again = cache.tables.most_shared(tables, work.group.number)
                 if again and work.plan is not None and work.request is not None:
                     work.cascade = self._store.cascader.keys(work.plan, work.request, again, forced)
-        if not all(self._has_kernels(group.work) for group in groups):
+        if not all(self._has_kernels(unit.work) for unit in units):
             return
-        first, begun = groups[0].work, list[KvWork]()
-        for group in groups[1:]:  # the first is checked where its pages are taken
-            _check_reach(group.work)
+        first, begun = units[0].work, list[KvWork]()
+        for unit in units[1:]:  # the first is checked where its pages are taken
+            _check_reach(unit.work)
         for _, error in cache.begin([first], begun):
             raise error
         if not begun:
             return  # answered meanwhile
         cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
-            if len(groups) > 1:
-                cache.read_tables([group.work for group in groups[1:]], first)
-            for group in groups:
-                group.work.take_pages(self._store.decoding)
+            if len(units) > 1:
+                cache.read_tables([unit.work for unit in units[1:]], first)
+            for unit in units:
+                unit.work.take_pages(self._store.decoding)
             self._copy_pages(first)
             if capture is not None:
-                for group, captured in zip(groups, dict.fromkeys(capture.layers), strict=True):
-                    group.renew(captured, capture.launches.series)
+                for unit, captured in zip(units, dict.fromkeys(capture.layers), strict=True):
+                    unit.renew(captured, capture.launches.series)
             step = OpenStep(self._actor.cell, first, layers, call.deadline, message)
-            for group in groups:
+            for unit in units:
                 # Copies are made, and layers change no pages.
-                group.work = dataclasses.replace(group.work, writes=[])
-                self._share_pages(group)
+                unit.work = dataclasses.replace(unit.work, writes=[])
+                self._share_pages(unit)
             if call.deadline is not None:
                 environment = self._actor.cell.environment
                 # A step that has ended, and its arrays, need not stay until then.
@@ -201,8 +201,8 @@ class Stepping:
             self._store.order.look_again()
         return ()
 
-    def _share_pages(self, group: StepLayers) -> None:
-        chosen = group.share_pages(self._store.cascader)
+    def _share_pages(self, unit: StepLayers) -> None:
+        chosen = unit.share_pages(self._store.cascader)
         cell = self._actor.cell
         if chosen is not None and cell.environment.trace.active():
             cell.environment.trace.emit("launch.cascade", actor=cell.name, **chosen._asdict())
@@ -246,13 +246,12 @@ class Stepping:
         units: dict[Hashable, StepLayers] = {}
         layers: list[StepLayers] = []
         for layer, group in enumerate(cache.group_of):
-            own = layer if layer in given or isinstance(like, list) else None
-            unit = group.number, heads[layer], own
-            if unit not in units:
+            alike = group.number, heads[layer], layer if layer in given or isinstance(like, list) else None
+            if alike not in units:
                 examples: Any = like[layer] if isinstance(like, list) else like
                 arrays = _arrays(group, message, heads[layer], examples, len(tables), self._store.device)
-                units[unit] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
-            layers.append(units[unit])
+                units[alike] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
+            layers.append(units[alike])
         if key is not None:
             numbers = {id(each): index for index, each in enumerate(units.values())}
             plans = [LayerPlan(each.work.layer, _kind(each.work), each.layouts) for each in units.values()]
