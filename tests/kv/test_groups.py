@@ -108,6 +108,8 @@ def mixed(
     spec = {"num_blocks": 16, "page_size": PAGE, "dtype": dtype, **changes}
     options = None if device == "emulated" else ga.ContextOptions()
     with ga.open_context(device, options) as ctx, ctx.kv_cache(**spec, layers=layers) as cache, ExitStack() as entered:
+        for group in cache._find().tables._groups[1::2]:
+            group.pool._free.reverse()  # or a sequence had pages of the same numbers in all groups
         ones = [entered.enter_context(ctx.kv_cache(**spec, layers=[layer])) for layer in layers]
         yield Mixed(cache, ones, layers, dtype)
 

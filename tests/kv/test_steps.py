@@ -398,6 +398,11 @@ class Grouped(Stepping):
     layers: Any = (ga.KvLayer(), ga.KvLayer(num_blocks=9, window=4, slack=2), ga.KvLayer(num_blocks=16))
     blocks: Sequence[int] = (BLOCKS, 9, 16)
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Or a sequence had pages of the same numbers in the two groups.
+        self.cache._find().tables._groups[2].pool._free.reverse()
+
 
 def leave(step: Any, how: str) -> None:
     """End a step otherwise than by a commit."""
