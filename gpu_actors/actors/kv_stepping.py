@@ -320,7 +320,7 @@ def _work(
 
 def _longest(group: PoolGroup, message: BeginStep) -> int:
     """What a step is planned for at least. With a window that is the same for all lengths, so steps share plans."""
-    return message.max_length or 0 if group.window is None else MAX_SEQLEN
+    return MAX_SEQLEN if group.window is not None else message.max_length or 0
 
 
 def _check_rows(group: PoolGroup, message: BeginStep) -> None:

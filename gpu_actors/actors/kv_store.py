@@ -173,7 +173,7 @@ class KvWork(Work):
 
     @property
     def group(self) -> PoolGroup:
-        """Of the layer."""
+        """The group of the layer."""
         return self.cache.group_of[self.layer]
 
     def take_pages(self, decoding: Decoding) -> None:
@@ -368,7 +368,7 @@ class OpenedCache:
 
     @property
     def most_rows(self) -> int:
-        """That a sequence can have."""
+        """The most rows that a sequence can have."""
         rows = [group.pool.num_blocks * self.page_size for group in self.groups if group.window is None]
         return min(rows, default=MAX_SEQLEN)
 

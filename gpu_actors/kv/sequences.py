@@ -144,8 +144,11 @@ class _Group:
         return 0 if self.window is None else max(0, length - 1 - self.window - self.slack) // page_size
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release pages of a sequence, the last first, so that prefixes are evicted from their end."""
-        for page in reversed(pages):
+        """Release pages of a sequence, the last first, so that prefixes are evicted from their end.
+
+        With a window the first one first: a longer prompt needs the later ones alone.
+        """
+        for page in reversed(pages) if self.window is None else pages:
             self.pool.release(page)
 
     def _forget(self, page: int) -> None:
@@ -449,9 +452,7 @@ class CacheTables:
             own = write.table.groups[index]
             first = group.first_page(write.stop, self.page_size)
             if first > own.first:
-                # The first one first: a prompt that ends later needs the others.
-                for page in own.pages[: first - own.first]:
-                    group.pool.release(page)
+                group.release(own.pages[: first - own.first])
                 del own.pages[: first - own.first]
                 own.first = first
 

@@ -109,7 +109,7 @@ def mixed(
     options = None if device == "emulated" else ga.ContextOptions()
     with ga.open_context(device, options) as ctx, ctx.kv_cache(**spec, layers=layers) as cache, ExitStack() as entered:
         for group in cache._find().tables._groups[1::2]:
-            group.pool._free.reverse()  # or a sequence had pages of the same numbers in all groups
+            group.pool._free.reverse()  # otherwise a sequence has pages of the same numbers in all groups
         ones = [entered.enter_context(ctx.kv_cache(**spec, layers=[layer])) for layer in layers]
         yield Mixed(cache, ones, layers, dtype)
 

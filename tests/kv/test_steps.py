@@ -400,7 +400,7 @@ class Grouped(Stepping):
 
     def __init__(self) -> None:
         super().__init__()
-        # Or a sequence had pages of the same numbers in the two groups.
+        # Otherwise a sequence has pages of the same numbers in both groups that keep all rows.
         self.cache._find().tables._groups[2].pool._free.reverse()
 
 

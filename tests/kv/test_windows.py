@@ -410,6 +410,20 @@ def test_a_prompt_whose_window_is_gone_begins_where_an_earlier_one_is_left() -> 
         wait(one.cache.free(other))
 
 
+def test_the_pages_of_a_freed_prompt_are_evicted_from_its_beginning() -> None:
+    with kept([WHOLE, LOCAL]) as one:
+        tokens = list(range(36))
+        first = wait(one.cache.create(tokens))
+        k = one.draw(2, 36, HEADS)
+        wait(one.cache.append(first, k, k, tokens=tokens))
+        wait(one.cache.free(first))
+        other = one.create(36)  # six of the nine pages of the prompt are evicted in the group with a window
+        assert one.cache.group_stats()[1].evicted == 6
+        assert wait(one.cache.create([*tokens, 0])).cached == 36
+        one.step([other])
+        one.check()
+
+
 def test_a_rope_needs_positions_where_rows_do_not_know_their_places() -> None:
     rope = ga.Rope(dim=8)
     places = {"rope": rope, "positions": np.arange(21, 23, dtype=np.int32)}
