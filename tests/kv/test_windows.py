@@ -102,8 +102,9 @@ def kept(
     device: str = "mock",
     dtype: str = "float32",
     options: ga.ContextOptions | None = None,
+    **changes: Any,
 ) -> Iterator[Kept]:
-    spec = {"num_blocks": 24, "page_size": PAGE, "dtype": dtype, "layers": layers}
+    spec = {"num_blocks": 24, "page_size": PAGE, "dtype": dtype, "layers": layers, **changes}
     with ga.open_context(device, options) as ctx, ctx.kv_cache(**spec) as cache:
         yield Kept(cache, layers, dtype)
 
@@ -198,6 +199,19 @@ def test_a_long_run_through_a_window_takes_12_pages_for_10000_rows() -> None:
             held.add(cache.stats().blocks - cache.stats().free_blocks)
         assert (cache.length(seq), len(widths)) == (10000, 1)
         assert max(held) <= math.ceil((64 + 1) / 8) + 1
+
+
+def test_groups_that_keep_all_rows_read_shared_pages_once() -> None:
+    events: list[ga.TraceEvent] = []
+    layers = [WHOLE, LOCAL, ga.KvLayer(kv_heads=HEADS, head_dim=DIM, num_blocks=30)]
+    options = ga.ContextOptions(on_event=events.append)
+    with kept(layers, dtype="float16", options=options, cascade=True) as one:
+        seqs = [one.create(21)]
+        seqs += [one.fork(seqs[0]) for _ in range(3)]
+        for _ in range(2):
+            one.step(seqs)
+        taken = [event.fields["taken"] for event in events if event.name == "launch.cascade"]
+        assert taken == [True, False, True] * 2
 
 
 # Rows that are taken back
