@@ -66,6 +66,19 @@ def test_replays_have_the_bits_of_requests_in_every_order_of_streams(order: Host
     assert right(order, 3, layers)
 
 
+def test_a_window_does_not_bound_the_lengths_of_a_capture() -> None:
+    """Its table is narrower than those of the other layers, and serves all lengths."""
+    with program(ORDERS[0], 3, layers=WINDOWED) as made:
+        made.append(made.rows(30), made.rows(30))
+        graphs = Graphs(made)
+        captured, *answer = graphs.capture()
+        answers = [answer, list(graphs.replay(captured, made.seqs, made.twins, made.streams[0]))]
+        made.finish()
+        for outs, wanted in answers:
+            for out, want in zip(outs, wanted, strict=True):
+                np.testing.assert_array_equal(host_view(out), want)
+
+
 def wrong(order: HostOrder, seed: int) -> bool:
     try:
         return not right(order, seed)
