@@ -617,6 +617,11 @@ def _grouped(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list[
                 raise
             raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
         width = None if layer.window is None else integer(f"{field}.window", layer.window, 0, FURTHEST)
+        if info.invariant and width is not None:
+            reason = (
+                "the first key of a launch is that of its window, so with invariant=True the bits of a row would change"
+            )
+            raise Unsupported(f"{field}.window", width, reason, None)
         slack = integer(f"{field}.slack", layer.slack, 0, FURTHEST)
         expect(width is not None or not slack, f"{field}.slack", slack, "goes with a window: others keep all rows")
         key = pool, width, slack, *((name, factors.tobytes()) for name, factors in descales.items())

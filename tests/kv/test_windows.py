@@ -482,6 +482,18 @@ def test_a_window_that_is_none_is_refused(mock: ga.GpuContext, layer: ga.KvLayer
     assert refused.value.field == field
 
 
+def test_an_invariant_context_refuses_a_window() -> None:
+    """The tables of launches begin where their windows do, and so do tiles."""
+    spec = {"num_blocks": 4, "page_size": PAGE, "dtype": "float32", "layers": [WHOLE, LOCAL]}
+    with (
+        ga.open_context("mock", ga.ContextOptions(invariant=True)) as ctx,
+        pytest.raises(ga.Unsupported) as refused,
+        ctx.kv_cache(**spec),
+    ):
+        pass
+    assert (refused.value.field, refused.value.value) == ("layers[1].window", WINDOW)
+
+
 def test_a_cache_with_a_window_neither_exports_nor_imports() -> None:
     with kept([LOCAL]) as one, kept([WHOLE]) as other:
         pages = wait(other.cache.export_pages(other.create(3)))
