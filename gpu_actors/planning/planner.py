@@ -70,14 +70,14 @@ class AttentionPlanner(Workbench):
         options: what the caller gave beside q, k and v, where that is known.
         Nothing in a request that has one runs code of the caller's.
         """
-        called = None if options is None else call_signature(request, options)
-        planned = self.plans.called.get(called)
-        if planned is not None:
-            return planned
-        seed = request.dropout_seed
-        if not is_plain(request) or type(seed) is not int or not 0 <= seed < SEEDS:
-            return None
         try:
+            called = None if options is None else call_signature(request, options)
+            planned = self.plans.called.get(called)
+            if planned is not None:
+                return planned
+            seed = request.dropout_seed
+            if not is_plain(request) or type(seed) is not int or not 0 <= seed < SEEDS:
+                return None
             return self.plans.peek(forward_signature(request, True), called)
         except Exception:
             return None  # as in `plan`, which comes next

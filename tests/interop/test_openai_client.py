@@ -110,7 +110,9 @@ def test_it_knows_our_errors(client: Any) -> None:
         client.chat.completions.create(model="other", messages=SAID)
     assert missing.value.param == "model"
     with pytest.raises(openai.APIStatusError) as late:
-        client.completions.create(model="tiny", prompt="a", max_tokens=3000, extra_headers={"X-Deadline-Ms": "50"})
+        client.completions.create(
+            model="tiny", prompt="a", max_tokens=3000, temperature=0, extra_headers={"X-Deadline-Ms": "50"}
+        )
     assert late.value.status_code == 504
     stream = client.completions.create(
         model="tiny", prompt="a", max_tokens=3000, temperature=0, stream=True, extra_headers={"X-Deadline-Ms": "300"}
