@@ -16,6 +16,7 @@ import numpy as np
 
 from gpu_actors.actors.kv_kind import kind_of
 from gpu_actors.actors.kv_launch import copy_launch
+from gpu_actors.actors.kv_spec import dtype_text
 from gpu_actors.actors.kv_step import LATE, LATENT, OWN, WHOLE, OpenStep, StepCapture, StepLayers, built_on_failed
 from gpu_actors.actors.kv_store import (
     CacheStore,
@@ -26,7 +27,6 @@ from gpu_actors.actors.kv_store import (
     RequestKind,
     StepPlan,
     check_once,
-    dtype_text,
     expected_lengths,
 )
 from gpu_actors.arrays.adopt import name_of

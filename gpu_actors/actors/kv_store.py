@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from gpu_actors.actors.coalescing import Work
 from gpu_actors.actors.kv_order import KvOrder
+from gpu_actors.actors.kv_spec import groups_of
 from gpu_actors.arrays.adopt import CallerNotes
-from gpu_actors.arrays.adoption import adopt_request, changed
+from gpu_actors.arrays.adoption import changed
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.compiling.variant import Variant
-from gpu_actors.devices.interface import DeviceInfo, Kernel, Kernels, Launch, Outputs
+from gpu_actors.devices.interface import Kernel, Kernels, Launch, Outputs
 from gpu_actors.errors import GpuActorsError, InvalidRequest, OutOfDeviceMemory, StaleBuffer, Unsupported
-from gpu_actors.fields import FP8, FURTHEST, describe, dtype_of, expect, integer, optional_array, window
-from gpu_actors.kernels.append import AppendProblem, append_variant
+from gpu_actors.fields import describe, expect, integer, window
+from gpu_actors.kernels.append import AppendProblem
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
-from gpu_actors.kv.requests import AppendRows, AttendCache, KvCacheSpec, KvLayer, KvSequence
+from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
 from gpu_actors.kv.sequences import CacheTables, GroupSize, KvCacheStats, PageTable, Write, block_table, table_width
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
@@ -56,9 +55,6 @@ _NUMBERS = itertools.count(1)
 
 _KINDS = 256  # of a cache: shapes and options of its requests
 
-# Of a layer, as `KvCacheSpec` has them too.
-_OF_A_LAYER = tuple(each.name for each in dataclasses.fields(KvLayer) if each.name not in ("window", "slack"))
-
 # Options of attention that mean places in the whole sequence, and what they are where they mean nothing.
 _PLACES: tuple[tuple[str, Any], ...] = (
     ("sink_tokens", 0),
@@ -70,16 +66,6 @@ _PLACES: tuple[tuple[str, Any], ...] = (
 )
 
 _MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
-
-
-class _Layout(NamedTuple):
-    """A group of layers as a spec asks for it. layers: their numbers."""
-
-    pool: AppendProblem
-    descales: dict[str, Any]
-    layers: Sequence[int]
-    window: int | None = None
-    slack: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -517,7 +503,7 @@ class CacheStore(Workbench):
 
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
-        found = _grouped(spec, self.device.info, notes)
+        found = groups_of(spec, self.device.info, notes)
         number = next(_NUMBERS)
         groups = [
             PoolGroup((number, index), layers, pool, *self._allocate(pool, len(layers)), descales, width, slack)
@@ -594,84 +580,3 @@ def check_once(tables: Sequence[PageTable]) -> None:
     """Raise `InvalidRequest` where a sequence that gets rows is named twice."""
     numbers = [table.number for table in tables]
     expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")
-
-
-def _grouped(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list[_Layout]:
-    """The groups of layers that a spec asks for. Raises `InvalidRequest` and `Unsupported`."""
-    if not isinstance(spec, KvCacheSpec):
-        raise InvalidRequest("spec", spec, "must be a KvCacheSpec")
-    if not isinstance(spec.layers, list | tuple):
-        pool, descales = _checked(spec, info, notes)
-        return [_Layout(pool, descales, range(integer("layers", spec.layers, 1)))]
-    expect(bool(spec.layers), "layers", spec.layers, "must name one layer at least")
-    groups: dict[Hashable, _Layout] = {}
-    for index, layer in enumerate(spec.layers):
-        field = f"layers[{index}]"
-        if not isinstance(layer, KvLayer):
-            raise InvalidRequest(field, show(layer), "must be a KvLayer")
-        own = {name: value for name in _OF_A_LAYER if (value := getattr(layer, name)) is not None}
-        try:
-            pool, descales = _checked(changed(spec, own), info, notes)
-        except (InvalidRequest, Unsupported) as error:
-            if error.field not in own:
-                raise
-            raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
-        width = None if layer.window is None else integer(f"{field}.window", layer.window, 0, FURTHEST)
-        if info.invariant and width is not None:
-            reason = (
-                "the first key of a launch is that of its window, so with invariant=True the bits of a row would change"
-            )
-            raise Unsupported(f"{field}.window", width, reason, None)
-        slack = integer(f"{field}.slack", layer.slack, 0, FURTHEST)
-        expect(width is not None or not slack, f"{field}.slack", slack, "goes with a window: others keep all rows")
-        key = pool, width, slack, *((name, factors.tobytes()) for name, factors in descales.items())
-        layers: Any = groups.setdefault(key, _Layout(pool, descales, [], width, slack)).layers
-        layers.append(index)
-    return list(groups.values())
-
-
-def _checked(spec: KvCacheSpec, info: DeviceInfo, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
-    """The pool and the descales that a spec asks for, of one layer. Raises `InvalidRequest` and `Unsupported`."""
-    spec = adopt_request(spec, info.device_name, notes)[0]
-    blocks = integer("num_blocks", spec.num_blocks, 1, (1 << 31) - 1)
-    page_size = integer("page_size", spec.page_size, 1)
-    heads = integer("kv_heads", spec.kv_heads, 1)
-    dim = integer("head_dim", spec.head_dim, 1)
-    dim_v = dim if spec.head_dim_v is None else integer("head_dim_v", spec.head_dim_v, 1)
-    latent = integer("latent_dim", spec.latent_dim, 0, dim - 1)
-    if latent:
-        expect(spec.head_dim_v is None, "head_dim_v", spec.head_dim_v, "and latent_dim both say what values are")
-        factors = spec.v_descale
-        expect(factors is None, "v_descale", describe(factors), "goes with V: k_descale is a latent cache's")
-        dim, dim_v = dim - latent, latent
-    dtype = dtype_text(spec.dtype)
-    cascade = spec.cascade
-    known = isinstance(cascade, bool) or (isinstance(cascade, str) and cascade == "auto")
-    expect(known, "cascade", cascade, 'must be "auto", True or False')
-    if info.invariant and cascade is True:
-        reason = "with ContextOptions(invariant=True) the bits of a row do not depend on what its sequence shares"
-        raise Unsupported("cascade", True, reason, "auto")
-    descales: dict[str, Any] = {}
-    for name in ("k_descale", "v_descale"):
-        factors = getattr(spec, name)
-        if factors is None:
-            continue
-        expect(dtype in FP8, name, describe(factors), f"goes with an fp8 pool only, and dtype is {dtype}")
-        optional_array(name, factors, ((heads,),), ("float32",))
-        sound = isinstance(factors, np.ndarray) and bool((np.isfinite(factors) & (factors > 0)).all())
-        expect(sound, name, describe(factors), "must be positive numbers, on the host")
-        descales[name] = factors.copy()
-    pool = AppendProblem(
-        layout="paged", batch=1, total=1, rows=1, heads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype,
-        cache_dtype=dtype, page_size=page_size, num_blocks=blocks, max_blocks=1, latent=latent > 0,
-    )  # fmt: skip
-    append_variant(pool, info.arch)
-    return dataclasses.replace(pool, descales=bool(descales)), descales
-
-
-def dtype_text(dtype: Any) -> str:
-    """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
-    name = str(dtype).removeprefix("torch.")
-    with contextlib.suppress(Exception):  # a foreign object may raise anything; its text is checked below
-        name = name if dtype is None else np.dtype(dtype).name  # None would be float64 to NumPy
-    return dtype_of("dtype", SimpleNamespace(dtype=name))
