@@ -127,6 +127,9 @@ class ShardedKvCache(Local):
         self._state = "open"
         async with undo_on_error(self.__aexit__, None, None, None):
             for member in self._pool.candidates().values():
+                if member.context.info.invariant:
+                    reason = "the answers of workers are merged, so bits depend on where keys lie: use a PooledKvCache"
+                    raise Unsupported("pool", f"{member.name} with invariant=True", reason, None)
                 self._caches.append(await member.context.kv_cache(**self._spec).__aenter__())
                 self._members.append(member)
         return self

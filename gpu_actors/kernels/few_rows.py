@@ -114,10 +114,9 @@ def has_cache_form(problem: AttentionProblem) -> bool:
     """Whether the kernels over caches take a batch as `as_cache` has it, if their own refusals let them."""
     p = problem
     measured = p.mask != "full" or p.alibi is not None  # from the diagonal
-    square = p.invariant and p.layout == "dense" and p.seqlen_q == p.seqlen_k  # whose two diagonals are one
     return (
         min(p.batch, p.seqlen_q, p.total_k) > 0
-        and not (measured and p.alignment == "top_left" and not square)
+        and not (measured and p.alignment == "top_left")
         and not any(getattr(p, name) for name in _LACKING)
     )
 

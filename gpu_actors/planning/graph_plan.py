@@ -163,7 +163,7 @@ def graph_plan(
             key = answering_key(match.problem, device.info.arch, runs_kernels, barred=device.barred)
         program = program_for(match.problem, key, device)
     except Unsupported:
-        if runs_kernels or device.info.invariant:
+        if runs_kernels:
             raise
         match = key = program = None
     results = _results(graph, match, runs_kernels)

@@ -301,3 +301,15 @@ async def test_what_is_refused(pool_of: Callable[[int], ContextPool]) -> None:
         last = await cache.create()
     with pytest.raises(ga.StaleBuffer):
         await cache.append(last, k, k)
+
+
+async def test_workers_that_promise_the_same_bits_are_refused() -> None:
+    """Their answers would be merged, and bits would depend on how many workers there are."""
+    options = ga.ContextOptions(invariant=True)
+    async with open_pool("mock", workers=2, workplace=InProcess, options=options) as pool:
+        with pytest.raises(ga.Unsupported, match="PooledKvCache") as refused:
+            async with ShardedKvCache(pool, **SPEC):
+                pass
+        assert refused.value.field == "pool"
+        async with pool.kv_cache(**SPEC) as cache:
+            assert await cache.create() is not None

@@ -67,13 +67,42 @@ def test_one_kernel_and_tile_take_any_number_of_rows(ctx: ga.GpuContext, request
         (forward(dtype=np.float64), "decode_simple"),
         (forward(dim=20), "decode_simple"),
         (forward(dim=512, dtype=ml_dtypes.bfloat16), "decode_mma"),
-        (forward(causal=True, alignment="top_left"), "decode_mma"),
+        (forward(causal=True, alignment="top_left"), "forward_mma"),
         (forward(99, causal=True, alignment="top_left"), "forward_mma"),
         (forward(dtype=np.float64, lse_dtype="float64", return_lse=True), "forward_simple"),
     ],
 )
 def test_options_alone_choose_another(ctx: ga.GpuContext, request_: Any, kernel: str) -> None:
     assert ctx.flash_attn.inspect_key(request_).kernel == kernel
+
+
+def test_rows_that_count_from_the_first_key_have_their_bits_at_any_length() -> None:
+    """With `top_left`, row i sees keys 0 to i however many rows and keys there are."""
+    rng = np.random.default_rng(5)
+    q, k, v = rng.standard_normal((3, 1, 90, 2, 64)).astype(np.float16)
+    options: dict[str, Any] = {"causal": True, "alignment": "top_left", "return_lse": True}
+    with ga.open_context("emulated", ga.ContextOptions(arch="sm_80", invariant=True)) as ctx:
+        ends = np.array([0, 90], np.int32)
+        packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        whole = ctx.flash_attn.forward(q, k, v, **options).result(60)
+        for part in (
+            ctx.flash_attn.forward(q[:, :70], k, v, **options).result(60),
+            ctx.flash_attn.forward(q, k[:, :70], v[:, :70], **options).result(60),
+            ctx.flash_attn.forward(q, k, v, seqused_k=np.array([70], np.int32), **options).result(60),
+            ctx.flash_attn.forward(q[0], k[0], v[0], **packed, **options).result(60),
+        ):
+            out, lse = part.out.reshape(-1, 2, 64)[:70], part.lse.reshape(2, -1)[:, :70]
+            np.testing.assert_array_equal(out.view(np.uint16), whole.out[0, :70].view(np.uint16))
+            np.testing.assert_array_equal(lse, whole.lse[0, :, :70])
+
+
+def test_the_mock_device_computes_graphs_that_no_kernel_takes() -> None:
+    graph = ga.OperationGraph()
+    a, b = (graph.tensor(uid=uid, dims=(1, 2, 8, 8), dtype="float32") for uid in (1, 2))
+    graph.output(graph.matmul(a, b), uid=3, dtype="float32")
+    given = dict.fromkeys((1, 2), np.ones((1, 2, 8, 8), np.float32))
+    with ga.open_context("mock", ga.ContextOptions(invariant=True)) as ctx:
+        assert (ctx.cudnn.execute(graph, given).result(60)[3] == 8).all()
 
 
 def test_explain_says_the_rule(ctx: ga.GpuContext) -> None:
