@@ -57,12 +57,13 @@ LATE = "the deadline of the step has passed"
 class StepLayers:
     """Layers of one group with the same options.
 
-    work: of one of them. layouts: of each array. first: the launch of the first.
+    work: of one of them. layouts: of each array. first: the launch of the first. cascade: whether it is one.
     """
 
     work: KvWork
     layouts: dict[str, ArrayLayout]
     first: Launch | None = None
+    cascade: bool = False
 
     def share_pages(self, cascader: Cascader) -> Cascading | None:
         """Have its launches read once what several sequences share, where that pays. None where no pages are shared."""
@@ -76,7 +77,7 @@ class StepLayers:
         if launch is not None and work.rows is not None:
             work.rows = changed(work.rows, self._new_rows(work.rows, self._examples()))
             launch = add_rows(launch, [work])
-        self.first = launch
+        self.first, self.cascade = launch, launch is not None
         return chosen
 
     def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
@@ -98,10 +99,12 @@ class StepLayers:
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
         launch = self.launch(self.work.layer, self._examples())
-        # Of layers that were not captured, an earlier step may have left tables too.
-        first = captured.first or launch
+        # Of layers that were not captured, an earlier step may have left tables too. A cascade is never captured, and
+        # this step is none.
+        first = launch if captured.first is None or captured.cascade else captured.first
         series.renew(first.steps, launch)
         self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
+        captured.cascade = False
 
     def _new_rows(self, rows: NewRows, arrays: Mapping[str, Any]) -> dict[str, Any]:
         given = zip("kv", LATENT if self.work.group.pool.latent else WHOLE, strict=True)

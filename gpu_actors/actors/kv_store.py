@@ -28,7 +28,16 @@ from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.page_map import PageMap, page_map
 from gpu_actors.kv.prefix import Tokens
 from gpu_actors.kv.requests import AppendRows, AttendCache, KvSequence
-from gpu_actors.kv.sequences import CacheTables, GroupSize, KvCacheStats, PageTable, Write, block_table, table_width
+from gpu_actors.kv.sequences import (
+    CacheTables,
+    GroupSize,
+    KvCacheStats,
+    PageTable,
+    Write,
+    block_table,
+    first_page,
+    table_width,
+)
 from gpu_actors.planning.append_rows import NewRows
 from gpu_actors.planning.cached import Decoding
 from gpu_actors.planning.cascade import CascadeKeys, Cascader
@@ -246,14 +255,16 @@ class PoolGroup:
     def columns(self, length: int, rows: int, block_mask: BlockMask | None = None) -> int:
         """How wide the block table of sequences of at most this length is. rows: of q, or new ones, of the longest."""
         if self.window is not None:
-            length = min(length, self._reach(rows) + self.pool.page_size - 1)
+            held = self.pool.num_blocks * self.pool.page_size  # by one sequence, at most
+            length = min(length, self._reach(rows) + self.pool.page_size - 1, held)
         return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
     def begins(self, totals: Any, rows: Any) -> Any:
         """The first page that rows at the end of each sequence see, int64 (batch,). None without a window."""
         if self.window is None:
             return None
-        return np.maximum(0, np.array(totals, np.int64) - self._reach(rows)) // self.pool.page_size
+        reach = self._reach(np.asarray(rows, np.int64))  # with a wide window more than int32 holds
+        return np.maximum(0, np.array(totals, np.int64) - reach) // self.pool.page_size
 
     def read_tables(self, work: KvWork) -> tuple[Any, Any]:
         """The pages and the lengths that the sequences of a request have in this group, for a launch on its layers.
@@ -272,14 +283,19 @@ class PoolGroup:
         return table, (lengths - begins * self.pool.page_size).astype(np.int32)
 
     def check_window(self, work: KvWork, totals: Sequence[int]) -> None:
-        """Raise `InvalidRequest` where q has rows whose keys were given back. totals: with the new rows."""
+        """Raise `InvalidRequest` where q has rows whose keys are given back, or will be once writes in flight are over.
+
+        totals: with the new rows.
+        """
         if self.window is None or work.request is None:
             return
-        rows = work.rows_each
+        rows, size = work.rows_each, self.pool.page_size
+        added = [0] * len(totals) if work.rows is None else work.rows.counts.tolist()
         for index, (table, begin) in enumerate(zip(work.tables, self.begins(totals, rows).tolist(), strict=True)):
-            first = table.groups[self.number].first
+            kept = first_page(totals[index] - added[index], size, self.window, self.slack)
+            first = max(kept, table.groups[self.number].first)
             if begin < first:
-                most = totals[index] - self.window - first * self.pool.page_size
+                most = totals[index] - self.window - first * size
                 reason = f"must be at most {most} rows of sequence {index}, for earlier keys were given back"
                 raise InvalidRequest("q", describe(work.request.q), reason)
 

@@ -39,6 +39,7 @@ __all__ = [
     "PageTable",
     "Write",
     "block_table",
+    "first_page",
     "table_width",
 ]
 
@@ -141,7 +142,7 @@ class _Group:
 
     def first_page(self, length: int, page_size: int) -> int:
         """The first page that a sequence of so many rows needs for the rows behind them."""
-        return 0 if self.window is None else max(0, length - 1 - self.window - self.slack) // page_size
+        return 0 if self.window is None else first_page(length, page_size, self.window, self.slack)
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages of a sequence, the last first, so that prefixes are evicted from their end.
@@ -467,6 +468,11 @@ class CacheTables:
                 if group.prefixes.add(table.digests[index], page):
                     group.pool.mark_indexed(page)
             own.named = max(own.named, whole)
+
+
+def first_page(length: int, page_size: int, window: int, slack: int) -> int:
+    """The first page that a sequence of so many rows needs for the rows behind them. window, slack: as in `KvLayer`."""
+    return max(0, length - 1 - window - slack) // page_size
 
 
 def table_width(pages: int, most: int) -> int:

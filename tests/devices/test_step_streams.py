@@ -118,6 +118,41 @@ def test_a_layer_at_the_same_addresses_gives_its_lse_again() -> None:
             np.testing.assert_array_equal(host_view(answer.lse), wanted.lse)
 
 
+def test_layers_beside_a_cascade_are_captured_and_the_others_attended_to() -> None:
+    with program("eager", 6, cascade=True) as made:
+        first = made.seqs[0]
+        made.seqs = [first, made.cache.fork(first).result(20)]
+        made.twins = [made.twins[0], made.plain.fork(made.twins[0]).result(20)]
+        graphs, (warm, recorded) = Graphs(made), made.streams
+        values = graphs.write(warm)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, layer_options={1: {"num_splits": 1}}).result(20)
+        graphs.attend(step, warm)
+        q, k, v, out = graphs.arrays[1]
+        made.api.begin_capture(recorded)
+        step.attend(1, q, k, v, out=out, stream=recorded)
+        graphs.graph = made.api.end_capture(recorded)
+        step.commit().result(20)
+        graphs.wanted(made.twins, values)
+        captured = step.captured
+        assert captured is not None
+        for _ in range(2):
+            values = graphs.write(warm)
+            step = captured.step(made.seqs).result(20)
+            step.replay(lambda: made.api.launch_graph(graphs.graph, warm), stream=warm)
+            for layer in (0, 2):
+                q, k, v, out = graphs.arrays[layer]
+                step.attend(layer, q, k, v, out=out, stream=warm)
+            step.commit().result(20)
+            made.finish()
+            made.plain.append(made.twins, *values[1:]).result(20)
+            for layer, options in enumerate(({}, {"num_splits": 1}, {})):
+                q = values[0][layer]
+                wanted = made.plain.attend(q, made.twins, layer=layer, **options).result(20).out
+                if layer == 1:
+                    np.testing.assert_array_equal(host_view(graphs.arrays[layer][3]), wanted)
+                np.testing.assert_allclose(host_view(graphs.arrays[layer][3]), wanted, atol=4e-3)
+
+
 def test_a_step_that_reads_shared_pages_once_is_not_captured() -> None:
     with program("eager", 4, cascade=True) as made:
         first = made.seqs[0]

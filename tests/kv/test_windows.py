@@ -265,6 +265,33 @@ def test_more_rows_of_q_than_a_window_keeps_are_refused() -> None:
                 one.compare(layer, [seq], q[:, :4], step.attend(layer, q[:, :4]))
 
 
+def test_rows_of_an_append_in_flight_may_be_read_as_far_back_as_those_of_one_that_is_over() -> None:
+    clock, options = slow(FaultPlan(), 1)
+    with kept([WHOLE, LOCAL], options=options) as one:
+        seq = one.create()
+        k = one.draw(2, 40, HEADS)
+        appended = one.cache.append(seq, k, k)
+        q = one.draw(1, 8, HEADS_Q)
+        early = one.cache.attend(q, [seq], layer=1)
+        refusal = outcome(early)
+        clock.advance(LATER)
+        wait(appended)
+        late = outcome(one.cache.attend(q, [seq], layer=1))
+        assert isinstance(refusal, ga.InvalidRequest)
+        assert (str(refusal), refusal.field) == (str(late), "q")
+
+
+@pytest.mark.parametrize("window", [1 << 26, (1 << 31) - 1])
+def test_a_wide_window_takes_a_table_of_the_pages_that_there_are(window: int) -> None:
+    with kept([WHOLE, ga.KvLayer(kv_heads=HEADS, head_dim=DIM, window=window)], page_size=1) as one:
+        seq = one.create(3)
+        one.step([seq], 2)
+        step = wait(one.cache.step([seq], heads_q=HEADS_Q))
+        assert [unit.work.table.shape for unit in dict.fromkeys(step._step._layers)] == [(1, 8), (1, 24)]
+        wait(step.abort())
+        one.check()
+
+
 def test_a_step_that_is_aborted_keeps_the_window_whole() -> None:
     with kept() as one:
         seq = one.create(21)
