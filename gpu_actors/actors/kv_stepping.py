@@ -228,6 +228,7 @@ class Stepping:
         self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
     ) -> list[StepLayers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        _check_counts(message, len(tables))
         _check_longest(message, cache, tables)
         key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
@@ -333,6 +334,17 @@ def _check_rows(group: PoolGroup, message: BeginStep) -> None:
     expect(most <= 1 + group.slack, "rows", rows, reason)
 
 
+def _check_counts(message: BeginStep, batch: int) -> None:
+    """Check the numbers of rows. Raises `InvalidRequest`."""
+    rows: Any = message.rows
+    if not isinstance(rows, list | tuple):
+        integer("rows", rows, 1, MAX_SEQLEN)
+        return
+    expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
+    for index, count in enumerate(rows):
+        integer(f"rows[{index}]", count, 0, MAX_SEQLEN)
+
+
 def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[PageTable]) -> None:
     """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
     if message.max_length is None:
@@ -431,12 +443,10 @@ def _arrays(
     rows: Any = message.rows
     own: dict[str, Any] = {}
     if isinstance(rows, list | tuple):
-        expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
-        counts = [integer(f"rows[{index}]", count, 0) for index, count in enumerate(rows)]
-        own["cu_seqlens_q"] = ends_of(np.array(counts, np.int32))
-        leading: tuple[int, ...] = (sum(counts),)
+        own["cu_seqlens_q"] = ends_of(np.array(rows, np.int32))
+        leading: tuple[int, ...] = (sum(rows),)
     else:
-        leading = batch, integer("rows", rows, 1)
+        leading = batch, rows
     name = pool.cache_dtype if message.dtype is None else dtype_text(message.dtype)
     expect(name not in FP8 or message.dtype is not None, "dtype", None, "must be given: the cache's is fp8")
     shapes = {"q": (heads, sum(pool.sides.values()) if pool.latent else pool.head_dim)}

@@ -109,7 +109,7 @@ def decoded(theirs: Any, tokens: list[int]) -> str:
 
 class TestStreams:
     @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sentencepiece"])
-    @settings(max_examples=40)
+    @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def test_the_pieces_are_what_transformers_decodes_behind_a_prompt(self, pairs, kind, data):
         ours, theirs = pairs[kind]
@@ -122,7 +122,7 @@ class TestStreams:
         assert text.startswith(shown)
         assert text[len(shown) :] in ("", "�"), "no more than one character waits"
 
-    @settings(max_examples=40)
+    @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def test_tokens_of_bytes_too(self, pairs, data):
         ours, theirs = pairs["sentencepiece"]

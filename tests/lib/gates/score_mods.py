@@ -20,7 +20,7 @@ from inside.planning import cached_problem, masked_problem
 from inside.validation import forward_problem
 
 import gpu_actors as ga
-from gpu_actors import AttentionProblem, OperationGraph
+from gpu_actors import AttentionProblem, DeviceInfo, OperationGraph
 
 __all__ = ["SCORE_MODS", "Modified", "matched"]
 
@@ -223,7 +223,8 @@ def cached_plan(variant: Cached) -> Plan:
     if packed:
         request.cu_seqlens_q = np.array([0, 256, 512], np.int32)
     mask_request(request, mask, LISTS)
-    return plain_plan(dispatch_key(cached_problem(request), variant.arch), "forward_sm90")
+    problem = cached_problem(request, DeviceInfo("emulated", "", variant.arch))
+    return plain_plan(dispatch_key(problem, variant.arch), "forward_sm90")
 
 
 CACHED = rows_of(
