@@ -166,6 +166,9 @@ def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str, 
 
     Alone on two cores, both cost little more than two wake-ups of a sleeping core, whatever the code between them does:
     where the threads land then changes a try's ratio from 0.2 to 5. Each try has threads of its own.
+
+    A try on one core takes about 20 ms. While a neighbour has the other half of that core, Python's code slows down
+    more than the system's wake-ups do, and all tries of that time show it. So there are some for a second.
     """
 
     def share() -> float:
@@ -177,7 +180,10 @@ def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str, 
             measure = bridge._latencies(kinds, 300) if crowd == 1 else bridge._throughputs(kinds, crowd, 2048)
             return 1.0 / run(loop, measure)["ratio"]
 
-    below(0.75 if crowd == 1 else 1.0, share)
+    if crowd == 1:
+        below(0.75, share, tries=40)
+    else:
+        below(1.0, share)
 
 
 @contextlib.contextmanager
