@@ -52,7 +52,7 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
         # Operands stay where they are for as long as the graph is replayed.
         launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
         functions = [step.kernel.handle for step in launch.steps]
-        operands = Operands(device.memory, launch, Placement.of(launch, stream, functions, arms=False), None)
+        operands = Operands(device.memory, launch, Placement.of(launch, stream, functions), None)
         runtime.deviceSynchronize()
         for function, geometry, _ in operands.bound.kernels:
             function.prepare(device.driver.api, geometry.shared_bytes)
