@@ -9,7 +9,7 @@ import pytest
 from cases.gpu_candidates import REPEATABLE, Candidate
 from inside.arrays import adopt
 from inside.bench import RecordingContext
-from inside.cuda import CudaDevice, CudaStream, Operands, Placement
+from inside.cuda import CudaDevice, CudaStream, Operands
 
 from gpu_actors import ContextOptions
 from gpu_actors.errors import Unsupported
@@ -51,8 +51,9 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
         assert stream.handle is not None
         # Operands stay where they are for as long as the graph is replayed.
         launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
-        functions = [step.kernel.handle for step in launch.steps]
-        operands = Operands(device.memory, launch, Placement.of(launch, stream, functions), None)
+        placement = stream._placement(launch)
+        memory = stream._take_memory((placement.pieces, placement.armed_pieces))
+        operands = Operands(device.memory, launch, placement, memory)
         runtime.deviceSynchronize()
         for function, geometry, _ in operands.bound.kernels:
             function.prepare(device.driver.api, geometry.shared_bytes)
