@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -143,3 +144,25 @@ def test_a_bug_of_the_host_shows_in_emulated_answers(
 ) -> None:
     bug(patch)
     assert not all(right(order, seed) for order in ORDERS for seed in range(3))
+
+
+def test_work_that_comes_as_the_device_falls_asleep_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the device ends where it has had no work for a while. Work may come at that very moment."""
+    api = EmulatedApi("sm_80", EmulationOptions(), ContextOptions(), "eager")
+    handle, event, done = api.create_stream(), api.create_event(), threading.Event()
+
+    def waiter() -> None:
+        api.record_event(event, handle)
+        api.synchronize_event(event)
+        done.set()
+
+    def no_longer(seconds: float) -> bool:
+        if not done.is_set():
+            threading.Thread(target=waiter, daemon=True).start()
+            api._recorded.wait(0.3)  # which gives the lock away, as the end of a wait does until it has it again
+        return False
+
+    monkeypatch.setattr(api._enqueued, "wait", no_longer)
+    with api._lock:
+        api.wake()
+    assert done.wait(10)

@@ -400,7 +400,8 @@ class HostApi(ABC):
         """The stream to go on with. None to end the thread, which the next work starts again."""
         with self._lock:
             while (queue := self._next()) is None:
-                if self._closed or not self._enqueued.wait(_IDLE_SECONDS):
+                # Work may be enqueued after the wait is over and before this thread has the lock again.
+                if self._closed or not (self._enqueued.wait(_IDLE_SECONDS) or self._next()):
                     self._worker = None
                     return None
             if self._order == "random":
