@@ -154,8 +154,8 @@ class KvCacheActor(ServiceActor):
         if isinstance(message, ExportSequence | ImportSequence):
             with reading(message):
                 check_movable(cache)
-        if isinstance(message, ExportSequence | ImportSequence) and not self._moving.has_kernel(call):
-            return
+            if not self._moving.has_kernel(call):
+                return
         if isinstance(message, ImportSequence):
             self._moving.take_in(call, cache, message)
             return
