@@ -13,5 +13,5 @@ from gpu_actors.devices.cuda.host_api import (
     driver_call,
 )
 from gpu_actors.devices.cuda.null_api import NullApi
-from gpu_actors.devices.cuda.operands import Operands, Placement
+from gpu_actors.devices.cuda.operands import Operands
 from gpu_actors.devices.cuda.stream import CudaStream
