@@ -1,12 +1,16 @@
-"""Completion: the thread that waits for a stream's launches, in order, and settles their calls.
+"""Completion: settles the calls of a stream's launches, in order, as they end.
 
-Each stream has one thread. A wait on an event releases the GIL, raises the launch's error, and batches by itself: all
-launches that finished while the thread was busy are settled before the loops are woken once. A host callback from the
-driver would do none of this, and it never fires after a device error.
+Each stream has one thread that waits for its launches. A wait on an event releases the GIL, raises the launch's error,
+and batches by itself: all launches that finished while the thread was busy are settled before the loops are woken once.
+A host callback from the driver would do none of this, and it never fires after a device error.
+
+Waking that thread, and then the loop, costs more than a brief launch. So a loop whose own thread launched looks at the
+launch between its tasks, for `_POLLED` seconds at most. The thread stays responsible: the loop may be blocked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -32,6 +36,12 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _SHORTEST, _LONGEST = 1e-5, 1e-3
 """Seconds between two looks at a launch that a thread waits for."""
+
+_POLLED = 200e-6
+"""Seconds for which a loop looks at a launch: about two wake-ups of a thread."""
+
+_TICK, _TICKS = 5e-3, 10
+"""Seconds between two looks of a thread that need not be woken, and how many looks without a launch make it sleep."""
 
 Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
@@ -65,8 +75,16 @@ class Completion:
     progress: Progress
     bind_thread: Callable[[], None] = lambda: None
     _entries: deque[_Entry] = field(init=False, default_factory=deque)
-    _arrivals: queue.SimpleQueue[_Entry | None] = field(init=False, default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = field(init=False, default=None)
+    _bell: queue.SimpleQueue[None] = field(init=False, default_factory=queue.SimpleQueue)
+    _asleep: bool = field(init=False, default=True)
+    _closing: bool = field(init=False, default=False)
+    # Held by the thread that settles launches: the first ones, in order. It guards the outbox too.
+    _settling: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _outbox: Outbox = field(init=False, default_factory=Outbox)
+    # The loop that polls, and whether the last launch was over in so short a time, as the next one may be.
+    _loop: asyncio.AbstractEventLoop | None = field(init=False, default=None)
+    _brief: bool = field(init=False, default=True)
     _waited_for: list[float] = field(init=False, default_factory=list)
 
     def watch(
@@ -80,6 +98,7 @@ class Completion:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
         They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
+        If that is the thread of a loop, the loop polls.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -94,7 +113,12 @@ class Completion:
         self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
         self._entries.append(entry)
-        self._arrivals.put(entry)
+        loop = asyncio._get_running_loop() if self._brief else None
+        if loop is not None and self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._poll, loop)
+        if loop is None or self._asleep:
+            self._bell.put(None)
 
     def wait(self, event: Event) -> None:
         """Block the calling thread, any, until a launch that answers no call is over. Raises its error.
@@ -128,32 +152,95 @@ class Completion:
         """End the thread once its launches are done. False if one is unfinished after ``timeout`` seconds."""
         if self._thread is None:
             return True
-        self._arrivals.put(None)
+        self._closing = True
+        self._bell.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _oldest(self) -> _Entry | None:
+        try:
+            return self._entries[0]
+        except IndexError:
+            return None
+
     def _run(self) -> None:
-        outbox = Outbox()
         with contextlib.suppress(GpuActorsError):  # the launches say why
             self.bind_thread()
-        while (entry := self._arrivals.get()) is not None:
+        looks, waited = 0, False
+        while (entry := self._oldest()) is not None or not self._closing:
+            if entry is None:
+                looks += 1
+                self._sleep(None if looks > _TICKS else _TICK)
+            elif self._loop is not None and not waited:  # the loop comes first
+                waited = True
+                del entry  # the loop may be done with its arrays before this thread wakes
+                self._sleep(_TICK)
+            else:
+                looks, waited = 0, False
+                self._wait(entry)
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Sleep until the bell rings, at most so long."""
+        self._asleep = seconds is None
+        # A launch that came before this thread was known to sleep rang no bell.
+        if seconds is not None or not (self._entries or self._closing):
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=seconds)
+        self._asleep = False
+
+    def _wait(self, entry: _Entry) -> None:
+        """Wait for the oldest launch, and settle those that are over."""
+        if not entry.event.done():
+            began = time.monotonic()
+            entry.event.failure()
+            self._brief = time.monotonic() - began < _POLLED / 2
+        with self._settling:
+            self._settle_ended()
+        self._loop = None  # it is blocked, or it has stopped
+
+    def _poll(self, loop: asyncio.AbstractEventLoop, since: float | None = None) -> None:
+        """Settle what is over, on a loop's thread, and look again soon. since: when it first saw the oldest launch."""
+        if self._loop is not loop:
+            return
+        seen, interruption = self._oldest(), None
+        if self._settling.acquire(blocking=False):
             try:
-                self._settle(*entry[:-1], outbox)
+                interruption = self._settle_ended()
+            finally:
+                self._settling.release()
+        entry, now = self._oldest(), time.monotonic()
+        if since is None or entry is not seen:
+            since = now
+        if entry is None:
+            self._loop = None
+        elif now - since < _POLLED:
+            loop.call_soon(self._poll, loop, since)
+        else:
+            self._loop, self._brief = None, False
+            self._bell.put(None)
+        if interruption is not None:
+            raise interruption
+
+    def _settle_ended(self) -> KeyboardInterrupt | None:
+        """Settle the launches that are over, oldest first, and wake those who wait. Gives what interrupted it."""
+        interruption = None
+        while (entry := self._oldest()) is not None and entry.event.done():
+            try:
+                self._settle(*entry[:-1], self._outbox)
             except BaseException as error:
                 # The launches behind this one still have to be waited for, and its calls answered.
                 logger.exception("%s: settling a launch raised", self.name)
                 failure = ActorFailed(f"{self.name} could not finish the request: {error!r}")
                 for call in entry.calls:
                     if call.state is LAUNCHED:  # the others have their answers
-                        call.fail(failure, outbox)
+                        call.fail(failure, self._outbox)
                 del call
-            # A thread that waits for the next launch must not keep this one's arrays alive.
-            del entry
+                if isinstance(error, KeyboardInterrupt):
+                    interruption = error
             self._entries.popleft()
             self.mailbox.launch_ended()
-            if not self._entries or not self._entries[0].event.done():
-                outbox.flush()
-        outbox.flush()
+        self._outbox.flush()
+        return interruption
 
     def _settle(
         self, event: Event, calls: Sequence[Call[Any]], finish: Finish, failed: Failed | None, outbox: Outbox

@@ -139,8 +139,10 @@ def _wake_all(waiters: Sequence[Waiter]) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    # The selector of the loop that runs here needs no wake-up, which is a system call.
+    call = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
     try:
-        loop.call_soon_threadsafe(function, *arguments)
+        call(function, *arguments)
     except RuntimeError:
         # The loop was closed while its requests were in flight. No task is left to wake. The answers stay on the
         # calls, for holders of the replies.

@@ -1,0 +1,307 @@
+"""A launch is settled once, in order: by the loop that launched it if it is brief, else by the stream's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from inside.devices import Event
+from inside.package import SystemClock
+from support.service import eventually
+
+from gpu_actors.runtime import completion
+from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.completion import Completion
+from gpu_actors.runtime.mailbox import Mailbox
+from gpu_actors.runtime.progress import Progress
+from gpu_actors.runtime.waking import Outbox
+
+pytestmark = pytest.mark.usefixtures("all_threads_end")
+
+
+class Launch(Event):
+    """Over when told, or so many seconds after it was made. Notes which threads looked at it."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.outputs = {}
+        self.looks: list[int] = []
+        self._over = threading.Event()
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def end(self) -> None:
+        self._over.set()
+
+    def done(self) -> bool:
+        self.looks.append(threading.get_ident())
+        return self._over.is_set() or (self._end is not None and time.monotonic() >= self._end)
+
+    def wait(self) -> None:
+        if self._end is None:
+            assert self._over.wait(30.0)
+        else:
+            time.sleep(max(0.0, self._end - time.monotonic()))
+
+
+class Stream:
+    """A completion with its mailbox. settled: the launches' numbers and the threads that settled them, in order."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox("stream", 1 << 20, 1 << 20)
+        self.completion = Completion(
+            "stream", self.mailbox, SystemClock(), lambda error: error, Progress(3, lambda: 0, lambda: None)
+        )
+        self.settled: list[tuple[int, int]] = []
+        self._working = threading.Lock()  # one thread at a time does an actor's work
+        self._count = 0
+
+    def launch(self, event: Event, finish: Callable[[], object] = lambda: None) -> Call[Any]:
+        call: Call[Any] = Call(None, self.mailbox)
+        assert call.claim()
+        with self._working:
+            number, self._count = self._count, self._count + 1
+
+            def finished(_: Any) -> tuple[int]:
+                self.settled.append((number, threading.get_ident()))
+                finish()
+                return (number,)
+
+            outbox = Outbox()
+            self.completion.watch(event, (call,), finished, outbox)
+            outbox.flush()
+        return call
+
+    def thread(self) -> int:
+        thread = self.completion._thread
+        assert thread is not None
+        assert thread.ident is not None
+        return thread.ident
+
+    def wake(self) -> None:
+        """Have the thread awake, as it is for a while after a launch."""
+        event = Launch()
+        call = self.launch(event)
+        event.end()
+        assert call.wait(30.0)
+        self.settled.clear()
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    stream = Stream()
+    yield stream
+    assert stream.completion.close(30.0)
+    assert stream.mailbox.stats().in_flight == 0
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_loop_settles_what_it_launched_without_the_thread(stream: Stream) -> None:
+    here = threading.get_ident()
+    for _ in range(200):
+        event = Launch()
+        call = stream.launch(event)
+        event.end()
+        await turns(2)
+        assert call.done
+    # The thread is woken for the first, and looks now and then.
+    assert sum(thread == here for _, thread in stream.settled) > 150
+
+
+async def test_what_a_loop_has_settled_is_freed_at_once(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.wake()
+    monkeypatch.setattr(completion, "_TICK", 60.0)
+    event = Launch()
+    call, freed = stream.launch(event), weakref.ref(event)
+    stream.completion._bell.put(None)
+    time.sleep(0.05)  # noqa: ASYNC251 (the thread looks, and leaves it to the loop)
+    event.end()
+    del event
+    await turns(2)
+    assert call.done
+    assert freed() is None
+    stream.completion._bell.put(None)
+
+
+async def test_a_loop_that_is_blocked_leaves_it_to_the_thread(stream: Stream) -> None:
+    for _ in range(3):
+        event = Launch()
+        call = stream.launch(event)
+        event.end()
+        assert call.wait(30.0)  # blocks the loop
+        eventually(lambda: stream.completion._asleep)
+    assert {thread for _, thread in stream.settled} == {stream.thread()}
+    await turns(2)
+
+
+async def test_a_long_launch_is_not_polled_for_long(stream: Stream) -> None:
+    stream.wake()
+    here, event = threading.get_ident(), Launch()
+    call = stream.launch(event)
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end:
+        await turns(1)
+    looked = event.looks.count(here)
+    await turns(1000)
+    assert event.looks.count(here) == looked
+    assert stream.completion._loop is None
+    later = Launch()
+    last = stream.launch(later)
+    await turns(1000)
+    assert event.looks.count(here) == looked
+    event.end()
+    later.end()
+    assert call.wait(30.0)
+    assert last.wait(30.0)
+
+
+async def test_the_thread_takes_over_at_once_what_the_loop_gives_up(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.wake()
+    monkeypatch.setattr(completion, "_TICK", 60.0)
+    await asyncio.sleep(0.02)
+    event = Launch()
+    call = stream.launch(event)
+    while stream.completion._loop is not None:
+        await turns(1)
+    event.end()
+    assert call.wait(30.0)
+
+
+def test_a_thread_does_not_fall_asleep_beside_a_launch_that_rang_no_bell(stream: Stream) -> None:
+    event = Launch()
+    call = stream.launch(event)
+    stream.completion._bell.get()
+    stream.completion._sleep(None)
+    event.end()
+    assert call.wait(30.0)
+
+
+async def test_a_stream_whose_launches_are_brief_again_is_polled_again(stream: Stream) -> None:
+    async def launched(seconds: float) -> None:
+        call = stream.launch(Launch(seconds))
+        while not call.done:
+            await turns(1)
+
+    end = time.monotonic() + 30.0
+    await launched(0.02)
+    assert not stream.completion._brief
+    while not stream.completion._brief:
+        await launched(1.5e-4)
+        assert time.monotonic() < end
+
+
+async def test_launches_are_settled_in_order(stream: Stream) -> None:
+    stream.wake()
+    first, second = Launch(), Launch()
+    calls = [stream.launch(first), stream.launch(second)]
+    second.end()
+    await turns(50)
+    await asyncio.sleep(0.02)
+    assert not any(call.done for call in calls)
+    first.end()
+    assert calls[1].wait(30.0)
+    assert [number for number, _ in stream.settled] == [1, 2]
+
+
+def test_a_loop_that_stops_while_it_polls_leaves_it_to_the_thread(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave() -> tuple[Launch, Call[Any]]:
+        event = Launch()
+        return event, stream.launch(event)
+
+    stream.wake()
+    for _ in range(3):
+        loop = asyncio.new_event_loop()
+        event, call = loop.run_until_complete(leave())
+        loop.close()
+        event.end()
+        assert call.wait(30.0)
+    monkeypatch.setattr(completion, "_TICK", 1.0)
+    began = time.monotonic()
+    for _ in range(20):  # of no loop, so that the thread has no loop to give time to
+        event = Launch()
+        call = stream.launch(event)
+        event.end()
+        assert call.wait(30.0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_ctrl_c_within_a_poll_reaches_the_program_and_loses_no_answer(stream: Stream) -> None:
+    def interrupt(_: Call[Any]) -> None:
+        raise KeyboardInterrupt
+
+    async def program() -> None:
+        stream.wake()
+        events = [Launch() for _ in range(3)]
+        calls.extend(map(stream.launch, events))
+        calls[1].when_done(interrupt)
+        for event in events:
+            event.end()
+        await asyncio.sleep(30.0)
+
+    here, attempts = threading.get_ident(), 0
+    while True:
+        calls: list[Call[Any]] = []
+        loop = asyncio.new_event_loop()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                loop.run_until_complete(asyncio.wait_for(program(), 1.0))
+        except TimeoutError:  # the thread was first
+            attempts += 1
+            assert attempts < 20
+            continue
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+        break
+    assert {thread for _, thread in stream.settled[:1]} == {here}
+    assert all(call.wait(30.0) for call in calls)
+    eventually(lambda: stream.mailbox.stats().in_flight == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_launches_of_loops_and_threads_are_each_settled_once_and_in_order(stream: Stream, seed: int) -> None:
+    draw = random.Random(seed)
+    calls: list[Call[Any]] = []
+
+    def launch(random_seconds: random.Random) -> Call[Any]:
+        calls.append(stream.launch(Launch(random_seconds.choice((0.0, 2e-5, 1e-4, 5e-4, 6e-3)))))
+        return calls[-1]
+
+    async def program(own: random.Random) -> None:
+        for _ in range(150):
+            call = launch(own)
+            while own.random() < 0.7 and not call.done:
+                await turns(own.randrange(3))
+            if own.random() < 0.05:
+                time.sleep(0.003)  # noqa: ASYNC251 (blocks the loop)
+
+    def thread(own: random.Random) -> None:
+        for _ in range(150):
+            call = launch(own)
+            if own.random() < 0.5:
+                assert call.wait(30.0)
+
+    run = [
+        threading.Thread(target=lambda own: asyncio.run(program(own)), args=(random.Random(draw.random()),)),
+        threading.Thread(target=lambda own: asyncio.run(program(own)), args=(random.Random(draw.random()),)),
+        threading.Thread(target=thread, args=(random.Random(draw.random()),)),
+    ]
+    for each in run:
+        each.start()
+    for each in run:
+        each.join(60.0)
+        assert not each.is_alive()
+    assert all(call.wait(30.0) for call in calls)
+    assert [number for number, _ in stream.settled] == list(range(450))
