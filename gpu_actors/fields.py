@@ -98,6 +98,8 @@ def output_dtype(dtype: str, asked: object = None) -> str:
 
 
 def integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value
     bounds = f"an int >= {low}" if high is None else f"an int in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequest(field, value, f"must be {bounds}")

@@ -89,7 +89,9 @@ class Coalescer(Generic[W]):
         if work.call.unmergeable:
             key = None
         number = None if key is None else self._newest.get(key)
-        earliest = max([self._first, *(self._touched.get(what, self._first) for what in touches)])
+        earliest = self._first
+        if self._touched:
+            earliest = max([earliest, *(self._touched.get(what, earliest) for what in touches)])
         if number is None or number < earliest or len(self._groups[number - self._first]) >= self._largest:
             number = self._first + len(self._groups)
             self._groups.append([])

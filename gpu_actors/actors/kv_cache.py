@@ -248,7 +248,7 @@ class _KvCoalescer(Coalescer[KvWork]):
 
     def assemble(self, group: list[KvWork]) -> tuple[Launch, Finished]:
         first, begun = group[0], group
-        if any(isinstance(work.cascade, CascadeKeys) for work in begun):
+        if first.cache.cascade and any(isinstance(work.cascade, CascadeKeys) for work in begun):
             # Sequences with the same first pages become neighbours.
             group = sorted(begun, key=lambda work: work.table[:1].tobytes())
         launch: Launch
@@ -267,9 +267,11 @@ class _KvCoalescer(Coalescer[KvWork]):
 
         def finish(outputs: Outputs) -> Sequence[Any]:
             answered = answers(outputs) if answers else [work.answer(outputs) for work in group]
-            results = dict(zip(map(id, group), answered, strict=True))
             first.cache.succeeded(begun)
             self._store.order.look_again()
+            if group is begun:
+                return answered
+            results = dict(zip(map(id, group), answered, strict=True))
             return [results[id(work)] for work in begun]
 
         return launch, finish

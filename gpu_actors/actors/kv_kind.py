@@ -57,7 +57,7 @@ class _Fields:
         known = {each.name for each in dataclasses.fields(kind)}
         self.arrays: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*arrays)
         self.others: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*(name for name in others if name in known))
-        self.scalars: tuple[str, ...] = tuple(scalars)
+        self.scalars: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*scalars)
 
 
 _APPEND = _Fields(AppendRows, _ROWS)
@@ -73,14 +73,14 @@ def kind_key(
         if other is not None:
             return None
     arrays = fields.arrays(message)
-    scalars = [getattr(message, name) for name in fields.scalars]
+    scalars = fields.scalars(message)
     rows: Any = message.k if message.c_kv is None else message.c_kv
     longest = max([table.length for table in tables], default=0)
     new = rows.shape[1] if rows is not None and len(rows.shape) == 4 else 0
     longest += new
     described = [None if array is None else _described(array) for array in arrays]
     # As in `planning.cached.signature`: equal is not alike.
-    kinds = [type(scalar) for scalar in scalars]
+    kinds = [*map(type, scalars)]
     if isinstance(message, AttendCache):
         # The window is not checked yet, so it may be of any length.
         kinds += type(message.window_size[0]), type(message.window_size[1])

@@ -151,11 +151,11 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
         return Adopted(array, "numpy", "cpu", array)
     try:
         if type(array) is DeviceArray:
-            _check_placement(array, field)
+            check_placement(array, field)
             return Adopted(array, "dlpack", f"cuda:{array.device}", array)
         adopted = _adopt_foreign(array, field, notes)
         if isinstance(adopted.array, DeviceArray):
-            _check_placement(adopted.array, field)
+            check_placement(adopted.array, field)
         return adopted
     except RequestError:
         raise
@@ -344,7 +344,7 @@ def _adopt_dlpack(array: Any, field: str, kind: Kind) -> Adopted:
     return Adopted(view, kind, f"cuda:{index}", array)
 
 
-def _check_placement(array: DeviceArray, field: str) -> None:
+def check_placement(array: DeviceArray, field: str) -> None:
     """Kernels count in elements, and a GPU reads one where its address is a multiple of its size."""
     size = array.dtype.itemsize
     step = _odd_step(array.shape, array.strides, size)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, is_on_device
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, check_placement, is_on_device
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.block_mask import LISTS, BlockMask
 from gpu_actors.attention.requests import array_fields
@@ -39,6 +39,9 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
     several_of = array_fields(kind)
     for name, given in zip(several_of, _arrays_of(kind)(message), strict=True):
         if given is None or type(given) is np.ndarray:
+            continue
+        if type(given) is DeviceArray and name != "q" and f"cuda:{given.device}" == device:
+            check_placement(given, name)  # all that `take_in` does with it
             continue
         if several_of[name] and isinstance(given, list | tuple):
             optional = kind.__dataclass_fields__[name].default is None  # type: ignore[attr-defined]
@@ -88,11 +91,16 @@ def _arrays_of(kind: type) -> Callable[[object], tuple[Any, ...]]:
 
 
 def changed(message: Message, changes: Mapping[str, Any]) -> Message:
-    """As `dataclasses.replace`, without the initialiser: no message of the package checks its fields."""
-    kind: type = type(message)
+    """As `dataclasses.replace`, and sooner where the message is not frozen: no message checks its fields."""
+    kind: Any = type(message)
+    if kind.__dataclass_params__.frozen:
+        replaced: Message = dataclasses.replace(message, **changes)  # type: ignore[type-var]
+        return replaced
     copy: Message = object.__new__(kind)
     for name in _fields(kind):
-        object.__setattr__(copy, name, changes[name] if name in changes else getattr(message, name))
+        setattr(copy, name, getattr(message, name))
+    for name, value in changes.items():
+        setattr(copy, name, value)
     return copy
 
 

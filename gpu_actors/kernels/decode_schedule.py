@@ -73,7 +73,9 @@ def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
 
     def split_by_tiles(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
         # The last row sees all keys. A step of decoding adds one, and most steps no tile.
-        return split(lengths, rows) if rows is not None else of_tiles((-(-lengths.astype(np.int64) // tile)).tobytes())
+        if rows is not None:
+            return split(lengths, rows)
+        return of_tiles(((lengths.astype(np.int64) + tile - 1) // tile).tobytes())
 
     in_tiles = problem.mask in ("full", "causal") and row_tiles(problem, key.row_tile) == 1
     return split_by_tiles if in_tiles else split

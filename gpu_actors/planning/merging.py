@@ -151,8 +151,10 @@ def merge_tables(tables: Sequence[Any]) -> Any:
 
 
 def ends_of(counts: Any) -> Any:
-    """cu_seqlens of sequences with so many rows, int32 (batch + 1,)."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    """cu_seqlens of sequences with so many rows, int32 (batch + 1,). counts: (batch,)."""
+    ends = np.zeros(len(counts) + 1, np.int32)
+    np.add.accumulate(counts, dtype=np.int32, out=ends[1:])
+    return ends
 
 
 def split_outputs(requests: Sequence[CacheRequest], outputs: Outputs) -> list[Outputs]:

@@ -59,8 +59,8 @@ def to_varlen(request: Request) -> Request:
     keys = _used("seqused_k", request.seqused_k, problem.batch, problem.seqlen_k)
     spare_rows, spare_keys, none = problem.seqlen_q - rows, problem.seqlen_k - keys, np.zeros_like(rows)
     changes: dict[str, Any] = {
-        "cu_seqlens_q": ends_of(np.stack((rows, spare_rows, none), axis=1)),
-        "cu_seqlens_k": ends_of(np.stack((keys, none, spare_keys), axis=1)),
+        "cu_seqlens_q": ends_of(np.stack((rows, spare_rows, none), axis=1).ravel()),
+        "cu_seqlens_k": ends_of(np.stack((keys, none, spare_keys), axis=1).ravel()),
         "max_seqlen_q": problem.seqlen_q,
         "max_seqlen_k": problem.seqlen_k,
     }

@@ -31,12 +31,14 @@ def check_output_memory(out: Any, inputs: dict[str, Any]) -> None:
             if isinstance(array, np.ndarray):  # and not on the device, while out is on the host
                 _check_host(out, name, array)
         return
-    low, high = _bounds_of(out)
+    start = out.address
+    low, high = _bounds(out.shape, out.strides, out.dtype.itemsize)
     for name, array in inputs.items():
         if isinstance(array, np.ndarray):
             continue
-        first, end = _bounds_of(array)
-        if low < end and first < high:
+        first, end = _bounds(array.shape, array.strides, array.dtype.itemsize)
+        apart = array.address - start
+        if low < end + apart and first + apart < high:
             raise InvalidRequest("out", describe(out), f"may share memory with {name}: their address ranges meet")
 
 
@@ -63,15 +65,9 @@ def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
     return True
 
 
-def _bounds_of(array: Any) -> tuple[int, int]:
-    """First and past-the-last byte of a `DeviceArray`."""
-    low, high = _bounds(array.shape, array.strides, array.dtype.itemsize)
-    return array.address + low, array.address + high
-
-
 @functools.lru_cache(maxsize=1024)
 def _bounds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """The same, counted from element 0."""
+    """First and past-the-last byte of a `DeviceArray`, counted from element 0."""
     steps = [stride * (extent - 1) for stride, extent in zip(strides, shape, strict=True) if extent]
     low = sum(step for step in steps if step < 0)
     high = sum(step for step in steps if step > 0) + itemsize
