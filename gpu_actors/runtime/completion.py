@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -40,8 +41,11 @@ _SHORTEST, _LONGEST = 1e-5, 1e-3
 _POLLED = 200e-6
 """Seconds for which a loop looks at a launch: about two wake-ups of a thread."""
 
-_TICK, _TICKS = 5e-3, 10
+_TICK, _TICKS = 5e-2, 10
 """Seconds between two looks of a thread that need not be woken, and how many looks without a launch make it sleep."""
+
+_WAKING = 1e-4
+"""Seconds that a thread takes to wake. One that takes longer waits for the GIL."""
 
 Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
@@ -78,6 +82,7 @@ class Completion:
     _thread: threading.Thread | None = field(init=False, default=None)
     _bell: queue.SimpleQueue[None] = field(init=False, default_factory=queue.SimpleQueue)
     _asleep: bool = field(init=False, default=True)
+    _next_look: float = field(init=False, default=math.inf)
     _closing: bool = field(init=False, default=False)
     # Held by the thread that settles launches: the first ones, in order. It guards the outbox too.
     _settling: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -98,10 +103,12 @@ class Completion:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
         They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
-        If that is the thread of a loop, the loop polls.
+        If that is the thread of a loop, it settles what is over, and the loop polls.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
+        loop = asyncio._get_running_loop() if self._brief else None
+        interruption = self._settle_ended() if loop is not None and self._entries else None
         if not self._entries and event.done():
             self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
@@ -113,12 +120,13 @@ class Completion:
         self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
         self._entries.append(entry)
-        loop = asyncio._get_running_loop() if self._brief else None
         if loop is not None and self._loop is not loop:
             self._loop = loop
             loop.call_soon(self._poll, loop)
         if loop is None or self._asleep:
             self._bell.put(None)
+        if interruption is not None:
+            raise interruption
 
     def wait(self, event: Event) -> None:
         """Block the calling thread, any, until a launch that answers no call is over. Raises its error.
@@ -182,33 +190,32 @@ class Completion:
     def _sleep(self, seconds: float | None) -> None:
         """Sleep until the bell rings, at most so long."""
         self._asleep = seconds is None
+        self._next_look = math.inf if seconds is None else time.monotonic() + seconds
         # A launch that came before this thread was known to sleep rang no bell.
         if seconds is not None or not (self._entries or self._closing):
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=seconds)
-        self._asleep = False
+        self._asleep, self._next_look = False, math.inf
 
     def _wait(self, entry: _Entry) -> None:
         """Wait for the oldest launch, and settle those that are over."""
-        if not entry.event.done():
-            began = time.monotonic()
-            entry.event.failure()
-            self._brief = time.monotonic() - began < _POLLED / 2
-        with self._settling:
-            self._settle_ended()
+        began = time.monotonic()
+        entry.event.failure()
+        self._brief = time.monotonic() - began < _POLLED / 2
+        self._settle_ended(waits=True)
         self._loop = None  # it is blocked, or it has stopped
 
     def _poll(self, loop: asyncio.AbstractEventLoop, since: float | None = None) -> None:
         """Settle what is over, on a loop's thread, and look again soon. since: when it first saw the oldest launch."""
         if self._loop is not loop:
             return
-        seen, interruption = self._oldest(), None
-        if self._settling.acquire(blocking=False):
-            try:
-                interruption = self._settle_ended()
-            finally:
-                self._settling.release()
+        seen = self._oldest()
+        interruption = self._settle_ended()
         entry, now = self._oldest(), time.monotonic()
+        if now > self._next_look + _WAKING:
+            # Until the thread has the GIL, each call that releases it wakes the thread in vain, and that takes longer
+            # than a launch.
+            time.sleep(_WAKING)
         if since is None or entry is not seen:
             since = now
         if entry is None:
@@ -221,8 +228,19 @@ class Completion:
         if interruption is not None:
             raise interruption
 
-    def _settle_ended(self) -> KeyboardInterrupt | None:
-        """Settle the launches that are over, oldest first, and wake those who wait. Gives what interrupted it."""
+    def _settle_ended(self, waits: bool = False) -> KeyboardInterrupt | None:
+        """Settle the launches that are over, oldest first, and wake those who wait. Gives what interrupted it.
+
+        waits: for another thread that does so. Otherwise that one does it all.
+        """
+        if not self._settling.acquire(blocking=waits):
+            return None
+        try:
+            return self._settle_oldest()
+        finally:
+            self._settling.release()
+
+    def _settle_oldest(self) -> KeyboardInterrupt | None:
         interruption = None
         while (entry := self._oldest()) is not None and entry.event.done():
             try:

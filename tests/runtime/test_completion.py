@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,13 @@ def stream() -> Iterator[Stream]:
     assert stream.mailbox.stats().in_flight == 0
 
 
+async def leave_to_the_loop(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the thread awake, and not look again."""
+    stream.wake()
+    monkeypatch.setattr(completion, "_TICK", 60.0)
+    await asyncio.sleep(0.1)
+
+
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -122,7 +130,7 @@ async def test_what_a_loop_has_settled_is_freed_at_once(stream: Stream, monkeypa
     event = Launch()
     call, freed = stream.launch(event), weakref.ref(event)
     stream.completion._bell.put(None)
-    time.sleep(0.05)  # noqa: ASYNC251 (the thread looks, and leaves it to the loop)
+    time.sleep(0.1)  # noqa: ASYNC251 (the thread looks, and leaves it to the loop)
     event.end()
     del event
     await turns(2)
@@ -140,6 +148,53 @@ async def test_a_loop_that_is_blocked_leaves_it_to_the_thread(stream: Stream) ->
         eventually(lambda: stream.completion._asleep)
     assert {thread for _, thread in stream.settled} == {stream.thread()}
     await turns(2)
+
+
+async def test_a_launch_settles_those_before_it_that_are_over(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    await leave_to_the_loop(stream, monkeypatch)
+    events = [Launch() for _ in range(3)]
+    calls = []
+    for event in events:
+        calls.append(stream.launch(event))
+        event.end()
+        assert all(call.done for call in calls[:-1])
+    assert {thread for _, thread in stream.settled} == {threading.get_ident()}
+    await turns(2)
+
+
+async def test_ctrl_c_while_a_launch_settles_another_is_the_senders(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Call[Any]) -> None:
+        raise KeyboardInterrupt
+
+    await leave_to_the_loop(stream, monkeypatch)
+    event, later = Launch(), Launch()
+    call = stream.launch(event)
+    call.when_done(interrupt)
+    event.end()
+    with pytest.raises(KeyboardInterrupt):
+        stream.launch(later)
+    later.end()
+    await turns(2)
+    assert [number for number, _ in stream.settled] == [1, 2]
+
+
+async def test_a_loop_lets_a_thread_look_that_waits_for_the_gil(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leave_to_the_loop(stream, monkeypatch)
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=slept.append)
+    for next_look in (time.monotonic() + 60.0, time.monotonic() - 1.0):
+        event = Launch()
+        stream.launch(event)
+        event.end()
+        with monkeypatch.context() as patch:
+            patch.setattr(completion, "time", clock)
+            patch.setattr(stream.completion, "_next_look", next_look)
+            await turns(2)
+    assert slept == [completion._WAKING]
 
 
 async def test_a_long_launch_is_not_polled_for_long(stream: Stream) -> None:
@@ -166,9 +221,7 @@ async def test_a_long_launch_is_not_polled_for_long(stream: Stream) -> None:
 async def test_the_thread_takes_over_at_once_what_the_loop_gives_up(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream.wake()
-    monkeypatch.setattr(completion, "_TICK", 60.0)
-    await asyncio.sleep(0.02)
+    await leave_to_the_loop(stream, monkeypatch)
     event = Launch()
     call = stream.launch(event)
     while stream.completion._loop is not None:
@@ -271,7 +324,10 @@ def test_ctrl_c_within_a_poll_reaches_the_program_and_loses_no_answer(stream: St
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_launches_of_loops_and_threads_are_each_settled_once_and_in_order(stream: Stream, seed: int) -> None:
+def test_launches_of_loops_and_threads_are_each_settled_once_and_in_order(
+    stream: Stream, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "_TICK", (1e-4, 1e-2)[seed % 2])
     draw = random.Random(seed)
     calls: list[Call[Any]] = []
 
