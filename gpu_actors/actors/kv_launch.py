@@ -21,7 +21,7 @@ from gpu_actors.actors.kv_store import KvWork, PoolGroup
 from gpu_actors.devices.interface import Buffer, Kernel, Launch, Outputs, Params, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append import AppendProblem, append_geometry, pack_append
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry
-from gpu_actors.kv.layers import each_layer
+from gpu_actors.kv.layers import each_layer, join_launches
 from gpu_actors.kv.sequences import PageCopy
 from gpu_actors.planning.append_rows import NewRows, merge_rows, pack_rows
 from gpu_actors.planning.merging import ends_of, merge_tables
@@ -74,10 +74,7 @@ def append_layers(work: KvWork) -> Launch:
 
     Operands of a layer have its number before their names, and those of a group have "group" and its number.
     """
-    inputs: dict[str, Any] = {}
-    steps: list[Step] = []
-    updates: list[str] = []
-    oracles: list[tuple[Any, dict[str, str]]] = []
+    parts: list[tuple[Launch, dict[str, str]]] = []
     for layer, rows in enumerate(work.by_layer):
         group, pools = work.cache.group_of[layer], work.cache.by_layer[layer]
         table, lengths = work.by_group[group.number]
@@ -89,21 +86,8 @@ def append_layers(work: KvWork) -> Launch:
             name: f"{layer}.{name}" if name in ("k", "v", *pools) else f"group{group.number}.{name}"
             for name in part.inputs
         }
-        inputs |= {names[name]: array for name, array in part.inputs.items()}
-        steps += [step._replace(pack=functools.partial(_pack_named, step.pack, names)) for step in part.steps]
-        updates += [names[name] for name in part.updates]
-        oracles.append((part.oracle, names))
-    return Launch(None, inputs, {}, functools.partial(_layers_oracle, oracles), tuple(steps), updates=tuple(updates))
-
-
-def _pack_named(pack: StepPack, names: Mapping[str, str], buffers: Mapping[str, Buffer]) -> Params:
-    return pack({name: buffers[known] for name, known in names.items()})
-
-
-def _layers_oracle(oracles: Sequence[tuple[Any, Mapping[str, str]]], inputs: Mapping[str, Any]) -> Outputs:
-    for oracle, names in oracles:
-        oracle({name: inputs[known] for name, known in names.items()})
-    return {}
+        parts.append((part, names))
+    return join_launches(parts)
 
 
 def _with_rows(

@@ -1,19 +1,24 @@
-"""The layers of a cache: kernels know one layer, and launches that move whole rows run them for each."""
+"""The layers of a cache: kernels know one layer, and launches that move whole rows run them for each.
+
+Layers that differ have operands of their own, so such a launch is joined from one for each of them or of their groups.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from gpu_actors.arrays.adopt import dtype_of
-from gpu_actors.devices.interface import Buffer, Params, Step, StepPack
+from gpu_actors.devices.interface import Buffer, Launch, Outputs, OutputSpec, Params, Step, StepPack
 from gpu_actors.kernels.append import AppendProblem
 
-__all__ = ["before_pages", "by_page", "each_layer", "pages_shape"]
+__all__ = ["before_pages", "by_page", "each_layer", "join_launches", "pages_shape"]
+
+_Oracle: TypeAlias = Callable[[Mapping[str, Any]], Outputs]
 
 _LAYERED = tuple(f"{side}{of}" for side in "kv" for of in ("", "_cache", "_pages"))
 
@@ -24,6 +29,27 @@ def each_layer(steps: Iterable[Step], layers: int) -> tuple[Step, ...]:
         return tuple(steps)
     pairs = itertools.product(steps, range(layers))
     return tuple([step._replace(pack=functools.partial(_pack_layer, step.pack, layer)) for step, layer in pairs])
+
+
+def join_launches(parts: Iterable[tuple[Launch, Mapping[str, str]]]) -> Launch:
+    """One launch that does what these do, in order. Each has a mapping from its own operands to names in the whole.
+
+    Operands of several parts may have one name, where they are the same array. No part has scratch memory.
+    """
+    inputs: dict[str, Any] = {}
+    outputs: dict[str, OutputSpec] = {}
+    steps: list[Step] = []
+    updates: list[str] = []
+    oracles: list[tuple[_Oracle, Mapping[str, str]]] = []
+    for part, names in parts:
+        inputs |= {names[name]: array for name, array in part.inputs.items()}
+        outputs |= {names[name]: spec for name, spec in part.outputs.items()}
+        steps += [step._replace(pack=functools.partial(_pack_named, step.pack, names)) for step in part.steps]
+        updates += [names[name] for name in part.updates]
+        oracles.append((part.oracle, names))
+    return Launch(
+        None, inputs, outputs, functools.partial(_joined_oracle, oracles), tuple(steps), updates=tuple(updates)
+    )
 
 
 def pages_shape(pool: AppendProblem, count: int, dim: int, layers: int) -> tuple[int, ...]:
@@ -40,6 +66,18 @@ def by_page(array: Any, layers: int) -> Any:
 def before_pages(layers: int) -> tuple[slice, ...]:
     """What stands before a page in the index of an array of pages."""
     return () if layers == 1 else (slice(None),)
+
+
+def _pack_named(pack: StepPack, names: Mapping[str, str], buffers: Mapping[str, Buffer]) -> Params:
+    return pack({name: buffers[known] for name, known in names.items()})
+
+
+def _joined_oracle(parts: Sequence[tuple[_Oracle, Mapping[str, str]]], inputs: Mapping[str, Any]) -> Outputs:
+    outputs: dict[str, Any] = {}
+    for oracle, names in parts:
+        results = oracle({name: inputs[known] for name, known in names.items() if known in inputs})
+        outputs |= {names[name]: array for name, array in results.items()}
+    return outputs
 
 
 def _pack_layer(pack: StepPack, layer: int, buffers: Mapping[str, Buffer]) -> Params:
