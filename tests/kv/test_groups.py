@@ -9,49 +9,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from inside.testing import cast
 from support.kv_cache import outcome, wait
+from support.layer_rows import FP8, HEADS_Q, LATENT, NARROW, OPTIONS, WIDE, LayerRows, together
 
 import gpu_actors as ga
 from gpu_actors.distributed import open_pool
 from gpu_actors.remote import InProcess
 
-HEADS_Q, PAGE = 4, 4
-WIDE = ga.KvLayer(kv_heads=2, head_dim=16)
-NARROW = ga.KvLayer(kv_heads=1, head_dim=32, head_dim_v=8, num_blocks=12)
-LATENT = ga.KvLayer(kv_heads=1, head_dim=32, latent_dim=24, num_blocks=9)
-FP8 = ga.KvLayer(
-    kv_heads=2,
-    head_dim=16,
-    dtype="float8_e4m3fn",
-    k_descale=np.array([0.05, 0.02], np.float32),
-    v_descale=np.array([0.1, 0.1], np.float32),
-)
+PAGE = 4
 LAYERS = [WIDE, NARROW, LATENT, WIDE, FP8, NARROW]
-OPTIONS: dict[str, Any] = {"softmax_scale": 0.2}
 
 
-class Mixed:
+class Mixed(LayerRows):
     """A cache whose layers differ beside a cache for each layer, which are asked for the same."""
 
     def __init__(self, cache: ga.KvCache, ones: list[ga.KvCache], layers: list[ga.KvLayer], dtype: str) -> None:
-        self.cache, self.ones, self.layers, self.dtype = cache, ones, layers, dtype
-        self.rng = np.random.default_rng(1)
+        super().__init__(layers, dtype)
+        self.cache, self.ones = cache, ones
         self.twins: dict[ga.KvSequence, list[ga.KvSequence]] = {}
-
-    def draw(self, *shape: int) -> np.ndarray:
-        drawn: np.ndarray = cast(self.rng.standard_normal(shape), self.dtype)
-        return drawn
-
-    def new(self, layer: int, *shape: int) -> dict[str, np.ndarray]:
-        """Rows of one layer, by the names that requests have for them."""
-        spec = self.layers[layer]
-        heads, dim, latent = spec.kv_heads or 0, spec.head_dim or 0, spec.latent_dim
-        sides = {"c_kv": latent, "k_pe": dim - latent} if latent else {"k": dim, "v": spec.head_dim_v or dim}
-        return {name: self.draw(*shape, heads, width) for name, width in sides.items()}
-
-    def q(self, layer: int, *shape: int) -> np.ndarray:
-        return self.draw(*shape, HEADS_Q, self.layers[layer].head_dim or 0)
 
     def create(self, tokens: Any = None) -> ga.KvSequence:
         seq: ga.KvSequence = wait(self.cache.create(tokens))
@@ -71,9 +46,7 @@ class Mixed:
 
     def append(self, seqs: list[ga.KvSequence], *shape: int, **options: Any) -> Any:
         rows = [self.new(layer, *shape) for layer in range(len(self.layers))]
-        names = dict.fromkeys(name for each in rows for name in each)
-        whole: dict[str, Any] = {name: [each.get(name) for each in rows] for name in names}
-        lengths = wait(self.cache.append(seqs, **whole, **options))
+        lengths = wait(self.cache.append(seqs, **together(rows), **options))
         for layer, one in enumerate(self.ones):
             twins = [self.twins[seq][layer] for seq in seqs]
             assert wait(one.append(twins, **rows[layer], **options)) == lengths
@@ -172,8 +145,7 @@ def test_a_full_group_takes_nothing_from_the_others() -> None:
         one.append([seq], 1, 9)
         fork = one.fork(seq)
         before = one.cache.stats()
-        new = [one.new(layer, 1, 1) for layer in range(2)]
-        rows = {name: [each[name] for each in new] for name in ("k", "v")}
+        rows = one.of_all(1, 1)
         message = "1 pages are needed, and 0 of 3 are free in group 1"
         for refused in (one.cache.append([fork], **rows), one.cache.step([fork], heads_q=HEADS_Q)):
             with pytest.raises(ga.CacheFull, match=message):
@@ -206,8 +178,7 @@ def test_a_prompt_begins_with_the_pages_that_every_group_still_has() -> None:
         one.do(seq, lambda cache, seq: cache.free(seq))
         del one.twins[seq]
         other = wait(one.cache.create())
-        rows = [one.new(layer, 1, 2 * PAGE) for layer in range(2)]
-        wait(one.cache.append([other], **{name: [each[name] for each in rows] for name in ("k", "v")}))
+        wait(one.cache.append([other], **one.of_all(1, 2 * PAGE)))
         assert [each.evicted for each in one.cache.group_stats()] == [0, 1], "the last page of the prompt"
         wait(one.cache.free(other))
         assert wait(one.cache.create([*tokens, 1])).cached == 2 * PAGE
@@ -266,8 +237,7 @@ def test_what_is_wrong_with_a_list_of_layers_is_refused_by_name(
 def test_what_is_wrong_with_an_append_of_layers_is_refused_by_name() -> None:
     with mixed(layers=[WIDE, NARROW, LATENT]) as one:
         seq = one.create()
-        rows = [one.new(layer, 5) for layer in range(3)]
-        good = {name: [each.get(name) for each in rows] for name in ("k", "v", "c_kv", "k_pe")}
+        good: dict[str, Any] = one.of_all(5)
         k, v = good["k"], good["v"]
         for changes, field in (
             ({"k": k[:2]}, "k"),
