@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from gpu_actors.kernels.option_table import Explanation
     from gpu_actors.kv.requests import AppendRows, AttendCache, BeginStep, KvCacheSpec, KvLayer, KvSequence
     from gpu_actors.kv.sequences import KvCacheStats
-    from gpu_actors.kv.transfer import SequencePages
+    from gpu_actors.kv.transfer import LayerPages, SequencePages
     from gpu_actors.planning.graph_plan import GraphPlan
     from gpu_actors.runtime.actor import ServiceActor
     from gpu_actors.runtime.cell import Terminated
@@ -137,6 +137,7 @@ __all__ = [
     "KvSequence",
     "KvStep",
     "LaunchError",
+    "LayerPages",
     "Mask",
     "MergeBackward",
     "MergePartials",
@@ -203,6 +204,7 @@ _LAZY = {
     "KvLayer": "gpu_actors.kv.requests",
     "KvSequence": "gpu_actors.kv.requests",
     "KvStep": "gpu_actors.handles.kv_step",
+    "LayerPages": "gpu_actors.kv.transfer",
     "NvrtcActor": "gpu_actors.actors.nvrtc",
     "NvrtcHandle": "gpu_actors.actors.nvrtc",
     "Prepare": "gpu_actors.actors.prepared",

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from gpu_actors.actors.coalescing import Coalescer, Finished, Flush
 from gpu_actors.actors.kv_kind import kind_launch, kind_of, pose_layers
 from gpu_actors.actors.kv_launch import add_rows, append_launch, append_layers
-from gpu_actors.actors.kv_moving import Moving, check_movable
+from gpu_actors.actors.kv_moving import Moving
 from gpu_actors.actors.kv_stepping import Stepping
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
@@ -151,11 +151,8 @@ class KvCacheActor(ServiceActor):
             if self._coalescer.held_up:
                 self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
             return
-        if isinstance(message, ExportSequence | ImportSequence):
-            with reading(message):
-                check_movable(cache)
-            if not self._moving.has_kernel(call):
-                return
+        if isinstance(message, ExportSequence | ImportSequence) and not self._moving.has_kernel(call):
+            return
         if isinstance(message, ImportSequence):
             self._moving.take_in(call, cache, message)
             return

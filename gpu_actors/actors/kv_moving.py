@@ -8,25 +8,14 @@ from typing import Any
 
 from gpu_actors.actors.kv_store import CacheStore, OpenedCache
 from gpu_actors.devices.interface import Outputs
-from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.copy_pages import page_copy_variant
-from gpu_actors.kv.layers import before_pages
 from gpu_actors.kv.requests import ImportSequence
 from gpu_actors.kv.sequences import PageTable
 from gpu_actors.kv.transfer import check_pages, export_launch, exported, import_launch, no_pages
 from gpu_actors.runtime.actor import ServiceActor, reading
 from gpu_actors.runtime.call import Call
 
-__all__ = ["Moving", "check_movable"]
-
-
-def check_movable(cache: OpenedCache) -> None:
-    """Raise `Unsupported` for a cache whose pages have several layouts, or are given back."""
-    if len(cache.groups) > 1:
-        reason = "exports and imports are of caches with one group of equal layers"
-        raise Unsupported("layers", f"{len(cache.groups)} groups", reason, "1 group")
-    if cache.groups[0].window is not None:
-        raise Unsupported("window", cache.groups[0].window, "exports and imports are of caches that keep all rows")
+__all__ = ["Moving"]
 
 
 class Moving:
@@ -48,44 +37,41 @@ class Moving:
 
     def export(self, call: Call[Any], cache: OpenedCache, table: PageTable) -> None:
         """Answer a claimed call with the pages of a sequence, on which no row is on its way."""
-        (group,) = cache.groups
         lease = cache.tables.fork(table)
-        pages, length, digests, tail = list(lease.groups[0].pages), lease.length, list(lease.digests), list(lease.tail)
+        pages, firsts = [list(own.pages) for own in lease.groups], [own.first for own in lease.groups]
+        length, digests, tail = lease.length, list(lease.digests), list(lease.tail)
         call.when_done(functools.partial(_free_unknown, cache, lease))
 
         def record(outputs: Outputs) -> Any:
-            known = (cache.sequence(lease), group.pool, group.descales, pages)
-            return exported(*known, outputs, digests, tail, length, cache.layers)
+            return exported(cache.sequence(lease), cache.groups, firsts, pages, outputs, digests, tail, length)
 
-        if not pages:
-            call.resolve(record(no_pages(group.pool, cache.layers)), self._actor.outbox)
+        if not length:
+            call.resolve(record(no_pages(cache.groups)), self._actor.outbox)
             return
-        launch = export_launch(group.pool, group.pools, pages, self._kernels(call) or (), cache.layers)
+        launch = export_launch(cache.groups, pages, self._kernels(call) or ())
         self._actor.launch((call,), launch, lambda outputs: (record(outputs),))
 
     def take_in(self, call: Call[Any], cache: OpenedCache, message: ImportSequence) -> None:
         """Answer a call with a new sequence that has exported pages."""
-        given, (group,) = message.pages, cache.groups
         with reading(message):
-            check_pages(given, group.pool, group.descales, cache.layers)
+            contents = check_pages(message.pages, cache.groups)
         if not call.claim():
             return
-        write = cache.tables.adopt(given.length, given.digests, given.tail)
+        length, digests, tail = message.pages.length, message.pages.digests, message.pages.tail
+        write = cache.tables.adopt(length, [content.first for content in contents], digests, tail)
         call.when_done(functools.partial(_free_unknown, cache, write.table))
-        first, pages = write.length_before // cache.page_size, list(write.table.groups[0].pages)
+        shared = write.length_before // cache.page_size
+        new_pages = [list(own.pages[max(0, shared - own.first) :]) for own in write.table.groups]
         seq = dataclasses.replace(cache.sequence(write.table), cached=write.length_before)
 
         def finish(_: Outputs) -> Any:
             cache.tables.commit([write])
             return (seq,)
 
-        if first == len(pages):
+        if not any(new_pages):
             call.resolve(finish({})[0], self._actor.outbox)
             return
-        new = (*before_pages(cache.layers), slice(first, None))
-        parts = [one[new] for one in (given.k, given.v) if one is not None]
-        kernels = self._kernels(call) or ()
-        launch = import_launch(group.pool, group.pools, parts, pages[first:], kernels, cache.layers)
+        launch = import_launch(cache.groups, contents, new_pages, self._kernels(call) or ())
         self._actor.launch((call,), launch, finish)
 
     def _kernels(self, call: Call[Any]) -> Any:

@@ -44,7 +44,7 @@ async def copy_sequence(
 ) -> KvSequence:
     """Begin a sequence of ``target`` with the rows of one of ``source``, which stays: prefill here, decode there.
 
-    source, target: of the same layout, dtype and descales.
+    source, target: of the same layers, layout, dtype and descales.
     timeout: seconds for both steps together.
     asked: called with each request and its cache.
     arrived: called with the digests of the pages once the target has them.

@@ -211,8 +211,9 @@ class KvCache(Local):
         """Begin a sequence with exported pages. It has the same rows, and the same prefixes where tokens are known.
 
         Pages whose prefix this cache knows already are shared, and not written again: ``cached`` says how many rows.
-        The reply raises `InvalidRequest`, naming the field, where the cache has another layout, dtype or descales, and
-        for a page that is not what its digest says; `CacheFull` without room. Then nothing has changed.
+        The reply raises `InvalidRequest`, naming the field, where the cache has other layers, another layout, dtype,
+        window or descales, and for a page that is not what its digest says; `CacheFull` without room. Then nothing has
+        changed. Where layers differ, the field says which group of them it is of, as in "groups[1].window".
         """
         return _Begun(self._submit(ImportSequence(self._number, pages), deadline, timeout, priority), self)
 

@@ -142,7 +142,7 @@ class _Group:
 
     def first_page(self, length: int, page_size: int) -> int:
         """The first page that a sequence of so many rows needs for the rows behind them."""
-        return 0 if self.window is None else first_page(length, page_size, self.window, self.slack)
+        return first_page(length, page_size, self.window, self.slack)
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages of a sequence, the last first, so that prefixes are evicted from their end.
@@ -252,16 +252,18 @@ class CacheTables:
                 group.release(own.pages)
                 own.pages = array("i")
 
-    def adopt(self, length: int, digests: Sequence[bytes], tail: Sequence[int]) -> Write:
+    def adopt(self, length: int, firsts: Sequence[int], digests: Sequence[bytes], tail: Sequence[int]) -> Write:
         """A new sequence of ``length`` rows: it begins with the indexed pages of ``digests``, and has new ones behind.
 
+        firsts: of each group, the first page that the sequence has: `first_page` of its length at least.
         tail: the known tokens behind those of the digests.
         Only `commit` or `free` may follow. Raises `CacheFull`, and then nothing has changed.
         """
         with self._lock:
-            count, found = self._find_prefix(digests)
+            count, found = self._find_prefix(digests, firsts)
+            total = -(-length // self.page_size)
             try:
-                taken = self._take([-(-length // self.page_size) - count] * len(self._groups))
+                taken = self._take([total - own.first - len(own.pages) for own in found])
             except CacheFull:
                 for group, own in zip(self._groups, found, strict=True):
                     group.release(own.pages)
@@ -369,12 +371,17 @@ class CacheTables:
         pools = [group.pool for group in self._groups]
         return min(range(len(pools)), key=lambda index: pools[index].free_blocks / pools[index].blocks)
 
-    def _find_prefix(self, digests: Sequence[bytes]) -> tuple[int, list[GroupPages]]:
-        """Retain the pages that a prompt may begin with. Gives how many there are, and those of each group."""
+    def _find_prefix(
+        self, digests: Sequence[bytes], firsts: Sequence[int] | None = None
+    ) -> tuple[int, list[GroupPages]]:
+        """Retain the pages that a prompt may begin with. Gives how many there are, and those of each group.
+
+        firsts: the first page that the sequence has in each group. None: the first one that rows behind these need.
+        """
         count = self._known(digests)
         found: list[GroupPages] = []
-        for group in self._groups:
-            first = group.first_page(count * self.page_size, self.page_size)
+        for index, group in enumerate(self._groups):
+            first = group.first_page(count * self.page_size, self.page_size) if firsts is None else firsts[index]
             pages = array("i", group.prefixes.find(digests[first:count]))
             for page in pages:
                 group.pool.retain(page)
@@ -470,9 +477,9 @@ class CacheTables:
             own.named = max(own.named, whole)
 
 
-def first_page(length: int, page_size: int, window: int, slack: int) -> int:
+def first_page(length: int, page_size: int, window: int | None, slack: int) -> int:
     """The first page that a sequence of so many rows needs for the rows behind them. window, slack: as in `KvLayer`."""
-    return max(0, length - 1 - window - slack) // page_size
+    return 0 if window is None else max(0, length - 1 - window - slack) // page_size
 
 
 def table_width(pages: int, most: int) -> int:

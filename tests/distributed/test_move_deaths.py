@@ -39,18 +39,18 @@ def _answer(number: int) -> tuple[str, ...]:
 
 
 SOURCE = (
-    "ExportSequence asked 1", "check_movable 1", "Moving.has_kernel 1", "Moving.export 1", "CacheTables.fork 1",
+    "ExportSequence asked 1", "Moving.has_kernel 1", "Moving.export 1", "CacheTables.fork 1",
     "Moving._kernels 1",
-    "export_launch 1", "_steps 1", "_read 1", "exported 1", "_layout 1", "page_checks 1",
+    "export_launch 1", "_steps 1", "_names 1", "_read 1", "exported 1", "page_checks 1", "_layout 1",
     "ExportSequence done 1", *_answer(1),
     "_free_unknown 1", "FreeSequence asked 1", "CacheTables.free 1", "FreeSequence done 1", *_answer(2),
     "FreeSequence asked 2", "CacheTables.free 2", "FreeSequence done 2", *_answer(3),
 )  # fmt: skip
 TARGET = (
-    "ImportSequence asked 1", "check_movable 1", "Moving.has_kernel 1", "Moving.take_in 1", "check_pages 1",
-    "_layout 1", "_pages 1", "page_checks 1",
-    "CacheTables.adopt 1", "Moving._kernels 1", "import_launch 1", "_steps 1", "_write 1", "CacheTables.commit 1",
-    "ImportSequence done 1", *_answer(1), "_free_unknown 1",
+    "ImportSequence asked 1", "Moving.has_kernel 1", "Moving.take_in 1", "check_pages 1", "_expect_same 1", "_alone 1",
+    "_check_group 1", "_layout 1", "_expect_same 2", "page_checks 1",
+    "CacheTables.adopt 1", "Moving._kernels 1", "import_launch 1", "_steps 1", "_names 1", "_write 1",
+    "CacheTables.commit 1", "ImportSequence done 1", *_answer(1), "_free_unknown 1",
 )  # fmt: skip
 STEPS = [("source", step) for step in SOURCE] + [("target", step) for step in TARGET]
 # One of each kind for the default run.

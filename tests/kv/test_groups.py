@@ -258,15 +258,6 @@ def test_what_is_wrong_with_an_append_of_layers_is_refused_by_name() -> None:
         assert wait(one.cache.append(seq, **good)) == 5
 
 
-def test_a_cache_whose_layers_differ_neither_exports_nor_imports() -> None:
-    with mixed(layers=[WIDE, NARROW]) as one, mixed(layers=[WIDE]) as other:
-        pages = wait(other.cache.export_pages(wait(other.cache.create())))
-        for reply in (one.cache.export_pages(one.create()), one.cache.import_pages(pages)):
-            refusal = outcome(reply)
-            assert isinstance(refusal, ga.Unsupported)
-            assert (refusal.field, refusal.nearest) == ("layers", "1 group")
-
-
 def test_layers_that_differ_cross_to_another_process() -> None:
     with (
         ga.open_context("mock", isolation="process") as ctx,

@@ -519,12 +519,3 @@ def test_an_invariant_context_refuses_a_window() -> None:
     ):
         pass
     assert (refused.value.field, refused.value.value) == ("layers[1].window", WINDOW)
-
-
-def test_a_cache_with_a_window_neither_exports_nor_imports() -> None:
-    with kept([LOCAL]) as one, kept([WHOLE]) as other:
-        pages = wait(other.cache.export_pages(other.create(3)))
-        for reply in (one.cache.export_pages(one.create(3)), one.cache.import_pages(pages)):
-            refusal = outcome(reply)
-            assert isinstance(refusal, ga.Unsupported)
-            assert refusal.field == "window"
