@@ -15,7 +15,7 @@ from typing import Any
 from gpu_actors.fields import real
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kv.requests import KvSequence
-from gpu_actors.kv.transfer import SequencePages
+from gpu_actors.kv.transfer import SequencePages, prefix_digests_of
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
 __all__ = ["copy_sequence", "exported_pages", "move_sequence"]
@@ -47,7 +47,7 @@ async def copy_sequence(
     source, target: of the same layers, layout, dtype and descales.
     timeout: seconds for both steps together.
     asked: called with each request and its cache.
-    arrived: called with the digests of the pages once the target has them.
+    arrived: called with the digests of the prompt that can begin with the pages, once the target has them.
     Raises what `KvCache.export_pages` and `KvCache.import_pages` raise. The target is unchanged then.
     """
     need_asyncio("copy_sequence()")
@@ -63,7 +63,7 @@ async def copy_sequence(
             asked(target, importing)
         moved = await importing
     if arrived is not None:
-        arrived(pages.digests)
+        arrived(prefix_digests_of(pages))
     return moved
 
 

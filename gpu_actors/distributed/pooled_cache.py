@@ -21,8 +21,9 @@ from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsup
 from gpu_actors.fields import expect
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.kv_cache import KvCache
+from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.prefix import prompt_digests
-from gpu_actors.kv.requests import KvCacheSpec, KvSequence
+from gpu_actors.kv.requests import KvCacheSpec, KvLayer, KvSequence
 from gpu_actors.kv.sequences import KvCacheStats
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
@@ -81,9 +82,8 @@ class PooledKvCache(Local):
     """
 
     def __init__(self, pool: WorkerPool, spec: KvCacheSpec) -> None:
-        if isinstance(spec.layers, list | tuple):
-            reason = "must be a number: sequences of a pool move, and their pages have one layout then"
-            raise Unsupported("layers", show(spec.layers), reason, len(spec.layers))
+        if isinstance(spec.layers, list):  # which may change before a later worker opens its cache
+            spec = dataclasses.replace(spec, layers=tuple(spec.layers))
         self._pool = pool
         self._homes = pool.homes
         self._spec = spec
@@ -119,7 +119,7 @@ class PooledKvCache(Local):
         """
         self._check()
         spec = self._spec
-        digests = [] if tokens is None else prompt_digests(tokens, spec.page_size, spec.num_blocks * spec.page_size)
+        digests = [] if tokens is None else prompt_digests(tokens, spec.page_size, _most_rows(spec))
 
         def choose(members: Mapping[str, Member]) -> Member:
             return members[self._homes.choose(digests, {name: one.sequences for name, one in members.items()})]
@@ -229,14 +229,21 @@ class PooledKvCache(Local):
         return cache.length(seq.handle)
 
     def stats(self) -> Mapping[str, KvCacheStats]:
-        """The statistics of each worker's cache, of those that answer."""
-        stats = {}
-        for name, shard in list(self._shards.items()):
-            with contextlib.suppress(GpuActorsError):
-                stats[name] = shard.cache.stats()
-        return stats
+        """`KvCache.stats` of each worker's cache, of those that answer."""
+        return self._answers(KvCache.stats)
+
+    def group_stats(self) -> Mapping[str, list[KvCacheStats]]:
+        """`KvCache.group_stats` of each worker's cache, of those that answer."""
+        return self._answers(KvCache.group_stats)
 
     # Inside
+
+    def _answers(self, read: Callable[[KvCache], T]) -> dict[str, T]:
+        answers = {}
+        for name, shard in list(self._shards.items()):
+            with contextlib.suppress(GpuActorsError):
+                answers[name] = read(shard.cache)
+        return answers
 
     def _check(self) -> None:
         if not self._entered:
@@ -300,6 +307,13 @@ class PooledKvCache(Local):
                 await shard.cache.__aexit__(None, None, None)
 
         await asyncio.gather(*(close(shard) for shard in shards))
+
+
+def _most_rows(spec: KvCacheSpec) -> int:
+    """The most rows that a sequence of such a cache can have, as its actor computes it."""
+    layers = spec.layers if isinstance(spec.layers, list | tuple) else [KvLayer()]
+    kept = [layer.num_blocks or spec.num_blocks for layer in layers if layer.window is None]
+    return min(kept) * spec.page_size if kept else MAX_SEQLEN
 
 
 def _handles(seqs: Any) -> Any:

@@ -36,6 +36,7 @@ __all__ = [
     "import_launch",
     "no_pages",
     "page_checks",
+    "prefix_digests_of",
 ]
 
 # The fields that `LayerPages` and `SequencePages` both have, and what they are where the latter has groups.
@@ -111,8 +112,8 @@ class SequencePages:
     checks: of each page, a digest of its bytes in all layers (BLAKE2b, 16 bytes).
     digests: the names of the whole pages whose tokens are known (`prefix_digests`). tail: the known tokens behind them.
     groups: where layers differ or have a window, the pages of each group, in the order of the first layer of each.
-        layers counts the layers of all groups then, and pages, the other fields of the layout, k, v and checks are
-        empty, 0 or None.
+        layers is their number in all groups then. pages, kv_heads, head_dim, head_dim_v, dtype, latent_dim, k, v,
+        checks and the descales are empty, 0 or None.
     """
 
     __repr__ = brief
@@ -196,6 +197,18 @@ def _check_group(prefix: str, part: LayerPages, group: PagedGroup, length: int) 
     for index, (check, digest) in enumerate(zip(checks, part.checks, strict=True)):
         reason = "is not that of the page, which has changed on its way"
         expect(check == digest, f"{prefix}checks[{index}]", show(digest), reason)
+
+
+def prefix_digests_of(pages: SequencePages) -> tuple[bytes, ...]:
+    """The digests of the longest prompt that can begin with the pages of this sequence alone.
+
+    Behind a shorter one, rows may need pages that a group with a window has given back.
+    """
+    size = pages.page_size
+    for count in range(len(pages.digests), 0, -1):
+        if all(each.first <= first_page(count * size, size, each.window, each.slack) for each in pages.groups):
+            return pages.digests[:count]
+    return ()
 
 
 def export_launch(groups: Sequence[PagedGroup], pages: Sequence[Sequence[int]], kernels: Sequence[Kernel]) -> Launch:

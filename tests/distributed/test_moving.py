@@ -25,17 +25,28 @@ from gpu_actors.remote import InProcess, RemoteContext
 
 SPEC: dict[str, Any] = {"num_blocks": 8, "page_size": 8, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
+# Of equal shapes, so that one array may have the rows of all.
+LAYERS = [ga.KvLayer(), ga.KvLayer(window=9), ga.KvLayer(window=9)]
 ROWS = np.random.default_rng(0).standard_normal((20, 2, 16)).astype(np.float32)
 
 
 class Two:
-    """A cache over two workers, and a sequence at the first one. Each launch takes ``latency`` seconds."""
+    """A cache over two workers, and a sequence at the first one. Each launch takes ``latency`` seconds.
 
-    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence) -> None:
+    layers: how many the cache has.
+    """
+
+    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence, layers: int) -> None:
         self.pool = pool
+        self.layers = layers
         self.cache = cache
         self.seq = seq
         self.other = next(name for name in pool.workers if name != seq.worker)
+
+    def append(self, seq: PooledSequence, count: int, **options: Any) -> ga.Reply[Any]:
+        rows = np.resize(ROWS, (count, *ROWS.shape[1:]))
+        new = rows if self.layers == 1 else np.stack([rows] * self.layers)
+        return self.cache.append(seq, new, new, **options)
 
     def lose(self, name: str) -> None:
         context = self.pool.workers[name]
@@ -52,23 +63,24 @@ class Two:
         return self.pool.stats().workers[name].requests
 
 
-@pytest.fixture
-async def two() -> AsyncIterator[Two]:
+@pytest.fixture(params=[1, LAYERS], ids=["one layer", "layers that differ"])
+async def two(request: pytest.FixtureRequest) -> AsyncIterator[Two]:
+    layers = request.param
     options = ga.ContextOptions(restart=QUICK, mock=ga.MockOptions(latency=0.2), drain_timeout=1.0)
     async with (
         open_pool("mock", workers=2, options=options, workplace=InProcess, seed=0) as pool,
-        pool.kv_cache(**SPEC) as cache,
+        pool.kv_cache(**SPEC, layers=layers) as cache,
     ):
-        seq = await cache.create()
-        await cache.append(seq, ROWS, ROWS)
-        yield Two(pool, cache, seq)
+        both = Two(pool, cache, await cache.create(), layers if isinstance(layers, int) else len(layers))
+        await both.append(both.seq, 20)
+        yield both
 
 
 async def stays(two: Two) -> None:
     """The sequence is where it was, with its rows, and alone."""
     assert two.cache.length(two.seq) == 20
     await shards.held(two.cache, 1)
-    assert await two.cache.append(two.seq, ROWS[:1], ROWS[:1], expect_length=20) == 21
+    assert await two.append(two.seq, 1, expect_length=20) == 21
     await two.cache.free(two.seq)
     await shards.held(two.cache, 0)
 
@@ -79,7 +91,7 @@ async def test_rows_and_counts_move(two: Two) -> None:
     assert two.cache.length(moved) == 20
     await shards.held(two.cache, 1)
     with pytest.raises(ga.InvalidRequest, match="freed"):
-        await two.cache.append(two.seq, ROWS, ROWS)
+        await two.append(two.seq, 20)
     workers = two.pool.stats().workers
     await comes_true(lambda: two.pool.stats().workers[two.seq.worker].sequences == 0)
     assert workers[two.other].sequences == 1
@@ -97,14 +109,14 @@ async def test_a_sequence_leaves_a_worker_that_is_removed(two: Two) -> None:
         await two.cache.move(two.seq, two.seq.worker)
     moved = await two.cache.move(two.seq)
     await removing
-    assert await two.cache.append(moved, ROWS[:1], ROWS[:1], expect_length=20) == 21
+    assert await two.append(moved, 1, expect_length=20) == 21
 
 
 async def test_no_room_at_the_target(two: Two) -> None:
     filler = await two.cache.create()
     while filler.worker != two.other:
         filler = await two.cache.create()
-    await two.cache.append(filler, *(np.zeros((48, 2, 16), np.float32),) * 2)
+    await two.append(filler, 48)
     with pytest.raises(ga.CacheFull):
         await two.cache.move(two.seq, two.other)
     assert two.cache.length(two.seq) == 20
@@ -133,7 +145,7 @@ async def test_the_source_is_lost_while_the_target_takes_the_pages(two: Two) -> 
     await two.busy(two.other, before + 1)
     two.lose(two.seq.worker)
     moved = await moving
-    assert await two.cache.append(moved, ROWS[:1], ROWS[:1], expect_length=20) == 21
+    assert await two.append(moved, 1, expect_length=20) == 21
     await two.cache.free(moved)
     await shards.held(two.cache, 0)
 

@@ -27,6 +27,10 @@ async def test_prefill_here_and_decode_there(pool_of_three: ContextPool, whole: 
     await shards.check_move(pool_of_three, whole, dtype)
 
 
+async def test_layers_that_differ_move_too(pool_of_three: ContextPool, whole: ga.GpuContext) -> None:
+    await shards.check_move_of_layers(pool_of_three, whole)
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 async def test_all_of_it_on_the_emulated_device() -> None:
@@ -39,3 +43,4 @@ async def test_all_of_it_on_the_emulated_device() -> None:
         await shards.check_sharded_cache(pool, one, "float16", (64, 64))
         await shards.check_shard_rows(pool, one, (64, 64))
         await shards.check_move(pool, one, "bfloat16", (64, 64))
+        await shards.check_move_of_layers(pool, one)

@@ -13,8 +13,6 @@ from support.kv_cache import outcome, wait
 from support.layer_rows import FP8, HEADS_Q, LATENT, NARROW, OPTIONS, WIDE, LayerRows, together
 
 import gpu_actors as ga
-from gpu_actors.distributed import open_pool
-from gpu_actors.remote import InProcess
 
 PAGE = 4
 LAYERS = [WIDE, NARROW, LATENT, WIDE, FP8, NARROW]
@@ -271,9 +269,3 @@ def test_layers_that_differ_cross_to_another_process() -> None:
             outs = [step.attend(layer, q, k[:1, :1], k[:1, :1]) for layer in range(2)]
         assert [out.shape for out in outs] == [q.shape] * 2
         assert (cache.length(seq), len(cache.group_stats())) == (4, 2)
-
-
-async def test_a_pooled_cache_refuses_a_list_of_layers() -> None:
-    async with open_pool("mock", workers=1, workplace=InProcess, seed=0) as pool:
-        with pytest.raises(ga.Unsupported, match="layers"):
-            pool.kv_cache(num_blocks=4, page_size=PAGE, layers=[WIDE, NARROW])

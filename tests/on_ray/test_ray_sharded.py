@@ -47,4 +47,5 @@ async def test_heads_have_the_bits_of_one_context(pool_of_three: ContextPool, wh
 
 def test_the_suite_of_all_channels_is_run() -> None:
     adopted = {"test_attention_by_rows", "test_attention_by_heads", "test_a_sharded_cache"}
-    assert adopted | {"test_prefill_here_and_decode_there"} <= set(globals())
+    adopted |= {"test_prefill_here_and_decode_there", "test_layers_that_differ_move_too"}
+    assert adopted <= set(globals())

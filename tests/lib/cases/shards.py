@@ -20,10 +20,13 @@ child processes and, in tests/on_ray, Ray actors; its sweep runs all of it on th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
+from support.layer_rows import FP8, LATENT, OPTIONS, WIDE, LayerRows
 from support.service import comes_true
 
 import gpu_actors as ga
@@ -263,6 +266,46 @@ async def check_move(
         for one in (moved, twin):
             await cache.free(one)
         await held(cache, 0)
+
+
+async def check_move_of_layers(pool: ContextPool, ctx: ga.GpuContext) -> None:
+    """The same of a sequence in layers that differ, two of which have given pages back."""
+    local = dataclasses.replace(WIDE, window=9, slack=3, num_blocks=12)
+    layers = [WIDE, local, LATENT, local, FP8]
+    spec: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "dtype": "bfloat16", "layers": layers}
+    rows = LayerRows(layers, "bfloat16")
+    # The local layers keep the pages from (length - 1 - 9 - 3) // 8 on. What goes on behind row 40 needs page 3.
+    for length, kept in ((41, 3), (45, 4)):
+        prompt = list(range(length))
+        async with ctx.kv_cache(**spec) as own, pool.kv_cache(**spec) as cache:
+            seq, mine = await cache.create(prompt), await own.create(prompt)
+            for count in (40, length - 40):
+                new, tokens = rows.of_all(1, count), [prompt[cache.length(seq) :][:count]]
+                await cache.append([seq], **new, tokens=tokens)
+                await own.append([mine], **new, tokens=tokens)
+            moved = await cache.move(seq)
+            assert moved.worker != seq.worker
+            await held(cache, 1)
+            stats = cache.group_stats()
+            assert [each.free_blocks for each in stats[seq.worker]] == [16, 12, 9, 16]
+            assert [each.blocks - each.free_blocks for each in stats[moved.worker]] == [6, 6 - kept, 6, 6]
+            for count in (1, 4):
+                new = rows.of_all(1, count)
+                await cache.append([moved], **new, expect_length=[own.length(mine)])
+                await own.append([mine], **new)
+                for layer in range(len(layers)):
+                    q = rows.q(layer, 1, 3)
+                    found = await cache.attend(q, [moved], layer=layer, **OPTIONS)
+                    wanted = await own.attend(q, [mine], layer=layer, **OPTIONS)
+                    np.testing.assert_array_equal(found.out, wanted.out)
+            with pytest.raises(ga.InvalidRequest, match="at least 42"):
+                await cache.truncate(moved, 41)
+            await cache.truncate(moved, 43)
+            twin = await cache.create(prompt)  # which goes where all pages are that it needs
+            assert (twin.worker, twin.cached) == ((moved if kept == 3 else seq).worker, 40)
+            for one in (moved, twin):
+                await cache.free(one)
+            await held(cache, 0)
 
 
 async def held(cache: Any, sequences: int) -> None:
