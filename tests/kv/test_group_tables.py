@@ -122,6 +122,33 @@ class Pages:
         if table is not None and len(self.rows) < 6:
             self.rows[self.tables.fork(table)] = list(self.rows[table])
 
+    def move(self) -> None:
+        """Take in what a sequence holds, as a new one, whose launch succeeds or fails."""
+        table = self.pick(settled=True)
+        if table is None or len(self.rows) == 6:
+            return
+        rows, firsts, before = self.rows[table], [own.first for own in table.groups], self.state()
+        try:
+            write = self.tables.adopt(len(rows), firsts, table.digests, table.tail)
+        except ga.CacheFull:
+            assert self.state() == before
+            return
+        shared = write.length_before // SIZE
+        self.done["moved beside a shared prefix"] += shared > 0
+        self.done["moved behind a window"] += firsts[1] > 0
+        for group, own in enumerate(write.table.groups):
+            assert own.first == firsts[group]
+            for place in range(max(own.first, shared) * SIZE, len(rows)):
+                self.held[group][own.pages[place // SIZE - own.first], place % SIZE] = rows[place]
+        if self.random.random() < 0.3:
+            self.tables.free(write.table)
+            return
+        self.tables.commit([write])
+        self.rows[write.table] = list(rows)
+        if self.random.random() < 0.5:
+            self.tables.free(table)
+            del self.rows[table]
+
     def free(self) -> None:
         table = self.pick(settled=True)
         if table is not None and self.random.random() < 0.5:
@@ -158,15 +185,15 @@ def first_page(size: GroupSize, length: int) -> int:
 @pytest.mark.parametrize("part", range(4))
 def test_pages_hold_what_sequences_have_there(part: int) -> None:
     done = Counter[str]()
-    for seed in range(40):
+    for seed in range(50):
         pages = Pages(seed * 4 + part)
         often, seldom = (
             (pages.reserve, pages.commit),
-            (pages.create, pages.undo, pages.truncate, pages.fork, pages.free),
+            (pages.create, pages.undo, pages.truncate, pages.fork, pages.free, pages.move),
         )
         for _ in range(80):
             pages.random.choice((*often, *often, *seldom))()
             pages.check()
         done += pages.done
     assert min(done.values()) > 4, done
-    assert len(done) == 6, done
+    assert len(done) == 8, done
