@@ -30,6 +30,8 @@ OPTIONS = ga.ContextOptions(
     actors=(MoveSteps,), hang_timeout=60.0, restart=ga.RestartPolicy(max_restarts=10**6, backoff=0.0)
 )
 ROWS = np.random.default_rng(0).standard_normal((20, 2, 16)).astype(np.float32)
+# Of equal shapes, so that one array may have the rows of all.
+LAYERS = [ga.KvLayer(), ga.KvLayer(window=9)]
 WAYS = ("SIGKILL", "os._exit", "SIGSTOP")
 _ANSWER = ("answer packed {}", "answer half sent {}", "answer sent {}")
 
@@ -83,8 +85,9 @@ def hasty() -> Iterator[dict[str, RemoteContext]]:
 class Move:
     """A sequence of 20 rows at the source, which may move to the target."""
 
-    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence) -> None:
+    def __init__(self, pool: ContextPool, cache: PooledKvCache, seq: PooledSequence, layers: int) -> None:
         self.pool = pool
+        self.layers = layers
         self.cache = cache
         self.seq = seq
         self.names = {"source": seq.worker, "target": next(name for name in pool.workers if name != seq.worker)}
@@ -97,12 +100,18 @@ class Move:
     async def tell(self, side: str, *message: Any) -> Any:
         return await self.worker(side).actor(MoveSteps).submit(message)
 
+    async def append(self, seq: PooledSequence, count: int, length: int) -> int:
+        """Append the first of the rows, in each layer, to so many."""
+        new = ROWS[:count] if self.layers == 1 else np.stack([ROWS[:count]] * self.layers)
+        appended: int = await self.cache.append(seq, new, new, expect_length=length)
+        return appended
+
     async def has_rows(self, seq: PooledSequence) -> None:
         """The 20 rows, as they were written, to which another can be appended."""
         q = np.zeros((1, 1, 2, 16), np.float32)
         result = await self.cache.attend(q, seq, causal=False, expect_length=20)
         np.testing.assert_allclose(result.out[0, 0], ROWS.mean(0), atol=1e-6)
-        assert await self.cache.append(seq, ROWS[:1], ROWS[:1], expect_length=20) == 21
+        assert await self.append(seq, 1, 20) == 21
 
     async def dies(self, side: str, step: str, way: str) -> None:
         """Move the sequence, while a worker dies at a step. Whatever follows, it is at one of the two, or lost."""
@@ -123,7 +132,7 @@ class Move:
         await comes_true(lambda: victim.generation > generation and victim.health().ready)
         if self.names[side] == moved.worker:
             with pytest.raises((ga.WorkerLost, ga.StaleBuffer)):
-                await self.cache.append(moved, ROWS[:1], ROWS[:1])
+                await self.append(moved, 1, 20)
         else:
             await self.has_rows(moved)
             await self.cache.free(moved)
@@ -133,12 +142,12 @@ class Move:
 
 
 @contextlib.asynccontextmanager
-async def moving(workers: dict[str, RemoteContext]) -> Any:
+async def moving(workers: dict[str, RemoteContext], layers: list[ga.KvLayer] | None = None) -> Any:
     pool = ContextPool(workers, seed=0)
-    async with pool.kv_cache(**SPEC) as cache:
-        seq = await cache.create()
-        await cache.append(seq, ROWS, ROWS)
-        yield Move(pool, cache, seq)
+    async with pool.kv_cache(**SPEC, layers=layers or 1) as cache:
+        move = Move(pool, cache, await cache.create(), len(layers or [1]))
+        await move.append(move.seq, 20, 0)
+        yield move
 
 
 async def test_every_step_of_a_move_is_known(workers: dict[str, RemoteContext]) -> None:
@@ -154,9 +163,12 @@ async def test_every_step_of_a_move_is_known(workers: dict[str, RemoteContext]) 
         await move.has_rows(moved)
 
 
+@pytest.mark.parametrize("layers", [None, LAYERS], ids=["one layer", "layers that differ"])
 @pytest.mark.parametrize(("side", "step", "way"), SAMPLE)
-async def test_a_death_in_a_move(workers: dict[str, RemoteContext], side: str, step: str, way: str) -> None:
-    async with moving(workers) as move:
+async def test_a_death_in_a_move(
+    workers: dict[str, RemoteContext], side: str, step: str, way: str, layers: list[ga.KvLayer] | None
+) -> None:
+    async with moving(workers, layers) as move:
         await move.dies(side, step, way)
 
 
