@@ -38,6 +38,9 @@ MULTIPROCESSORS = 4
 _SEED = 0x5EED_0DD5
 _LARGE = 1024.0  # a dS of a dO and a V times that is beyond float16 over up to 4000 keys
 _RISE = 20.0  # of the scores from the first key to the last: every tile has a new largest one
+# Slopes of ALiBi that float32 does not hold when they are divided by a scale: times a distance, and alone.
+_STEEP, _STEEPEST = 1e36, 3e38
+_FAINT = -200.0  # a bias whose key has a weight that float64 holds and float32 does not
 _WEIGHTS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e4m3fn"}
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 _ROUNDED = ("tf32", "f16", "bf16")
@@ -82,7 +85,7 @@ def _experiment(trial: Trial, family: KernelFamily, device: Device, example: Dis
     key = dispatch_key(problem, example.arch, (family,))
     target = Target(MULTIPROCESSORS, device.encode_tensor_map, trial.lengths_on_host)
     program = program_of(problem, key, target)
-    data = _Data(problem, trial.lengths)
+    data = _Data(problem, trial.lengths, family.name == "forward_sm90")
     inputs = dict(data.operands)
     if program.split is not None:
         inputs |= program.split({**inputs, "cache_seqlens": data.counted})
@@ -107,10 +110,11 @@ class _Data:
     """The arrays of a trial: as the oracle takes them, and as the kernels do, with poison where nothing may be read.
 
     q, k, v: packed where the oracle takes packed sequences, which it does for all but dense batches. options: of the
-    oracle. operands: of the launch, by name.
+    oracle. operands: of the launch, by name. infinities: whether the kernel keeps an infinite value of any weight above
+    0, as the oracle does; others round the weight to 0 first, and 0 times infinity is NaN.
     """
 
-    def __init__(self, problem: AttentionProblem, lengths: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, problem: AttentionProblem, lengths: tuple[tuple[int, int], ...], infinities: bool) -> None:
         self.problem = p = problem
         self.broken = [keys == BROKEN for _, keys in lengths]
         self.lengths = lengths = tuple((rows, max(0, keys)) for rows, keys in lengths)
@@ -133,6 +137,8 @@ class _Data:
         self._add_nan()
         self.large = self._enlarge()
         self.options: dict[str, Any] = self._options()
+        if infinities:
+            self._add_infinity()
         self.unseen, self.blind = self._unseen()
         self.operands: dict[str, Any] = {name: self.options[name] for name in _ARRAYS if name in self.options}
         if p.decoding:
@@ -176,6 +182,16 @@ class _Data:
         own = self.v[self.ends_k[index] : self.ends_k[index + 1], 0]
         own[len(own) // 2, min(3, p.head_dim_v - 1)] = np.nan
         own[-2:-1, -1] = np.nan  # in the last tile, which a mask cuts
+
+    def _add_infinity(self) -> None:
+        """A value that is infinite, of the sequence and head that `_add_nan` takes, and of a key of little weight."""
+        p, index = self.problem, 0 if self.packed else 1
+        if p.bias is None or p.bias[0] == "bool" or ELEMENTS[p.kv_dtype].fp8:
+            return
+        own = self.v[self.ends_k[index] : self.ends_k[index + 1], 0]
+        key = min(8, len(own) - 1)
+        own[key, 0] = np.inf
+        self.options["bias"][..., key] = _FAINT
 
     def _enlarge(self) -> list[tuple[slice, slice]]:
         """Make dS of two sequences, of a KV head each, more than float16 holds: which gradients then have large dO.
@@ -221,6 +237,9 @@ class _Data:
         if p.alibi is not None:
             shape: tuple[int, ...] = (batch, p.heads_q) if p.alibi == "batch" else (p.heads_q,)
             options["alibi_slopes"] = rng.uniform(0.01, 0.3, shape).astype(np.float32)
+            if p.direction == "forward" and not p.positions:  # whose distances are too long
+                at_its_own = p.mask == "causal" and p.alignment == "bottom_right"  # each row sees a key without one
+                options["alibi_slopes"].flat[-1] = _STEEPEST if at_its_own else _STEEP
             options["alibi_signed"] = p.alibi_signed
         if p.sinks:
             options["sinks"] = rng.standard_normal(p.heads_q).astype(np.float32)

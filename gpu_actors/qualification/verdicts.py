@@ -30,7 +30,7 @@ Outcome: TypeAlias = Literal["qualified", "quarantined", "suspect"]
 
 _log = logging.getLogger("gpu_actors")
 _MAGIC = b"GAPROOF\x01"
-_SCHEMA = 2
+_SCHEMA = 3
 """Raise it when trials, tolerances or the meaning of a verdict change."""
 _MAX_BYTES, _MAX_EVIDENCE_BYTES = 8 << 20, 128 << 20
 

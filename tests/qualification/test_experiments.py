@@ -141,6 +141,34 @@ def test_gradients_of_float16_have_products_beyond_it() -> None:
             assert (largest > np.finfo(np.float16).max / 16) == (key.dtype == "float16"), largest
 
 
+def test_slopes_are_too_steep_to_be_divided_by_a_scale() -> None:
+    """So that a kernel of products shows what it does about those."""
+    plain = next(key for key in standard_variants("sm_90a") if key.kernel == "forward_sm90" and not key.causal)
+    most = float(np.finfo(np.float32).max)
+    for causal in (False, True):
+        key = dataclasses.replace(plain, alibi=True, lse=True, mask="causal" if causal else "full")
+        beyond = 0
+        for experiment in experiments_of(variant_of(key), device_of("sm_90a")):
+            steepest = float(experiment.inputs["alibi_slopes"].max()) / experiment.problem.softmax_scale
+            lse = experiment.answer()["lse"]
+            assert np.abs(lse[np.isfinite(lse)]).max() < most, "float32 holds what is right"
+            distance = 1 if causal else max(0, experiment.problem.seqlen_q - experiment.problem.seqlen_k)
+            beyond += steepest * distance > most
+        assert beyond
+
+
+def test_an_infinite_value_has_a_weight_that_float32_rounds_to_0() -> None:
+    """Of which forward_sm90 makes infinity, as the oracle does."""
+    plain = next(key for key in standard_variants("sm_90a") if key.kernel == "forward_sm90")
+    variant = variant_of(dataclasses.replace(plain, bias="float32"))
+    for experiment in experiments_of(variant, device_of("sm_90a")):
+        key = np.flatnonzero(np.isinf(experiment.inputs["v"]).any(axis=(0, 2, 3)))
+        assert len(key) == 1
+        least = experiment.inputs["bias"][..., key].max() - experiment.inputs["bias"].max()
+        assert np.exp(np.float32(least)) == 0
+        assert np.isinf(experiment.answer()["out"]).any()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_edges_of_masks_lie_beside_those_of_tiles(arch: str) -> None:
     """Where an edge that is off by one shows."""
