@@ -6,8 +6,9 @@
 Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim), and every sequence of
 it has seqlen_k keys. FlashAttention packs rows if it splits keys, and else by ``should_pack_gqa``. So does `Packing`.
 
-Rows of an invariant context have the bits that they have over a cache, so there any number of them is packed. Packed
-sequences (total_k, heads_kv, dim) are pages of one key, and a key's place is its page.
+Rows of an invariant context have the bits that they have over a cache, so there any number of them is packed. Of packed
+sequences (total_k, heads_kv, dim) each has the whole array as its cache, in which its keys end where ``cu_seqlens_k``
+says and what lies before them is padding. So the bounds may lie anywhere, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from gpu_actors.kernels.dispatch import Barred, dispatch_key, program_of
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward import FORWARD_MMA
 from gpu_actors.kernels.forward_sm90 import FORWARD_SM90, MULTIPROCESSORS, ROWS
-from gpu_actors.kernels.program import Pack, Part, Program, Split, Target, Values
+from gpu_actors.kernels.params import ITEMSIZES
+from gpu_actors.kernels.program import Pack, Part, Program, Target, Values
 from gpu_actors.kernels.rules import fill, should_pack, split_count
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
@@ -126,8 +128,9 @@ def as_cache(problem: AttentionProblem) -> AttentionProblem:
     splits = 1 if problem.invariant else 0
     if problem.layout == "dense":
         return dataclasses.replace(problem, layout="cache", alignment="bottom_right", num_splits=splits)
-    pages: dict[str, Any] = {"layout": "paged", "page_size": 1, "varlen_q": True}
-    return dataclasses.replace(problem, **pages, alignment="bottom_right", num_splits=splits)
+    shared: dict[str, Any] = {"layout": "cache", "cache_leftpad": True, "varlen_q": True}
+    shared |= {"seqlen_k": problem.total_k, "bias_keys": problem.seqlen_k}
+    return dataclasses.replace(problem, **shared, alignment="bottom_right", num_splits=splits)
 
 
 def _seen(problem: AttentionProblem) -> int:
@@ -147,8 +150,7 @@ def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     program = program_of(as_cache(problem), key, target._replace(lengths_on_host=True))
     parts = (Part(part.key, part.geometry, functools.partial(_as_caches, part.pack)) for part in program.parts)
     if problem.layout == "varlen":
-        split = functools.partial(_split_packed, problem.seqlen_k, program.split)
-        return Program(tuple(parts), program.scratch, split)
+        return Program(tuple(parts), program.scratch)
     known = {"cache_seqlens": np.full(problem.batch, problem.seqlen_k, np.int32)}
     if program.split is not None:
         known |= program.split(known)
@@ -159,26 +161,17 @@ def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
     return Program(tuple(parts), {**program.scratch, **scratch})
 
 
-def _split_packed(most: int, split: Split | None, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The lengths of packed sequences and the places of their keys, int32 (batch, most), of which those past a
-    sequence's end are never read; and what ``split`` makes."""
-    ends = inputs["cu_seqlens_k"]
-    places = ends[:-1, None] + np.arange(most, dtype=np.int32)
-    cached = {"cache_seqlens": np.diff(ends).astype(np.int32), "block_table": places.astype(np.int32)}
-    return cached if split is None else {**cached, **split({**inputs, **cached})}
-
-
 def _constant(contents: bytes, buffers: Mapping[str, Buffer]) -> bytes:
     return contents
 
 
 def _as_caches(pack: Pack, buffers: Mapping[str, Buffer], values: Values) -> bytes:
-    return pack({_RENAMED.get(name, name): _as_cache(name, buffer) for name, buffer in buffers.items()}, values)
-
-
-def _as_cache(name: str, buffer: Buffer) -> Buffer:
-    """Packed keys as pages of one."""
-    if name not in _RENAMED or len(buffer.shape) != 3:
-        return buffer
-    (keys, *shape), (stride, *strides) = buffer.shape, buffer.strides
-    return buffer._replace(shape=(keys, 1, *shape), strides=(stride, stride, *strides))
+    caches = {_RENAMED.get(name, name): buffer for name, buffer in buffers.items()}
+    if (ends := buffers.get("cu_seqlens_k")) is not None:
+        shape = (ends.shape[0] - 1,)
+        caches["cache_leftpad"] = ends._replace(shape=shape)
+        caches["cache_seqlens"] = ends._replace(shape=shape, address=ends.address + ITEMSIZES[ends.dtype])
+        for name in _RENAMED.values():
+            whole = caches[name]
+            caches[name] = whole._replace(shape=(*shape, *whole.shape), strides=(0, *whole.strides))
+    return pack(caches, values)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, restore
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
@@ -288,10 +287,6 @@ def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:
     if request.pack_gqa is False:
         reason = "with ContextOptions(invariant=True) one kernel takes few rows and many, and it packs them"
         raise Unsupported("pack_gqa", False, reason, True)
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if isinstance(getattr(request, name), DeviceArray):
-            reason = "with ContextOptions(invariant=True) the host makes a table of where the keys of sequences lie"
-            raise Unsupported(name, "an array on the device", reason, "an array on the host")
     return dataclasses.replace(problem, invariant=True)
 
 

@@ -24,6 +24,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "a cache": {"layout": "cache", "page_size": 0},
     "arrays": {"layout": "pointers", "page_size": 0, "causal": False},
     "padding": {"cache_leftpad": True},
+    "packed sequences": {"layout": "cache", "page_size": 0, "cache_leftpad": True, "varlen_q": True},
     "positions": {"q_positions": 1},
 }
 _SCORES: dict[str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ _SCORES: dict[str, dict[str, Any]] = {
     "window": {"window_size": (100, 0), "sink_tokens": 3},
     "8 bits": {"kv_dtype": "float8_e4m3fn", "descales": True},
 }
-_SAMPLED = ("full", "pages of one key", "arrays")
+_SAMPLED = ("full", "pages of one key", "packed sequences", "arrays")
 
 
 def arithmetic(arch: str, **fields: Any) -> collections.Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated.caller_streams import Emulated
+from emulated.memory import host_view
 from inside.arrays import DeviceArray
+from inside.cuda import CudaDevice
+from inside.emulation import EmulatedApi
+from inside.handles import start_context
 
 import gpu_actors as ga
 from gpu_actors.errors import Unqualified
@@ -181,12 +187,51 @@ def test_where_operands_lie_refuses_and_changes_no_kernel(ctx: ga.GpuContext) ->
     assert refused.value.field == "v_caches"
 
 
-def test_lengths_of_packed_sequences_lie_on_the_host(ctx: ga.GpuContext) -> None:
-    ends = DeviceArray(1 << 20, (3,), (4,), np.dtype(np.int32), 0)
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        with pytest.raises(ga.Unsupported) as refused:
-            pose_forward(packed(**{name: ends}, max_seqlen_q=6, max_seqlen_k=60), ctx.info)
-        assert refused.value.field == name
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_bounds_of_packed_sequences_may_lie_on_the_device(arch: str, dtype: Any) -> None:
+    rng = np.random.default_rng(3)
+    request = packed(causal=True, return_lse=True)
+    drawn = {name: rng.standard_normal(getattr(request, name).shape).astype(dtype) for name in "qkv"}
+    drawn["bias"] = rng.standard_normal((2, 8, 6, 60)).astype(dtype)
+    request = dataclasses.replace(request, **drawn)
+    with on_emulated_device(arch) as (ctx, device):
+        expected = ctx.flash_attn.submit(request).result(300)
+
+        def answer(ends_k: list[int]) -> tuple[Any, Any]:
+            arrays = {**drawn, "cu_seqlens_q": request.cu_seqlens_q, "cu_seqlens_k": np.array(ends_k, np.int32)}
+            arrays["out"] = np.zeros_like(drawn["q"])
+            moved = {name: device.memory.empty(array.shape, array.dtype.name) for name, array in arrays.items()}
+            for name, array in arrays.items():
+                host_view(moved[name])[...] = array
+            longest = {"max_seqlen_q": 6, "max_seqlen_k": 60}
+            found = ctx.flash_attn.submit(dataclasses.replace(request, **moved, **longest)).result(300)
+            lse = DeviceArray(found.lse.data.ptr, found.lse.shape, found.lse.strides, np.dtype(np.float32), 0)
+            return host_view(moved["out"]).copy(), host_view(lse).copy()
+
+        out, lse = answer([0, 40, 100])
+        assert out.tobytes() == expected.out.tobytes()
+        assert lse.tobytes() == expected.lse.tobytes()
+        for broken in ([0, 40, 39], [0, 40, 101]):  # shorter than nothing, and beyond the keys
+            out, lse = answer(broken)
+            assert out[:3].tobytes() == expected.out[:3].tobytes(), "of the other sequence"
+            assert np.isnan(out[3:]).all()
+            assert np.isnan(lse[:, 3:]).all()
+
+
+@contextlib.contextmanager
+def on_emulated_device(arch: str) -> Iterator[tuple[ga.GpuContext, CudaDevice]]:
+    """An invariant context on an emulated device whose programs have arrays on it."""
+    options = ga.ContextOptions(arch=arch, invariant=True)
+    opened: list[CudaDevice] = []
+
+    def device() -> CudaDevice:
+        opened.append(Emulated(0, options, EmulatedApi(arch, ga.EmulationOptions(), options)))
+        opened[-1].info = dataclasses.replace(opened[-1].info, invariant=True)
+        return opened[-1]
+
+    with contextlib.closing(start_context(device, options)) as ctx:
+        yield ctx, opened[0]
 
 
 def test_gradients_are_deterministic(ctx: ga.GpuContext) -> None:
