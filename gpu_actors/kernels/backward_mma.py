@@ -28,7 +28,7 @@ from gpu_actors.kernels.params import (
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values, flat_grid
 from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.shared_gradients import part_dtype, sum_parts, sum_scratch
-from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability
+from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability, order_refusal
 from gpu_actors.kernels.tiles import backward_warp_tile, shared_bytes_of, tile_for, tile_of
 from gpu_actors.kernels.trials import batch_trials
 
@@ -276,7 +276,7 @@ def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
         return bias_turns_refusal(problem)
     if problem.deterministic and problem.dbias:
         reason = "blocks take turns at a bias by batch and head, and each head has lists of its own"
-        return Unsupported("deterministic", True, reason, False)
+        return order_refusal(problem, reason, "bias", problem.bias_shape, None)
     widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider ones are refused anyway
     keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
     if size[1] % keys == 0:

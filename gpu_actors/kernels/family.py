@@ -10,7 +10,7 @@ from gpu_actors.attention.problem import AttentionProblem, Direction, DispatchKe
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.macros import Macros
 from gpu_actors.kernels.program import Program, Target
-from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM
+from gpu_actors.kernels.support import ELEMENTS, LATENT_DIM, order_refusal
 from gpu_actors.kernels.trials import Trial
 
 __all__ = ["GREATEST_DIM", "KernelFamily"]
@@ -92,7 +92,7 @@ class KernelFamily:
         rows_apart = problem.q_positions == 2 and problem.sliding_window
         if rows_apart and problem.deterministic and self.direction == "backward":
             reason = "blocks take turns by ranges of rows, and between rows that stand apart a window may see none"
-            return Unsupported("deterministic", True, reason, False)
+            return order_refusal(problem, reason, "q_positions", (problem.batch, 2), (problem.batch,))
         for name in self.lacks:
             if value := getattr(problem, name):
                 return Unsupported(name, value, f"{self.name} has no code for it")

@@ -36,13 +36,14 @@ from gpu_actors.kernels.rules import fill, should_pack, split_count
 from gpu_actors.kernels.support import capability
 from gpu_actors.kernels.tiles import tile_of
 
-__all__ = ["Packing", "as_cache", "has_cache_form", "packed_program", "packing_of"]
+__all__ = ["Packing", "as_cache", "has_cache_form", "option_without_cache", "packed_program", "packing_of"]
 
 _MULTIPROCESSORS = {80: 108}  # of an A100, where a device does not say how many it has; else those of an H100
 _RENAMED = {"k": "k_cache", "v": "v_cache"}
 _TILED = (FORWARD_SM90.name, FORWARD_MMA.name)
-# What packed rows do not have, or mean otherwise.
-_LACKING = ("dropout_p", "score_mod", "alibi_signed", "positions", "varlen_q", "wide_lse")
+# What packed rows do not have, or mean otherwise. Of a request the names of two are others.
+_LACKING = ("dropout_p", "score_mod", "alibi_signed", "q_positions", "k_positions", "positions", "varlen_q", "wide_lse")
+_OF_REQUESTS = {"score_mod": "block_mask", "wide_lse": "lse_dtype"}
 
 
 class Packing(NamedTuple):
@@ -115,12 +116,16 @@ def _may_pack(problem: AttentionProblem, key: DispatchKey) -> bool:
 def has_cache_form(problem: AttentionProblem) -> bool:
     """Whether the kernels over caches take a batch as `as_cache` has it, if their own refusals let them."""
     p = problem
-    measured = p.mask != "full" or p.alibi is not None  # from the diagonal
-    return (
-        min(p.batch, p.seqlen_q, p.total_k) > 0
-        and not (measured and p.alignment == "top_left")
-        and not any(getattr(p, name) for name in _LACKING)
-    )
+    return min(p.batch, p.seqlen_q, p.total_k) > 0 and option_without_cache(p) is None
+
+
+def option_without_cache(problem: AttentionProblem) -> str | None:
+    """The field of a request by which its batch is none of `as_cache`, or None."""
+    measured = problem.mask != "full" or problem.alibi is not None  # from the diagonal
+    if measured and problem.alignment == "top_left":
+        return "alignment"
+    name = next((name for name in _LACKING if getattr(problem, name)), None)
+    return None if name is None else _OF_REQUESTS.get(name, name)
 
 
 def as_cache(problem: AttentionProblem) -> AttentionProblem:

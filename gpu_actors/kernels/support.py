@@ -29,6 +29,7 @@ __all__ = [
     "check_support",
     "example_problem",
     "find_unsupported",
+    "order_refusal",
     "refusals",
     "scale_refusal",
 ]
@@ -118,6 +119,17 @@ def bias_turns_refusal(problem: AttentionProblem) -> Unsupported | None:
     return Unsupported("deterministic", True, reason, False)
 
 
+def order_refusal(problem: AttentionProblem, reason: str, field: str, value: object, nearest: object) -> Unsupported:
+    """That no kernel orders the sums of a problem's gradients.
+
+    field, value, nearest: what is refused in an invariant context, where ``deterministic`` is not the caller's option.
+    """
+    if not problem.invariant:
+        return Unsupported("deterministic", True, reason, False)
+    reason = f"gradients are deterministic with ContextOptions(invariant=True), but {reason}"
+    return Unsupported(field, value, reason, nearest)
+
+
 def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:
     """A problem of one sequence of 1024 rows and keys and one head, as requests of the dtype are by default.
 
@@ -179,7 +191,8 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
         yield "bias.dtype", Unsupported("bias", p.bias[0], reason, "float32")
     if p.bias_row and p.dbias and p.deterministic:
         reason = "rows that share a bias add to its gradient in any order"
-        yield "bias.row", Unsupported("deterministic", True, reason, False)
+        whole = (*p.bias_shape[:2], p.seqlen_q, p.bias_shape[3])
+        yield "bias.row", order_refusal(p, reason, "bias", p.bias_shape, whole)
     if p.descales and not (q.fp8 or kv.fp8):
         reason = f"descales are for fp8 inputs, and q is {p.dtype}"
         yield "descales.dtype", Unsupported("q_descale", "an array", reason)

@@ -13,7 +13,6 @@ from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
-from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.dispatch import Barred
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
@@ -78,12 +77,7 @@ def pose_backward(
 ) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
     problem = gradient_problem(request, info)
-    try:
-        return problem, key_for(problem, info, request, ("q", "k", "v", "dout"), barred)
-    except Unsupported as error:
-        if info.invariant and error.field == "deterministic":  # which the context asks for
-            raise Unsupported("invariant", True, f"gradients are deterministic with it: {error.reason}") from None
-        raise
+    return problem, key_for(problem, info, request, ("q", "k", "v", "dout"), barred)
 
 
 def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:

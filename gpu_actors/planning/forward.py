@@ -19,9 +19,12 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, FlashBackward, FlashForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import describe
+from gpu_actors.kernels.decode_mma import DECODE
 from gpu_actors.kernels.dispatch import Barred, answering_key
-from gpu_actors.kernels.few_rows import Packing, as_cache, has_cache_form, packing_of
+from gpu_actors.kernels.few_rows import Packing, as_cache, has_cache_form, option_without_cache, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
+from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families, key_for
@@ -269,14 +272,30 @@ def weigh_forward(
     """
     problem = batch_problem(request, info)
     if problem.invariant:
-        posed = as_cache(problem) if has_cache_form(problem) else problem
-        return problem, key_for(posed, info, request, _TILES, barred), None
+        if has_cache_form(problem):
+            return problem, key_for(as_cache(problem), info, request, _TILES, barred), None
+        _check_eight_bits(request, problem, info.arch)
+        return problem, key_for(problem, info, request, _TILES, barred), None
     families = eligible_families({name: getattr(request, name) for name in _TILES})
     key = answering_key(problem, info.arch, info.runs_kernels, families, barred)
     # Sequences that `broadcast_batch` lets share one in memory are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
     return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, barred)
+
+
+def _check_eight_bits(request: FlashForward, problem: AttentionProblem, arch: str) -> None:
+    """Raise Unsupported for an option by which an invariant batch misses the kernels that take fp8 on older GPUs."""
+    field = option_without_cache(problem)
+    if field is None or capability(arch) >= FIRST_FP8_CAPABILITY or not ELEMENTS[problem.dtype].fp8:
+        return
+    value = getattr(request, field)
+    reason = (
+        f"with ContextOptions(invariant=True) {DECODE} computes fp8 batches on {arch}, and it does not have this "
+        "option; q of 16 bits can have it"
+    )
+    nearest = next(each.default for each in dataclasses.fields(request) if each.name == field)
+    raise Unsupported(field, describe(value) if hasattr(value, "shape") else value, reason, nearest)
 
 
 def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:

@@ -238,12 +238,42 @@ def test_gradients_are_deterministic(ctx: ga.GpuContext) -> None:
     x, lse = zeros(2, 100, 8, 64), np.zeros((2, 8, 100), np.float32)
     request = ga.FlashBackward(x, x, x, dout=x, out=x, lse=lse)
     assert ctx.flash_attn.inspect_key(request).deterministic
-    places = np.array([[0, 2], [0, 2]], np.int32)
-    apart = dataclasses.replace(request, q_positions=places, window_size=(5, 5))
     info = dataclasses.replace(ctx.info, runs_kernels=True)  # on a mock device NumPy answers
-    with pytest.raises(ga.Unsupported, match="deterministic") as refused:
-        pose_backward(apart, info)
-    assert refused.value.field == "invariant"
+    for field, value, nearest, more in (
+        ("q_positions", np.array([[0, 2], [0, 2]], np.int32), (2,), {"window_size": (5, 5)}),
+        ("bias", zeros(2, 8, 1, 100), (2, 8, 100, 100), {}),
+    ):
+        with pytest.raises(ga.Unsupported, match="deterministic with ContextOptions") as refused:
+            pose_backward(dataclasses.replace(request, **{field: value}, **more), info)
+        assert (refused.value.field, refused.value.value, refused.value.nearest) == (field, value.shape, nearest)
+        accepted = np.zeros(nearest, value.dtype)
+        assert pose_backward(dataclasses.replace(request, **{field: accepted}, **more), info)[1].deterministic
+
+
+PLACES = np.zeros(2, np.int32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_positions": PLACES},
+        {"k_positions": PLACES},
+        {"alignment": "top_left", "causal": True},
+        {"alibi_signed": True, "alibi_slopes": np.ones(8, np.float32)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_that_batches_of_8_bits_lack_is_refused_by_its_name(options: dict[str, Any]) -> None:
+    name, default = next(iter(options)), "bottom_right" if "alignment" in options else None
+    default = False if "alibi_signed" in options else default
+    request = forward(dtype=ml_dtypes.float8_e4m3fn, **options)
+    with ga.open_context("mock", ga.ContextOptions(arch="sm_80", invariant=True)) as ctx:
+        with pytest.raises(ga.Unsupported, match="q of 16 bits") as refused:
+            ctx.flash_attn.inspect_key(request)
+        assert (refused.value.field, refused.value.nearest) == (name, default)
+        assert ctx.flash_attn.inspect_key(dataclasses.replace(request, **{name: default})).kernel == "decode_mma"
+        halves = {side: getattr(request, side).astype(np.float16) for side in "qkv"}
+        assert ctx.flash_attn.inspect_key(dataclasses.replace(request, **halves)).kernel == "forward_mma"
 
 
 def test_a_kernel_that_fails_its_proof_is_not_replaced() -> None:
