@@ -25,9 +25,11 @@ from properties.texts import (
     CACHES,
     FORMS,
     FORWARD,
+    KINDS,
     RICH,
     SERVINGS,
     SPEC,
+    VARIANTS,
     Serving,
     bits,
     differing,
@@ -63,6 +65,26 @@ def invariant() -> Iterator[Callable[[str, str], ga.GpuContext]]:
 def test_a_row_has_the_same_bits_wherever_it_is_asked_for(invariant: Any, device: str, arch: str, form: str) -> None:
     doors = (*FORWARD, *CACHED, "cudnn") if form == "float16" else (*FORWARD, *CACHED)
     hold(invariant(device, arch), 6, FORMS[form], doors)
+
+
+# The architecture on which the default run asks for a form.
+SAMPLED = {form: ("sm_80", "sm_90a")[index % 2] for index, form in enumerate(VARIANTS)}
+
+
+@pytest.mark.parametrize(
+    ("arch", "form"),
+    [
+        pytest.param(arch, form, marks=() if SAMPLED[form] == arch else (pytest.mark.sweep,))
+        for arch in ("sm_80", "sm_90a")
+        for form in VARIANTS
+    ],
+)
+def test_each_variant_of_a_kernel_gives_a_row_the_same_bits(invariant: Any, arch: str, form: str) -> None:
+    text = VARIANTS[form]
+    spec = dataclasses.replace(SPEC, **{**text, "options": {"causal": True, **text["options"]}})
+    of_caches = "how" in text
+    kinds = [one for one in KINDS if not of_caches or one.door in ("paged", "cache")]
+    assert not differing(invariant("emulated", arch), spec, kinds, "paged" if of_caches else "dense")
 
 
 @pytest.mark.sweep

@@ -23,9 +23,11 @@ __all__ = [
     "CACHES",
     "FORMS",
     "FORWARD",
+    "KINDS",
     "RICH",
     "SERVINGS",
     "SPEC",
+    "VARIANTS",
     "Serving",
     "bits",
     "differing",
@@ -56,6 +58,14 @@ CACHES: dict[str, dict[str, Any]] = {
         "options": {"q_descale": True, "k_descale": True, "v_descale": True},
     },
     "latents": {"dtype": "bfloat16", "dims": (320, 256), "how": {"latent": True}, "options": {"softmax_scale": 0.2}},
+}
+# Forms that other variants of the kernels answer: of wider heads, of heads that no tensor core takes, and of caches.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "128 columns": {"dtype": "float16", "dims": (128, 128), "options": {"softmax_scale": 0.3}},
+    "256 columns": {"dtype": "bfloat16", "dims": (256, 256), "options": {"softmax_scale": 0.2}},
+    "512 columns": {"dtype": "bfloat16", "dims": (320, 512), "options": {"softmax_scale": 0.2}},
+    "20 columns": {"dtype": "float16", "dims": (20, 20), "options": {"softmax_scale": 0.1}},
+    **CACHES,
 }
 ANY = {
     "dtype": ("float16", "bfloat16", "float32", "float64"),
@@ -171,6 +181,15 @@ def differing(ctx: ga.GpuContext, spec: Spec, asked: list[Serving], door: str = 
     return found
 
 
+# One for each kind of variant that a form has: pages of several keys and of one, a cache, arrays, packed sequences.
+KINDS = [
+    Serving("paged", 149, 150, ((1, 40), (1, 150)), 1, (("page_size", 64),)),
+    Serving("paged", 60, 150, ((37, 140),), 1, (("page_size", 48),)),
+    Serving("paged", 100, 101, ((1, 140),), 0, (("page_size", 1),)),
+    Serving("cache", 30, 90, (), 0, (("leftpad", [13]),)),
+    Serving("pointers", 100, 101),
+    Serving("varlen", 20, 90, ((7, 30),), 1),
+]
 SERVINGS = [
     Serving("dense", 149, 150),
     Serving("dense", 60, 150),
