@@ -57,7 +57,7 @@ class _Fields:
         known = {each.name for each in dataclasses.fields(kind)}
         self.arrays: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*arrays)
         self.others: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*(name for name in others if name in known))
-        self.scalars: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*scalars)
+        self.scalars: tuple[str, ...] = tuple(scalars)
 
 
 _APPEND = _Fields(AppendRows, _ROWS)
@@ -73,7 +73,7 @@ def kind_key(
         if other is not None:
             return None
     arrays = fields.arrays(message)
-    scalars = fields.scalars(message)
+    scalars = [getattr(message, name) for name in fields.scalars]
     rows: Any = message.k if message.c_kv is None else message.c_kv
     longest = max([table.length for table in tables], default=0)
     new = rows.shape[1] if rows is not None and len(rows.shape) == 4 else 0
