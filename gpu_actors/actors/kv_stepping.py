@@ -6,10 +6,11 @@ has ended.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from gpu_actors.errors import (
     InvalidRequest,
     LaunchError,
     StaleBuffer,
+    Unsupported,
 )
 from gpu_actors.fields import FP8, expect, flag, integer
 from gpu_actors.kernels.append import Rope
@@ -92,10 +94,13 @@ class Stepping:
         if not all(self._has_kernels(unit.work) for unit in units):
             return
         first, begun = units[0].work, list[KvWork]()
+        given = message.layer_options or {}
         for unit in units[1:]:  # the first is checked where its pages are taken
-            _check_reach(unit.work)
+            with _naming_layer(unit.work.layer, given):
+                _check_reach(unit.work)
         for _, error in cache.begin([first], begun):
-            raise error
+            with _naming_layer(first.layer, given):
+                raise error
         if not begun:
             return  # answered meanwhile
         cache.stepping.update(tables if capture is None else (*tables, capture))
@@ -251,7 +256,8 @@ class Stepping:
             if alike not in units:
                 examples: Any = like[layer] if isinstance(like, list) else like
                 arrays = _arrays(group, message, heads[layer], examples, len(tables), self._store.device)
-                units[alike] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
+                with _naming_layer(layer, given):
+                    units[alike] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
             layers.append(units[alike])
         if key is not None:
             numbers = {id(each): index for index, each in enumerate(units.values())}
@@ -364,14 +370,31 @@ def _kind(work: KvWork) -> RequestKind:
     return work.kind
 
 
+@contextlib.contextmanager
+def _naming_layer(layer: int, given: Mapping[int, Mapping[str, Any]]) -> Iterator[None]:
+    """Name the layer where one of its own options is refused. given: the options by layer."""
+    try:
+        yield
+    except (InvalidRequest, Unsupported) as error:
+        if error.field.partition(".")[0] not in given.get(layer, {}):
+            raise
+        raise type(error)(f"layer_options[{layer}].{error.field}", *error.args[1:]) from None
+
+
 def _heads(cache: OpenedCache, message: BeginStep) -> Sequence[int]:
     """Of q, for each layer. Raises `InvalidRequest`."""
     given: Any = message.heads_q
-    if not isinstance(given, list | tuple):
-        return [integer("heads_q", given, 1)] * cache.layers
-    reason = f"must be a number, or one for each of the {cache.layers} layers"
-    expect(len(given) == cache.layers, "heads_q", given, reason)
-    return [integer(f"heads_q[{layer}]", heads, 1) for layer, heads in enumerate(given)]
+    if isinstance(given, list | tuple):
+        reason = f"must be a number, or one for each of the {cache.layers} layers"
+        expect(len(given) == cache.layers, "heads_q", given, reason)
+        fields = [f"heads_q[{layer}]" for layer in range(cache.layers)]
+    else:
+        given, fields = [given] * cache.layers, ["heads_q"] * cache.layers
+    for layer, (field, heads) in enumerate(zip(fields, given, strict=True)):
+        of_keys = cache.group_of[layer].pool.heads_kv
+        reason = f"must be a multiple of the {of_keys} heads of k in layer {layer}"
+        expect(integer(field, heads, 1, MAX_SEQLEN) % of_keys == 0, field, heads, reason)
+    return [int(heads) for heads in given]
 
 
 def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Mapping[str, Any]]:

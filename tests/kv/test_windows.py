@@ -402,14 +402,14 @@ def test_options_about_the_whole_sequence_are_refused_in_a_layer_with_a_window(o
         seq = one.create(14)
         q = one.draw(1, 1, HEADS_Q)
         wait(one.cache.attend(q, [seq], layer=0, **options))
-        for reply in (
-            one.cache.attend(q, [seq], layer=1, **options),
-            one.cache.step([seq], heads_q=HEADS_Q, **options),
-            one.cache.step([seq], heads_q=HEADS_Q, layer_options={1: options}),
+        for reply, named in (
+            (one.cache.attend(q, [seq], layer=1, **options), field),
+            (one.cache.step([seq], heads_q=HEADS_Q, **options), field),
+            (one.cache.step([seq], heads_q=HEADS_Q, layer_options={1: options}), f"layer_options[1].{field}"),
         ):
             refusal = outcome(reply)
             assert isinstance(refusal, kind)
-            assert refusal.field == field
+            assert refusal.field == named
         assert one.cache.length(seq) == 14
 
 
