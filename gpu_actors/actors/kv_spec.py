@@ -52,9 +52,12 @@ def groups_of(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list
         try:
             pool, descales = _checked(changed(spec, own), info, notes)
         except (InvalidRequest, Unsupported) as error:
-            if error.field not in own:
+            if error.field in own:
+                raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
+            if error.field not in _OF_A_LAYER:
                 raise
-            raise type(error)(f"{field}.{error.field}", *error.args[1:]) from None
+            reason = f"{error.reason}; {field} leaves it to the cache"
+            raise type(error)(error.field, error.value, reason, *error.args[3:]) from None
         width = None if layer.window is None else integer(f"{field}.window", layer.window, 0, FURTHEST)
         if info.invariant and width is not None:
             reason = (

@@ -8,7 +8,7 @@ async with ctx.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=128) 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
@@ -45,6 +45,7 @@ from gpu_actors.process import Local, refuse_on_loop
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import Reply, need_asyncio
+from gpu_actors.values import show
 
 if TYPE_CHECKING:
     from gpu_actors.actors.kv_store import CacheStore, OpenedCache
@@ -333,6 +334,9 @@ class KvCache(Local):
         return bool(self._spec.latent_dim) or any(layer.latent_dim for layer in layers)
 
     def _open(self) -> Reply[int]:
+        layers: object = self._spec.layers
+        if isinstance(layers, Iterator):  # it could not cross to another process, where the spec is checked
+            raise InvalidRequest("layers", show(layers), "must be an int, or a list or tuple of KvLayer")
         with self._lock:
             if self._number:
                 raise GpuActorsError("this cache has been entered already; make one for each use")

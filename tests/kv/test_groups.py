@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -230,6 +231,31 @@ def test_what_is_wrong_with_a_list_of_layers_is_refused_by_name(
     with pytest.raises((ga.InvalidRequest, ga.Unsupported)) as refused, mock.kv_cache(**options):
         pass
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layers": [WIDE, ga.KvLayer(kv_heads=2)]}, "head_dim"),
+        ({"layers": [WIDE, ga.KvLayer(kv_heads=2)], "head_dim": 100_000}, "head_dim"),
+        ({"layers": [replace(FP8, k_descale=None), WIDE], "k_descale": FP8.k_descale}, "k_descale"),
+    ],
+)
+def test_a_default_that_is_wrong_for_a_layer_names_the_layer(
+    mock: ga.GpuContext, changes: dict[str, Any], field: str
+) -> None:
+    options = {"num_blocks": 4, "page_size": PAGE, "dtype": "float32", **changes}
+    with pytest.raises((ga.InvalidRequest, ga.Unsupported), match=r"layers\[1\]") as refused:
+        mock.kv_cache(**options).__enter__()
+    assert refused.value.field == field
+
+
+def test_layers_from_an_iterator_are_refused_by_name_beside_another_process_too() -> None:
+    with ga.open_context("mock", isolation="process") as ctx:
+        cache = ctx.kv_cache(num_blocks=4, page_size=PAGE, layers=iter([WIDE]))  # type: ignore[arg-type]
+        with pytest.raises(ga.InvalidRequest, match="list or tuple of KvLayer") as refused:
+            cache.__enter__()
+    assert refused.value.field == "layers"
 
 
 def test_what_is_wrong_with_an_append_of_layers_is_refused_by_name() -> None:
