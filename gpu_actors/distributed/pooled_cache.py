@@ -21,6 +21,7 @@ from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer, Unsup
 from gpu_actors.fields import expect
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.kv_cache import KvCache
+from gpu_actors.handles.kv_step import KvStep
 from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.prefix import prompt_digests
 from gpu_actors.kv.requests import KvCacheSpec, KvLayer, KvSequence
@@ -147,7 +148,8 @@ class PooledKvCache(Local):
         Use it to decode on another worker than the one that prefilled, or before a home is removed.
         worker: the new home. None: one of the others, as for a sequence without tokens.
         timeout: seconds for reading the pages and writing them.
-        If it raises, the sequence is where it was. Rows that are appended meanwhile do not move.
+        If it raises, the sequence is where it was. It waits for an open `step` of the sequence. Rows that are appended
+        later do not move, and neither do those of a step that begins later.
         Raises `InvalidRequest` for a worker that takes no new sequence, `CacheFull`, and `WorkerLost` of either worker.
         """
         member, source = self._home(seq)
@@ -202,6 +204,16 @@ class PooledKvCache(Local):
     ) -> Reply[AttentionOutput]:
         """Attention to sequences with one home. The arguments are those of `KvCache.attend`."""
         return self._ask(seqs, lambda cache, handles: cache.attend(q, handles, **options))
+
+    def step(self, seqs: Sequence[PooledSequence], **options: Any) -> Reply[KvStep]:
+        """Begin one pass of a model over the layers, for sequences with one home. As `KvCache.step`.
+
+        The stream and the arrays of a step belong to one device, so a step does not split over workers: begin one at
+        each home, or bring the sequences to one home with `move`. A move and a `free` of its sequences wait until it
+        has ended. If the home is lost, layers and the commit raise what a request does.
+        `KvStep.captured` is of the home's cache: its steps take ``[seq.handle for seq in seqs]``.
+        """
+        return self._ask(seqs, lambda cache, handles: cache.step(handles, **options))
 
     def run(
         self, seqs: PooledSequence | Sequence[PooledSequence], function: Callable[..., Any], *arguments: Any
@@ -260,6 +272,7 @@ class PooledKvCache(Local):
                 self._homes.forget(name)
             spec = self._spec
             cache = context.kv_cache(**{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)})
+            cache._count_step_end = member.began
             opening = asyncio.create_task(cache.__aenter__())
             shard = self._shards[name] = _Shard(context, cache, opening)
             opening.add_done_callback(functools.partial(self._opened, name, shard))
@@ -290,11 +303,16 @@ class PooledKvCache(Local):
         listed = list(seqs) if isinstance(seqs, list | tuple) else [seqs]
         sound = bool(listed) and all(isinstance(seq, PooledSequence) for seq in listed)
         expect(sound, "seqs", show(seqs), "must be a PooledSequence or a list of them, as create() and fork() give")
-        names = sorted({seq.worker for seq in listed})
-        expect(len(names) == 1, "seqs", names, "must have one home: group them by seq.worker")
-        member, shard = self._pool.member(names[0]), self._shards.get(names[0])
+        name = listed[0].worker
+        if any(seq.worker != name for seq in listed):
+            homes: dict[str, list[int]] = {}
+            for place, seq in enumerate(listed):
+                homes.setdefault(seq.worker, []).append(place)
+            reason = "must have one home: group them by seq.worker, or move them to one"
+            raise InvalidRequest("seqs", homes, reason)
+        member, shard = self._pool.member(name), self._shards.get(name)
         if member is None or shard is None or shard.context is not member.context:
-            raise StaleBuffer(f"the home of the sequence, {names[0]}, has left the pool or was lost")
+            raise StaleBuffer(f"the home of the sequence, {name}, has left the pool or was lost")
         return member, shard.cache
 
     async def _leave(self) -> None:

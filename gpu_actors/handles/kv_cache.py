@@ -8,7 +8,7 @@ async with ctx.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=128) 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
@@ -84,6 +84,8 @@ class KvCache(Local):
         self._number = 0
         self._generation = 0
         self._lock = threading.Lock()
+        # Of a pool, which counts the requests to its workers: a step ends without another call of the pool.
+        self._count_step_end: Callable[[Reply[Any]], None] | None = None
 
     @classmethod
     def at(cls, children: Children, handle: ActorHandle, spec: KvCacheSpec, number: int, generation: int) -> KvCache:

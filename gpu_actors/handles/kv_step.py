@@ -48,6 +48,7 @@ class _Cache(Protocol):
     """The `KvCache` of a step."""
 
     _handle: ActorHandle
+    _count_step_end: Callable[[Reply[Any]], None] | None
 
     def _begin_step(
         self, message: BeginStep, deadline: float | None, timeout: float | None, priority: int
@@ -191,6 +192,8 @@ class KvStep(Local):
         reply: Reply[Any] = self._cache._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
         # A callback keeps the call alive where its reply is dropped.
         reply._call.when_done(_ended)
+        if self._cache._count_step_end is not None:
+            self._cache._count_step_end(reply)
         return reply
 
 
