@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from gpu_actors.errors import InvalidRequest, Unsupported
@@ -19,6 +20,7 @@ __all__ = [
     "dtype_of",
     "expect",
     "flag",
+    "heads_of_layers",
     "heads_ratio",
     "integer",
     "one_of",
@@ -143,6 +145,19 @@ def heads_ratio(heads_q: int, heads_kv: int, field: str, keys: Any) -> None:
     ratio_holds = heads_kv >= 1 and heads_q >= heads_kv and heads_q % heads_kv == 0
     reason = f"has {heads_kv} heads, of which q's {heads_q} must be a whole multiple, at least 1"
     expect(ratio_holds, field, describe(keys), reason)
+
+
+def heads_of_layers(given: object, heads_kv: Sequence[int]) -> list[int]:
+    """The heads of q in each layer, of ``heads_q``, which is one number or a list. heads_kv: of k in each."""
+    layers = len(heads_kv)
+    listed = isinstance(given, list | tuple)
+    heads: Any = given if listed else [given] * layers
+    expect(len(heads) == layers, "heads_q", given, f"must be a number, or one for each of the {layers} layers")
+    for layer, (of_q, of_k) in enumerate(zip(heads, heads_kv, strict=True)):
+        field = f"heads_q[{layer}]" if listed else "heads_q"
+        reason = f"must be a multiple of the {of_k} heads of k in layer {layer}"
+        expect(integer(field, of_q, 1, FURTHEST) % of_k == 0, field, of_q, reason)
+    return [int(of_q) for of_q in heads]
 
 
 def optional_array(

@@ -43,7 +43,7 @@ from gpu_actors.errors import (
     StaleBuffer,
     Unsupported,
 )
-from gpu_actors.fields import FP8, expect, flag, integer
+from gpu_actors.fields import FP8, expect, flag, heads_of_layers, integer
 from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.kernels.support import MAX_SEQLEN
@@ -248,7 +248,8 @@ class Stepping:
             for name in options:
                 reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
                 expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
-        heads, like = _heads(cache, message), _like(cache, message)
+        heads = heads_of_layers(message.heads_q, [group.pool.heads_kv for group in cache.group_of])
+        like = _like(cache, message)
         units: dict[Hashable, StepLayers] = {}
         layers: list[StepLayers] = []
         for layer, group in enumerate(cache.group_of):
@@ -379,22 +380,6 @@ def _naming_layer(layer: int, given: Mapping[int, Mapping[str, Any]]) -> Iterato
         if error.field.partition(".")[0] not in given.get(layer, {}):
             raise
         raise type(error)(f"layer_options[{layer}].{error.field}", *error.args[1:]) from None
-
-
-def _heads(cache: OpenedCache, message: BeginStep) -> Sequence[int]:
-    """Of q, for each layer. Raises `InvalidRequest`."""
-    given: Any = message.heads_q
-    if isinstance(given, list | tuple):
-        reason = f"must be a number, or one for each of the {cache.layers} layers"
-        expect(len(given) == cache.layers, "heads_q", given, reason)
-        fields = [f"heads_q[{layer}]" for layer in range(cache.layers)]
-    else:
-        given, fields = [given] * cache.layers, ["heads_q"] * cache.layers
-    for layer, (field, heads) in enumerate(zip(fields, given, strict=True)):
-        of_keys = cache.group_of[layer].pool.heads_kv
-        reason = f"must be a multiple of the {of_keys} heads of k in layer {layer}"
-        expect(integer(field, heads, 1, MAX_SEQLEN) % of_keys == 0, field, heads, reason)
-    return [int(heads) for heads in given]
 
 
 def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Mapping[str, Any]]:

@@ -16,6 +16,7 @@ async with open_pool("mock", workers=4) as pool:
     context_parallel  the same by rows
     parts             what both share
     sharded_cache     one sequence over several workers
+    sharded_step      a model's step over one
     key_split         which worker has which keys
     shard_rows        rotates and quantises rows before they are sent
 """
@@ -31,6 +32,7 @@ from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.distributed.pooled_cache import PooledKvCache, PooledSequence
 from gpu_actors.distributed.routing import Directory, Homes, Ring, less_loaded_of_two
 from gpu_actors.distributed.sharded_cache import ShardedKvCache, ShardedSequence
+from gpu_actors.distributed.sharded_step import ShardedStep
 from gpu_actors.distributed.tensor_parallel import head_split, head_split_backward
 from gpu_actors.distributed.worker_pool import PoolOptions, PoolStats
 from gpu_actors.kv.prefix import prompt_digests as prefix_digests
@@ -49,6 +51,7 @@ __all__ = [
     "Ring",
     "ShardedKvCache",
     "ShardedSequence",
+    "ShardedStep",
     "WorkerStats",
     "context_split",
     "context_split_backward",

@@ -14,13 +14,15 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Coroutine
+import math
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import numpy as np
 
+from gpu_actors.actors.kv_step import LATE
 from gpu_actors.arrays.adopt import name_of
 from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
 from gpu_actors.attention.requests import Array, AttentionOutput
@@ -30,11 +32,23 @@ from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.parts import all_of
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.distributed.shard_rows import ROTATION, dense_operands, on_host, rotate_and_quantise, tree_matrix
-from gpu_actors.errors import ContextLost, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
-from gpu_actors.fields import FP8, describe, expect, integer, optional_array, output_dtype
+from gpu_actors.distributed.sharded_step import ShardedStep
+from gpu_actors.errors import ContextLost, DeadlineExceeded, GpuActorsError, InvalidRequest, StaleBuffer, Unsupported
+from gpu_actors.fields import (
+    FP8,
+    describe,
+    expect,
+    flag,
+    heads_of_layers,
+    integer,
+    optional_array,
+    output_dtype,
+    real,
+)
 from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.append import AppendProblem, Rope
-from gpu_actors.kv.requests import AttendCache, KvCacheKeywords, KvCacheSpec, KvSequence
+from gpu_actors.kernels.support import MAX_SEQLEN
+from gpu_actors.kv.requests import AttendCache, BeginStep, KvCacheKeywords, KvCacheSpec, KvSequence
 from gpu_actors.partial import Partial, empty, merge
 from gpu_actors.process import Local
 from gpu_actors.runtime.handle import CallOptions
@@ -68,6 +82,19 @@ class ShardedSequence:
     _freed: bool = field(default=False, repr=False)
 
 
+class _Attention(NamedTuple):
+    """Arguments of an attention to one layer, on the host. options: those that each worker gets."""
+
+    q: Any
+    new: tuple[Any, Any] | None
+    rotation: Mapping[str, Any]
+    mask: KeyMask
+    slopes: Any
+    tree: Any
+    sinks: Any
+    options: Mapping[str, Any]
+
+
 class ShardedKvCache(Local):
     """A paged KV cache whose sequences are divided among the workers of a pool, in runs of ``interleave`` rows.
 
@@ -78,8 +105,9 @@ class ShardedKvCache(Local):
     interleave: how many consecutive rows a worker has. None: ``page_size``.
     num_blocks: pages of each worker.
     k_descale, v_descale: on the host.
-    The other arguments are those of `KvCacheSpec`. latent_dim, float64 and several layers raise `Unsupported`: a
-    `PooledKvCache` takes them.
+    layers: a number. A sequence has the same rows on the same workers in all of them. A list raises `Unsupported`.
+    The other arguments are those of `KvCacheSpec`. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes
+    them.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or not at all, unless a worker is
     lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
@@ -94,8 +122,8 @@ class ShardedKvCache(Local):
         if spec.latent_dim != 0:
             reason = "new rows attend to each other in a forward request, which takes no latents: use a PooledKvCache"
             raise Unsupported("latent_dim", spec.latent_dim, reason, 0)
-        if spec.layers != 1:
-            raise Unsupported("layers", spec.layers, "a sharded cache has one: open one for each layer", 1)
+        if isinstance(spec.layers, list | tuple):
+            raise Unsupported("layers", show(spec.layers), "must be a number: they are alike", len(spec.layers))
         if dtype == "float64":
             reason = "the answers of workers are merged by their LSE, which is fp32: use a PooledKvCache"
             raise Unsupported("dtype", dtype, reason, "float32")
@@ -109,6 +137,7 @@ class ShardedKvCache(Local):
             raise InvalidRequest("kv_heads" if heads is None else "head_dim", None, "must be given")
         self._dim_v = dim if spec.head_dim_v is None else spec.head_dim_v
         self._kv_heads = heads
+        self._layers = integer("layers", spec.layers, 1)
         self.interleave: int = integer("interleave", spec.page_size if interleave is None else interleave, 1)
         self._spec: dict[str, Any] = {**options, **self._descales}
         self._layout = AppendProblem(
@@ -193,18 +222,22 @@ class ShardedKvCache(Local):
         """Write rows behind those of a sequence. Returns the new length.
 
         k: (rows, kv_heads, head_dim), in the cache's dtype; for an fp8 cache in float16, bfloat16 or its own dtype.
-        v: likewise, with head_dim_v.
+        v: likewise, with head_dim_v. Both have an axis of the layers before all others where there are several.
         rope, positions, rope_cos, rope_sin: as in `AppendRows`. Rows are rotated and quantised before they are sent.
         Raises `InvalidRequest` and `CacheFull`, and then nothing is written. Rows that are being written are written
         even if the task is cancelled.
         """
         self._check_sequence(seq)
-        rows = self._rows(k, v)
+        rows = self._rows(k, v, self._layers)
         rotation = dict(zip(ROTATION, (rope, positions, rope_cos, rope_sin), strict=True))
         async with seq._lock:
             self._check_sequence(seq)
-            new_k, new_v, _ = rotate_and_quantise(self._layout, self._descales, *rows, None, seq.length, rotation)
-            return await self._append(seq, new_k, new_v)
+            layers = [rows] if self._layers == 1 else zip(*rows, strict=True)
+            new = [
+                rotate_and_quantise(self._layout, self._descales, *layer, None, seq.length, rotation)[:2]
+                for layer in layers
+            ]
+            return await self._append(seq, new)
 
     async def attend(
         self,
@@ -213,6 +246,7 @@ class ShardedKvCache(Local):
         *,
         k: Array | None = None,
         v: Array | None = None,
+        layer: int = 0,
         causal: bool = True,
         sinks: Array | None = None,
         tree_mask: Array | None = None,
@@ -229,6 +263,7 @@ class ShardedKvCache(Local):
 
         q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. The output has its dtype,
             bfloat16 for fp8. k, v: the same rows', as for `append`; None for rows that are in the cache.
+        layer: of a cache of several, whose rows are appended by a `step`, or by `append`: k and v are None there.
         q_descale: fp32 (kv_heads,), of an fp8 q, which is not rotated.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
         tree_mask: in place of causal, as in `PagedForward`: uint64 (rows,) or bool (rows, rows).
@@ -242,8 +277,91 @@ class ShardedKvCache(Local):
         chunks or ALiBi, because a worker that has some keys of the tree does not know their places. Raises what
         `append` raises, and then nothing is written.
         """
-        _check_options({name: value for name, value in options.items() if name not in _SUPPORTED})
+        _check_options("attend", options, _SUPPORTED)
         self._check_sequence(seq)
+        number = integer("layer", layer, 0, self._layers - 1)
+        for name, rows in (("k", k), ("v", v)):
+            reason = f"must be None: a cache of {self._layers} layers gets rows by a step, or by append of all layers"
+            expect(rows is None or self._layers == 1, name, describe(rows), reason)
+        attention = self._checked(
+            q, k, v, causal=causal, sinks=sinks, tree_mask=tree_mask, rope=rope, positions=positions,
+            rope_cos=rope_cos, rope_sin=rope_sin, q_descale=q_descale, **options,
+        )  # fmt: skip
+        async with seq._lock:
+            self._check_sequence(seq)
+            merged, new = await self._attend(seq, number, attention, timeout)
+            if new is not None:
+                await self._append(seq, [new])
+        return AttentionOutput(merged.out, merged.lse if return_lse else None)
+
+    async def step(
+        self,
+        seq: ShardedSequence,
+        *,
+        heads_q: int | Sequence[int],
+        rows: int = 1,
+        append: bool = True,
+        layer_options: Mapping[int, Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> ShardedStep:
+        """Begin one pass of a model over all layers of a sequence, as `KvCache.step` does.
+
+        heads_q: of q, or a list with the number of each layer. rows: of q, the last ones of the sequence.
+        append: whether each layer gets keys and values of these rows.
+        options: of `attend`. layer_options: for single layers, in place of these.
+        timeout: seconds for the whole step, after which it is aborted.
+        Its layers are requests that the workers answer, so a CUDA graph cannot capture them: use a `PooledKvCache`. It
+        takes no pages before the commit. Raises `InvalidRequest`, and `Unsupported` for other options.
+        """
+        self._check_sequence(seq)
+        count = integer("rows", rows, 1, MAX_SEQLEN)
+        appends = flag("append", append)
+        heads = heads_of_layers(heads_q, [self._kv_heads] * self._layers)
+        own: Any = {} if layer_options is None else layer_options
+        expect(isinstance(own, Mapping), "layer_options", show(own), "must give options by layer")
+        for layer, each in own.items():
+            integer("layer_options", layer, 0, self._layers - 1)
+            expect(isinstance(each, Mapping), f"layer_options[{layer}]", show(each), "must give options by name")
+        for where, each in (("", options), *((f"layer_options[{layer}].", each) for layer, each in own.items())):
+            _check_options("step", each, _STEP_OPTIONS, where)
+            flag(f"{where}return_lse", each.get("return_lse", False))
+        by_layer = [{**options, **own.get(layer, {})} for layer in range(self._layers)]
+        deadline = None
+        if timeout is not None and timeout != math.inf:
+            seconds = real("timeout", timeout, "a finite number of seconds, or None")
+            deadline = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                await seq._lock.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(LATE) from None
+        with undo_on_error(seq._lock.release):
+            self._check_sequence(seq)
+            return ShardedStep(self, seq, count, appends, heads, by_layer, deadline)
+
+    # Inside
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(cache.__aexit__(None, None, None) for cache in self._caches))
+
+    def _checked(
+        self,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        *,
+        causal: bool = True,
+        sinks: Array | None = None,
+        tree_mask: Array | None = None,
+        rope: Rope | None = None,
+        positions: Array | None = None,
+        rope_cos: Array | None = None,
+        rope_sin: Array | None = None,
+        q_descale: Array | None = None,
+        **options: Any,
+    ) -> _Attention:
+        """The arguments of `attend`, checked as far as they do not depend on the sequence."""
         query = self._query(q)
         factors = self._query_factors(q_descale, query)
         new = None
@@ -262,32 +380,17 @@ class ShardedKvCache(Local):
         per_score |= {name: value for name, value in options.items() if name in ("softmax_scale", "softcap")}
         per_score |= {} if factors is None else {"q_descale": factors}
         slopes = self._slopes(options.get("alibi_slopes"), query)
-        async with seq._lock:
-            self._check_sequence(seq)
-            if new is not None:
-                rotated = rotate_and_quantise(self._layout, self._descales, *new, query, seq.length, rotation)
-                new, query = rotated[:2], rotated[2]
-            merged = await self._attend(seq, query, new, mask, slopes, tree, sinks, {**per_score, "timeout": timeout})
-            if new is not None:
-                await self._append(seq, *new)
-        return AttentionOutput(merged.out, merged.lse if return_lse else None)
-
-    # Inside
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(cache.__aexit__(None, None, None) for cache in self._caches))
+        return _Attention(query, new, rotation, mask, slopes, tree, sinks, per_score)
 
     async def _attend(
-        self,
-        seq: ShardedSequence,
-        q: Any,
-        new: Any,
-        mask: KeyMask,
-        slopes: Any,
-        tree: Any,
-        sinks: Any,
-        options: dict[str, Any],
-    ) -> Partial:
+        self, seq: ShardedSequence, layer: int, attention: _Attention, timeout: float | None = None
+    ) -> tuple[Partial, tuple[Any, Any] | None]:
+        """The answer, and the new rows as the cache stores them."""
+        q, new, rotation, mask, slopes, tree, sinks, per_score = attention
+        options = {**per_score, "timeout": timeout}
+        if new is not None:
+            rotated = rotate_and_quantise(self._layout, self._descales, *new, q, seq.length, rotation)
+            new, q = rotated[:2], rotated[2]
         length, count = seq.length, len(q)
         begin = length if new is not None else length - count
         positions = np.arange(begin, begin + count)
@@ -318,7 +421,7 @@ class ShardedKvCache(Local):
                 keys = np.array([[self.split.position(rank, 0), step]], np.int32)
                 overrides = {name: getattr(mask, name) for name in _MASKS} | {"alibi_slopes": slopes}
                 overrides |= {"q_positions": np.array([begin + early], np.int32), "k_positions": keys}
-            attentions.append(self._attend_cached(seq, rank, q, parts, options, overrides))
+            attentions.append(self._attend_cached(seq, rank, q, parts, {**options, "layer": layer}, overrides))
         if new is not None and count:
             sinks_left = max(0, mask.sink_tokens - length)
             among: dict[str, Any] = {
@@ -337,7 +440,7 @@ class ShardedKvCache(Local):
         dtype = output_dtype(name_of(q.dtype))
         partials = [empty((*q.shape[:-1], self._dim_v), dtype=dtype)]
         merged = merge(partials + await all_of(attentions), sinks=sinks, out_dtype=dtype)
-        return Partial(merged.out, merged.lse.astype(np.float32))
+        return Partial(merged.out, merged.lse.astype(np.float32)), new
 
     async def _attend_cached(
         self,
@@ -394,7 +497,9 @@ class ShardedKvCache(Local):
         answer = await self._pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v, **options), timeout=timeout)
         return Partial(answer.out[0], answer.lse[0].astype(np.float64))
 
-    async def _append(self, seq: ShardedSequence, k: Any, v: Any) -> int:
+    async def _append(self, seq: ShardedSequence, new: Sequence[tuple[Any, Any]]) -> int:
+        """Write the new keys and values of each layer."""
+        k, v = new[0] if len(new) == 1 else map(np.stack, zip(*new, strict=True))
         writing = asyncio.ensure_future(self._write(seq, k, v))
         # Half of a write would leave a sequence that cannot be used.
         cancelled = None
@@ -414,7 +519,7 @@ class ShardedKvCache(Local):
 
     async def _write(self, seq: ShardedSequence, k: Any, v: Any) -> int:
         begin: int = seq.length
-        end: int = begin + k.shape[0]
+        end: int = begin + k.shape[-3]
         owners = self.split.owners(begin, end)
         lengths = self.split.lengths(begin)
         replies = {}
@@ -423,7 +528,8 @@ class ShardedKvCache(Local):
             for key in [key for key in seq._prefixes if key[0] == rank]:  # they would cost the write a page
                 self._caches[rank].free(seq._prefixes.pop(key))
             options = {"expect_length": lengths[rank]}
-            replies[rank] = self._caches[rank].append(seq._handles[rank], k[own_rows], v[own_rows], **options)
+            own_k, own_v = k[..., own_rows, :, :], v[..., own_rows, :, :]
+            replies[rank] = self._caches[rank].append(seq._handles[rank], own_k, own_v, **options)
             self._members[rank].began(replies[rank])
         failure: GpuActorsError | None = None
         written = []
@@ -462,17 +568,20 @@ class ShardedKvCache(Local):
         if seq._loss_reason:
             raise StaleBuffer(seq._loss_reason)
 
-    def _rows(self, k: Any, v: Any) -> tuple[Any, Any]:
+    def _rows(self, k: Any, v: Any, layers: int = 1) -> tuple[Any, Any]:
         dtypes = (self._dtype, *_HALVES) if self._dtype in FP8 else (self._dtype,)
+        leading = () if layers == 1 else (layers,)
         arrays = []
         for name, array, dim in (("k", k, self._spec["head_dim"]), ("v", v, self._dim_v)):
             expect(array is not None, name, None, "must be given: rows have keys and values")
             host = on_host(name, array)
-            reason = f"must be (rows, {self._kv_heads}, {dim}) {' or '.join(dtypes)}"
-            sound = host.ndim == 3 and host.shape[1:] == (self._kv_heads, dim) and name_of(host.dtype) in dtypes
-            expect(sound, name, describe(host), reason)
+            axes = ", ".join(map(str, (*leading, "rows", self._kv_heads, dim)))
+            shaped = host.ndim == len(leading) + 3 and host.shape[:-3] == leading
+            sound = shaped and host.shape[-2:] == (self._kv_heads, dim) and name_of(host.dtype) in dtypes
+            expect(sound, name, describe(host), f"must be ({axes}) {' or '.join(dtypes)}")
             arrays.append(host)
-        expect(len(arrays[0]) == len(arrays[1]), "v", describe(arrays[1]), f"must have k's rows, {len(arrays[0])}")
+        rows = arrays[0].shape[-3]
+        expect(arrays[1].shape[-3] == rows, "v", describe(arrays[1]), f"must have k's rows, {rows}")
         return arrays[0], arrays[1]
 
     def _slopes(self, slopes: Any, q: Any) -> Any:
@@ -503,16 +612,24 @@ class ShardedKvCache(Local):
 
 _MASKS = tuple(name for name in MASK_OPTIONS if name != "alignment")
 _SUPPORTED = ("softmax_scale", "softcap", *_MASKS, "alibi_slopes")
+_STEP_OPTIONS = (*_SUPPORTED, *ROTATION, "causal", "sinks", "tree_mask", "q_descale", "return_lse")
 
 
-def _check_options(others: dict[str, Any]) -> None:
-    """Raise `Unsupported` for an option of `AttendCache` that is not at its default, TypeError for an unknown one."""
-    options = {each.name: each.default for each in dataclasses.fields(AttendCache)}
-    for name, value in others.items():
+def _check_options(method: str, given: Mapping[str, Any], supported: Collection[str], where: str = "") -> None:
+    """Raise `Unsupported` for another option that is not at its default, TypeError for one that no cache has.
+
+    where: what stands before its name.
+    """
+    messages = (AttendCache, BeginStep) if method == "step" else (AttendCache,)
+    options = {each.name: each.default for message in messages for each in dataclasses.fields(message)}
+    for name, value in given.items():
+        if name in supported:
+            continue
         if name not in options:
-            raise TypeError(f"attend() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
         default = options[name]
         if value is default or (isinstance(value, int | tuple) and value == default):
             continue
         reason = "is not taken by a cache over several workers"
-        raise Unsupported(name, value if isinstance(value, int | tuple) else describe(value), reason, default)
+        shown = value if isinstance(value, int | tuple) else describe(value)
+        raise Unsupported(f"{where}{name}", shown, reason, default)

@@ -291,8 +291,8 @@ def test_pages_of_another_number_of_layers_are_refused(mock: ga.GpuContext) -> N
                 assert other.stats()[:3] == (8, 8, 0)
 
 
-async def test_a_sharded_cache_refuses_layers() -> None:
+async def test_a_sharded_cache_refuses_layers_that_differ() -> None:
     async with open_pool("mock", workers=2, workplace=InProcess, seed=0) as pool:
         with pytest.raises(ga.Unsupported) as refused:
-            ShardedKvCache(pool, **spec(layers=2))
-        assert (refused.value.field, refused.value.value, refused.value.nearest) == ("layers", 2, 1)
+            ShardedKvCache(pool, **spec(layers=[ga.KvLayer(), ga.KvLayer(head_dim=8)]))
+        assert (refused.value.field, refused.value.nearest) == ("layers", 2)
