@@ -107,8 +107,7 @@ class Completion:
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
-        loop = asyncio._get_running_loop() if self._brief else None
-        interruption = self._settle_ended() if loop is not None and self._entries else None
+        interruption = self._settle_ended() if self._entries and self._polling_loop() is not None else None
         if not self._entries and event.done():
             self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
@@ -120,6 +119,7 @@ class Completion:
         self.mailbox.launch_began(len(calls))
         entry = _Entry(event, calls, finish, failed, self.clock.now())
         self._entries.append(entry)
+        loop = self._polling_loop()
         if loop is not None and self._loop is not loop:
             self._loop = loop
             loop.call_soon(self._poll, loop)
@@ -170,6 +170,10 @@ class Completion:
             return self._entries[0]
         except IndexError:
             return None
+
+    def _polling_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of this thread, if it polls for what the thread launches."""
+        return asyncio._get_running_loop() if self._brief else None
 
     def _run(self) -> None:
         with contextlib.suppress(GpuActorsError):  # the launches say why
