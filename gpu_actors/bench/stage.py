@@ -17,6 +17,7 @@ from gpu_actors.bench.report import figures, gpu_record
 from gpu_actors.bench.suite import Row, Settings, Stage, run_cases
 from gpu_actors.bench.timing import Plan
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
+from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.select import check_device
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import ContextOptions
@@ -91,6 +92,8 @@ def _on_gpu(device: str, options: ContextOptions) -> Iterator[Opened]:
     # The context first: where the device cannot be used, its error says what to do, and CuPy's does not.
     with opening as context, cupy.cuda.Device(index):
         inner = opening.recorder.inner
+        while isinstance(inner, ForwardingDevice):  # that of a fault plan
+            inner = inner.inner
         assert isinstance(inner, CudaDevice)
         stream = inner.open_stream("bench")
         assert isinstance(stream, CudaStream)

@@ -213,7 +213,8 @@ def _count(number: int, noun: str) -> str:
 
 def _copied(ceilings: Ceilings) -> Finding:
     if ceilings.copy is None:
-        return Finding("copy", "failed", f"it could not be timed: {ceilings.how}", _FAILED)
+        advice = _MEMORY if "out of memory" in ceilings.how.lower() else _FAILED
+        return Finding("copy", "failed", f"it could not be timed: {ceilings.how}", advice)
     return Finding("copy", "works", f"{ceilings.copy:.0f} GB/s, read and written (median of {REPEATS})")
 
 
