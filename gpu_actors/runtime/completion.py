@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_actors.clock import Clock
 from gpu_actors.devices.interface import Event, Outputs
@@ -54,12 +54,23 @@ Failed = Callable[[BaseException], Collection[Call[Any]]]
 """Called with the error of a failed launch. Returns the calls that it launches again, which are not failed."""
 
 
-class _Entry(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A launch. over: it is not counted as in flight yet, or no longer."""
+
     event: Event
     calls: Sequence[Call[Any]]
     finish: Finish
     failed: Failed | None
     since: float
+    over: bool = True
+    _finishing: bool = False
+
+    def finish_once(self, outputs: Outputs) -> Sequence[Any]:
+        if self._finishing:  # Ctrl-C interrupted it: what it did is not known
+            raise ActorFailed("the program was interrupted while the request was finished")
+        self._finishing = True
+        return self.finish(outputs)
 
 
 @dataclass(eq=False)
@@ -84,8 +95,10 @@ class Completion:
     _asleep: bool = field(init=False, default=True)
     _next_look: float = field(init=False, default=math.inf)
     _closing: bool = field(init=False, default=False)
-    # Held by the thread that settles launches: the first ones, in order. It guards the outbox too.
-    _settling: threading.Lock = field(init=False, default_factory=threading.Lock)
+    # One thread settles launches, the first ones, in order, and uses the outbox.
+    _settling: bool = field(init=False, default=False)
+    _interrupted: bool = field(init=False, default=False)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _outbox: Outbox = field(init=False, default_factory=Outbox)
     # The loop that polls, and whether the last launch was over in so short a time, as the next one may be.
     _loop: asyncio.AbstractEventLoop | None = field(init=False, default=None)
@@ -107,24 +120,42 @@ class Completion:
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
-        interruption = self._settle_ended() if self._entries and self._polling_loop() is not None else None
+        interruption: BaseException | None = None
+        if self._entries and self._polling_loop() is not None:
+            try:
+                self._settle_ended()
+            except BaseException as error:  # Ctrl-C is raised once this launch is known
+                interruption = error
         if not self._entries and event.done():
             self.mailbox.launch_passed(len(calls))
             self._settle(event, calls, finish, failed, outbox)
+            if interruption is not None:
+                raise interruption
             return
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
-            thread.start()  # may raise: until here no launch is counted, which would never end
-            self._thread = thread
-        self.mailbox.launch_began(len(calls))
+        if self._thread is None or self._thread.ident is None:  # an interrupted start may not have begun
+            self._thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
+            try:
+                self._thread.start()  # until here no launch is counted, which would never end
+            except Exception:
+                self._thread = None
+                raise
         entry = _Entry(event, calls, finish, failed, self.clock.now())
-        self._entries.append(entry)
-        loop = self._polling_loop()
-        if loop is not None and self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._poll, loop)
-        if loop is None or self._asleep:
-            self._bell.put(None)
+        try:
+            self.mailbox.launch_began(len(calls), entry)
+            self._entries.append(entry)
+            loop = self._polling_loop()
+            if loop is not None and self._loop is not loop:
+                self._loop = loop
+                loop.call_soon(self._poll, loop)
+            if loop is None or self._asleep:
+                self._bell.put(None)
+        except BaseException:  # Ctrl-C
+            self._loop = None
+            if entry in self._entries:
+                self._bell.put(None)
+            else:
+                self.mailbox.launch_ended(entry)
+            raise
         if interruption is not None:
             raise interruption
 
@@ -158,7 +189,7 @@ class Completion:
 
     def close(self, timeout: float) -> bool:
         """End the thread once its launches are done. False if one is unfinished after ``timeout`` seconds."""
-        if self._thread is None:
+        if self._thread is None or self._thread.ident is None:
             return True
         self._closing = True
         self._bell.put(None)
@@ -180,7 +211,9 @@ class Completion:
             self.bind_thread()
         looks, waited = 0, False
         while (entry := self._oldest()) is not None or not self._closing:
-            if entry is None:
+            if self._interrupted and self._settle_what_ended():
+                self._interrupted = False
+            elif entry is None:
                 looks += 1
                 self._sleep(None if looks > _TICKS else _TICK)
             elif self._loop is not None and not waited:  # the loop comes first
@@ -196,7 +229,7 @@ class Completion:
         self._asleep = seconds is None
         self._next_look = math.inf if seconds is None else time.monotonic() + seconds
         # A launch that came before this thread was known to sleep rang no bell.
-        if seconds is not None or not (self._entries or self._closing):
+        if seconds is not None or not (self._entries or self._closing or self._interrupted):
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=seconds)
         self._asleep, self._next_look = False, math.inf
@@ -206,15 +239,17 @@ class Completion:
         began = time.monotonic()
         entry.event.failure()
         self._brief = time.monotonic() - began < _POLLED / 2
-        self._settle_ended(waits=True)
-        self._loop = None  # it is blocked, or it has stopped
+        if self._settle_what_ended():
+            self._loop = None  # it is blocked, or it has stopped
+        else:
+            self._sleep(_TICK)
 
     def _poll(self, loop: asyncio.AbstractEventLoop, since: float | None = None) -> None:
         """Settle what is over, on a loop's thread, and look again soon. since: when it first saw the oldest launch."""
         if self._loop is not loop:
             return
         seen = self._oldest()
-        interruption = self._settle_ended()
+        self._settle_ended()
         entry, now = self._oldest(), time.monotonic()
         if now > self._next_look + _WAKING:
             # Until the thread has the GIL, each call that releases it wakes the thread in vain, and that takes longer
@@ -229,45 +264,66 @@ class Completion:
         else:
             self._loop, self._brief = None, False
             self._bell.put(None)
-        if interruption is not None:
-            raise interruption
 
-    def _settle_ended(self, waits: bool = False) -> KeyboardInterrupt | None:
-        """Settle the launches that are over, oldest first, and wake those who wait. Gives what interrupted it.
-
-        waits: for another thread that does so. Otherwise that one does it all.
-        """
-        if not self._settling.acquire(blocking=waits):
-            return None
+    def _settle_what_ended(self) -> bool:
+        """`_settle_ended` for the thread, which goes on whatever a launch raises."""
         try:
-            return self._settle_oldest()
-        finally:
-            self._settling.release()
+            return self._settle_ended()
+        except BaseException:
+            logger.exception("%s: settling a launch raised", self.name)
+            return True
 
-    def _settle_oldest(self) -> KeyboardInterrupt | None:
-        interruption = None
-        while (entry := self._oldest()) is not None and entry.event.done():
+    def _settle_ended(self) -> bool:
+        """Settle the launches that are over, oldest first, and wake those who wait. False if another thread does so.
+
+        On a loop's thread Ctrl-C may interrupt it between any two calls. The thread does then what is left.
+        """
+        settles = False
+        try:
+            with self._lock:
+                if self._settling:
+                    return False
+                self._settling = settles = True  # in one step, so that it is given back
+            while (entry := self._oldest()) is not None and (entry.over or entry.event.done()):
+                self._settle_entry(entry)
+            self._outbox.flush()
+            return True
+        except BaseException:
+            self._interrupted, self._loop = True, None
+            self._bell.put(None)
+            raise
+        finally:
+            if settles:
+                self._settling = False
+
+    def _settle_entry(self, entry: _Entry) -> None:
+        """Settle the oldest launch. May be done twice. Raises what interrupted it, and no `Exception`."""
+        interruption: BaseException | None = None
+        if not entry.over:
             try:
-                self._settle(*entry[:-1], self._outbox)
+                self._settle(entry.event, entry.calls, entry.finish_once, entry.failed, self._outbox)
             except BaseException as error:
                 # The launches behind this one still have to be waited for, and its calls answered.
-                logger.exception("%s: settling a launch raised", self.name)
+                if isinstance(error, Exception):
+                    logger.exception("%s: settling a launch raised", self.name)
+                else:
+                    interruption = error
                 failure = ActorFailed(f"{self.name} could not finish the request: {error!r}")
                 for call in entry.calls:
                     if call.state is LAUNCHED:  # the others have their answers
                         call.fail(failure, self._outbox)
-                del call
-                if isinstance(error, KeyboardInterrupt):
-                    interruption = error
+        self.mailbox.launch_ended(entry)
+        if self._oldest() is entry:
             self._entries.popleft()
-            self.mailbox.launch_ended()
-        self._outbox.flush()
-        return interruption
+        if interruption is not None:
+            raise interruption
 
     def _settle(
         self, event: Event, calls: Sequence[Call[Any]], finish: Finish, failed: Failed | None, outbox: Outbox
     ) -> None:
+        """Answer the calls. Raises the Ctrl-C, or the exit, that interrupted it, once they are answered."""
         error = event.failure()
+        interruption = None if error is None or isinstance(error, Exception) else error
         results: Sequence[Any] = ()
         if error is None:
             try:
@@ -276,6 +332,7 @@ class Completion:
                     raise ValueError(f"finish gave {len(results)} results for {len(calls)} requests")
             except BaseException as raised:
                 error = raised
+                interruption = None if isinstance(raised, Exception) else raised
         if error is None:
             self.progress.launch_ended(None)
             for call, result in zip(calls, results, strict=True):
@@ -292,6 +349,8 @@ class Completion:
         for call in calls:
             if call not in again:
                 call.settle(None, error, outbox)
+        if interruption is not None:
+            raise interruption
 
     def _as_answer(self, error: BaseException) -> GpuActorsError:
         """The error for calls whose launch raised ``error``, or whose `Finish` did."""

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, Protocol
 
 from gpu_actors.clock import Clock
 from gpu_actors.errors import GpuActorsError, Overloaded
@@ -46,6 +46,12 @@ class ActorStats:
     queued: int
     requests_per_launch: float
     errors: Mapping[str, int] = field(hash=False)
+
+
+class Counted(Protocol):
+    """A launch. over: it does not count as in flight, not yet or no longer."""
+
+    over: bool
 
 
 class Mailbox:
@@ -310,12 +316,14 @@ class Mailbox:
             with self.lock:
                 self.meter.launched(calls)
 
-    def launch_began(self, calls: int = 1) -> None:
+    def launch_began(self, calls: int = 1, launch: Counted | None = None) -> None:
         """Count a launch that answers so many calls."""
         with self.lock:
             self._launched += 1
             self._launched_calls += calls
             self._in_flight += 1
+            if launch is not None:
+                launch.over = False
             self.saturated = self._in_flight >= self.max_in_flight
 
     def launch_passed(self, calls: int) -> None:
@@ -323,10 +331,16 @@ class Mailbox:
         self._launched += 1
         self._launched_calls += calls
 
-    def launch_ended(self) -> None:
-        """Count the end of a launch, and wake the actor if there is something that it could launch now."""
+    def launch_ended(self, launch: Counted | None = None) -> None:
+        """Count the end of a launch, and wake the actor if there is something that it could launch now.
+
+        launch: is counted once, however often this is repeated.
+        """
         with self.lock:
-            self._in_flight -= 1
+            if launch is None or not launch.over:
+                self._in_flight -= 1
+                if launch is not None:
+                    launch.over = True
             self.saturated = self._in_flight >= self.max_in_flight
         # Looked at without the lock: a call or a flush that comes later wakes the actor by itself.
         if self._waiting or self._flush_requested:

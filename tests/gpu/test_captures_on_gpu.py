@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -120,6 +123,43 @@ def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
         graph.launch(side)
         assert (held.get().view(np.uint16) == 0x3C3C).all()
     assert all(np.array_equal(answer, wanted) for answer in answers)
+
+
+def test_a_loop_that_polls_leaves_a_capture_of_another_thread_whole(context: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    rng, side = np.random.default_rng(5), cupy.cuda.Stream(non_blocking=True)
+    q, k, v = (cupy.asarray(array) for array in rows(rng, 3, 1, 64, 4))
+    out = cupy.empty_like(q)
+    wanted = context.flash_attn.forward(q, k, v).result(60).out.get()
+    began, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with side:
+            held = on_gpu(cupy, HEADS)
+            side.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            began.set()
+            assert over.wait(60.0)
+            held.data.memset_async(60, held.nbytes, side)
+            graph = side.end_capture()
+            graph.launch(side)
+            assert (held.get().view(np.uint16) == 0x3C3C).all()
+
+    async def program() -> None:
+        for _ in range(3):
+            await context.flash_attn.forward(q, k, v, out=out)
+        captured = asyncio.create_task(asyncio.to_thread(capture))
+        assert await asyncio.to_thread(began.wait, 60.0)
+        try:
+            for _ in range(5):
+                await context.flash_attn.forward(q, k, v, out=out)
+        finally:
+            over.set()
+            await captured
+
+    # A thread of its own: the main one has a handler of SIGALRM here, which keeps an actor's work from it.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, program()).result(60)
+    assert np.array_equal(out.get(), wanted)
 
 
 def test_a_graph_of_torch_replays_a_step_over_other_sequences(context: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from inside.devices import Event
 from inside.package import SystemClock
+from support.interrupting import Case, each_point
 from support.service import eventually
 
 from gpu_actors.runtime import completion
@@ -234,7 +235,9 @@ async def test_the_thread_takes_over_at_once_what_the_loop_gives_up(
 def test_a_thread_does_not_fall_asleep_beside_a_launch_that_rang_no_bell(stream: Stream) -> None:
     event = Launch()
     call = stream.launch(event)
-    stream.completion._bell.get()
+    time.sleep(0.1)  # the thread hears the bell, and waits for the launch
+    while not stream.completion._bell.empty():
+        stream.completion._bell.get_nowait()
     stream.completion._sleep(None)
     event.end()
     assert call.wait(30.0)
@@ -322,6 +325,46 @@ def test_ctrl_c_within_a_poll_reaches_the_program_and_loses_no_answer(stream: St
     assert {thread for _, thread in stream.settled[:1]} == {here}
     assert all(call.wait(30.0) for call in calls)
     eventually(lambda: stream.mailbox.stats().in_flight == 0)
+
+
+@pytest.mark.timeout(180)
+def test_ctrl_c_at_any_point_of_a_loops_work_loses_no_answer() -> None:
+    streams: list[Stream] = []
+
+    def make() -> Case:
+        stream, loop = Stream(), asyncio.new_event_loop()
+        streams.append(stream)
+        calls: list[Call[Any]] = []
+        seen: list[str] = []
+
+        def interrupt() -> None:
+            seen.append("pressed")
+            raise KeyboardInterrupt
+
+        async def program() -> None:
+            calls.extend(stream.launch(Launch(1e-4)) for _ in range(2))
+            await asyncio.sleep(5e-4)
+            calls.append(stream.launch(Launch(0.0)))
+
+        def go() -> None:
+            try:
+                loop.run_until_complete(program())
+            except KeyboardInterrupt:
+                seen.append("raised")
+
+        def check() -> None:
+            loop.close()
+            assert seen in ([], ["pressed", "raised"])
+            assert all(call.wait(30.0) for call in calls)
+            assert stream.completion.close(30.0)
+            assert stream.mailbox.stats().in_flight == 0
+            numbers = [number for number, _ in stream.settled]
+            assert numbers == sorted(set(numbers))
+
+        return Case(go, interrupt, check)
+
+    assert each_point(("runtime/completion.py",), make) > 30
+    assert streams[-1].completion.close(30.0)  # that of the case that was not interrupted
 
 
 @pytest.mark.parametrize("seed", range(4))

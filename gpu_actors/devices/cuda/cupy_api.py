@@ -27,6 +27,12 @@ _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
+def _exchange_capture_mode(mode: ctypes.c_int) -> None:
+    """Give this thread a mode of captures, and ``mode`` the one that it had."""
+    with contextlib.suppress(OSError):
+        library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
     """Turn CuPy's exceptions into `CudaFailure`."""
 
@@ -67,8 +73,7 @@ class CupyApi:
         runtime.setDevice(self._index)
 
     def allow_captures(self) -> None:
-        with contextlib.suppress(OSError):
-            library().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)))
+        _exchange_capture_mode(ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED))
 
     @_checked
     def is_current(self) -> bool:
@@ -163,8 +168,15 @@ class CupyApi:
 
     @_checked
     def event_done(self, event: int) -> bool:
-        # CuPy returns this one status instead of raising it.
-        status = runtime.eventQuery(event)
+        # A loop's thread asks too, whose mode of captures is the program's: while another thread captures, the query
+        # would fail and break the capture.
+        mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
+        _exchange_capture_mode(mode)
+        try:
+            # CuPy returns this one status instead of raising it.
+            status = runtime.eventQuery(event)
+        finally:
+            _exchange_capture_mode(mode)
         if status not in (0, NOT_READY):
             runtime.check_status(status)
         return bool(status == 0)
