@@ -95,7 +95,7 @@ class Completion:
     _asleep: bool = field(init=False, default=True)
     _next_look: float = field(init=False, default=math.inf)
     _closing: bool = field(init=False, default=False)
-    # One thread settles launches, the first ones, in order, and uses the outbox.
+    # One thread at a time settles launches, oldest first, and uses the outbox. An interrupted one leaves them to ours.
     _settling: bool = field(init=False, default=False)
     _interrupted: bool = field(init=False, default=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
