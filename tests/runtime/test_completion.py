@@ -351,9 +351,10 @@ def test_ctrl_c_at_any_point_of_a_loops_work_loses_no_answer() -> None:
                 loop.run_until_complete(program())
             except KeyboardInterrupt:
                 seen.append("raised")
+            finally:
+                loop.close()
 
         def check() -> None:
-            loop.close()
             assert seen in ([], ["pressed", "raised"])
             assert all(call.wait(30.0) for call in calls)
             assert stream.completion.close(30.0)
