@@ -211,8 +211,10 @@ class Completion:
             self.bind_thread()
         looks, waited = 0, False
         while (entry := self._oldest()) is not None or not self._closing:
-            if self._interrupted and self._settle_what_ended():
-                self._interrupted = False
+            if self._interrupted:
+                self._interrupted = False  # first: what is settled now may be interrupted too
+                if not self._settle_what_ended():
+                    self._interrupted = True
             elif entry is None:
                 looks += 1
                 self._sleep(None if looks > _TICKS else _TICK)
