@@ -144,7 +144,7 @@ def test_a_capture_goes_on_after_a_replay_that_failed_on_the_device(end: str) ->
             raise ga.LaunchError("kernel failed")
 
         with made.api._lock:
-            made.api._enqueue(made.cache._handle._cell.stream.handle, Operation(fail))
+            made.api._enqueue(handle, Operation(fail))
         if end == "commit":
             with pytest.raises(ga.LaunchError):
                 step.commit().result(20)

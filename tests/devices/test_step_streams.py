@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, Graphs, Program, program
+from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, CallerDevice, Graphs, Program, program
 from emulated.memory import host_view
+from inside.cuda import NullApi
+from inside.handles import start_context
 
 import gpu_actors as ga
 from gpu_actors.devices.cuda import stream
@@ -197,6 +201,31 @@ def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
             made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).attend(0, q[0], k[0], v[0])
 
 
+@pytest.mark.parametrize("stream", ["the caller's", "the cache's"])
+def test_a_step_makes_two_driver_calls_beside_its_kernels_and_one_query(stream: str) -> None:
+    api, options = NullApi(), ga.ContextOptions(qualify="off")  # nothing computes there
+    with closing(start_context(lambda: CallerDevice(0, options, api), options)) as ctx:
+        device: Any = ctx._children.device
+        empty = functools.partial(device.memory.empty, dtype="float16")
+        with ctx.kv_cache(num_blocks=8, page_size=16, kv_heads=1, head_dim=64, dtype="float16", layers=32) as cache:
+            seqs = [cache.create().result(20)]
+            arrays = [empty((1, 1, heads, 64)) for heads in (2, 1, 1, 2)]
+            handle = api.create_stream() if stream == "the caller's" else None
+            for number in range(3):
+                api.calls.clear()
+                with cache.step(seqs, heads_q=2).result(20) as step:
+                    for layer in range(32):
+                        q, k, v, out = arrays
+                        step.attend(layer, q, k, v, out=out, stream=handle)
+                if number:
+                    asked = api.calls.pop("event_done", 0) + api.calls.pop("synchronize_event", 0)
+                    assert 1 <= asked <= 2
+                    assert api.calls.pop("is_capturing", 0) == (32 if handle else 0)
+                    kernels = api.calls.pop("launch_kernel")
+                    assert kernels % 32 == 0
+                    assert api.calls == {"copy_to_device": 1, "record_event": 1}
+
+
 def wrong(order: HostOrder, seed: int, place: str) -> bool:
     try:
         return not right(order, seed, place)
@@ -213,6 +242,16 @@ def no_wait_for_the_cache(patch: pytest.MonkeyPatch) -> None:
         enqueue(self, series, operands, arrays, target)
 
     patch.setattr(stream.CudaStream, "enqueue", hasty)
+
+
+def always_idle(patch: pytest.MonkeyPatch) -> None:
+    """A step is not ordered behind launches of the cache that are in flight."""
+    patch.setattr(stream.CudaStream, "_is_idle", lambda self: True)
+
+
+def requests_do_not_follow_steps(patch: pytest.MonkeyPatch) -> None:
+    """The cache's stream does not wait for an aborted step, whose pages others have."""
+    patch.setattr(stream.CudaStream, "_follow", lambda self: None)
 
 
 def no_wait_between_streams(patch: pytest.MonkeyPatch) -> None:
@@ -282,6 +321,8 @@ def addresses_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 BUGS = {
     no_wait_for_the_cache: "a caller's stream",
+    always_idle: "a caller's stream",
+    requests_do_not_follow_steps: "a caller's stream",
     no_wait_between_streams: "streams in turn",
     committed_before_the_last_layer: "a caller's stream",
     arrays_not_held: "the cache's own stream",

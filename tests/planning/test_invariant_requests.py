@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated.caller_streams import Emulated
+from emulated.caller_streams import CallerDevice
 from emulated.memory import host_view
 from inside.arrays import DeviceArray
 from inside.cuda import CudaDevice
@@ -226,7 +226,7 @@ def on_emulated_device(arch: str) -> Iterator[tuple[ga.GpuContext, CudaDevice]]:
     opened: list[CudaDevice] = []
 
     def device() -> CudaDevice:
-        opened.append(Emulated(0, options, EmulatedApi(arch, ga.EmulationOptions(), options)))
+        opened.append(CallerDevice(0, options, EmulatedApi(arch, ga.EmulationOptions(), options)))
         opened[-1].info = dataclasses.replace(opened[-1].info, invariant=True)
         return opened[-1]
 

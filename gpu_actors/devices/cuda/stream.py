@@ -94,6 +94,7 @@ class CudaStream(Stream):
         self._driver = driver
         self._pools = pools
         self._flights: deque[Flight] = deque()
+        self._ahead: list[Flight] = []  # on streams of callers: later work of this stream comes behind them
         self._closed = False
         self._events = _Events(driver)
         self._memory = StreamMemory(pools)
@@ -182,6 +183,7 @@ class CudaStream(Stream):
                 flight.release()
                 raise
             try:
+                self._follow()
                 for producer in operands.producers:
                     self._events.order_after(producer, self.handle)
                 _compute(api, self.handle, operands)
@@ -279,13 +281,32 @@ class CudaStream(Stream):
         """Order the series' next work on a stream behind the work before. Gives the stream. Raises `CudaFailure`."""
         if self._closed or self.handle is None:
             raise self._stopped()
-        self._open.add(series)
         here = self.handle if target is None else target
-        last = self.handle if series.last is None else series.last
-        if last != here:
-            self._events.order_after(last, here)
+        if series.last is not None or not self._is_idle():
+            last = self.handle if series.last is None else series.last
+            if self.handle in (last, here):
+                self._follow()
+            if last != here:
+                self._events.order_after(last, here)
+        self._open.add(series)
         series.last = here
         return here
+
+    def _is_idle(self) -> bool:
+        """Whether all work of this stream, and what it follows, is known to be over."""
+        self._reap()
+        return all(flight.settled for flight in self._flights) and all(
+            series.last != self.handle for series in self._open
+        )
+
+    def _follow(self) -> None:
+        """Order the next work of this stream behind series that ended on callers' streams. Raises `CudaFailure`."""
+        while self._ahead:
+            flight = self._ahead[-1]
+            event = flight.event
+            if event is not None and not flight.settled and self.handle is not None:
+                self._driver.api.wait_event(self.handle, event)
+            self._ahead.pop()
 
     def _upload(self, series: CudaSeries, operands: Operands, here: int) -> None:
         if operands not in series.uploaded:
@@ -308,9 +329,11 @@ class CudaStream(Stream):
                 if self._closed or self.handle is None:
                     raise self._stopped()
                 flight.event = self._events.take()
-                if series.last is not None and series.last != self.handle:
-                    self._events.order_after(series.last, self.handle)
-                driver.api.record_event(flight.event, self.handle)
+                last = self.handle if series.last is None else series.last
+                driver.api.record_event(flight.event, last)
+                if last != self.handle:
+                    # Steps that follow each other on a caller's stream need no wait between the two streams.
+                    self._ahead = [*(each for each in self._ahead if not each.settled), flight]
             except CudaFailure as failure:
                 leak(flight)
                 raise driver.failed(failure) from failure
@@ -544,6 +567,7 @@ class Flight:
         self.failure: GpuActorsError | None = None
         self.stopped = False
         self.settled: bool = False
+        self._ended = False  # as the driver has said
         self._stream = stream
         self._events = events
         self._owner: weakref.ref[CudaEvent] | None = None
@@ -562,10 +586,11 @@ class Flight:
     def over(self) -> bool:
         """Whether the launch has ended. Never blocks on the device. Raises what `Event.wait` does."""
         with self._lock:
-            if self.settled or self.event is None:
+            if self.settled or self._ended or self.event is None:
                 return True
             done = self._ask(self.driver.api.event_done, self.event)
-            return done is None or done
+            self._ended = done is None or done
+            return self._ended
 
     def wait(self) -> None:
         """Sleep until the launch is over and settle it. Its own failure is left in `failure`."""
@@ -580,7 +605,8 @@ class Flight:
                 return
             self._waiting += 1
         try:
-            self._ask(self.driver.api.synchronize_event, event)
+            if not self._ended:
+                self._ask(self.driver.api.synchronize_event, event)
         finally:
             with self._lock:
                 self._waiting -= 1

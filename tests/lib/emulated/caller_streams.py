@@ -27,8 +27,8 @@ ORDERS: tuple[HostOrder, ...] = get_args(HostOrder)
 _PLAIN = ContextOptions()
 
 
-class Emulated(CudaDevice):
-    """An emulated device whose programs have arrays on it, as on a GPU."""
+class CallerDevice(CudaDevice):
+    """A device whose programs have arrays on it, as on a GPU."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -126,7 +126,7 @@ def program(order: HostOrder, seed: int, options: ContextOptions = _PLAIN, **cha
     """changes: of both caches."""
 
     def device() -> CudaDevice:
-        return Emulated(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
+        return CallerDevice(0, options, EmulatedApi("sm_80", EmulationOptions(seed=seed), options, order))
 
     with (
         closing(start_context(device, options)) as ctx,
