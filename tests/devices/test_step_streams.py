@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, CallerDevice, Graphs, Program, program
 from emulated.memory import host_view
-from inside.cuda import NullApi
+from inside.cuda import NullApi, Operation, WorkFailed
 from inside.handles import start_context
 
 import gpu_actors as ga
@@ -199,6 +199,34 @@ def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
             assert made.same()
         with pytest.raises(ga.InvalidRequest, match="on cuda:0"):  # where nothing says so
             made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).attend(0, q[0], k[0], v[0])
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_layer_that_fails_fails_the_commit_though_later_layers_run_on_another_stream(moved: bool) -> None:
+    with program("eager", 2) as made:
+        graphs, (first, second) = Graphs(made), made.streams
+        graphs.write(first)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        for layer, (q, k, v, out) in enumerate(graphs.arrays):
+            step.attend(layer, q, k, v, out=out, stream=second if moved and layer else first)
+            if layer == 0:
+
+                def fail() -> None:
+                    raise ga.LaunchError("kernel failed")
+
+                with made.api._lock:
+                    made.api._enqueue(first, Operation(fail))
+        with pytest.raises(ga.LaunchError, match="kernel failed"):
+            step.commit().result(20)
+        if moved:  # a host that asks for the end of the first stream's work hears of it too
+            with pytest.raises(WorkFailed, match="kernel failed"):
+                made.finish()
+        made.finish()
+        assert made.same()
+        graphs.write(second)
+        with made.cache.step(made.seqs, heads_q=HEADS_Q).result(20) as step:
+            graphs.attend(step, second)
+        made.finish()
 
 
 @pytest.mark.parametrize("stream", ["the caller's", "the cache's"])

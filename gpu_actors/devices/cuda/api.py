@@ -131,8 +131,11 @@ class CudaApi(Protocol):
 
     # Order
 
-    def create_event(self) -> int:
-        """An event without timing, whose wait sleeps and does not spin."""
+    def create_event(self, asked: bool = True) -> int:
+        """An event without timing, whose wait sleeps and does not spin.
+
+        asked: whether the host asks for it. Others only order streams.
+        """
 
     def destroy_event(self, event: int) -> None: ...
 

@@ -155,7 +155,7 @@ class CupyApi:
         return bool(runtime.streamIsCapturing(stream))
 
     @_checked
-    def create_event(self) -> int:
+    def create_event(self, asked: bool = True) -> int:
         return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
 
     @_checked

@@ -72,7 +72,8 @@ class HostQueue:
     """The work of one stream.
 
     captured: what a graph records instead, while one is captured.
-    failure: why the rest of the current launch does not run. The next record of an event takes it.
+    failure: why the rest of the current launch does not run. The next record of an event that the host asks for takes
+        it.
     turn: number of the latest turn that the stream had.
     """
 
@@ -86,14 +87,17 @@ class HostQueue:
 class _Event:
     """A wait is for the record before it. Records on several streams may be over in another order.
 
-    pending: the records that are not over. waiters: the threads that sleep until the last of them is over.
-    failure: of the work before the last record, on the same stream and behind the record before.
+    asked: whether the host asks for it. pending: the records that are not over. waiters: the threads that sleep until
+    the last of them is over. failure: of the work before the last record, on the same stream and behind the record
+    before. passed: failures by record, where the host does not ask: the work behind the event fails too.
     """
 
+    asked: bool = True
     records: int = 0
     pending: set[int] = field(default_factory=set)
     waiters: int = 0
     failure: GpuActorsError | None = None
+    passed: dict[int, GpuActorsError] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -256,8 +260,8 @@ class HostApi(ABC):
         self._remove(self._graphs, graph)
 
     @driver_call
-    def create_event(self) -> int:
-        return self._add(self._events, _Event())
+    def create_event(self, asked: bool = True) -> int:
+        return self._add(self._events, _Event(asked))
 
     @driver_call
     def destroy_event(self, event: int) -> None:
@@ -274,7 +278,11 @@ class HostApi(ABC):
 
         def record() -> None:
             recorded.pending.remove(number)
-            failure, queue.failure = queue.failure, None
+            failure = queue.failure
+            if recorded.asked:
+                queue.failure = None
+            elif failure is not None:
+                recorded.passed[number] = failure
             if number == recorded.records:
                 recorded.failure = failure
             self._awaited = False
@@ -309,9 +317,13 @@ class HostApi(ABC):
 
     @driver_call
     def wait_event(self, stream: int, event: int) -> None:
-        awaited = self._find(self._events, event)
+        awaited, queue = self._find(self._events, event), self._find(self._streams, stream)
         number = awaited.records
-        self._enqueue(stream, Operation(lambda: None, lambda: number not in awaited.pending, True))
+
+        def pass_on() -> None:
+            queue.failure = queue.failure or awaited.passed.pop(number, None)
+
+        self._enqueue(stream, Operation(pass_on, lambda: number not in awaited.pending, True))
 
     @driver_call
     def load_module(self, image: Hashable) -> int:

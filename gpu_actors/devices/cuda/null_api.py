@@ -140,7 +140,7 @@ class NullApi:
 
     # Order
 
-    def create_event(self) -> int:
+    def create_event(self, asked: bool = True) -> int:
         return self._new_handle("create_event")
 
     def destroy_event(self, event: int) -> None:

@@ -68,7 +68,7 @@ class _Events:
         """Make ``stream`` wait, on the device, for the current work on ``producer``. Raises `CudaFailure`."""
         api = self._driver.api
         if self._order is None:
-            self._order = api.create_event()
+            self._order = api.create_event(asked=False)
         # A wait is for the record before it, so that the event may be recorded again at once.
         api.record_event(self._order, producer)
         api.wait_event(stream, self._order)

@@ -2,7 +2,7 @@
 
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable, device, tensor_map
 from gpu_actors.devices.cuda.api import DeviceProperties, MemoryBlock
-from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.cuda.host_api import (
     ILLEGAL_ADDRESS,
     HostApi,
