@@ -318,6 +318,10 @@ class OpenStep:
         self._over = self._over or StaleBuffer("the step has ended")
         return True
 
+    def capturing(self) -> int | None:
+        """The stream whose capture keeps the step from ending."""
+        return None if self._closed else self._launches.series.capturing()
+
     def end(self) -> Event:
         """The end of all launches."""
         series: Series = self._launches.series

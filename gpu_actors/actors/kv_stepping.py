@@ -58,6 +58,9 @@ from gpu_actors.values import show
 
 __all__ = ["Stepping"]
 
+_CAPTURE_PAUSE = 1e-3
+"""Seconds between two looks whether a capture has ended."""
+
 _PLAIN = (int, float, bool, str, type(None), Rope)
 _OF_A_LAYER = StepKeywords.__optional_keys__ - OWN
 
@@ -142,6 +145,15 @@ class Stepping:
             self._store.order.hold(call)
             return
         try:
+            capturing = step.capturing()
+            if capturing is not None:  # a record of an event there would be of the graph
+                if message.commit and step.open:
+                    reason = "is being captured: commit the step once the capture has ended"
+                    raise InvalidRequest("stream", capturing, reason)
+                self._store.order.hold(call)
+                environment = self._actor.cell.environment
+                environment.timers.at(environment.clock.now() + _CAPTURE_PAUSE, self._store.order.look_again)
+                return
             if not call.claim():
                 return
             closed = step.close(message.commit)

@@ -323,6 +323,10 @@ class Series:
         """
         return False
 
+    def capturing(self) -> int | None:
+        """The caller's stream of the latest launch, while it is being captured: no `mark` and no `end` then."""
+        return None
+
     def mark(self) -> Event:
         """The end of its launches so far. The event has no outputs."""
         return FinishedEvent()

@@ -137,14 +137,18 @@ class KvStep(Local):
     ) -> Reply[list[int]]:
         """Keep the rows. The reply gives the lengths of the sequences once the device has done all layers.
 
-        Raises `InvalidRequest` where a layer has no new rows, and then the step goes on. Where a launch of the step
+        Raises `InvalidRequest` where a layer has no new rows, and while the stream of its layers is being captured, and
+        then the step goes on. Where a launch of the step
         fails, it raises that error, and every sequence is as before the step.
         """
         self._priority = min(self._priority, priority)
         return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
 
     def abort(self) -> Reply[None]:
-        """Leave every sequence as it was before the step. It takes effect whether or not the reply is awaited."""
+        """Leave every sequence as it was before the step. It takes effect whether or not the reply is awaited.
+
+        While the stream of its layers is being captured, the reply waits for the end of the capture.
+        """
         return self._end(False)
 
     async def __aenter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -229,6 +230,61 @@ def test_a_layer_that_fails_fails_the_commit_though_later_layers_run_on_another_
         made.finish()
 
 
+def test_a_step_ends_once_a_capture_of_its_stream_has_ended() -> None:
+    """An event that is recorded there meanwhile would be of the graph."""
+    with program("eager", 3) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.write(handle)
+        step: ga.KvStep | None = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        assert step is not None
+        graphs.attend(step, handle)
+        made.api.begin_capture(handle)
+        with pytest.raises(ga.InvalidRequest, match="commit the step once the capture has ended"):
+            step.commit().result(20)
+        made.api.destroy_graph(made.api.end_capture(handle))
+        assert step.commit().result(20) == [6, 6]
+        for end in ("abort", "drop"):
+            graphs.write(handle)
+            step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+            graphs.attend(step, handle)
+            made.api.begin_capture(handle)
+            aborted = step.abort() if end == "abort" else None
+            step = None
+            gc.collect()
+            behind = made.cache.step(made.seqs, heads_q=HEADS_Q)
+            with pytest.raises(TimeoutError):
+                behind.result(0.05)
+            assert aborted is None or not aborted.done()
+            made.api.destroy_graph(made.api.end_capture(handle))
+            assert behind.result(20).lengths == [7, 7]
+            behind.result(20).abort().result(20)
+        made.finish()
+
+
+def test_a_prepared_request_that_is_dropped_as_its_stream_is_captured_leaves_the_capture_alone() -> None:
+    with program("eager", 4) as made:
+        handle = made.streams[0]
+        q = made.device.memory.empty((1, 64, 2, DIM), "float16")
+        host_view(q)[...] = 1
+        plan = made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30)
+        plan.run(q, out=made.device.memory.empty(q.shape, "float16"), stream=handle)
+        series: Any = plan._launches.series
+        stream = series._cuda
+        del series
+        made.finish()
+        made.api.begin_capture(handle)
+        del plan
+        gc.collect()
+        value = np.ones((1, 64, 2, DIM), np.float16)
+        for _ in range(2):
+            assert made.flash_attn.forward(value, value, value).result(30).out.shape == value.shape
+        assert not made.api._streams[handle].captured
+        assert stream._open
+        made.api.destroy_graph(made.api.end_capture(handle))
+        made.flash_attn.forward(value, value, value).result(30)
+        assert not stream._open
+
+
 @pytest.mark.parametrize("stream", ["the caller's", "the cache's"])
 def test_a_step_makes_two_driver_calls_beside_its_kernels_and_one_query(stream: str) -> None:
     api, options = NullApi(), ga.ContextOptions(qualify="off")  # nothing computes there
@@ -248,7 +304,7 @@ def test_a_step_makes_two_driver_calls_beside_its_kernels_and_one_query(stream: 
                 if number:
                     asked = api.calls.pop("event_done", 0) + api.calls.pop("synchronize_event", 0)
                     assert 1 <= asked <= 2
-                    assert api.calls.pop("is_capturing", 0) == (32 if handle else 0)
+                    assert api.calls.pop("is_capturing", 0) == (33 if handle else 0)
                     kernels = api.calls.pop("launch_kernel")
                     assert kernels % 32 == 0
                     assert api.calls == {"copy_to_device": 1, "record_event": 1}

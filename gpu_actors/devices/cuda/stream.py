@@ -344,13 +344,16 @@ class CudaStream(Stream):
         return event
 
     def _end_dropped(self) -> None:
-        while self.dropped:
+        for _ in range(len(self.dropped)):
             series = self.dropped.popleft()
-            if series in self._open:
-                with contextlib.suppress(GpuActorsError):  # of a stream that was destroyed: no other launch is to fail
-                    self.end(series)
-            else:
+            if series not in self._open:
                 series.release()
+                continue
+            with contextlib.suppress(GpuActorsError):  # of a stream that was destroyed: no other launch is to fail
+                if series.capturing() is not None:
+                    self.dropped.append(series)
+                else:
+                    self.end(series)
 
     def _take_memory(self, sizes: Hashable) -> StreamMemory:
         for index, (others, memory) in enumerate(self._of_series):
@@ -511,6 +514,9 @@ class CudaSeries(Series):
         if self._cuda.is_capturing(stream):
             raise InvalidRequest("stream", stream, "is being captured, and a graph is replayed on one that is not")
         self._cuda.upload(self, stream)
+
+    def capturing(self) -> int | None:
+        return self.last if self.last != self._cuda.handle and self._cuda.is_capturing(self.last) else None
 
     def mark(self) -> Event:
         return self._cuda.end(self, stays=True)
