@@ -118,8 +118,10 @@ class FlashForward(RequestOptions):
         ``cu_seqlens`` the last two are at least the longest sequence's rows and keys: element (r, j) belongs to row r
         and key j of the sequence, from its own first ones on, and what is past its end is not read.
     dropout_p, dropout_seed: Philox4x32-10 dropout of the probabilities, the same for the same seed on every device.
-    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), rising from 0 to the total.
-    max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given.
+    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), rising from 0 to the total. Checked on the host; on the device they
+        are trusted, and others make kernels read outside of the arrays.
+    max_seqlen_q, max_seqlen_k: the longest sequence; found from cu_seqlens on the host where not given. With cu_seqlens
+        on the device they are trusted too.
     q_descale, k_descale, v_descale: fp32 (batch, heads_kv), multiply fp8 inputs.
     compute: for fp32 inputs, what the products are taken in: "f32" (default), "tf32", "f16" or "bf16".
     return_lse: also give the natural-log LSE, (batch, heads_q, seqlen_q) or (heads_q, total_q).
