@@ -132,7 +132,12 @@ class ActorCell(Cell):
             return self.stream
 
     def takes_directly(self, message: object) -> bool:
-        return self.environment.device.is_current() and bool(self.actor_type.brief(message))
+        if not self.environment.device.is_current():
+            return False
+        try:
+            return bool(self.actor_type.brief(message))
+        except Exception:  # of the caller's objects, or of the class: the actor's thread answers with it
+            return False
 
     # Used by the ContextActor
 
