@@ -71,12 +71,12 @@ def is_brief(message: object) -> bool:
     nbytes = 0
     kind: type = type(message)
     for given in _arrays_of(kind)(message):
-        if given is None or type(given) is DeviceArray:
+        if given is None:
             continue
         for array in given if type(given) in (list, tuple) else (given,):
             if type(array) is np.ndarray:
                 nbytes += array.nbytes
-            elif not is_on_device(array):
+            elif type(array) is not DeviceArray and not is_on_device(array):
                 return False
     return nbytes <= _LITTLE
 

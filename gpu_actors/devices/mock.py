@@ -37,6 +37,9 @@ class MockDevice(Device):
         self._clock = clock
         self._streams: list[Stream] = []
 
+    def is_current(self) -> bool:
+        return True
+
     def open_stream(self, name: str) -> Stream:
         stream = _MockStream(name, self.options, self._clock)
         self._streams.append(stream)

@@ -137,8 +137,11 @@ def forget_plans() -> None:
 
 @dataclass(slots=True, eq=False)
 class Planned(Generic[P]):
+    """A plan that is kept. brief: whether requests with its signature are `is_brief`; None until one was looked at."""
+
     signature: Hashable
     plan: P
+    brief: bool | None = None
 
 
 class PlanCache(Generic[P]):

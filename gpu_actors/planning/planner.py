@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from gpu_actors.arrays.adoption import is_brief
 from gpu_actors.attention.requests import FlashBackward, FlashForward
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernels
@@ -78,7 +79,10 @@ class AttentionPlanner(Workbench):
             seed = request.dropout_seed
             if not is_plain(request) or type(seed) is not int or not 0 <= seed < SEEDS:
                 return None
-            return self.plans.peek(forward_signature(request, True), called)
+            planned = self.plans.peek(forward_signature(request, True), called)
+            if planned is not None and planned.brief is None:
+                planned.brief = is_brief(request)
+            return planned
         except Exception:
             return None  # as in `plan`, which comes next
 

@@ -58,8 +58,11 @@ class Cell:
         self._watchers: list[Callable[[Terminated], None]] = []
         self._terminated: Terminated | None = None
 
-    def takes_directly(self, message: object) -> bool:
-        """Whether the calling thread may do the actor's work on a message, for it is short and the device allows it."""
+    def takes_directly(self, message: object, prepared: Any = None) -> bool:
+        """Whether the calling thread may do the actor's work on a message, for it is short and the device allows it.
+
+        prepared: see `Call`. Its ``brief``, if that is a bool, is the answer of the actor's class.
+        """
         return False
 
     def terminate(self, error: BaseException | None) -> None:
@@ -131,9 +134,11 @@ class ActorCell(Cell):
                 self.stream = self.environment.device.open_stream(self.name)
             return self.stream
 
-    def takes_directly(self, message: object) -> bool:
+    def takes_directly(self, message: object, prepared: Any = None) -> bool:
         if not self.environment.device.is_current():
             return False
+        if prepared is not None and prepared.brief is not None:
+            return bool(prepared.brief)
         try:
             return bool(self.actor_type.brief(message))
         except Exception:  # of the caller's objects, or of the class: the actor's thread answers with it

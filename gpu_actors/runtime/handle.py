@@ -183,7 +183,7 @@ class ActorHandle(Local):
         except GpuActorsError as error:
             mailbox.refuse(call, error.with_traceback(None))
             return call
-        direct = cell.takes_directly(message) and _may_work_directly()
+        direct = _may_work_directly() and cell.takes_directly(message, prepared)
         mailbox.put(call, direct)
         return call
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pykka
 import pytest
 from support.service import Gate, eventually
+from support.supervision import Broken
 
+import gpu_actors as ga
 from gpu_actors.runtime import pykka_base
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.mailbox import Mailbox
@@ -190,3 +195,70 @@ def test_a_mailbox_without_an_actor_keeps_the_call_and_no_actor() -> None:
     del actor
     gc.collect()
     assert gone() is None
+
+
+ROW = np.ones((1, 1, 1, 8), np.float32)
+
+
+def on_a_loop(program: Coroutine[Any, Any, None]) -> None:
+    """On a thread that no signal's handler interrupts."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, program).result(60.0)
+
+
+class Threads(ga.ServiceActor):
+    """Answers with the thread that did the work."""
+
+    takes = (int,)
+
+    @classmethod
+    def brief(cls, message: object) -> bool:
+        return bool(1 / message)  # type: ignore[operator]
+
+    def handle(self, call: ga.Call[Any]) -> None:
+        call.resolve(threading.get_ident(), self.outbox)
+
+
+def test_a_lone_request_on_mock_is_answered_on_the_loops_thread() -> None:
+    """In the time of a wake-up of a thread, of which it makes none."""
+
+    async def program() -> None:
+        options = ga.ContextOptions(mock=ga.MockOptions(compute=False))
+        async with ga.open_context("mock", options) as ctx:
+            asleep(ctx.flash_attn._cell.mailbox)
+            for _ in range(3):  # new, and known
+                reply = ctx.flash_attn.forward(ROW, ROW, ROW)
+                assert reply.done()
+                with pytest.raises(ga.MockModeError):
+                    await reply
+
+    on_a_loop(program())
+
+
+def test_a_known_request_is_as_brief_as_its_arrays() -> None:
+    async def program() -> None:
+        big = np.ones((1, 1 << 14, 1, 8), np.float32)
+        async with ga.open_context("mock") as ctx:
+            for row in (ROW, big[:, :4096]):
+                for _ in range(3):
+                    await ctx.flash_attn.forward(ROW, row, row)
+            plans = ctx.actor(ga.FlashAttnActor)._cell.shared.plans
+            assert sorted(planned.brief for planned in plans.called.values()) == [False, True]
+
+    on_a_loop(program())
+
+
+def test_what_raises_as_the_senders_thread_looks_at_a_message_is_the_replys() -> None:
+    async def program() -> None:
+        options = ga.ContextOptions(actors=(Threads,), restart=ga.RestartPolicy(backoff=0.0))
+        async with ga.open_context("mock", options) as ctx:
+            for actor in (ctx.flash_attn, ctx.actor(ga.KvCacheActor)):
+                reply = actor.submit(Broken())
+                with pytest.raises(ga.ActorFailed):
+                    await reply
+            own = ctx.actor(Threads)
+            asleep(own._cell.mailbox)
+            assert await own.submit(1) == threading.get_ident()
+            assert await own.submit(0) != threading.get_ident()
+
+    on_a_loop(program())
