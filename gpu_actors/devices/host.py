@@ -22,8 +22,6 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 class HostEvent(Event):
     """The end of a launch that a host thread runs. The first outcome counts."""
 
-    leaves_gil = False
-
     def __init__(self) -> None:
         self.outputs: Outputs = {}
         self._error: BaseException | None = None

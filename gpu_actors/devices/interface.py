@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -224,13 +224,9 @@ def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpe
 
 
 class Event(ABC):
-    """The end of one launch.
-
-    leaves_gil: whether the launch runs without the GIL, so that a loop may poll for its end.
-    """
+    """The end of one launch."""
 
     outputs: Outputs
-    leaves_gil: ClassVar[bool] = True
 
     @abstractmethod
     def done(self) -> bool:

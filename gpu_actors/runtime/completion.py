@@ -143,7 +143,7 @@ class Completion:
         try:
             self.mailbox.launch_began(len(calls), entry)
             self._entries.append(entry)
-            loop = self._polling_loop() if event.leaves_gil else None
+            loop = self._polling_loop()
             if loop is not None and self._loop is not loop:
                 self._loop = loop
                 loop.call_soon(self._poll, loop)

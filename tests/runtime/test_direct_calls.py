@@ -250,7 +250,8 @@ def test_a_known_request_is_as_brief_as_its_arrays() -> None:
 
 def test_what_raises_as_the_senders_thread_looks_at_a_message_is_the_replys() -> None:
     async def program() -> None:
-        options = ga.ContextOptions(actors=(Threads,), restart=ga.RestartPolicy(backoff=0.0))
+        policy = ga.RestartPolicy(backoff=0.0)
+        options = ga.ContextOptions(actors=(Threads,), mock=ga.MockOptions(compute=False), restart=policy)
         async with ga.open_context("mock", options) as ctx:
             for actor in (ctx.flash_attn, ctx.actor(ga.KvCacheActor)):
                 reply = actor.submit(Broken())
