@@ -1,4 +1,4 @@
-"""The cost of a request beside ``asyncio.to_thread``: ``python -m gpu_actors.bench.bridge`` prints JSON.
+"""The cost of a request beside ``asyncio.to_thread``: ``gpu-actors bench bridge``.
 
 Both are measured in turns in one run, so other work of the machine slows both. The request is empty: a forward of
 one row on a mock device that computes nothing, from validation to the await. It is compared with a thread of the loop's
@@ -7,12 +7,9 @@ own pool that calls an empty function. The budget: cheaper at 1 and at 256 concu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
-import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -25,7 +22,7 @@ from gpu_actors.errors import MockModeError
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions, MockOptions
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[], Awaitable[None]]
@@ -159,16 +156,3 @@ def _rates(rates: dict[str, float]) -> dict[str, float]:
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float]:
     return {name: round(number, 1) for name, number in numbers.items()}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.bridge", description=__doc__)
-    parser.add_argument("--requests", type=int, default=16384, help="calls a measurement (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    json.dump(run(requests=options.requests), sys.stdout, indent=2)
-    sys.stdout.write("\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

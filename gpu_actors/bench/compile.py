@@ -1,4 +1,4 @@
-"""The times of compiles and cache lookups: ``python -m gpu_actors.bench.compile [--arch sm_90a]`` prints JSON.
+"""The times of compiles and cache lookups: ``gpu-actors bench compile``.
 
 It needs NVRTC and no GPU. The figures are medians, in milliseconds for compiles and microseconds for lookups. The
 budgets are 1 s for a cold compile of a variant and 200 us for a warm lookup.
@@ -6,11 +6,7 @@ budgets are 1 s for a cold compile of a variant and 200 us for a warm lookup.
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +21,7 @@ from gpu_actors.compiling.toolchain import find_toolchain, load_nvrtc
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.emulation.unit import write_headers
 
-__all__ = ["beside_cupy", "main", "measure", "run"]
+__all__ = ["beside_cupy", "measure", "run"]
 
 _SOURCE = """\
 #include <cuda_fp16.h>
@@ -75,7 +71,7 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
     times: dict[str, list[float]] = {}
     for key in (*standard_variants(arch), *kv_variants(arch), *usual_backward_keys(arch)):
         variant = variant_of(key)
-        build = functools.partial(compiler.compile, variant.source, arch)
+        build = partial(compiler.compile, variant.source, arch)
         times.setdefault(variant.kernel, []).append(min(_seconds(build) for _ in range(3)))
     variants = {
         kernel: {
@@ -107,16 +103,16 @@ def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
 def _beside_cupy(source: KernelSource, arch: str, times: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as headers:
         write_headers(source.headers, Path(headers))
-        through_cupy = functools.partial(_through_cupy, source, Path(headers))
+        through_cupy = partial(_through_cupy, source, Path(headers))
         ways: dict[str, Callable[[], object]] = {
-            "ours_s": functools.partial(Compiler().compile, source, arch),
-            "cupy_s": functools.partial(through_cupy, arch.rstrip("af")),
+            "ours_s": partial(Compiler().compile, source, arch),
+            "cupy_s": partial(through_cupy, arch.rstrip("af")),
         }
         try:
             ways["cupy_s"]()
         except Exception as error:
             refusal = f"{type(error).__name__}: {_first_error(str(error))}"
-            ways["cupy_exact_arch_s"] = functools.partial(through_cupy, arch)
+            ways["cupy_exact_arch_s"] = partial(through_cupy, arch)
             del ways["cupy_s"]
             return {"cupy_s": refusal} | _in_turns(ways, times)
         return _in_turns(ways, times)
@@ -178,17 +174,3 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _median(seconds: list[float], unit: float) -> float:
     return round(statistics.median(seconds) * unit, 2)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.compile", description=__doc__)
-    parser.add_argument("--arch", default="sm_90a", help="exact architecture (default: %(default)s)")
-    parser.add_argument("--compiles", type=int, default=7, help="cold compiles to time (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    json.dump(run(options.arch) | measure(options.arch, options.compiles), sys.stdout, indent=2)
-    sys.stdout.write("\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

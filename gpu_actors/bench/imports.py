@@ -1,12 +1,10 @@
-"""The cost of importing the package, and the size of its wheel: ``python -m gpu_actors.bench.imports`` prints JSON.
+"""The cost of importing the package, and the size of its wheel: ``gpu-actors bench imports``.
 
 The budget of ``import gpu_actors`` is three times ``import numpy``, of which it is a part.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -15,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-__all__ = ["import_times", "main", "run"]
+__all__ = ["import_times", "run"]
 
 _IMPORT = """\
 import sys, time
@@ -68,16 +66,3 @@ def _wheel() -> dict[str, object] | None:
             files = [entry for entry in archive.infolist() if not entry.is_dir()]
         unpacked = sum(entry.file_size for entry in files)
         return {"name": wheel.name, "bytes": wheel.stat().st_size, "unpacked_bytes": unpacked, "files": len(files)}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gpu_actors.bench.imports", description=__doc__)
-    parser.add_argument("--imports", type=int, default=25, help="imports to time (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    json.dump(run(options.imports), sys.stdout, indent=2)
-    sys.stdout.write("\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
