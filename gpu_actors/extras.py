@@ -1,4 +1,4 @@
-"""How to install an extra of this package from where the package itself came from."""
+"""How to install an extra of this package from where the package itself came from, and what is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from gpu_actors._version import __version__
 
-__all__ = ["cuda_hint", "install_hint", "missing"]
+__all__ = ["cuda_hint", "install_hint", "missing", "version_of"]
 
 DISTRIBUTION = "gpu-actors"
 _ROOT = Path(__file__).parents[1]
@@ -35,6 +35,16 @@ def missing(error: ImportError, extra: str) -> str:
     """The message of a failed import for a user of ``extra``: the module, and the command that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     return f"{package} is not installed: {install_hint(extra)}"
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution, None without it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _requirement(extra: str) -> str:

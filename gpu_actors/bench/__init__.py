@@ -1,4 +1,4 @@
-"""Benchmarks: each module is a suite with a ``run() -> dict`` and is run by ``gpu-actors bench``, except PARTS.
+"""Benchmarks: each of SUITES is a module with a ``run() -> dict``, which ``gpu-actors bench`` runs.
 
 forward, backward, decode    a GPU's kernels and the service around them, through the parts below
 bridge, host                 the cost of a request beside a thread of the loop's pool, without a GPU
@@ -15,7 +15,6 @@ ceilings   product and copy of the same run        report, plot
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_actors._version import __version__
+from gpu_actors.extras import version_of
 
-__all__ = ["PARTS", "environment", "in_rows"]
+__all__ = ["SUITES", "environment", "in_rows"]
 
-_TIMED = ("arrays", "cases", "ceilings", "checks", "clock", "operands", "peers", "recorder", "stage", "suite", "timing")
-PARTS = frozenset((*_TIMED, "gradient_checks", "plot", "report", "serve_unkind"))
-"""The modules here that are not suites."""
+SUITES = ("backward", "bridge", "compile", "decode", "forward", "host", "imports", "plan", "serve")
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
 
@@ -47,7 +45,7 @@ def environment() -> dict[str, object]:
         "cpu": _cpu(),
         "cpus": os.cpu_count(),
         "load": [round(value, 2) for value in os.getloadavg()] if sys.platform != "win32" else None,
-        **{name: _version(name) for name in _LIBRARIES},
+        **{name: version_of(name) for name in _LIBRARIES},
     }
 
 
@@ -77,10 +75,3 @@ def _cpu() -> str:
         return platform.processor()
     match = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     return match[1] if match else platform.processor()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

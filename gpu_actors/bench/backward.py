@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from gpu_actors.bench.cases import backward_cases
-from gpu_actors.bench.stage import Keep, run_suite
+from gpu_actors.bench.stage import run_suite
 
 __all__ = ["run"]
 
-
-def run(
-    device: str = "auto", quick: bool = False, minutes: float | None = None, keep: Keep | None = None
-) -> dict[str, Any]:
-    """See `run_suite`."""
-    return run_suite("backward", backward_cases, device, quick, minutes, keep)
+run = partial(run_suite, "backward", backward_cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.suite import Row, Settings
+from gpu_actors.extras import version_of
 
 __all__ = ["COLUMNS", "figures", "git_revision", "gpu_record", "table"]
 
@@ -30,7 +30,7 @@ def figures(
         "kind": "measurement",
         "git": git_revision(),
         "gpu": dict(gpu),
-        "packages": {name: _version(name) for name in _PEER_PACKAGES},
+        "packages": {name: version_of(name) for name in _PEER_PACKAGES},
         "settings": asdict(settings),
         "ceilings": asdict(ceilings),
         "counts": {
@@ -122,10 +122,3 @@ def _remark(row: Mapping[str, Any]) -> str:
     if not row["back_to_back"]:
         remarks.append("time on the host is in it")
     return ", ".join(remarks)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

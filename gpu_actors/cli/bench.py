@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gpu_actors.bench import PARTS, environment, in_rows
+from gpu_actors.bench import SUITES, environment, in_rows
 from gpu_actors.cli.output import DeviceOption, JsonOption, write_json, write_note, write_table
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.tracing.chrome import replace_file
@@ -34,15 +33,14 @@ def bench(
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw the figures of a GPU suite (PNG).")] = None,
 ) -> None:
     """Measure this machine: run a benchmark suite and print its figures."""
-    suites = _suites()
     if list_suites:
-        for name in suites:
+        for name in SUITES:
             typer.echo(name)
         return
-    names = ", ".join(suites) or "none is installed"
+    names = ", ".join(SUITES)
     if not suite:
         raise InvalidRequest("suite", None, f"name a suite: {names}")
-    if suite not in suites:
+    if suite not in SUITES:
         raise InvalidRequest("suite", suite, f"must be one of {names}")
 
     def keep(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,15 +59,6 @@ def bench(
         _draw(suite, figures, plot)
     if any(row["subject"].startswith("gpu_actors") and row["status"] in _BAD for row in _measured(figures)):
         raise typer.Exit(1)
-
-
-def _suites() -> list[str]:
-    try:
-        package = importlib.import_module("gpu_actors.bench")
-    except ImportError:
-        return []
-    names = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return sorted(name for name in names if name[0] != "_" and name not in PARTS)
 
 
 def _run(run: Callable[..., Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = "def run(device='auto'):\n    return {'device': device, 'latency': {'alone_us': 20.5, 'many': None}}\n"
     (tmp_path / "sample.py").write_text(code)
     monkeypatch.setattr(gpu_actors.bench, "__path__", [str(tmp_path)])
+    monkeypatch.setattr("gpu_actors.cli.bench.SUITES", ("sample",))
     monkeypatch.delitem(sys.modules, "gpu_actors.bench.sample", raising=False)
 
 

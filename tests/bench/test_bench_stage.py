@@ -68,7 +68,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
     monkeypatch.setattr(arrays, "_POOL", 1009)
     monkeypatch.setattr(ceilings, "_COPY", 1 << 12)
     monkeypatch.setattr(ceilings, "_SIDE", 16)
-    monkeypatch.setattr(forward, "forward_cases", lambda quick: [CASE])
+    monkeypatch.setattr(forward, "run", functools.partial(stage.run_suite, "forward", lambda quick: [CASE]))
     monkeypatch.setattr(stage, "peers_for", lambda kind: [])
     # The fake driver answers the case alone, and no problem that proves a kernel.
     monkeypatch.setattr(stage, "ContextOptions", functools.partial(stage.ContextOptions, qualify="off"))

@@ -291,9 +291,9 @@ def test_every_step_names_files_that_are_there_and_suites_that_are_known(run: An
     assert all((run.ROOT / name).exists() for name in named)
     files = {f"tests/gpu/{path.name}" for path in PATH.parent.glob("test_*.py")}
     assert files <= named, "a file of tests is in no step"
-    from inside.cli import _suites
+    from gpu_actors.bench import SUITES
 
-    assert {step.arguments[0] for step in every if step.kind == "bench"} <= set(_suites())
+    assert {step.arguments[0] for step in every if step.kind == "bench"} <= set(SUITES)
     for step in every:
         assert run.real_command(step, Path("/tmp"), 60.0)[0] == sys.executable
 
