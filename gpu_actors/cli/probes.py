@@ -11,10 +11,9 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Literal
 
-from gpu_actors.extras import cuda_hint, install_hint
+from gpu_actors.extras import cuda_hint, install_hint, version_of
 
 __all__ = ["PROBES", "Check", "DeviceVerdict", "device_verdicts", "run_probes"]
 
@@ -106,13 +105,6 @@ def _emulation_obstacle() -> str | None:
     return None
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _cupy() -> Any:
     from gpu_actors.compiling.toolchain import import_cupy
 
@@ -145,7 +137,7 @@ def _package() -> Check:
 
 @_probe("libraries")
 def _libraries() -> Check:
-    versions = {name: _version(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "platformdirs")}
+    versions = {name: version_of(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "platformdirs")}
     absent = [name for name, version in versions.items() if version is None]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if absent:
@@ -155,7 +147,7 @@ def _libraries() -> Check:
 
 @_probe("cupy")
 def _cupy_check() -> Check:
-    wheels = [f"cupy-cuda{major}x" for major in (12, 13) if _version(f"cupy-cuda{major}x")]
+    wheels = [f"cupy-cuda{major}x" for major in (12, 13) if version_of(f"cupy-cuda{major}x")]
     if importlib.util.find_spec("cupy") is None:
         return Check("cupy", "missing", "not installed: no CUDA device and no NVRTC", cuda_hint())
     if len(wheels) > 1:
@@ -288,7 +280,7 @@ def _compiler() -> Check:
 
 def _optional(name: str, distributions: tuple[str, ...], purpose: str, hint: Callable[[], str]) -> None:
     def probe() -> Check:
-        versions = {distribution: _version(distribution) for distribution in distributions}
+        versions = {distribution: version_of(distribution) for distribution in distributions}
         if all(versions.values()):
             return Check(name, "ok", ", ".join(f"{key} {value}" for key, value in versions.items()))
         absent = ", ".join(key for key, value in versions.items() if value is None)
@@ -323,13 +315,13 @@ def _smollm2() -> Check:
 def _weights(name: str, distribution: str, absent: str, hint: str, find: Callable[[], object]) -> Check:
     from gpu_actors.errors import InvalidRequest
 
-    if _version(distribution) is None:
+    if version_of(distribution) is None:
         return Check(name, "missing", f"{distribution} not installed: {absent}", hint)
     try:
         find()
     except InvalidRequest as error:
         return Check(name, "problem", f"{error.value} {error.reason}", hint)
-    return Check(name, "ok", f"{distribution} {_version(distribution)}, sha256 as expected")
+    return Check(name, "ok", f"{distribution} {version_of(distribution)}, sha256 as expected")
 
 
 _optional("server", ("starlette", "uvicorn"), "examples/inference_server.py", lambda: install_hint("demo"))

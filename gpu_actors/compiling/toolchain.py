@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gpu_actors.compiling.source import exact_arch
 from gpu_actors.errors import CompileError
-from gpu_actors.extras import cuda_hint
+from gpu_actors.extras import cuda_hint, version_of
 from gpu_actors.process import process_folder
 
 __all__ = [
@@ -174,14 +174,6 @@ def _import_nvrtc() -> Any:
 
 def _packaged_version() -> str | None:
     """The version of NVRTC's wheel if exactly one CuPy wheel decides which NVRTC is loaded, else None."""
-    from importlib import metadata
-
-    def version_of(distribution: str) -> str | None:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            return None
-
     majors = [major for major in (12, 13) if version_of(f"cupy-cuda{major}x")]
     if len(majors) != 1:
         return None

@@ -167,10 +167,10 @@ def test_doctor_names_the_compiler_that_is_loaded_in_place_of_the_installed_one(
 
 
 def test_doctor_says_once_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_version", lambda name: "1.0")
+    monkeypatch.setattr(probes, "version_of", lambda name: "1.0")
     assert doctored(run)["cupy"]["detail"] == "cupy-cuda12x and cupy-cuda13x are both installed"
     monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.setattr(probes, "_version", lambda name: None)
+    monkeypatch.setattr(probes, "version_of", lambda name: None)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "cupy" else found(name, *rest))
     _, out, _ = run("doctor", "--device", "mock")
