@@ -10,10 +10,11 @@ marks. Subjects take turns, so a change of the clock or of other work affects al
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from gpu_actors.errors import InvalidRequest
 
@@ -88,15 +89,7 @@ def quantiles(samples: Sequence[float]) -> Quantiles:
     """The quantiles of one or more times, with linear interpolation between the two nearest."""
     if not samples:
         raise InvalidRequest("samples", samples, "must hold one time or more")
-    ordered = sorted(samples)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-    return Quantiles(len(ordered), ordered[0], at(0.1), at(0.25), at(0.5), at(0.75), at(0.9), ordered[-1])
+    return Quantiles(len(samples), *np.percentile(samples, (0, 10, 25, 50, 75, 90, 100)).tolist())
 
 
 def measure_in_turns(
