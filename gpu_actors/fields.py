@@ -18,6 +18,7 @@ __all__ = [
     "describe",
     "dtype_name",
     "dtype_of",
+    "duration",
     "expect",
     "flag",
     "heads_of_layers",
@@ -122,6 +123,14 @@ def real(field: str, value: object, kind: str = "a finite number") -> float:
             number = float(value)
     if not math.isfinite(number):
         raise InvalidRequest(field, value, f"must be {kind}")
+    return number
+
+
+def duration(field: str, value: object, *, above_0: bool = False) -> float:
+    """A finite number of seconds, which is not negative."""
+    kind = f"a finite number of seconds {'> 0' if above_0 else '>= 0'}"
+    number = real(field, value, kind)
+    expect(number > 0 if above_0 else number >= 0, field, value, f"must be {kind}")
     return number
 
 

@@ -14,7 +14,7 @@ from gpu_actors.clock import SYSTEM_CLOCK, Clock
 from gpu_actors.compiling.source import check_arch
 from gpu_actors.devices.fault_plan import FaultPlan
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.fields import expect, flag, integer, one_of, real
+from gpu_actors.fields import duration, expect, flag, integer, one_of, real
 from gpu_actors.tracing import TraceEvent
 
 __all__ = ["ContextOptions", "EmulationOptions", "MockOptions", "RestartPolicy"]
@@ -48,7 +48,7 @@ class MockOptions:
     def __post_init__(self) -> None:
         flag("compute", self.compute)
         one_of("dtype", self.dtype, ("float64", "float32"), 'must be "float64" or "float32"')
-        _seconds("latency", self.latency)
+        duration("latency", self.latency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,11 @@ class RestartPolicy:
         strategies = ("one_for_one", "all_for_one")
         one_of("strategy", self.strategy, strategies, f"must be one of {strategies}")
         integer("max_restarts", self.max_restarts, 0)
-        _seconds("window", self.window, above=True)
-        _seconds("backoff", self.backoff)
+        duration("window", self.window, above_0=True)
+        duration("backoff", self.backoff)
         factor = real("backoff_factor", self.backoff_factor, "a finite number >= 1")
         expect(factor >= 1, "backoff_factor", self.backoff_factor, "must be a finite number >= 1")
-        longest = _seconds("backoff_max", self.backoff_max)
+        longest = duration("backoff_max", self.backoff_max)
         expect(longest >= self.backoff, "backoff_max", self.backoff_max, f"must be >= backoff, {self.backoff}")
 
     def delay(self, restarts: int) -> float:
@@ -224,14 +224,14 @@ class ContextOptions:
         self._check_types()
         self._check_actors()
         flag("invariant", self.invariant)
-        _seconds("probe_interval", self.probe_interval, above=True)
+        duration("probe_interval", self.probe_interval, above_0=True)
         if self.default_timeout is not None:
-            _seconds("default_timeout", self.default_timeout, above=True)
+            duration("default_timeout", self.default_timeout, above_0=True)
         # An infinite limit is valid: a user can mean to wait without end.
         if self.hang_timeout is not None and not _endless(self.hang_timeout):
-            _seconds("hang_timeout", self.hang_timeout, above=True)
+            duration("hang_timeout", self.hang_timeout, above_0=True)
         if not _endless(self.drain_timeout):
-            _seconds("drain_timeout", self.drain_timeout)
+            duration("drain_timeout", self.drain_timeout)
 
     def _check_types(self) -> None:
         optional = {"mock": MockOptions, "emulation": EmulationOptions, "fault_plan": FaultPlan}
@@ -276,13 +276,6 @@ class ContextOptions:
     def prewarmed_paths(self) -> tuple[Path, ...]:
         """``prewarmed`` in full."""
         return tuple(_path("prewarmed", path).absolute() for path in self.prewarmed)
-
-
-def _seconds(name: str, value: object, *, above: bool = False) -> float:
-    kind = f"a finite number of seconds {'> 0' if above else '>= 0'}"
-    number = real(name, value, kind)
-    expect(number > 0 if above else number >= 0, name, value, f"must be {kind}")
-    return number
 
 
 def _endless(seconds: object) -> bool:

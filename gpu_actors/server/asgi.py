@@ -25,7 +25,7 @@ from gpu_actors.context import open_context
 from gpu_actors.distributed.pool import ContextPool, open_pool
 from gpu_actors.errors import ActorStopped
 from gpu_actors.extras import missing
-from gpu_actors.fields import expect, integer, real
+from gpu_actors.fields import duration, expect, integer
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.admission import Admission
@@ -133,8 +133,7 @@ def lifespan(
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
     """
     workers = integer("workers", workers, 0)
-    leave_seconds = real("leave_seconds", leave_seconds, "a finite number of seconds >= 0")
-    expect(leave_seconds >= 0, "leave_seconds", leave_seconds, "must be a finite number of seconds >= 0")
+    leave_seconds = duration("leave_seconds", leave_seconds)
 
     @asynccontextmanager
     async def opened(app: Any) -> AsyncIterator[dict[str, Any]]:

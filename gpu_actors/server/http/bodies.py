@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_actors.errors import GpuActorsError, Overloaded
-from gpu_actors.fields import expect, integer, real
+from gpu_actors.fields import duration, integer
 
 __all__ = ["Bodies", "BodyTooLarge", "BodyTooSlow", "TooManyBodies"]
 
@@ -35,8 +35,7 @@ class Bodies:
     def __init__(self, *, max_bytes: int = 16 << 20, max_held_bytes: int = 256 << 20, seconds: float = 30.0) -> None:
         self.max_bytes: int = integer("max_bytes", max_bytes, 1)
         self.max_held_bytes: int = integer("max_held_bytes", max_held_bytes, 1)
-        self.seconds: float = real("seconds", seconds, "a finite number of seconds > 0")
-        expect(self.seconds > 0, "seconds", seconds, "must be a finite number of seconds > 0")
+        self.seconds: float = duration("seconds", seconds, above_0=True)
         self.held_bytes: int = 0
 
     def check(self, announced: int) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import anyio
 
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError, InvalidRequest
-from gpu_actors.fields import expect, real
+from gpu_actors.fields import duration
 from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
 from gpu_actors.server.http.problems import Problem, package_error, problem
 from gpu_actors.server.http.scopes import KEY as KEY
@@ -96,8 +96,10 @@ class Guard:
         self.app = app
         self.spell = spell
         self.traffic = traffic
-        self.default_timeout = None if default_timeout is None else _over_0("default_timeout", default_timeout)
-        self.longest_timeout = _over_0("longest_timeout", longest_timeout)
+        self.default_timeout = default_timeout
+        if default_timeout is not None:
+            self.default_timeout = duration("default_timeout", default_timeout, above_0=True)
+        self.longest_timeout = duration("longest_timeout", longest_timeout, above_0=True)
         self.bodies: Bodies = bodies if bodies is not None else Bodies()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -420,12 +422,6 @@ def quieten(scope: MutableMapping[str, Any]) -> Exchange | None:
 
 class _HungUp(Exception):
     """The client hung up before its body had arrived."""
-
-
-def _over_0(name: str, seconds: float) -> float:
-    number = real(name, seconds, "a finite number of seconds > 0")
-    expect(number > 0, name, seconds, "must be a finite number of seconds > 0")
-    return number
 
 
 def _trace_id(scope: MutableMapping[str, Any]) -> str:

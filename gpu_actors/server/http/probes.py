@@ -31,7 +31,7 @@ import anyio.to_thread
 from gpu_actors.catching import log_errors
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
-from gpu_actors.fields import expect, integer, real
+from gpu_actors.fields import duration, expect, integer
 from gpu_actors.server.http.readiness import readiness_of, readiness_of_workers
 
 if TYPE_CHECKING:
@@ -94,12 +94,10 @@ class Probes:
         self.host = host
         self.port = None if port is None else integer("port", port, 0, 65535)
         self.ports: int = integer("ports", ports, 1)
-        self.stall_seconds: float = real("stall_seconds", stall_seconds, "a finite number of seconds > 0")
-        expect(self.stall_seconds > 0, "stall_seconds", stall_seconds, "must be a finite number of seconds > 0")
+        self.stall_seconds: float = duration("stall_seconds", stall_seconds, above_0=True)
         self.proof_seconds = proof_seconds
         if proof_seconds is not None:
-            self.proof_seconds = real("proof_seconds", proof_seconds, "a finite number of seconds > 0, or None")
-            expect(proof_seconds > 0, "proof_seconds", proof_seconds, "must be a finite number of seconds > 0, or None")
+            self.proof_seconds = duration("proof_seconds", proof_seconds, above_0=True)
         self.exit_when_dead = exit_when_dead
         self._contexts: Mapping[str, GpuContext] = {}
         self._registry: CollectorRegistry | None = None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpu_actors.fields import expect, integer, real
+from gpu_actors.fields import duration, expect, integer
 from gpu_actors.options import ContextOptions
 from gpu_actors.server.http.access import checked_hosts, checked_keys, checked_texts
 
@@ -105,5 +105,4 @@ class ServeSettings:
             )
             expect(sound or origin == "*", "cors_origins", origin, reason)
         for name in ("queue_seconds", "leave_seconds", "drain_seconds"):
-            value = real(name, getattr(self, name), "a finite number of seconds >= 0")
-            expect(value >= 0, name, value, "must be a finite number of seconds >= 0")
+            duration(name, getattr(self, name))
