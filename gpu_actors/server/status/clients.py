@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from gpu_actors.runtime.meter import SECONDS, Histogram
 from gpu_actors.server.http.traffic import OUTCOMES, RouteCounts, Traffic
-from gpu_actors.server.status.history import SLOT, WINDOWS
+from gpu_actors.server.status.history import WINDOWS, Records
 
 __all__ = ["Clients", "judge"]
 
@@ -38,7 +37,7 @@ class _Record(NamedTuple):
 
 
 class Clients:
-    """Records of the last five minutes. For one thread at a time.
+    """The answers to clients. For one thread at a time.
 
     timed: functions that give histograms of seconds by name, or None while there is none.
     """
@@ -47,8 +46,7 @@ class Clients:
         self._traffic = traffic
         self._timed = timed
         self._bounds: dict[str, list[float]] = {name: [] for name in timed}
-        self._records: deque[_Record] = deque(maxlen=int(WINDOWS[-1] / SLOT) + 1)
-        self._records.append(self._now())
+        self._records = Records(self._now())
 
     def read(self) -> dict[str, Any]:
         """The outcomes of the last ten seconds and of the last minute, all over time, and by route.
@@ -56,7 +54,7 @@ class Clients:
         late: answers with 504; other misses of a deadline are streams that were cut.
         """
         now = self._now()
-        recent, minute = self._since(now, RECENT), self._since(now, WINDOWS[0])
+        recent, minute = self._records.before(now, RECENT), self._records.before(now, WINDOWS[0])
         counts = [_outcomes(now, before) for before in (recent, minute)]
         summary = {
             "state": judge(*counts),
@@ -78,13 +76,8 @@ class Clients:
             ],
             "routes": [_route(name, now, minute) for name in now.routes],
         }
-        if now.time - self._records[-1].time >= SLOT:
-            self._records.append(now)
+        self._records.add(now)
         return summary
-
-    def _since(self, now: _Record, seconds: float) -> _Record:
-        """The latest record that is so old, or the oldest one."""
-        return next((one for one in reversed(self._records) if one.time <= now.time - seconds), self._records[0])
 
     def _now(self) -> _Record:
         timed = {}

@@ -1,18 +1,18 @@
-"""History: the histograms of a context's actors over the last minutes, from those since the first read."""
+"""Records of the last minutes, and History: the histograms of a context's actors, from those since the first read."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from gpu_actors.runtime.meter import Histogram
 
 if TYPE_CHECKING:
     from gpu_actors.handles.gpu_context import GpuContext
 
-__all__ = ["KINDS", "SLOT", "WINDOWS", "History"]
+__all__ = ["KINDS", "SLOT", "WINDOWS", "History", "Records"]
 
 KINDS = ("latency", "queue", "launch", "batch")
 WINDOWS = (60, 300)
@@ -23,6 +23,33 @@ SLOT = 5.0
 Counts = dict[str, dict[str, list[int]]]
 
 
+class Timed(Protocol):
+    """What was counted until a moment."""
+
+    @property
+    def time(self) -> float:
+        """``time.monotonic()`` seconds."""
+
+
+T = TypeVar("T", bound=Timed)
+
+
+class Records(deque[T]):
+    """Records of the last five minutes, at least `SLOT` seconds apart. For one thread at a time."""
+
+    def __init__(self, first: T) -> None:
+        super().__init__([first], maxlen=int(WINDOWS[-1] / SLOT) + 1)
+
+    def before(self, now: T, seconds: float) -> T:
+        """The latest record that is so much older than ``now``, or the oldest one."""
+        return next((one for one in reversed(self) if one.time <= now.time - seconds), self[0])
+
+    def add(self, now: T) -> None:
+        """Append a record, if the last one is old enough."""
+        if now.time - self[-1].time >= SLOT:
+            self.append(now)
+
+
 class _Record(NamedTuple):
     time: float
     counts: Counts
@@ -30,7 +57,7 @@ class _Record(NamedTuple):
 
 
 class History:
-    """Records of the last five minutes. For one thread. Reading a mailbox's meter takes its lock for microseconds."""
+    """The counts of one context. For one thread. Reading a mailbox's meter takes its lock for microseconds."""
 
     def __init__(self, context: GpuContext) -> None:
         children = context._children
@@ -38,35 +65,28 @@ class History:
         self._clock = children.clock
         for mailbox in self._mailboxes.values():
             mailbox.measure(self._clock)
-        self._records: deque[_Record] = deque(maxlen=int(WINDOWS[-1] / SLOT) + 1)
-        self._records.append(self._now())
+        self._records = Records(self._now())
 
     def read(self) -> dict[str, Any]:
         """The histograms of each window: counts by bucket, of each actor that has any. rate: answers a second, over the
         last five seconds or a little more."""
         now = self._now()
         windows = {str(window): self._window(now, window) for window in WINDOWS}
-        before = self._before(now, SLOT)
+        before = self._records.before(now, SLOT)
         rate = (now.answered - before.answered) / max(now.time - before.time, 1e-3)
-        if now.time - self._records[-1].time >= SLOT:
-            self._records.append(now)
+        self._records.add(now)
         meter = self._mailboxes[next(iter(self._mailboxes))].measure(self._clock)
         bounds = {kind: list((meter.batch if kind == "batch" else meter.queue).bounds) for kind in KINDS}
         return {"bounds": bounds, "windows": windows, "rate": round(rate, 2)}
 
     def _window(self, now: _Record, seconds: float) -> dict[str, Any]:
-        before = self._before(now, seconds)
+        before = self._records.before(now, seconds)
         actors = {}
         for name, kinds in now.counts.items():
             changed = {kind: _less(counts, before.counts[name][kind]) for kind, counts in kinds.items()}
             if any(map(any, changed.values())):
                 actors[name] = changed
         return {"seconds": round(now.time - before.time, 1), "actors": actors}
-
-    def _before(self, now: _Record, seconds: float) -> _Record:
-        """The latest record that is so old, or the oldest one."""
-        old = [record for record in self._records if record.time <= now.time - seconds]
-        return old[-1] if old else self._records[0]
 
     def _now(self) -> _Record:
         counts: Counts = {}
