@@ -1,4 +1,4 @@
-"""What belongs to one process: its incarnation, its folders, its event loop, and objects that cannot leave it."""
+"""What belongs to one process: its incarnation, folders, event loop and signals, and objects that cannot leave it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from gpu_actors.errors import NotCopyable, WouldBlock
 
-__all__ = ["SERVICE_SIGNALS", "Local", "incarnation", "process_folder", "refuse_on_loop"]
+__all__ = ["SERVICE_SIGNALS", "Local", "handling", "incarnation", "process_folder", "refuse_on_loop"]
 
 SERVICE_SIGNALS = (
     signal.SIGHUP,
@@ -64,6 +68,24 @@ def refuse_on_loop(call: str, instead: str) -> None:
     """Raise `WouldBlock` on the thread of a running event loop. call, instead: what was done there, and what to do."""
     if asyncio._get_running_loop() is not None:
         raise WouldBlock(f"{call} would block the running event loop; use {instead}")
+
+
+@contextmanager
+def handling(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle a signal while this is entered: on the main thread, and unless the signal is ignored or has its default.
+
+    Leaving it puts the earlier handler back, unless another one has been set meanwhile.
+    """
+    previous = signal.getsignal(number)
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(number) is handler:
+            signal.signal(number, previous)
 
 
 class Local:

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +22,7 @@ from gpu_actors.cli.output import (
     write_note,
 )
 from gpu_actors.errors import GpuActorsError, InvalidRequest, RequestError
+from gpu_actors.process import handling
 
 if TYPE_CHECKING:
     from gpu_actors.generation import Engine, Generation, LoadedModel, Sampling
@@ -166,7 +164,7 @@ class _Talk:
             signal.signal(signal.SIGINT, before)  # for the second Ctrl-C
             loop.call_soon_threadsafe(generation.cancel)
 
-        with _on_interrupt(interrupt):
+        with handling(signal.SIGINT, interrupt):
             async for token in generation:
                 if token not in hidden:
                     put(stream.feed(token))
@@ -179,20 +177,6 @@ class _Talk:
         stats = self.engine.stats
         launches = self.context.stats()["kv_cache"].launched
         return stats.tokens, stats.steps * self.loaded.model.config.layers, launches
-
-
-@contextlib.contextmanager
-def _on_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call the handler on Ctrl-C, unless that is ignored."""
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 async def _converse(talk: _Talk) -> bool | Exception:
@@ -215,7 +199,7 @@ async def _converse(talk: _Talk) -> bool | Exception:
 def _type() -> str | None:
     """What is typed, an empty text at Ctrl-C, None at Ctrl-D. The loop may wait: it has nothing to do."""
     try:
-        with _on_interrupt(signal.default_int_handler):
+        with handling(signal.SIGINT, signal.default_int_handler):
             return input(PROMPT)
     except EOFError:
         sys.stdout.write("\n")
