@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -28,12 +27,14 @@ from gpu_actors.extras import missing
 from gpu_actors.fields import duration, expect, integer
 from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions
+from gpu_actors.process import handling
 from gpu_actors.server.http.admission import Admission
 from gpu_actors.server.http.bodies import Bodies
 from gpu_actors.server.http.guard import KEY, Exchange, Guard, quieten
 from gpu_actors.server.http.json_bodies import expect_json, read_json
 from gpu_actors.server.http.probes import Answer, Probes
 from gpu_actors.server.http.problems import problem
+from gpu_actors.server.http.readiness import contexts_by_name
 from gpu_actors.server.http.shutdown import leave_slowly
 from gpu_actors.server.http.traffic import STATE, Traffic
 from gpu_actors.server.status.board import StatusBoard
@@ -141,29 +142,31 @@ def lifespan(
         answering = probes if probes is not None else Probes()
         async with answering, AsyncExitStack() as stack:
             pool: ContextPool | None = None
+            watched: GpuContext | Mapping[str, GpuContext]
             if workers:
                 pool = await stack.enter_async_context(open_pool(device, workers=workers, options=options))
-                contexts: Mapping[str, GpuContext] = dict(pool.workers)
+                watched = pool.workers
             else:
-                contexts = {"": await stack.enter_async_context(open_context(device, options))}
-            context = next(iter(contexts.values()))
+                watched = await stack.enter_async_context(open_context(device, options))
+            contexts = list(contexts_by_name(watched).values())
+            context = contexts[0]
             preparation = prepare(pool or context) if prepare is not None else None
             if isinstance(preparation, AbstractAsyncContextManager):
                 prepared = await stack.enter_async_context(preparation)
             else:
                 prepared = await preparation if preparation is not None else None
-            for one in contexts.values():
+            for one in contexts:
                 if not any(stats.launched for stats in one.stats().values()):
                     await one.probe()
             traffic = Traffic()
-            answering.watch(context if pool is None else contexts, admission, traffic)
+            answering.watch(watched, admission, traffic)
             board = StatusBoard()
             board.show_traffic(traffic, timed)
             if admission is not None:
                 board.show(lambda: _places(admission))
             for numbers in shown:
                 board.show(numbers)
-            await anyio.to_thread.run_sync(board.watch, context if pool is None else contexts, answering.readiness)
+            await anyio.to_thread.run_sync(board.watch, watched, answering.readiness)
             stack.callback(board.close)
             running = Service(context, answering, admission, board, pool, traffic)
             logger.info("ready on %s, probes on port %s", context.info.name, answering.port)
@@ -218,20 +221,13 @@ def _places(admission: Admission) -> dict[str, float]:
 def _end_streams_on_interrupt(board: StatusBoard) -> Iterator[None]:
     """End the page's streams on Ctrl-C, before the server's own handler: it waits for every connection."""
     previous: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         board.end_streams()
         previous(number, frame)
 
-    signal.signal(signal.SIGINT, end)
-    try:
+    with handling(signal.SIGINT, end):
         yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is end:
-            signal.signal(signal.SIGINT, previous)
 
 
 def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:

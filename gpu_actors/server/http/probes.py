@@ -31,8 +31,8 @@ import anyio.to_thread
 from gpu_actors.catching import log_errors
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
-from gpu_actors.fields import duration, expect, integer
-from gpu_actors.server.http.readiness import readiness_of, readiness_of_workers
+from gpu_actors.fields import duration, integer
+from gpu_actors.server.http.readiness import contexts_by_name, readiness_of, readiness_of_workers
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry
@@ -146,10 +146,7 @@ class Probes:
         them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
         /metrics has the label ``worker``.
         """
-        several = isinstance(context, Mapping)
-        workers: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
-        named = bool(workers) and not (several and "" in workers)
-        expect(named, "context", context, "must be a context, or at least one worker by name")
+        workers = contexts_by_name(context)
         try:
             from prometheus_client import CollectorRegistry
 
@@ -159,7 +156,7 @@ class Probes:
             self._registry = None
         else:
             self._registry = CollectorRegistry()
-            self._registry.register(WorkersCollector(workers) if several else ContextCollector(workers[""]))
+            self._registry.register(ContextCollector(workers[""]) if "" in workers else WorkersCollector(workers))
             if admission is not None:
                 self._registry.register(AdmissionCollector(admission))
             if traffic is not None:

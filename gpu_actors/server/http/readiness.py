@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gpu_actors.fields import expect
+from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.handles.health import Health
 
-__all__ = ["Readiness", "readiness_of", "readiness_of_workers"]
+__all__ = ["Readiness", "contexts_by_name", "readiness_of", "readiness_of_workers"]
 
 
 class Readiness(NamedTuple):
@@ -16,6 +18,14 @@ class Readiness(NamedTuple):
     ready: bool
     state: str
     reason: str
+
+
+def contexts_by_name(context: GpuContext | Mapping[str, GpuContext]) -> Mapping[str, GpuContext]:
+    """Workers by name, or one context by the name "". Raises `InvalidRequest` for no workers and one without a name."""
+    if not isinstance(context, Mapping):
+        return {"": context}
+    expect(bool(context) and "" not in context, "context", context, "must be a context, or at least one worker by name")
+    return context
 
 
 def readiness_of(health: Health, overdue: str = "") -> Readiness:

@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors._version import __version__
-from gpu_actors.fields import expect
-from gpu_actors.server.http.readiness import Readiness, readiness_of, readiness_of_workers
+from gpu_actors.server.http.readiness import Readiness, contexts_by_name, readiness_of, readiness_of_workers
 from gpu_actors.server.status.clients import Clients, Times
 from gpu_actors.server.status.event_log import EventLog
 from gpu_actors.server.status.history import SLOT
@@ -96,9 +95,7 @@ class StatusBoard:
         """
         self.ending = False
         self._closed.clear()
-        contexts: Mapping[str, GpuContext] = context if isinstance(context, Mapping) else {"": context}
-        named = bool(contexts) and not (isinstance(context, Mapping) and "" in contexts)
-        expect(named, "context", context, "must be a context, or at least one worker by name")
+        contexts = contexts_by_name(context)
         self._contexts, self._verdict = contexts, verdict
         self._readers = {name: StatusReader(one, self.event_log, name) for name, one in contexts.items()}
         self._began, self._state = time.time(), ""
