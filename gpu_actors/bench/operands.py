@@ -36,7 +36,6 @@ def make_operands(case: Case, arrays: Arrays, context: GpuContext, seed: int) ->
 
 
 def submit(case: Case, context: GpuContext, operands: OperandSet) -> Reply[Any]:
-    """The request of a case."""
     return _SUBMIT[case.kind](case, context, operands)
 
 

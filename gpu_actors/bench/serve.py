@@ -96,7 +96,6 @@ class Load:
         return self.errors.total()
 
     def figures(self) -> dict[str, Any]:
-        """For people and JSON."""
         return {
             "requests": self.requests,
             "lost": self.requests - self.answered,

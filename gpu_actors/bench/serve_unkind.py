@@ -28,7 +28,6 @@ Kind: TypeAlias = Callable[[int, float, Counts], Coroutine[Any, Any, None]]
 
 
 def request(body: bytes, deadline: float, headers: str = "") -> bytes:
-    """A request for a completion."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Deadline-Ms: {deadline * 1e3:.0f}\r\n{headers}"
     lines = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return lines.encode() + body

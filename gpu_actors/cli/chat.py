@@ -106,7 +106,6 @@ class _Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def introduce(self) -> None:
-        """Write the note, once."""
         if self.note:
             write_note(self.note)
             self.note = ""

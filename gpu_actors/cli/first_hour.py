@@ -101,7 +101,6 @@ class FirstHour:
         return sorted({entry["evidence"] for entry in self.kernels if entry["evidence"]})
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
         return {"works": self.works, "environment": environment(), **dataclasses.asdict(self)}
 
 

@@ -175,7 +175,6 @@ class Embedder:
             return x, self._operands(0, x)
 
     def _between_attentions(self, layer: int, x: Floats, attended: Operand) -> tuple[Floats, Heads | None]:
-        """From one layer's attention to the next one's, if there is one."""
         with host_span("matmul", rows=len(x), layer=layer + 1):
             x = self.model.layers[layer].finish(x, attended.astype(np.float32, copy=False))
             return x, self._operands(layer + 1, x) if layer + 1 < len(self.model.layers) else None

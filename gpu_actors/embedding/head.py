@@ -89,7 +89,6 @@ def load_head(folder: Path, hidden: int) -> Head:
 
 
 def _module(path: Path, module: Any) -> tuple[str, str]:
-    """The kind of a module and its folder."""
     kind, name = (module.get("type"), module.get("path", "")) if isinstance(module, dict) else (None, None)
     if not isinstance(kind, str) or not isinstance(name, str):
         raise InvalidRequest("model", str(path), "must hold a list of objects with type and path")

@@ -105,12 +105,10 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """Texts that have their pages."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Texts that are not admitted yet."""
         return len(self._waiting)
 
     def add(self, text: Text) -> None:
@@ -146,11 +144,9 @@ class Batcher:
         return None
 
     def cancelled(self) -> list[Text]:
-        """The texts that are cancelled and not removed yet."""
         return [text for text in (*self._running, *self._waiting) if text.cancelled]
 
     def remove(self, texts: Iterable[Text]) -> None:
-        """Remove texts that have ended. Their pages are free again."""
         for text in texts:
             if text in self._running:
                 self._running.remove(text)

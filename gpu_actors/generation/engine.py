@@ -269,7 +269,6 @@ class Engine:
         return tokens * self._model.config.layers + layer
 
     async def _step(self, rows: Rows) -> None:
-        """Compute the rows, and append the next token to each text whose prompt is computed."""
         start = time.monotonic()
         run_sync = anyio.to_thread.run_sync
         x, heads = await run_sync(self._before_first_attention, rows)
@@ -314,7 +313,6 @@ class Engine:
             return x, self._model.before_attention(0, x)
 
     def _between_attentions(self, layer: int, x: Matrix, attended: Matrix) -> tuple[Matrix, Heads | None]:
-        """From one layer's attention to the next one's, if there is one."""
         with host_span("matmul", rows=len(x), layer=layer + 1):
             x = self._model.after_attention(layer, x, attended.astype(np.float32))
             more = layer + 1 < self._model.config.layers
@@ -358,7 +356,6 @@ class Engine:
         await self._remove(finished)
 
     async def _remove(self, texts: Sequence[Text], reason: str = "", error: GpuActorsError | None = None) -> None:
-        """End texts, and free their pages."""
         generations = [self._generations.pop(text) for text in texts]
         for generation in generations:
             generation.end(reason, error)

@@ -292,7 +292,6 @@ def _open(path: Path) -> Any:
 
 
 def _gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor in Hugging Face's layout."""
     part = name.removesuffix(".weight")
     if not part.startswith("model.layers."):
         return f"{_NAMES[part]}.weight"

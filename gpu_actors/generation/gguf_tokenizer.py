@@ -172,7 +172,6 @@ def _pairs(numbers: Mapping[str, int], scores: Sequence[float]) -> Iterator[tupl
 
 
 def _add_surrounding_tokens(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Make the tokenizer add the tokens that begin and end a text."""
     from tokenizers import processors
 
     begin, end = adds(metadata, "bos"), adds(metadata, "eos")

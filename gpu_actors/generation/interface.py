@@ -39,13 +39,11 @@ class EngineStats:
     ended: dict[str, int] = field(default_factory=dict)
 
     def step(self, rows: int, texts: int) -> None:
-        """Count a step."""
         self.steps += 1
         self.rows += rows
         self.most_texts = max(self.most_texts, texts)
 
     def end(self, generation: Generation) -> None:
-        """Count a text that has ended."""
         self.ended[generation.reason] = self.ended.get(generation.reason, 0) + 1
 
 

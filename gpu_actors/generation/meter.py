@@ -31,7 +31,6 @@ class EngineMeter:
         self._rows = self._seconds = self._spread = self._slope = 0.0
 
     def step(self, rows: int, texts: int, seconds: float) -> None:
-        """Record a step."""
         self.rows.observe(rows)
         self.texts.observe(texts)
         if not self._seconds:

@@ -425,12 +425,10 @@ class TorchEngine:
 
     @property
     def running(self) -> int:
-        """Texts that share the steps now."""
         return sum(request.begun for request in self._requests.values())
 
     @property
     def waiting(self) -> int:
-        """Texts that Transformers has not scheduled yet."""
         return len(self._requests) - self.running
 
     def pages(self) -> tuple[int, int, int]:
@@ -488,7 +486,6 @@ class TorchEngine:
         return generation
 
     def stop(self, why: str) -> None:
-        """End every text with `ActorStopped`, and refuse new ones."""
         self._stopped = why
         for name in list(self._requests):
             self._end(name, "error", ActorStopped(why))

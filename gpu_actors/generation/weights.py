@@ -102,7 +102,6 @@ def dtype_of(stored: Iterable[str]) -> str:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

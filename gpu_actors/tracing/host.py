@@ -58,7 +58,6 @@ def active() -> bool:
 
 
 def hand_out(span: HostSpan) -> None:
-    """Pass a span that has ended to each open file."""
     for sink in _sinks:
         try:
             sink(span)

@@ -101,7 +101,6 @@ class Place:
         self._since, self._area = now, area
 
     def _end(self, late: bool) -> None:
-        """The work has ended, by itself or by its deadline."""
         admission = self._admission
         now, area = admission._advance()
         admission._measure(now - self.began, self, 0.0 if late else self._done)

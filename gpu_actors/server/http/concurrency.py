@@ -81,7 +81,6 @@ class ConcurrencyLimit:
         self._demand = True
 
     def is_fresh(self, now: float) -> bool:
-        """Whether the last measurement is at most 0.2 s old."""
         return any(now - one.last <= _FRESH_SECONDS for one in self._levels.values())
 
     def unit_seconds(self, pieces: float, now: float) -> float | None:

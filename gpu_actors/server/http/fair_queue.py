@@ -76,7 +76,6 @@ class FairQueue:
         return self._waiting
 
     def held(self, client: str) -> int:
-        """Places that a client holds."""
         entry = self._clients.get(client)
         return entry.held if entry is not None else 0
 
@@ -100,11 +99,9 @@ class FairQueue:
         return own_reads + sum(min(one.read, (own_reads + 1) * one.weight / weight) for one in others)
 
     def begin_reading(self, client: str) -> None:
-        """A request of the client is being read."""
         self._client(client).read += 1
 
     def end_reading(self, client: str) -> None:
-        """A request of the client was read."""
         self._clients[client].read -= 1
         self._forget(client)
 
@@ -122,7 +119,6 @@ class FairQueue:
         self._waiting += 1
 
     def remove(self, waiter: Waiter) -> None:
-        """Dequeue a waiter, if it is queued."""
         if waiter.waits:
             waiter.waits = False
             client = self._clients[waiter.client]
@@ -144,7 +140,6 @@ class FairQueue:
         return min(ordered)[2] if ordered else None
 
     def begin(self, waiter: Waiter) -> None:
-        """A waiter was admitted."""
         waiter.admitted = True
         client = self._client(waiter.client)
         client.held += 1
@@ -153,7 +148,6 @@ class FairQueue:
         self._admitted_cost += waiter.cost
 
     def end(self, waiter: Waiter) -> None:
-        """The place of a waiter is free again."""
         self._clients[waiter.client].held -= 1
         self._forget(waiter.client)
 

@@ -76,22 +76,18 @@ class Engines:
 
     @property
     def running(self) -> int:
-        """Texts that share the steps of some engine now."""
         return sum(engine.running for engine in self)
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for pages or rows."""
         return sum(engine.waiting for engine in self)
 
     @property
     def failure(self) -> str:
-        """Why no engine generates texts any more, or an empty string."""
         failures = [engine.failure for engine in self]
         return failures[0] if failures and all(failures) else ""
 
     def pages(self) -> tuple[int, int, int]:
-        """Pages of all caches: all, free and shared ones."""
         counts = []
         for engine in self:
             try:
@@ -134,7 +130,6 @@ class Engines:
         )
 
     def stop(self, why: str) -> None:
-        """End every text with `ActorStopped`, and refuse new ones."""
         self._stopped = why
         for engine in self:
             engine.stop(why)

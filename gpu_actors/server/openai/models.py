@@ -73,8 +73,6 @@ class Generator(NamedTuple):
 
 
 class Encoder(NamedTuple):
-    """A model that embeds text."""
-
     name: str
     embedder: Embedder
 

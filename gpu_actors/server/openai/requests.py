@@ -191,8 +191,6 @@ def _metadata(value: Any) -> Any:
 
 
 class ResponseFormat(_Body):
-    """Only text."""
-
     type: Literal["text"]
 
 

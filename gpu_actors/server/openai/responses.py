@@ -39,8 +39,6 @@ class PromptDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request for a text."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -69,8 +67,6 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """The text, or a piece of it in a stream."""
-
     index: int = 0
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -107,16 +103,12 @@ class ChatLogprobs(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The assistant's message."""
-
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
 
 class ChatChoice(BaseModel):
-    """The message, and why it ends."""
-
     index: int = 0
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -132,8 +124,6 @@ class ChatCompletion(_Answer):
 
 
 class Delta(BaseModel):
-    """What is new in a message."""
-
     role: Literal["assistant"] | None = None
     content: str | None = None
 
@@ -144,8 +134,6 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """A piece of a message."""
-
     index: int = 0
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -169,8 +157,6 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Tokens of a request for embeddings."""
-
     prompt_tokens: int
     total_tokens: int
 

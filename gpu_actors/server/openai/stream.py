@@ -35,7 +35,6 @@ class Writer:
         self._send = send
 
     async def write(self, content: BaseModel, exclude: set[str] | None = None) -> None:
-        """One event."""
         await self.write_text(content.model_dump_json(exclude=exclude))
 
     async def write_text(self, data: str) -> None:
@@ -47,7 +46,6 @@ class Writer:
         await self._send({"type": "http.response.body", "body": sent_event(data), "more_body": True})
 
     async def close(self) -> None:
-        """The last event, and the end of the answer."""
         await self.write_text("[DONE]")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
