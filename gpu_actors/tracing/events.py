@@ -1,34 +1,6 @@
-"""Trace events and their listeners.
+"""Trace events and their listeners. docs/tracing.md lists the events and says where they go.
 
-    request.accepted    a request entered an actor's mailbox          fields: actor, request, message, under: the
-                                                                      step or client's request that it is a part of
-    request.compiling   it waits for a kernel variant                 + key
-    request.launched    it was handed to the device                   + key, kernel (names, or "oracle" on mock)
-    launch.cascade      sequences of a launch over a KvCache share    fields: actor, taken, reason, groups, sequences,
-                        pages: whether they are read once             prefix_keys, saved_bytes
-    request.completed   it was answered with a result
-    request.failed      it was answered with an error                 + error
-    step.begun          a model's step over a KvCache has begun       fields: actor, request: which began it,
-                                                                      sequences, layers
-    step.layer          a layer of it was launched, or captured       fields: actor, request, layer, captured
-    step.replayed       its captured layers were launched             fields: actor, request, layers
-    step.ended          its end was asked for, and it is over         fields: actor, request, committed, error
-    compile.started     NVRTC starts on a variant                     fields: variant, arch
-    compile.completed   ... and ends                                  + seconds, error (None if it compiled)
-    cache.hit           a cubin came from the cache                   fields: variant, digest, layer
-    cache.miss          ... did not
-    cache.corrupt       an entry was damaged and set aside            + path
-    kernel.qualified    a kernel may answer on this machine           fields: kernel, variant, kept (whether an earlier
-                                                                      proof says so), experiments, seconds
-    kernel.quarantined  it computes wrong numbers, and does not       fields: kernel, variant, kept, problem, reason,
-                        answer                                        evidence (a path)
-    actor.restarted     a child runs again after it failed            fields: actor, restarts, error
-    actor.failed        a child failed for good                       fields: actor, error
-    context.lost        the device context is gone                    fields: generation, error
-
-Every event goes to the logger ``gpu_actors.trace`` as a record with ``event`` and ``fields`` attributes, to
-``ContextOptions.on_event``, and to OpenTelemetry if a tracer provider is configured. Without a listener an event costs
-one test.
+Without a listener an event costs one test.
 """
 
 from __future__ import annotations
@@ -55,7 +27,7 @@ _LEVELS = {
 
 
 class TraceEvent(NamedTuple):
-    """One event.
+    """One event. docs/tracing.md has the names and their fields.
 
     time: ``time.monotonic_ns``.
     thread: the name of the thread on which it happened.
