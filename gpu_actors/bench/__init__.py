@@ -1,16 +1,6 @@
 """Benchmarks: each of SUITES is a module with a ``run() -> dict``, which ``gpu-actors bench`` runs.
 
-forward, backward, decode    a GPU's kernels and the service around them, through the parts below
-bridge, host                 the cost of a request beside a thread of the loop's pool, without a GPU
-compile, imports             the cost of compiles and of imports, without a GPU
-serve                        loads `gpu-actors serve`, on any device; serve_unkind has the hostile clients
-
-stage      opens the device and runs a suite       cases      the measured problems, their work and traffic
-suite      check, then time: kernel, peers, service  operands   the arrays and requests of a case
-recorder   the service's launches                  arrays     random and poisoned arrays
-timing     events in turns, quantiles              checks     slices against the oracle
-clock      the events of a CUDA stream             peers      other libraries
-ceilings   product and copy of the same run        report, plot
+The suites of a GPU are built of the other modules: stage opens the device, and suite checks and times each case.
 """
 
 from __future__ import annotations

@@ -5,16 +5,11 @@
     python -m gpu_actors.bench.serve --connections 16 256 512 1024 --deadline 1.5 --impatient
 
 Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
-its next request for a stream as soon as the last one has ended, or once Retry-After has passed. With ``--think`` it
-first pauses for a random time of that mean. Each stream is held against what it says of itself: its events are whole,
-all of one id that no other stream has, as many tokens as its usage counts, and [DONE] last. Each request has a
-``--deadline``: one whose turn does not come by then must be answered with 429 or 504. The server's own histogram says
-how long the others waited, and a first event after the deadline counts as late. Goodput counts the streams whose end
-came within their deadline. ``--impatient`` clients return at once where Retry-After says that they should wait. The
-suite also has clients that take more than their share and clients that mean harm (`gpu_actors.bench.serve_unkind`):
-its figures say what the others feel of them. Clients and server share this machine's CPUs, and the tiny model's
-arithmetic is nothing: the figures compare loads of one run with each other, and show what is lost. They say nothing of
-a GPU.
+its next request for a stream as soon as the last one has ended, or once Retry-After has passed. Each stream is held
+against what it says of itself: its events are whole, all of one id that no other stream has, as many tokens as its
+usage counts, and [DONE] last. A request whose turn does not come by its deadline must be answered with 429 or 504.
+Goodput counts the streams whose end came within their deadline. Clients and server share this machine's CPUs, and the
+tiny model's arithmetic is nothing: the figures compare loads of one run, and say nothing of a GPU.
 """
 
 from __future__ import annotations

@@ -4,15 +4,13 @@ NumPy has no erf. With a = |x| and Q(a) = erfc(a / sqrt 2) / 2, the upper tail o
 
     gelu(x) = x * Phi(x) = max(x, 0) - a * Q(a)
 
-holds on both sides of zero, so one smooth bounded function is all there is to approximate: a * Q(a) <= 0.17,
-and nothing cancels where x is very negative. Q(a) is taken in the form of Hastings (Approximations for
-Digital Computers, 1955; Abramowitz and Stegun 7.1.26),
+cancels nowhere. Q(a) has the form of Hastings (Approximations for Digital Computers, 1955; Abramowitz and Stegun
+7.1.26),
 
     Q(a) = exp(-a*a / 2) * t * (c0 + c1 t + ... + c5 t^5),     t = 1 / (1 + 0.28 a),
 
-with coefficients refitted (least squares, reweighted towards minimax by Lawson's rule) to the error of a *
-Q(a) itself: 3.4e-9 in exact arithmetic, where 7.1.26 as printed has 1.5e-7. Evaluated in float32 the result
-is off by at most 8e-8, and by the half unit in its last place that the final subtraction rounds.
+with coefficients refitted to the error of a * Q(a), 3.4e-9 in exact arithmetic. In float32 the result is off by at most
+8e-8, and by the half unit in its last place that the final subtraction rounds.
 """
 
 from __future__ import annotations

@@ -4,15 +4,7 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     async for token in engine.submit(prompt, max_new_tokens=32):
         ...
 
-    loading                loads a model by its name
-    config, weights        its sizes and weights, from a seed or a folder in Hugging Face's layout
-    gguf, gguf_tokenizer   the same, and the tokenizer, from a file in the GGUF format
-    model, plain           the layers without their attention; the whole model without the service, to compare with
-    tokenizer, chat        text to tokens and back
-    interface              what a server calls of an engine
-    batch, engine, text    the rows of a step, the steps, and the text that they generate
-    torch_engine           the same interface over a model that Transformers runs by torch; nothing else imports torch
-    sampling, stops        the choice of the next token, and the end of a text
+torch_engine has the same interface over a model that Transformers runs by torch; nothing else imports torch.
 """
 
 from __future__ import annotations
