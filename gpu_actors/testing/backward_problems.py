@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 
 from gpu_actors.reference import attention_forward
 from gpu_actors.reference.tolerance import round_inputs
-from gpu_actors.testing.problems import FEATURES, Array, ForwardCase, cast, poison_unseen, random_forward
+from gpu_actors.testing.problems import FEATURES, Array, ForwardCase, cast, random_forward
 
-__all__ = ["BACKWARD_FEATURES", "BackwardCase", "poison_unseen_backward", "random_backward"]
+__all__ = ["BACKWARD_FEATURES", "BackwardCase", "random_backward"]
 
 BACKWARD_FEATURES = tuple(feature for feature in FEATURES if feature != "descales")
 
@@ -71,17 +70,3 @@ def random_backward(seed: int, *, compute: str | None = None, **choices: Any) ->
         lse=result.lse.astype(np.float32),
         repro=f"random_backward({', '.join([str(seed), *arguments])})",
     )
-
-
-def poison_unseen_backward(case: BackwardCase) -> BackwardCase:
-    """The same case with NaN in every key and value that its mask hides from all rows, whose gradients are zeros.
-
-    Rows that see no key are poisoned too, in q, dout and out: they have no gradient and contribute to none.
-    """
-    blind = np.isneginf(case.lse) if "sinks" not in case.options else np.zeros(case.lse.shape, bool)
-    rows = np.moveaxis(blind, -2, -1)
-    q, dout, out = (array.copy() for array in (case.forward.q, case.dout, case.out))
-    for array in (q, dout, out):
-        array[rows] = np.nan
-    forward = dataclasses.replace(poison_unseen(case.forward), q=q)
-    return dataclasses.replace(case, forward=forward, dout=dout, out=out, repro=f"poison_unseen_backward({case.repro})")

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.testing import DTYPES, HEADS, SEQLENS, poison_unseen
+from cases.poison import poison_unseen
+from inside.testing import DTYPES, HEADS, SEQLENS
 
 import gpu_actors as ga
 from gpu_actors.testing import ForwardCase, check_output, random_forward

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cases.cached_batches import random_batch
+from cases.poison import POISON_PAGE
 from emulated import decode as emulated_decode
 from emulated.decode import DecodeCase, allocate, check_results, problem_of
 from emulated.sweeps import LAUNCHES, assert_same_bits
 from inside.emulation import EmulationFault
-from inside.testing import POISON_PAGE
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.kernels.decode_mma import DECODE, pack_pointers

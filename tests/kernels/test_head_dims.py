@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases.poison import poison_unseen_backward
 from emulated import backward as emulated_backward
 from emulated.gradients import case_of as gradient_case_of
 from emulated.sweeps import Sweep, launch_of
-from inside.testing import poison_unseen_backward
 from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.poison import poison_unseen
 from emulated import contraction
 from emulated.decode import allocate, device_of, kernel_of
 from emulated.forward import problem_of
@@ -15,7 +16,7 @@ from emulated.memory import run_launch
 from emulated.sweeps import LAUNCHES
 from inside.attention import ScoreMod
 from inside.devices import Launch, OutputSpec
-from inside.testing import FEATURES, poison_unseen
+from inside.testing import FEATURES
 from support.gate import kernel_source
 
 from gpu_actors import AttentionProblem

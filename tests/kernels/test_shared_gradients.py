@@ -10,10 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases.poison import poison_unseen_backward
 from emulated import backward as emulated_backward
 from emulated.contraction import arithmetic, fused_products, like_hardware
 from inside.reference import COMPUTE, UNIT_ROUNDOFF, compare, rounder
-from inside.testing import poison_unseen_backward
 from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga

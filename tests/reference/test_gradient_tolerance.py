@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases.poison import poison_unseen_backward
 from inside.reference import GradientSums, GradientTile, Incoming, gradient_tiles, identity, pose, rounder
-from inside.testing import poison_unseen_backward
 
 from gpu_actors.reference import ReferenceGradients, attention_backward
 from gpu_actors.reference.gradient_tolerance import check_gradients, gradient_bounds, gradient_row_bound

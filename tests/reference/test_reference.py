@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases.poison import poison_tail, poison_unseen
 from inside.attention import philox4x32
-from inside.testing import INPUT_KINDS, poison_tail, poison_unseen
+from inside.testing import INPUT_KINDS
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import attention_forward, attention_forward_low, forward

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases.finite_differences import differences, disagreement
-from inside.testing import poison_tail, poison_unseen
+from cases.poison import poison_tail, poison_unseen
 
 import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest

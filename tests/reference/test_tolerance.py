@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases.poison import nan_filled
 from inside.reference import intermediate_dtype, rounder
-from inside.testing import INPUT_KINDS, SEQLENS, nan_filled
+from inside.testing import INPUT_KINDS, SEQLENS
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import ReferenceOutput, attention_forward, attention_forward_low, visible_keys

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.poison import POISON_PAGE, paginate, poison_unseen
 
-from gpu_actors.testing.problems import POISON_PAGE, cast, paginate, poison_unseen, random_forward
+from gpu_actors.testing.problems import cast, random_forward
 
 
 @pytest.mark.parametrize("seed", range(4))

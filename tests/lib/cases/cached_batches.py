@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from inside.testing import PagedCache, cast, nan_filled, paginate
+from cases.poison import PagedCache, nan_filled, paginate
+from inside.testing import cast
 
 
 @dataclass

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from cases.poison import paginate, poison_unseen, poison_unseen_backward
 from inside.kernels import FIRST_FP8_CAPABILITY, capability
-from inside.testing import cast, paginate, poison_unseen, poison_unseen_backward
+from inside.testing import cast
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_backward, attention_forward

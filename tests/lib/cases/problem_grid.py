@@ -11,8 +11,8 @@ import numpy as np
 from cases.cached_batches import random_batch
 from cases.decode_requests import request_of, result_of
 from cases.finite_masks import hide_keys
+from cases.poison import poison_unseen, poison_unseen_backward
 from emulated.decode import DecodeCase, check_results
-from inside.testing import poison_unseen, poison_unseen_backward
 
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from cases.poison import poison_unseen_backward
 from emulated import contraction
 from emulated.forward import OPERANDS, Strided, describe, key_of, ml_dtype, module_of, problem_of, program_on
 from inside.emulation import EmulatedBuffer
 from inside.kernels import Values
-from inside.testing import poison_unseen_backward
 from support.gate import kernel_source
 
 from gpu_actors import AttentionGradients, AttentionProblem

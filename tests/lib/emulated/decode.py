@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from cases.cached_batches import Batch
+from cases.poison import POISON_PAGE, nan_filled
 from emulated import contraction
 from emulated.forward import module_of
 from emulated.memory import host_view, run_launch
@@ -28,7 +29,6 @@ from inside.kernels import (
     program_of,
     step_geometry,
 )
-from inside.testing import POISON_PAGE, nan_filled
 from inside.validation import own_positions
 from support.gate import kernel_source
 

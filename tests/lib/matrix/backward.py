@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from cases.finite_masks import hide_first
+from cases.poison import poison_unseen_backward
 from emulated.backward import check_case, run_case
 from emulated.far_gradients import check_far_gradients, check_far_scratch
 from emulated.gradients import (
@@ -17,7 +18,7 @@ from emulated.gradients import (
 )
 from emulated.sweeps import LAUNCHES as MODES
 from emulated.sweeps import Sweep, launch_of
-from inside.testing import SEQLENS, poison_unseen_backward
+from inside.testing import SEQLENS
 
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
 

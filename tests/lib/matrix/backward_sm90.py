@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from cases.finite_masks import hide_first
+from cases.poison import poison_unseen_backward
 from emulated.backward import backward_problem_of, check_case, run_case
 from emulated.backward import run as gradients_of
 from emulated.far_gradients import check_far_scratch
@@ -22,7 +23,7 @@ from emulated.gradients import (
 )
 from emulated.sweeps import LAUNCHES as MODES
 from emulated.sweeps import Sweep, assert_same_bits, launch_of
-from inside.testing import SEQLENS, poison_unseen_backward
+from inside.testing import SEQLENS
 
 from gpu_actors.testing import BackwardCase, check_gradients, random_backward
 from matrix.backward import assert_repeats, beyond_float16, of_unlike_heads

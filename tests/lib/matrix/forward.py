@@ -8,6 +8,7 @@ import numpy as np
 from cases.finite_masks import hide_first
 from cases.forward_edges import EDGES, edge_case
 from cases.large_scores import LARGE, check_large
+from cases.poison import poison_unseen
 from cases.positions import PLACED, placed_case
 from cases.steady_scores import check_steady
 from emulated.contraction import like_hardware
@@ -15,7 +16,7 @@ from emulated.far_tensors import check_far
 from emulated.forward import check_case, run_case
 from emulated.sweeps import LAUNCHES as MODES
 from emulated.sweeps import Sweep, assert_same_bits, case_of, launch_of
-from inside.testing import SEQLENS, poison_unseen
+from inside.testing import SEQLENS
 
 from gpu_actors.testing import ForwardCase, check_output, random_forward
 

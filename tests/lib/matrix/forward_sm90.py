@@ -10,6 +10,7 @@ import pytest
 from cases.finite_masks import hide_first
 from cases.forward_edges import EDGES, edge_case
 from cases.large_scores import LARGE, check_large
+from cases.poison import poison_unseen
 from cases.positions import PLACED, placed_case
 from cases.score_mods import MODIFICATIONS
 from cases.steady_scores import check_steady
@@ -21,7 +22,7 @@ from emulated.modified import check_modified, check_modified_nonfinite, modified
 from emulated.sweeps import LAUNCHES as MODES
 from emulated.sweeps import Sweep, case_of, launch_of
 from inside.kernels import forward_sm90 as sm90_kernel
-from inside.testing import SEQLENS, poison_unseen
+from inside.testing import SEQLENS
 
 from gpu_actors.testing import ForwardCase, check_output, random_forward
 

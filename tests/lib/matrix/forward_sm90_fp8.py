@@ -16,6 +16,7 @@ import pytest
 from cases.forward_edges import edge_case
 from cases.large_scores import check_large
 from cases.many_keys import E4M3, check_many_keys, many_keys
+from cases.poison import poison_unseen
 from cases.steady_scores import check_steady
 from emulated import forward as emulated_forward
 from emulated.contraction import like_hardware
@@ -23,7 +24,7 @@ from emulated.forward import problem_of, run_case
 from emulated.forward import run as run_kernel
 from emulated.sweeps import Sweep, case_of, launch_of
 from inside.emulation import EmulatedModule
-from inside.testing import SEQLENS, poison_unseen
+from inside.testing import SEQLENS
 
 from gpu_actors import KernelSource
 from gpu_actors.testing import ForwardCase, check_output, random_forward

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from cases.forward_edges import edge_case
 from cases.large_scores import check_large
+from cases.poison import poison_unseen
 from cases.positions import PLACED, placed_case
 from cases.steady_scores import check_steady
 from emulated.far_tensors import check_far
 from emulated.forward import check_case
 from emulated.sweeps import Sweep, case_of, launch_of
-from inside.testing import SEQLENS, poison_unseen
+from inside.testing import SEQLENS
 
 from gpu_actors.testing import ForwardCase, random_forward
 from matrix.forward import LAUNCHES

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from cases.cached_batches import Batch, tree_bits
 from cases.decode_requests import request_of
+from cases.poison import nan_filled
 from emulated.decode import DecodeCase
-from inside.testing import nan_filled
 from properties.mha_graphs import MhaUid, mha_backward_graph, mha_forward_graph
 from properties.problems import ENDS, FP8, Array, Problem, Spec, has_sequences
 
