@@ -24,7 +24,7 @@ import numpy as np
 from gpu_actors.bench import environment
 from gpu_actors.bench.cases import first_cases
 from gpu_actors.bench.ceilings import REPEATS, Ceilings
-from gpu_actors.bench.peers import Peer, peers_for
+from gpu_actors.bench.peers import peers_for
 from gpu_actors.bench.report import figures
 from gpu_actors.bench.stage import Opened, open_stage
 from gpu_actors.bench.suite import KERNEL, Row, run_case
@@ -104,11 +104,10 @@ class FirstHour:
         return {"works": self.works, "environment": environment(), **dataclasses.asdict(self)}
 
 
-def examine(device: str, options: ContextOptions, peers: Sequence[Peer] | None = None) -> FirstHour:
-    """Prove the usual kernels on a device and time it. Raises nothing of the device: errors are findings.
+def examine(device: str, options: ContextOptions) -> FirstHour:
+    """Prove the usual kernels on a device and time it, on a GPU beside torch. Errors of the device are findings.
 
     device: "cuda", "cuda:N", "emulated" or "mock". options: of the context; its ``qualify`` and ``on_event`` are set.
-    peers: what is timed beside the kernels. Default: torch, if it is here and so is a GPU.
     """
     began, hour, events = time.monotonic(), FirstHour(device), list[TraceEvent]()
     options = dataclasses.replace(options, qualify="all", on_event=events.append)
@@ -121,7 +120,7 @@ def examine(device: str, options: ContextOptions, peers: Sequence[Peer] | None =
             hour.device, hour.gpu = opened.stage.context.info.name, opened.gpu
             measured.append(_copied(opened.ceilings))
             measured.extend(_failures(opened))
-            rows = list(_rows(opened, peers))
+            rows = list(_rows(opened))
             hour.timings = figures("first hour", rows, opened.settings, opened.ceilings, opened.gpu)
             measured.extend(judge_cases(rows, opened.ceilings, bool(opened.gpu)))
             lost = _is_lost(opened)
@@ -217,15 +216,12 @@ def _copied(ceilings: Ceilings) -> Finding:
     return Finding("copy", "works", f"{ceilings.copy:.0f} GB/s, read and written (median of {REPEATS})")
 
 
-def _rows(opened: Opened, peers: Sequence[Peer] | None) -> Iterator[Row]:
+def _rows(opened: Opened) -> Iterator[Row]:
     """The rows of each case, until the device is lost."""
     for number, case in enumerate(first_cases(small=not opened.gpu)):
         if _is_lost(opened):
             return  # and free no memory: a lost device raises anything
-        beside = peers
-        if beside is None:
-            torch = [peer for peer in peers_for(case.kind) if peer.module == "torch"]
-            beside = torch if opened.gpu else []
+        beside = [peer for peer in peers_for(case.kind) if peer.module == "torch"] if opened.gpu else []
         opened.stage.arrays.trim()
         rows = run_case(case, opened.stage, opened.settings, beside, seed=number)
         if _is_lost(opened):
