@@ -43,7 +43,10 @@ class DeviceVerdict:
     why: str
 
 
-Probe = Callable[[], Check]
+Outcome = tuple[State, str] | tuple[State, str, str]
+"""The state, the detail and the hint of a check."""
+
+Probe = Callable[[], Outcome]
 PROBES: dict[str, Probe] = {}
 
 
@@ -59,7 +62,7 @@ def run_probes() -> Iterator[Check]:
     """Run every probe in order. Never raises."""
     for name, probe in PROBES.items():
         try:
-            yield probe()
+            yield Check(name, *probe())
         except Exception as error:
             yield Check(name, "problem", f"{type(error).__name__}: {error}")
 
@@ -116,68 +119,68 @@ def _mib(count: int) -> str:
 
 
 @_probe("python")
-def _python() -> Check:
+def _python() -> Outcome:
     detail = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
-    return Check("python", "ok" if sys.version_info >= (3, 11) else "problem", detail)
+    return "ok" if sys.version_info >= (3, 11) else "problem", detail
 
 
 @_probe("platform")
-def _platform() -> Check:
-    return Check("platform", "ok", f"{platform.platform()}, {os.cpu_count()} CPUs")
+def _platform() -> Outcome:
+    return "ok", f"{platform.platform()}, {os.cpu_count()} CPUs"
 
 
 @_probe("gpu_actors")
-def _package() -> Check:
+def _package() -> Outcome:
     from gpu_actors._version import __version__
 
     spec = importlib.util.find_spec("gpu_actors")
     places = list(spec.submodule_search_locations or ()) if spec else []
-    return Check("gpu_actors", "ok", f"{__version__}, {', '.join(places)}")
+    return "ok", f"{__version__}, {', '.join(places)}"
 
 
 @_probe("libraries")
-def _libraries() -> Check:
+def _libraries() -> Outcome:
     versions = {name: version_of(name) for name in ("numpy", "ml_dtypes", "pykka", "anyio", "platformdirs")}
     absent = [name for name, version in versions.items() if version is None]
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if absent:
-        return Check("libraries", "problem", detail, f"pip install {' '.join(absent)}")
-    return Check("libraries", "ok", detail)
+        return "problem", detail, f"pip install {' '.join(absent)}"
+    return "ok", detail
 
 
 @_probe("cupy")
-def _cupy_check() -> Check:
+def _cupy_check() -> Outcome:
     wheels = [f"cupy-cuda{major}x" for major in (12, 13) if version_of(f"cupy-cuda{major}x")]
     if importlib.util.find_spec("cupy") is None:
-        return Check("cupy", "missing", "not installed: no CUDA device and no NVRTC", cuda_hint())
+        return "missing", "not installed: no CUDA device and no NVRTC", cuda_hint()
     if len(wheels) > 1:
         both = f"{' and '.join(wheels)} are both installed"
-        return Check("cupy", "problem", both, f"pip uninstall {wheels[0]}")
-    return Check("cupy", "ok", f"{_cupy().__version__} ({', '.join(wheels) or 'not from a wheel'})")
+        return "problem", both, f"pip uninstall {wheels[0]}"
+    return "ok", f"{_cupy().__version__} ({', '.join(wheels) or 'not from a wheel'})"
 
 
 @_probe("driver")
-def _driver() -> Check:
+def _driver() -> Outcome:
     if importlib.util.find_spec("cupy") is None:
-        return Check("driver", "missing", "cannot be asked without CuPy", cuda_hint())
+        return "missing", "cannot be asked without CuPy", cuda_hint()
     try:
         version = int(_cupy().cuda.runtime.driverGetVersion())
     except Exception as error:
-        return Check("driver", "missing", f"no CUDA driver answers: {error}")
+        return "missing", f"no CUDA driver answers: {error}"
     if version == 0:
-        return Check("driver", "missing", "no CUDA driver is installed")
-    return Check("driver", "ok", f"supports CUDA {version // 1000}.{version % 1000 // 10}")
+        return "missing", "no CUDA driver is installed"
+    return "ok", f"supports CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 @_probe("devices")
-def _devices() -> Check:
+def _devices() -> Outcome:
     if importlib.util.find_spec("cupy") is None:
-        return Check("devices", "missing", "cannot be listed without CuPy", cuda_hint())
+        return "missing", "cannot be listed without CuPy", cuda_hint()
     runtime = _cupy().cuda.runtime
     try:
         count = runtime.getDeviceCount()
     except Exception as error:
-        return Check("devices", "missing", f"no CUDA device: {error}")
+        return "missing", f"no CUDA device: {error}"
     found = []
     for index in range(count):
         properties = runtime.getDeviceProperties(index)
@@ -185,38 +188,38 @@ def _devices() -> Check:
         capability = f"{properties['major']}.{properties['minor']}"
         memory = _mib(properties["totalGlobalMem"])
         found.append(f"cuda:{index} {name}, compute capability {capability}, {memory}")
-    return Check("devices", "ok" if found else "missing", "; ".join(found) or "no CUDA device")
+    return "ok" if found else "missing", "; ".join(found) or "no CUDA device"
 
 
 @_probe("mps")
-def _mps() -> Check:
+def _mps() -> Outcome:
     # Where NVIDIA's daemon has its pipes, unless it is told another folder.
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     if not os.path.exists(os.path.join(folder, "control")):
-        return Check("mps", "ok", "no MPS daemon: a fault of one process ends no other; they share a GPU's memory")
+        return "ok", "no MPS daemon: a fault of one process ends no other; they share a GPU's memory"
     detail = f"an MPS daemon at {folder}: a fault of one process ends every process on its GPU"
-    return Check("mps", "missing", detail, 'for isolation="process" and several workers a GPU, end the daemon')
+    return "missing", detail, 'for isolation="process" and several workers a GPU, end the daemon'
 
 
 @_probe("nvrtc")
-def _nvrtc() -> Check:
+def _nvrtc() -> Outcome:
     from gpu_actors.compiling.toolchain import find_toolchain, mismatch, supported_archs
     from gpu_actors.errors import CompileError
 
     if find_toolchain() is None:
-        return Check("nvrtc", "missing", "no NVRTC: kernels come from caches alone", cuda_hint())
+        return "missing", "no NVRTC: kernels come from caches alone", cuda_hint()
     try:
         archs, toolchain = supported_archs(), find_toolchain(load=True)
     except CompileError as error:
-        return Check("nvrtc", "problem", str(error))
+        return "problem", str(error)
     assert toolchain is not None
     why = mismatch()
     adopted = "" if why is None else f"; {why}"
-    return Check("nvrtc", "ok", f"{toolchain.version}, compiles for {', '.join(archs)}{adopted}")
+    return "ok", f"{toolchain.version}, compiles for {', '.join(archs)}{adopted}"
 
 
 @_probe("cuda headers")
-def _headers() -> Check:
+def _headers() -> Outcome:
     from gpu_actors.compiling.toolchain import find_toolchain
 
     toolchain = find_toolchain()
@@ -224,22 +227,22 @@ def _headers() -> Check:
     wanted = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
     absent = [name for name in wanted if not any((folder / name).is_file() for folder in folders)]
     if absent:
-        return Check("cuda headers", "missing", f"not found: {', '.join(absent)}", cuda_hint())
-    return Check("cuda headers", "ok", ", ".join(map(str, folders)))
+        return "missing", f"not found: {', '.join(absent)}", cuda_hint()
+    return "ok", ", ".join(map(str, folders))
 
 
 @_probe("kernels")
-def _kernels() -> Check:
+def _kernels() -> Outcome:
     from gpu_actors.compiling.assets import asset_root, asset_texts
 
     names = asset_texts()
     sources = sum(name.endswith(".cu") for name in names)
     shown = f"{asset_root()}: {sources} .cu, {len(names) - sources} .cuh"
-    return Check("kernels", "ok" if sources else "problem", shown)
+    return "ok" if sources else "problem", shown
 
 
 @_probe("cubin cache")
-def _cache() -> Check:
+def _cache() -> Outcome:
     from gpu_actors.compiling.cubin_cache import default_cache_dir
     from gpu_actors.compiling.cubin_folder import CacheFolder
     from gpu_actors.errors import InvalidRequest
@@ -249,17 +252,17 @@ def _cache() -> Check:
         folder = CacheFolder(path, writable=True)
         folder.check()
     except InvalidRequest as error:
-        return Check("cubin cache", "problem", f"{path} is not used: {error.reason}")
+        return "problem", f"{path} is not used: {error.reason}"
     if not path.exists():
         parent = next(place for place in path.parents if place.exists())
         if os.access(parent, os.W_OK):
-            return Check("cubin cache", "ok", f"{path}: will be made by the first compile")
-        return Check("cubin cache", "problem", f"{path} cannot be made: {parent} is not writable", _cache_hint())
+            return "ok", f"{path}: will be made by the first compile"
+        return "problem", f"{path} cannot be made: {parent} is not writable", _cache_hint()
     entries, size = folder.usage()
     detail = f"{path}: {entries} entries, {_mib(size)}, mode {path.stat().st_mode & 0o777:04o}"
     if os.access(path, os.W_OK):
-        return Check("cubin cache", "ok", f"{detail}, writable")
-    return Check("cubin cache", "problem", f"{detail}, not writable", _cache_hint())
+        return "ok", f"{detail}, writable"
+    return "problem", f"{detail}, not writable", _cache_hint()
 
 
 def _cache_hint() -> str:
@@ -267,24 +270,24 @@ def _cache_hint() -> str:
 
 
 @_probe("c++ compiler")
-def _compiler() -> Check:
+def _compiler() -> Outcome:
     from gpu_actors.devices.emulation.toolchain import Toolchain
     from gpu_actors.errors import GpuActorsError
 
     try:
         found = Toolchain.find()
     except GpuActorsError as error:
-        return Check("c++ compiler", "missing", str(error), install_hint("emulation"))
-    return Check("c++ compiler", "ok", f"{found.name}: {found.version}")
+        return "missing", str(error), install_hint("emulation")
+    return "ok", f"{found.name}: {found.version}"
 
 
 def _optional(name: str, distributions: tuple[str, ...], purpose: str, hint: Callable[[], str]) -> None:
-    def probe() -> Check:
+    def probe() -> Outcome:
         versions = {distribution: version_of(distribution) for distribution in distributions}
         if all(versions.values()):
-            return Check(name, "ok", ", ".join(f"{key} {value}" for key, value in versions.items()))
+            return "ok", ", ".join(f"{key} {value}" for key, value in versions.items())
         absent = ", ".join(key for key, value in versions.items() if value is None)
-        return Check(name, "missing", f"{absent} not installed: no {purpose}", hint())
+        return "missing", f"{absent} not installed: no {purpose}", hint()
 
     PROBES[name] = probe
 
@@ -297,31 +300,31 @@ _optional("generation", ("gguf", "tokenizers", "jinja2"), "gpu-actors chat and s
 
 
 @_probe("MiniLM weights")
-def _minilm() -> Check:
+def _minilm() -> Outcome:
     from gpu_actors.embedding.weights import DISTRIBUTION, WEIGHTS_HINT, find_weights
 
     absent = "no model for gpu-actors embed, unless --model names a folder"
-    return _weights("MiniLM weights", DISTRIBUTION, absent, WEIGHTS_HINT, find_weights)
+    return _weights(DISTRIBUTION, absent, WEIGHTS_HINT, find_weights)
 
 
 @_probe("SmolLM2 weights")
-def _smollm2() -> Check:
+def _smollm2() -> Outcome:
     from gpu_actors.generation.loading import DISTRIBUTION, SMOLLM2_HINT, installed
 
     absent = "gpu-actors chat and serve have a tiny model of random weights, unless --model names another"
-    return _weights("SmolLM2 weights", DISTRIBUTION, absent, SMOLLM2_HINT, installed)
+    return _weights(DISTRIBUTION, absent, SMOLLM2_HINT, installed)
 
 
-def _weights(name: str, distribution: str, absent: str, hint: str, find: Callable[[], object]) -> Check:
+def _weights(distribution: str, absent: str, hint: str, find: Callable[[], object]) -> Outcome:
     from gpu_actors.errors import InvalidRequest
 
     if version_of(distribution) is None:
-        return Check(name, "missing", f"{distribution} not installed: {absent}", hint)
+        return "missing", f"{distribution} not installed: {absent}", hint
     try:
         find()
     except InvalidRequest as error:
-        return Check(name, "problem", f"{error.value} {error.reason}", hint)
-    return Check(name, "ok", f"{distribution} {version_of(distribution)}, sha256 as expected")
+        return "problem", f"{error.value} {error.reason}", hint
+    return "ok", f"{distribution} {version_of(distribution)}, sha256 as expected"
 
 
 _optional("server", ("starlette", "uvicorn"), "examples/inference_server.py", lambda: install_hint("demo"))
