@@ -1,4 +1,4 @@
-"""Benchmarks: each of SUITES is a module with a ``run() -> dict``, which ``gpu-actors bench`` runs.
+"""Benchmarks, which ``gpu-actors bench`` runs: each of SUITES is a function that gives figures.
 
 The suites of a GPU are built of the other modules: stage opens the device, and suite checks and times each case.
 """
@@ -20,7 +20,18 @@ from gpu_actors.extras import version_of
 
 __all__ = ["SUITES", "environment", "in_rows"]
 
-SUITES = ("backward", "bridge", "compile", "decode", "forward", "host", "imports", "plan", "serve")
+SUITES = {
+    "backward": "stage.backward",
+    "bridge": "bridge.run",
+    "compile": "compile.run",
+    "decode": "stage.decode",
+    "forward": "stage.forward",
+    "host": "host.run",
+    "imports": "imports.run",
+    "plan": "plan.run",
+    "serve": "serve.run",
+}
+"""The module here and the name of each function, by the name of the suite."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
 

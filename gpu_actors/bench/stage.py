@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from gpu_actors.bench.arrays import HostArrays
-from gpu_actors.bench.cases import Case, Kind
+from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.ceilings import Ceilings, measure_ceilings, measure_host_copy
 from gpu_actors.bench.clock import HostClock
 from gpu_actors.bench.peers import peers_for
@@ -22,7 +23,7 @@ from gpu_actors.devices.select import check_device
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.options import ContextOptions
 
-__all__ = ["Keep", "Opened", "cuda_index", "open_stage", "run_suite"]
+__all__ = ["Keep", "Opened", "backward", "cuda_index", "decode", "forward", "open_stage", "run_suite"]
 
 Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -57,6 +58,11 @@ def run_suite(
 
         rows = run_cases(cases(quick), stage, settings, peers_for(kind), keep_rows)
     return figures(kind, rows, settings, ceilings, gpu)
+
+
+forward = partial(run_suite, "forward", forward_cases)
+backward = partial(run_suite, "backward", backward_cases)
+decode = partial(run_suite, "decode", decode_cases)
 
 
 class Opened(NamedTuple):

@@ -50,7 +50,8 @@ def bench(
         return figures
 
     given = {"device": device, "quick": quick, "minutes": minutes, "keep": keep}
-    figures = keep(_run(importlib.import_module(f"gpu_actors.bench.{suite}").run, given))
+    module, _, function = SUITES[suite].partition(".")
+    figures = keep(_run(getattr(importlib.import_module(f"gpu_actors.bench.{module}"), function), given))
     if as_json:
         write_json(figures)
     else:

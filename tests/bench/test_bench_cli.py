@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import platform
 import subprocess
 import sys
@@ -21,8 +21,9 @@ from gpu_actors.errors import GpuActorsError
 def test_every_suite_of_the_package_can_be_run(run: Run) -> None:
     names = run("bench", "--list")[1].split()
     assert {"bridge", "compile", "host", "imports"} <= set(names)
-    for name in names:
-        assert callable(importlib.import_module(f"gpu_actors.bench.{name}").run), name
+    assert names == list(gpu_actors.bench.SUITES)
+    for name, function in gpu_actors.bench.SUITES.items():
+        assert callable(pkgutil.resolve_name(f"gpu_actors.bench.{function}")), name
 
 
 @pytest.mark.parametrize("suite", ["forward", "backward", "decode"])
@@ -56,7 +57,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_the_commands_failure(
     run: Run, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     row = {"subject": "gpu_actors kernel", "status": status}
-    monkeypatch.setattr("gpu_actors.bench.forward.run", lambda: {"kind": "measurement", "rows": [row]})
+    monkeypatch.setattr("gpu_actors.bench.stage.forward", lambda: {"kind": "measurement", "rows": [row]})
     assert run("bench", "forward", "--json")[0] == code
 
 
@@ -65,7 +66,7 @@ def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = "def run(device='auto'):\n    return {'device': device, 'latency': {'alone_us': 20.5, 'many': None}}\n"
     (tmp_path / "sample.py").write_text(code)
     monkeypatch.setattr(gpu_actors.bench, "__path__", [str(tmp_path)])
-    monkeypatch.setattr("gpu_actors.cli.bench.SUITES", ("sample",))
+    monkeypatch.setattr("gpu_actors.cli.bench.SUITES", {"sample": "sample.run"})
     monkeypatch.delitem(sys.modules, "gpu_actors.bench.sample", raising=False)
 
 
@@ -87,7 +88,7 @@ def test_the_file_has_what_was_measured_before_a_run_is_cut_off(
         keep({"rows": [1]})
         raise GpuActorsError("cut off")
 
-    monkeypatch.setattr("gpu_actors.bench.forward.run", cut_off)
+    monkeypatch.setattr("gpu_actors.bench.stage.forward", cut_off)
     out = tmp_path / "forward.json"
     assert run("bench", "forward", "--out", str(out))[0] == 1
     assert json.loads(out.read_text())["rows"] == [1]

@@ -22,7 +22,7 @@ from inside.cuda import CudaDevice
 from inside.kernels import forward_layout
 from support.structs import fields_of
 
-from gpu_actors.bench import arrays, ceilings, forward, report, stage
+from gpu_actors.bench import arrays, ceilings, report, stage
 from gpu_actors.bench.cases import Case
 from gpu_actors.bench.suite import KERNEL, SERVICE
 from gpu_actors.reference import attention_forward
@@ -68,7 +68,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
     monkeypatch.setattr(arrays, "_POOL", 1009)
     monkeypatch.setattr(ceilings, "_COPY", 1 << 12)
     monkeypatch.setattr(ceilings, "_SIDE", 16)
-    monkeypatch.setattr(forward, "run", functools.partial(stage.run_suite, "forward", lambda quick: [CASE]))
+    monkeypatch.setattr(stage, "forward", functools.partial(stage.run_suite, "forward", lambda quick: [CASE]))
     monkeypatch.setattr(stage, "peers_for", lambda kind: [])
     # The fake driver answers the case alone, and no problem that proves a kernel.
     monkeypatch.setattr(stage, "ContextOptions", functools.partial(stage.ContextOptions, qualify="off"))
@@ -76,7 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
 
 
 def test_a_suite_runs_from_its_device_to_its_json(cuda: FakeCuda) -> None:
-    result = forward.run(quick=True)
+    result = stage.forward(quick=True)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     kernel, service = result["rows"]
     assert (kernel["subject"], service["subject"]) == (KERNEL, SERVICE)
@@ -94,7 +94,7 @@ def test_a_suite_runs_from_its_device_to_its_json(cuda: FakeCuda) -> None:
 
 def test_a_wrong_kernel_on_a_device_is_not_timed(cuda: FakeCuda, wrong: list[bool]) -> None:
     wrong[0] = True
-    (row,) = forward.run()["rows"]
+    (row,) = stage.forward()["rows"]
     assert (row["status"], row["times_ms"]) == ("wrong", None)
     assert "out is wrong" in row["reason"]
 
