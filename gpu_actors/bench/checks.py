@@ -3,20 +3,25 @@
 A whole output of 8k rows would take the oracle minutes, so blocks of rows are compared, of the first, the last and some
 other heads and sequences, which are random for every case. Every element is checked for NaN, which the outputs had
 before.
+
+Of gradients, a block of rows with all the keys that it sees has its whole dq. A block of keys with all the rows that
+see it has its whole dk and dv, if the rows' LSE and output are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gpu_actors.bench.arrays import has_special
 from gpu_actors.bench.cases import Case
+from gpu_actors.reference import ReferenceGradients, attention_backward
+from gpu_actors.reference.gradient_tolerance import check_gradients
 from gpu_actors.reference.tolerance import check_output
 
-__all__ = ["Array", "Checked", "blocks_of", "check_decode", "check_forward", "places_of", "visible_part"]
+__all__ = ["Checked", "check_backward", "check_decode", "check_forward", "visible_part"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -47,8 +52,8 @@ def check_forward(
     rng = np.random.default_rng(seed)
     ratio = case.heads // case.kv_heads
     worst, slices = 0.0, 0
-    for sequence, head in places_of(case, rng):
-        for rows in blocks_of(case.rows, rng):
+    for sequence, head in _places(case, rng):
+        for rows in _blocks(case.rows, rng):
             keys = visible_part(case, rows)
             kv = (sequence, keys, slice(head // ratio, head // ratio + 1))
             place = (sequence, rows, slice(head, head + 1))
@@ -95,13 +100,13 @@ def visible_part(case: Case, rows: slice) -> slice:
     return slice(0, max(0, rows.stop + case.keys - case.rows) if case.causal else case.keys)
 
 
-def places_of(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+def _places(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
     """(sequence, head): the first, the last and a random one."""
     drawn = (int(rng.integers(case.batch)), int(rng.integers(case.heads)))
     yield from sorted({(0, 0), (case.batch - 1, case.heads - 1), drawn})
 
 
-def blocks_of(rows: int, rng: np.random.Generator) -> Iterator[slice]:
+def _blocks(rows: int, rng: np.random.Generator) -> Iterator[slice]:
     """Blocks of 64 rows: the first, the last and a random one."""
     last = max(0, rows - _ROWS)
     for start in sorted({0, last, int(rng.integers(last + 1))}):
@@ -111,3 +116,66 @@ def blocks_of(rows: int, rng: np.random.Generator) -> Iterator[slice]:
 def _check_finite(name: str, array: Array) -> None:
     if has_special(array):
         raise AssertionError(f"{name} holds NaN or infinities: not every element was written, or not from its inputs")
+
+
+def check_backward(
+    case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], *, seed: int = 0
+) -> Checked:
+    """Raise AssertionError with the worst row if gradients are wrong.
+
+    operands: q, k, v, dout, out, lse (batch, heads, rows). There are as many rows as keys.
+    gradients: dq, dk, dv.
+    The forward output is checked first, because the expected dk and dv depend on it.
+    """
+    assert case.rows == case.keys
+    checked = check_forward(case, operands["q"], operands["k"], operands["v"], operands["out"], seed=seed)
+    rng = np.random.default_rng((seed, 1))
+    worst, slices = checked.worst, checked.slices
+    for sequence, head in _places(case, rng):
+        for block in _blocks(case.rows, rng):
+            worst = max(worst, _rows(case, operands, gradients, sequence, head, block))
+            worst = max(worst, _keys(case, operands, gradients, sequence, head * case.kv_heads // case.heads, block))
+            slices += 2
+    return Checked(slices, worst)
+
+
+def _rows(
+    case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], sequence: int, head: int, rows: slice
+) -> float:
+    """dq of a block of rows."""
+    heads, kv = slice(head, head + 1), head * case.kv_heads // case.heads
+    keys = visible_part(case, rows)
+    q, dout, dq = (_part(x, sequence, rows, heads) for x in (operands["q"], operands["dout"], gradients["dq"]))
+    k, v = (_part(operands[name], sequence, keys, slice(kv, kv + 1)) for name in ("k", "v"))
+    return _compare(case, {"dq": dq}, (dout, q, k, v), f"sequence {sequence}, head {head}, rows from {rows.start}", {})
+
+
+def _keys(
+    case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], sequence: int, kv: int, keys: slice
+) -> float:
+    """dk and dv of a block of keys, which the rows before it do not see under a causal mask."""
+    rows = slice(keys.start if case.causal else 0, case.rows)
+    ratio = case.heads // case.kv_heads
+    heads = slice(kv * ratio, (kv + 1) * ratio)
+    q, dout, out = (_part(operands[name], sequence, rows, heads) for name in ("q", "dout", "out"))
+    of_keys = [_part(x, sequence, keys, slice(kv, kv + 1)) for x in (operands["k"], operands["v"])]
+    slices = {name: _part(gradients[name], sequence, keys, slice(kv, kv + 1)) for name in ("dk", "dv")}
+    saved = {"out": out, "lse": operands["lse"][sequence : sequence + 1, heads, rows], "alignment": "top_left"}
+    return _compare(
+        case, slices, (dout, q, *of_keys), f"sequence {sequence}, KV head {kv}, keys from {keys.start}", saved
+    )
+
+
+def _part(array: Array, sequence: int, rows: slice, heads: slice) -> Array:
+    return array[sequence, rows, heads][None]
+
+
+def _compare(
+    case: Case, slices: Mapping[str, Array], arguments: tuple[Any, ...], place: str, saved: Mapping[str, Any]
+) -> float:
+    """Check the slices' gradients. Those of which a slice has only a part are replaced by the oracle's."""
+    options = {**case.options(), **saved}
+    reference = attention_backward(*arguments, **options)
+    names = ("dq", "dk", "dv")
+    gradients = ReferenceGradients(*(slices.get(name, getattr(reference, name)) for name in names))
+    return check_gradients(gradients, *arguments, repro=f"{case.name}: {place}", **options)

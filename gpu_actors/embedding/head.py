@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.embedding.gelu import gelu_inplace
-from gpu_actors.embedding.layers import Floats, Linear
+from gpu_actors.embedding.layers import Floats, Linear, gelu_inplace
 from gpu_actors.embedding.tokens import TokenBatch
 from gpu_actors.embedding.weights import load_prompt, load_tensors, sentence_config
 from gpu_actors.errors import InvalidRequest, Unsupported

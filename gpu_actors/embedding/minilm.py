@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_actors.embedding.gelu import gelu_inplace
 from gpu_actors.embedding.head import Head, load_head
-from gpu_actors.embedding.layers import Floats, LayerNorm, Linear
+from gpu_actors.embedding.layers import Floats, LayerNorm, Linear, gelu_inplace
 from gpu_actors.embedding.tokens import TokenBatch
 from gpu_actors.embedding.weights import ModelConfig, load_config, load_tensors
 from gpu_actors.model_files import Tensors

@@ -16,8 +16,7 @@ from gpu_actors.generation.generation import Generation
 from gpu_actors.generation.gguf import GgufFile
 from gpu_actors.generation.interface import EngineStats
 from gpu_actors.generation.loading import RANDOM, LoadedModel, default_model, load_model, with_blocks
-from gpu_actors.generation.model import Llama
-from gpu_actors.generation.plain import plain_logits
+from gpu_actors.generation.model import Llama, plain_logits
 from gpu_actors.generation.sampling import Sampling, TokenScores
 from gpu_actors.generation.stops import StopStrings
 from gpu_actors.generation.tokenizer import (

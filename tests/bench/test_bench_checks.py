@@ -9,8 +9,7 @@ import pytest
 
 from gpu_actors.bench.arrays import HostArrays, has_special
 from gpu_actors.bench.cases import Case
-from gpu_actors.bench.checks import check_decode, check_forward, visible_part
-from gpu_actors.bench.gradient_checks import check_backward
+from gpu_actors.bench.checks import check_backward, check_decode, check_forward, visible_part
 from gpu_actors.reference import attention_backward, attention_forward
 
 

@@ -27,7 +27,7 @@ from gpu_actors.embedding import (
     rank,
 )
 from gpu_actors.embedding import embedder as embedder_module
-from gpu_actors.embedding.gelu import gelu_inplace
+from gpu_actors.embedding.layers import gelu_inplace
 from gpu_actors.embedding.tokens import token_batches
 from gpu_actors.errors import DeadlineExceeded, InvalidRequest, LaunchError
 from gpu_actors.testing import FaultPlan
