@@ -11,7 +11,6 @@ beginning as an earlier one uses the pages of that beginning and computes only t
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -195,8 +194,8 @@ class Engine:
             sampling or Sampling(),
             config.stop_tokens,
             self.meter,
-            time.monotonic() if asked is None else asked,
-            math.inf if deadline is None else deadline,
+            asked,
+            deadline,
             on_cancel=self._wake,
         )
         self._generations[text] = generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -45,8 +46,8 @@ class Generation:
         sampling: Sampling,
         stop_tokens: Sequence[int],
         meter: EngineMeter,
-        asked: float,
-        deadline: float,
+        asked: float | None,
+        deadline: float | None,
         on_cancel: Callable[[], None],
     ) -> None:
         self.prompt = tuple(text.tokens)
@@ -55,8 +56,8 @@ class Generation:
         self.prompt_scores: list[TokenScores] = []
         self.logits: list[NDArray[np.float32]] = []
         self.reason = ""
-        self.asked = asked
-        self.deadline = deadline
+        self.asked: float = time.monotonic() if asked is None else asked
+        self.deadline: float = math.inf if deadline is None else deadline
         self.begun: float | None = None
         self.first: float | None = None
         self.on_token: Callable[[], None] | None = None
@@ -70,7 +71,9 @@ class Generation:
         self._on_cancel = on_cancel
         self._error: GpuActorsError | None = None
         self._changed = anyio.Event()
-        self.work: Work | None = begin_work("texts", "text", started=asked, fields={"prompt_tokens": len(self.prompt)})
+        self.work: Work | None = begin_work(
+            "texts", "text", started=self.asked, fields={"prompt_tokens": len(self.prompt)}
+        )
 
     @property
     def cached(self) -> int:

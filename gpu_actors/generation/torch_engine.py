@@ -474,8 +474,8 @@ class TorchEngine:
             sampling,
             self._loaded.stop_tokens,
             self.meter,
-            time.monotonic() if asked is None else asked,
-            math.inf if deadline is None else deadline,
+            asked,
+            deadline,
             on_cancel=partial(self._end, name),
         )
         generator = None
