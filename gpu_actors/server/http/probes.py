@@ -71,6 +71,7 @@ class Probes:
 
     host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
         free port. The attribute ``port`` is the port in use.
+    leaving: whether `leave` was called.
     ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
     stall_seconds: above the longest that the loop may be busy with one thing.
     proof_seconds: how old the last success of a launch may be. A context without requests launches something small
@@ -104,7 +105,7 @@ class Probes:
         self._collectors: list[Collector] = []
         self._reasons: list[Callable[[], str]] = []
         self._leave_callbacks: list[Callable[[], object]] = []
-        self._leaving = False
+        self.leaving: bool = False
         self._last_beat = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
         self._listener: _Listener | None = None
@@ -116,7 +117,7 @@ class Probes:
             raise GpuActorsError("these probes are entered already; make some for each application")
         self._contexts, self._registry = {}, None
         self._collectors, self._reasons, self._leave_callbacks = [], [], []
-        self._leaving = False
+        self.leaving = False
         self._ended.clear()
         if self.port is not None:
             self._listener = _listen(self, self.host, self.port, self.ports)
@@ -178,7 +179,7 @@ class Probes:
 
     def leave(self) -> None:
         """The process is about to end: not ready from now on."""
-        self._leaving = True
+        self.leaving = True
         for callback in self._leave_callbacks:
             callback()
 
@@ -191,11 +192,6 @@ class Probes:
     def livez(self) -> Answer:
         reason = self._dead()
         return _answer(not reason, {"alive": not reason, "reason": reason})
-
-    @property
-    def leaving(self) -> bool:
-        """Whether `leave` was called."""
-        return self._leaving
 
     def readyz(self) -> Answer:
         content = self.readiness()
@@ -212,7 +208,7 @@ class Probes:
         several = "" not in contexts
         front = next((name for name, one in workers.items() if one.ready), next(iter(contexts)))
         ready, state, reason = readiness_of_workers(workers) if several else workers[front]
-        if self._leaving and state != "failed":
+        if self.leaving and state != "failed":
             ready, state, reason = False, "draining", "the server is leaving"
         elif dead:
             ready, reason = False, dead

@@ -62,11 +62,13 @@ class StatusBoard:
 
     period: seconds between two snapshots while there are viewers; a loss and a restart make one at once.
     max_viewers: streams at once. capacity: events that are kept.
+    draining: whether the context was draining in the latest snapshot. Streams then end after each one.
     """
 
     def __init__(self, *, period: float = _PERIOD, max_viewers: int = 32, capacity: int = 500) -> None:
         self.max_viewers = max_viewers
         self.ending: bool = False
+        self.draining: bool = False
         self.event_log: EventLog = EventLog(capacity)
         self._period = period
         self._numbers: list[Numbers] = []
@@ -77,7 +79,6 @@ class StatusBoard:
         self._closed = threading.Event()
         self._latest: bytes = b""
         self._number = 0
-        self._draining = False
         self._thread: threading.Thread | None = None
         self._contexts: Mapping[str, GpuContext] = {}
         self._readers: dict[str, StatusReader] = {}
@@ -136,11 +137,6 @@ class StatusBoard:
             self._thread = None
 
     @property
-    def draining(self) -> bool:
-        """Whether the context was draining in the latest snapshot: streams then end after each one."""
-        return self._draining
-
-    @property
     def latest(self) -> tuple[int, bytes]:
         """The number of the latest snapshot, and the snapshot as JSON."""
         with self._lock:
@@ -188,7 +184,7 @@ class StatusBoard:
     def _refresh(self) -> None:
         snapshot = self._read()
         text = json.dumps(snapshot, separators=(",", ":")).encode()
-        self._draining = snapshot["verdict"]["state"] == "draining"
+        self.draining = snapshot["verdict"]["state"] == "draining"
         with self._lock:
             self._latest, self._number = text, self._number + 1
             viewers = list(self._viewers)

@@ -195,7 +195,7 @@ async def test_all_applications_say_that_they_leave_before_the_server_is_told() 
             with leave_slowly(first, 0.7), leave_slowly(second, 0.0):
                 start = time.monotonic()
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert (first._leaving, second._leaving, told) == (True, True, [])
+                assert (first.leaving, second.leaving, told) == (True, True, [])
                 await asyncio.to_thread(eventually, lambda: told)
                 assert told[0] - start >= 0.69, "by the longest of them"
                 assert len(told) == 1
@@ -214,7 +214,7 @@ async def test_who_leaves_first_takes_no_handler_from_the_others() -> None:
             inner.enter_context(leave_slowly(second, 0.0))
             outer.close()
             os.kill(os.getpid(), signal.SIGTERM)
-            assert (first._leaving, second._leaving) == (False, True)
+            assert (first.leaving, second.leaving) == (False, True)
             await asyncio.to_thread(eventually, lambda: told)
             inner.close()
 
