@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.extras import missing
+from gpu_actors.fields import expect, integer, real
 from gpu_actors.generation.config import LlamaConfig, frequencies
 from gpu_actors.generation.gguf_tokenizer import adds
 from gpu_actors.generation.weights import Matrix, Weights, assemble, cores, dtype_of, tensor_names
@@ -203,15 +204,13 @@ class GgufFile:
         value = self._value(key, default)
         if isinstance(value, list):
             raise self._unsupported(f"{ARCHITECTURE}.{key}", value, "must be the same for every layer")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._invalid(f"has {ARCHITECTURE}.{key}={value!r}, which must be an int >= 1")
-        return value
+        return integer(f"{ARCHITECTURE}.{key}", value, 1)
 
     def _real(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf:
-            raise self._invalid(f"has {ARCHITECTURE}.{key}={value!r}, which must be a finite number >= 0")
-        return float(value)
+        name, kind = f"{ARCHITECTURE}.{key}", "a finite number >= 0"
+        value = real(name, self._value(key, default), kind)
+        expect(value >= 0, name, value, f"must be {kind}")
+        return value
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.metadata.get(f"{ARCHITECTURE}.{key}", default)
