@@ -1,4 +1,4 @@
-"""The results of a GPU suite, as JSON and as a table."""
+"""The results of a GPU suite, as JSON, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any
 
 from gpu_actors.bench.ceilings import Ceilings
 from gpu_actors.bench.suite import Row, Settings
-from gpu_actors.extras import version_of
+from gpu_actors.errors import GpuActorsError
+from gpu_actors.extras import missing, version_of
 
-__all__ = ["COLUMNS", "figures", "git_revision", "gpu_record", "table"]
+__all__ = ["COLUMNS", "draw", "figures", "git_revision", "gpu_record", "table"]
 
 _PEER_PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "flash-attn-4")
 _SMI_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+_HEIGHT_A_CASE = 0.22
+_COLOURS = ("#1b6ca8", "#8fb8de", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#7a7a7a", "#3d3d3d")
 
 COLUMNS = ("case", "subject", "ms", "p10", "p90", "TFLOP/s", "GB/s", "of ceiling", "remark")
 
@@ -50,6 +54,67 @@ def table(figures: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
             formats = ("{:.4f}", "{:.4f}", "{:.4f}", "{:.1f}", "{:.0f}", "{:.0%}")
             cells = ["-" if n is None else form.format(n) for n, form in zip(numbers, formats, strict=True)]
         yield (row["case"]["name"], row["subject"], *cells, _remark(row))
+
+
+def draw(figures: Mapping[str, Any], path: Path) -> None:
+    """Draw the result of `figures` as a PNG: bars with their p10 and p90 for each case, and the ceiling of the run.
+
+    Raises GpuActorsError if matplotlib is missing or nothing was timed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise GpuActorsError(f"nothing can be drawn: {missing(error, 'bench')}") from error
+    timed = [row for row in figures["rows"] if row["times_ms"] is not None]
+    if not timed:
+        raise GpuActorsError("there is nothing to draw: no case was timed")
+    cases = list(dict.fromkeys(row["case"]["name"] for row in timed))
+    subjects = list(dict.fromkeys(row["subject"] for row in timed))
+    rate, unit, ceiling = _axis(figures)
+    height = 1.6 + _HEIGHT_A_CASE * len(cases) * (len(subjects) + 1)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, subject in enumerate(subjects):
+        colour = _COLOURS[number % len(_COLOURS)]
+        _bars(axes, [row for row in timed if row["subject"] == subject], cases, rate, number, len(subjects), colour)
+    axes.set_yticks(range(len(cases)), cases)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    if ceiling is not None:
+        axes.axvline(ceiling, color="black", linestyle="--", linewidth=1, label="ceiling of this run")
+    axes.set_title(f"{figures['suite']} on {figures['gpu'].get('name', 'an unnamed device')}", loc="left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def _axis(figures: Mapping[str, Any]) -> tuple[str, str, float | None]:
+    """(name of the rate, its unit, the ceiling)."""
+    if figures["suite"] == "decode":
+        return "gbs", "GB/s of operands, each counted once", figures["ceilings"]["copy"]
+    return "tflops", "TFLOP/s", figures["ceilings"]["matmul"]
+
+
+def _bars(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    cases: Sequence[str],
+    rate: str,
+    number: int,
+    subjects: int,
+    colour: str,
+) -> None:
+    """The bars of one subject. Rates fall as times rise, so that p90 of the time is the lower end of the rate."""
+    thick = 0.85 / subjects
+    places = [cases.index(row["case"]["name"]) + (number - (subjects - 1) / 2) * thick for row in rows]
+    rates = [row[rate] for row in rows]
+    times = [row["times_ms"] for row in rows]
+    low = [value * (1 - time["median"] / time["p90"]) for value, time in zip(rates, times, strict=True)]
+    high = [value * (time["median"] / time["p10"] - 1) for value, time in zip(rates, times, strict=True)]
+    axes.barh(
+        places, rates, thick, xerr=(low, high), color=colour, label=rows[0]["subject"], error_kw={"linewidth": 0.8}
+    )
 
 
 def git_revision() -> str | None:

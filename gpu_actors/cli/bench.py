@@ -88,7 +88,7 @@ def _show(suite: str, figures: Mapping[str, Any]) -> None:
 def _draw(suite: str, figures: Mapping[str, Any], path: Path) -> None:
     if figures.get("kind") != "measurement":
         raise InvalidRequest("plot", str(path), f"must be left out: only measurements of a GPU are drawn, not {suite}")
-    from gpu_actors.bench.plot import draw
+    from gpu_actors.bench.report import draw
 
     draw(figures, path)
 

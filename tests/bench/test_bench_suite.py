@@ -267,7 +267,7 @@ def spelled(case: Case) -> dict[str, Any]:
 
 def test_the_report_is_json_a_table_with_shares_of_the_runs_ceilings_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from gpu_actors.bench.plot import draw
+    from gpu_actors.bench.report import draw
 
     clock = FakeClock()
     with stage(clock) as where:
