@@ -8,7 +8,7 @@ import numbers
 import reprlib
 from typing import Any
 
-__all__ = ["brief", "show"]
+__all__ = ["brief", "cut", "show"]
 
 _WIDTH = 160
 
@@ -34,7 +34,7 @@ class _Shown(reprlib.Repr):
         if isinstance(x, bytes | bytearray):
             x = x[:_WIDTH]
         text = builtins.repr(x)
-        return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+        return cut(text, _WIDTH)
 
     def repr_int(self, x: int, level: int) -> str:
         return self.repr_instance(x, level)
@@ -65,8 +65,12 @@ _shown = _Shown()
 
 def show(value: object) -> str:
     """``repr(value)``, cut where it is long, an array as its dtype and shape. Never raises."""
-    text = _shown.repr(value)
-    return text if len(text) <= 2 * _WIDTH else f"{text[: 2 * _WIDTH - 3]}..."
+    return cut(_shown.repr(value), 2 * _WIDTH)
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, or its beginning and three dots in so many characters."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def brief(record: Any) -> str:

@@ -22,6 +22,7 @@ from gpu_actors.cli.output import (
     write_table,
 )
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.values import cut
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,13 +173,8 @@ def _write_json(passages: list[Passage], vectors: NDArray[np.float32], scores: l
 
 def _write_table(passages: list[Passage], scores: list[float] | None) -> None:
     places = [f"{passage.file}:{passage.line}" for passage in passages]
-    texts = [_preview(passage.embedded) for passage in passages]
+    texts = [cut(" ".join(passage.embedded.split()), PREVIEW) for passage in passages]
     if scores is None:
         write_table(("passage", "text"), zip(places, texts, strict=True))
     else:
         write_table(("score", "passage", "text"), zip(scores, places, texts, strict=True))
-
-
-def _preview(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= PREVIEW else f"{line[: PREVIEW - 1]}…"

@@ -29,7 +29,7 @@ from gpu_actors.errors import (
 from gpu_actors.server.http.access import Unauthorized
 from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow
 from gpu_actors.server.http.json_bodies import WrongContentType
-from gpu_actors.values import show
+from gpu_actors.values import cut, show
 
 __all__ = ["CONTENT_TYPE", "NotFound", "Problem", "package_error", "problem"]
 
@@ -169,4 +169,4 @@ def _plain(value: object) -> Any:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
+    return cut(text, _LONGEST_TEXT)

@@ -18,6 +18,7 @@ from gpu_actors.server.http.json_bodies import check_json, expect_json
 from gpu_actors.server.openai.requests import UNKNOWN
 from gpu_actors.server.openai.state import State
 from gpu_actors.server.openai.unsupported import hint_of
+from gpu_actors.values import cut
 
 __all__ = ["parse_body", "read_request"]
 
@@ -97,11 +98,8 @@ def _refusal(failure: Mapping[str, Any], body: bytes) -> RequestError:
 
 def _field(place: Sequence[int | str]) -> str:
     """messages, 0, content: messages[0].content. A name is cut that a client has made up too long."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{_cut(part)}" for part in place).lstrip(".")
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+    parts = (f"[{part}]" if isinstance(part, int) else f".{cut(part, _LONGEST_NAME)}" for part in place)
+    return "".join(parts).lstrip(".")
 
 
 def _reason(message: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gpu_actors.tracing import TraceEvent
+from gpu_actors.values import cut
 
 __all__ = ["EventLog"]
 
@@ -65,4 +66,4 @@ def _short(value: Any) -> str:
         text = f"{type(value).__name__}: {value}"
     else:
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return cut(text, _LONGEST)
