@@ -1,9 +1,7 @@
-"""OpenTelemetry spans out of trace events.
+"""OpenTelemetry spans out of trace events, and of work that is no request of a context.
 
-A request's span opens when it is accepted, under the span that was current in the caller (`current_context` is taken
-on the caller's thread and travels with the call), and closes with its answer. Waiting for a compilation and the
-launch are child spans. A compilation is a span of its own, because any number of requests may wait for it.
-`start_span` and `end_span` make the spans above: of work that is no request of a context.
+A request's span lies under the one that was current in the caller: `current_context` is taken on the caller's thread
+and travels with the call. A compilation is a span of its own, because any number of requests may wait for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Trace events as spans, and a Recorder that makes records of the Trace Event Format of them, for files of any kind.
 
-Three groups of rows. Group 1 has a row for each actor: requests, launches and compilations overlap freely, so each is a
-pair of nestable async events ("b", "e"); restarts, losses and cache events are instants ("i"). Group 2 has a row for
-each thread, with its work outside of the actors as complete events ("X"), which nest. Group 3 has work that no thread
-does by itself, requests of clients, texts and steps, as async events again.
+docs/tracing.md says which rows there are. Requests, launches and compilations of an actor overlap freely, so each is a
+pair of nestable async events ("b", "e"), as is work that no thread does by itself. Restarts, losses and cache events
+are instants ("i"), and the work of threads is complete events ("X"), which nest.
 """
 
 from __future__ import annotations

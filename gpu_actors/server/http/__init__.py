@@ -1,8 +1,6 @@
 """What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
 
-`Guard` is middleware for any ASGI server; docs/serving.md says why. `Doors` asks for keys. ``protocol.Protocol`` is
-uvicorn's HTTP with bounds. ``gpu_actors.asgi`` puts all of it into a Starlette
-or FastAPI application, and ``examples/inference_server.py`` shows that in use.
+docs/serving.md says why, and ``examples/inference_server.py`` shows it in use.
 """
 
 from __future__ import annotations

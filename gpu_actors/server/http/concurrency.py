@@ -1,10 +1,8 @@
 """ConcurrencyLimit: how many pieces of work are worth running at once, by measured throughput.
 
-Pieces that share a device slow each other down; how much, only a measurement tells. A device with room takes the same
-time for each, one that is full a time in proportion to their number. Pieces over the time of a unit is the rate
-(Little, "A proof for the queuing formula L = lambda W", 1961). The limit climbs this curve a power of two at a time,
-as .NET's thread pool does (Hellerstein, Morrison and Eilebrecht, "Optimizing concurrency levels in the .NET
-ThreadPool", 2009): it stops where twice as many would do hardly more, since each piece then only takes longer.
+Pieces over the time of a unit is the rate (Little, "A proof for the queuing formula L = lambda W", 1961). The limit
+climbs this curve a power of two at a time, as .NET's thread pool does (Hellerstein, Morrison and Eilebrecht,
+"Optimizing concurrency levels in the .NET ThreadPool", 2009): it stops where twice as many would do hardly more.
 """
 
 from __future__ import annotations

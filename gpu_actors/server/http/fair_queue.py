@@ -18,10 +18,8 @@ __all__ = ["FairQueue", "Waiter"]
 class Waiter:
     """A piece of work that waits for a place.
 
-    admitted: whether it has one.
     decided: set once it is admitted or refused.
     spare: whether its place is one of the spare ones.
-    refusal: the error with which it is refused.
     """
 
     cost: float
@@ -39,12 +37,7 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """One client.
-
-    served: the cost of its admitted work, divided by its weight.
-    cost: of its work that waits.
-    read: how many of its requests are being read.
-    """
+    """served: the cost of its admitted work, divided by its weight. cost: of what waits."""
 
     served: float
     weight: float

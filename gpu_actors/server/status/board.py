@@ -1,10 +1,7 @@
 """StatusBoard: reads the status of one context, or of the workers of a pool, for any number of viewers.
 
-    one thread ── reads twice a second, and at once on an event ──> the latest snapshot, as bytes
-    each viewer ── is woken, sends the latest snapshot and the events since its last ones, waits
-
-No viewer has a queue: a slow one gets the latest snapshot when it reads again, and how many events it has missed.
-Actors call nothing here but `EventLog`, for rare events, which takes microseconds.
+One thread reads, twice a second and at once on an event, and each viewer sends the latest snapshot. No viewer has a
+queue. Actors call nothing here but `EventLog`, for rare events, which takes microseconds.
 """
 
 from __future__ import annotations
