@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,8 +50,7 @@ def bench(
         return figures
 
     given = {"device": device, "quick": quick, "minutes": minutes, "keep": keep}
-    module, _, function = SUITES[suite].partition(".")
-    figures = keep(_run(getattr(importlib.import_module(f"gpu_actors.bench.{module}"), function), given))
+    figures = keep(_run(pkgutil.resolve_name(f"gpu_actors.bench.{SUITES[suite]}"), given))
     if as_json:
         write_json(figures)
     else:
