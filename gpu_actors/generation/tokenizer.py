@@ -30,17 +30,31 @@ _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 _NO_SENTENCEPIECE = "; to read a tokenizer.model, Transformers needs `pip install sentencepiece protobuf`"
 
 
-class TextStream(Protocol):
+class TextStream:
     """Makes a text from its tokens, one after another.
 
     A character of several tokens is returned with the last of them, so that at most 3 bytes wait.
+
+    pieces: the bytes that a token adds, from the token before it and itself, None for no token.
     """
+
+    def __init__(self, pieces: Callable[[int | None, int], bytes | None]) -> None:
+        self._pieces = pieces
+        self._previous: int | None = None
+        # It buffers the bytes of an incomplete character, and decodes bytes that are not UTF-8 as U+FFFD.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
         """The text that this token completes."""
+        data = self._pieces(self._previous, token)
+        if data is None:
+            return ""
+        self._previous = token
+        return self._decoder.decode(data)
 
     def end(self) -> str:
         """One U+FFFD for an incomplete character, else nothing."""
+        return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer(Protocol):
@@ -95,7 +109,7 @@ class ByteTokenizer:
         return bytes([token]) if token < 256 else b""
 
     def stream(self, begins: bool = False) -> TextStream:
-        return _Stream(lambda previous, token: self.bytes_of(token))
+        return TextStream(lambda previous, token: self.bytes_of(token))
 
 
 class FolderTokenizer:
@@ -166,7 +180,7 @@ class FolderTokenizer:
         return self._text([*context, name])[len(self._text(context)) :].encode()
 
     def stream(self, begins: bool = False) -> TextStream:
-        return _Stream(self._first_or_piece if begins else self._piece)
+        return TextStream(self._first_or_piece if begins else self._piece)
 
     def _first_or_piece(self, previous: int | None, token: int) -> bytes | None:
         name = self._name(token)
@@ -184,26 +198,6 @@ class FolderTokenizer:
     def _text(self, names: list[str]) -> str:
         text: str = self.transformers.convert_tokens_to_string(names)
         return text
-
-
-class _Stream:
-    """A text stream. pieces: the bytes that a token adds, from the token before it and itself, None for no token."""
-
-    def __init__(self, pieces: Callable[[int | None, int], bytes | None]) -> None:
-        self._pieces = pieces
-        self._previous: int | None = None
-        # It buffers the bytes of an incomplete character, and decodes bytes that are not UTF-8 as U+FFFD.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, token: int) -> str:
-        data = self._pieces(self._previous, token)
-        if data is None:
-            return ""
-        self._previous = token
-        return self._decoder.decode(data)
-
-    def end(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer:
