@@ -121,28 +121,17 @@ class Piece(NamedTuple):
     heading: str
 
 
-class _Section(NamedTuple):
-    """Characters [start, stop) of a text, from the line of a heading on.
-
-    heading: the section's title, "" before the first heading.
-    """
-
-    start: int
-    stop: int
-    heading: str
-
-
-def _sections(text: str) -> Iterator[_Section]:
-    """The sections of a text, in order and without gaps. A line of a code block is not a heading."""
+def _sections(text: str) -> Iterator[Piece]:
+    """The sections of a text with their titles, in order and without gaps. A line of a code block is not a heading."""
     start, heading, fence = 0, "", ""
     for line in _HEADING.finditer(text):
         marker = line["fence"]
         if marker:
             fence = marker if not fence else "" if marker == fence else fence
         elif not fence:
-            yield _Section(start, line.start(), heading)
+            yield Piece(start, line.start(), heading)
             start, heading = line.start(), line["title"].rstrip().rstrip("#").rstrip()
-    yield _Section(start, len(text), heading)
+    yield Piece(start, len(text), heading)
 
 
 def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
@@ -159,7 +148,7 @@ def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
             yield Piece(start, stop, heading if start > section.start else "")
 
 
-def _split(text: str, section: _Section, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
+def _split(text: str, section: Piece, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
     """The passages of a section. room: the most tokens of the first one. later_room: of the others."""
     begin: int | None = None
     end, used = 0, 0.0
