@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside.server import clients
+from inside.server import history
 from PIL import Image
 from support.page import kill, lived, page_application, pool_application, service_of, worker_of
 from support.served import Served
@@ -539,7 +539,7 @@ def looks(visit: Callable[..., Any], url: str, name: str, title: str, grade: str
 def test_the_page_says_first_how_clients_fare(
     visit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(clients, "SLOT", 0.2)
+    monkeypatch.setattr(history, "SLOT", 0.2)
     asked, title, grade, shares = STATES[name]
     app = page_application()
     with Served(app) as served:
