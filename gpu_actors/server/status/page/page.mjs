@@ -305,10 +305,10 @@ function showCharts() {
     }
     const unit = kind === "batch" ? String : duration;
     const total = sums.reduce((sum, number) => sum + number, 0);
+    const bound = (bucket) => (bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`);
     const boundOf = (share) => {
       let seen = 0;
-      const bucket = sums.findIndex((number) => (seen += number) >= share * total);
-      return bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`;
+      return bound(sums.findIndex((number) => (seen += number) >= share * total));
     };
     const [title, summary] = node.firstChild.children;
     const name = CHARTS[index][1];
@@ -320,10 +320,10 @@ function showCharts() {
     const most = Math.max(1, ...sums);
     keyed(bars, sums.map((_, bucket) => String(bucket)), () => make("i"), (bar, _, bucket) => {
       bar.style.height = sums[bucket] ? `${Math.max(2, 100 * sums[bucket] / most)}%` : "0";
-      bar.title = `${bucket < edges.length ? `≤ ${unit(edges[bucket])}` : `> ${unit(edges[edges.length - 1])}`}: ${count(sums[bucket])}`;
+      bar.title = `${bound(bucket)}: ${count(sums[bucket])}`;
     });
     const ticks = [0, Math.floor(edges.length / 2), edges.length - 1];
-    keyed(node.lastChild, ticks.map(String), () => make("span"), (tick, _, place) => say(tick, `≤ ${unit(edges[ticks[place]])}`));
+    keyed(node.lastChild, ticks.map(String), () => make("span"), (tick, _, place) => say(tick, bound(ticks[place])));
   });
 }
 
