@@ -31,7 +31,7 @@ SUITES = {
     "plan": "plan.run",
     "serve": "serve.run",
 }
-"""The module here and the name of each function, by the name of the suite."""
+"""The module and the function of each suite."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
 
