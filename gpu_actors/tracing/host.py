@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-__all__ = ["HostSpan", "Sink", "active", "add_sink", "hand_out", "host_span", "remove_sink"]
+__all__ = ["HostSpan", "Sink", "active", "add_sink", "guarded", "hand_out", "host_span", "remove_sink"]
 
 
 logger: logging.Logger = logging.getLogger("gpu_actors.trace")
@@ -59,10 +59,17 @@ def active() -> bool:
 
 def hand_out(span: HostSpan) -> None:
     for sink in _sinks:
-        try:
+        with guarded(span.name):
             sink(span)
-        except Exception:  # the work that was measured goes on
-            logger.exception("the span %s could not be recorded", span.name)
+
+
+@contextmanager
+def guarded(name: str) -> Iterator[None]:
+    """Log what a file, a sampler or a processor of spans raises. The measured work goes on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("the span %s could not be recorded", name)
 
 
 def add_sink(sink: Sink) -> None:

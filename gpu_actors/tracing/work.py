@@ -9,7 +9,6 @@ It becomes a span of open trace files and of OpenTelemetry. Without both, that c
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,8 +20,6 @@ from gpu_actors.tracing import host
 from gpu_actors.tracing.otel import current_context, end_span, make_current, provided, start_span
 
 __all__ = ["Work", "active", "begin_work", "caller", "under", "working"]
-
-logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
 Fields = Mapping[str, Any]
 
@@ -56,7 +53,7 @@ class Work:
         """Record a part of the work that has ended. begin, end: ``time.monotonic()`` seconds."""
         times = _nanoseconds(begin), _nanoseconds(end)
         if self.span is not None:
-            with _guarded(name):
+            with host.guarded(name):
                 span = start_span(f"gpu_actors.{name}", times[0], parent=self.span, fields=fields)
                 end_span(span, times[1])
         _hand_out(self._kind, name, *times, {**fields, "under": self.label})
@@ -65,7 +62,7 @@ class Work:
         """The work has ended. name: a new name. error: why it failed."""
         now = time.monotonic_ns()
         if self.span is not None:
-            with _guarded(self._name):
+            with host.guarded(self._name):
                 end_span(self.span, now, name, fields, error)
         failed = {} if error is None else {"error": error if isinstance(error, str) else type(error).__name__}
         _hand_out(self._kind, name or self._name, self._begin, now, {**self._fields, **fields, **failed})
@@ -108,7 +105,7 @@ def begin_work(
         all_fields["links"] = ", ".join(one.label for one in links)
     span = None
     if provided():
-        with _guarded(name):
+        with host.guarded(name):
             span = start_span(
                 name if server else f"gpu_actors.{name}",
                 begin,
@@ -161,15 +158,6 @@ def _under(work: Work) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
-
-
-@contextmanager
-def _guarded(name: str) -> Iterator[None]:
-    """Log what a sampler or a processor of spans raises. The measured work goes on."""
-    try:
-        yield
-    except Exception:
-        logger.exception("the span %s could not be recorded", name)
 
 
 def _hand_out(kind: str, name: str, begin: int, end: int, fields: Fields) -> None:
