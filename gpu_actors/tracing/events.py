@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Listener", "Trace", "TraceEvent"]
+__all__ = ["LEVELS", "Listener", "Trace", "TraceEvent"]
 
 logger: logging.Logger = logging.getLogger("gpu_actors.trace")
 
-_LEVELS = {
+LEVELS = {
     "actor.restarted": logging.WARNING,
     "actor.failed": logging.ERROR,
     "cache.corrupt": logging.WARNING,
     "context.lost": logging.ERROR,
     "kernel.quarantined": logging.ERROR,
 }
+"""Those of the events that are not for debugging alone."""
 
 
 class TraceEvent(NamedTuple):
@@ -78,7 +79,7 @@ class Trace:
 
     def emit(self, name: str, **fields: Any) -> None:
         """Pass on one event. If a listener raises, that is logged and the request goes on."""
-        level = _LEVELS.get(name, logging.DEBUG)
+        level = LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
             attributes = {"event": name, "fields": fields}
             _guarded(name, functools.partial(log_record, logger, level, "%s %s", (name, fields), attributes))

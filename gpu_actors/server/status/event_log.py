@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gpu_actors.tracing import TraceEvent
+from gpu_actors.tracing.events import LEVELS, TraceEvent
 from gpu_actors.values import cut
 
 __all__ = ["EventLog"]
 
 _LONGEST = 400
-_ERRORS = ("actor.failed", "context.lost", "kernel.quarantined", "requests.failed")
-_WARNINGS = ("actor.restarted", "cache.corrupt", "state.changed")
 
 
 class _Since(NamedTuple):
@@ -42,10 +41,11 @@ class EventLog:
         self.add(event.name, {"worker": worker, **event.fields} if worker else event.fields)
 
     def add(self, name: str, fields: Mapping[str, Any], level: str = "") -> None:
-        """Add an event. level: "info", "warning" or "error"; by default that of the name."""
-        failed = name == "compile.completed" and fields.get("error") is not None
+        """Add an event. level: "info", "warning" or "error"; by default that of a trace's event."""
         if not level:
-            level = "error" if failed or name in _ERRORS else "warning" if name in _WARNINGS else "info"
+            failed = name == "compile.completed" and fields.get("error") is not None
+            number = logging.ERROR if failed else LEVELS.get(name, logging.INFO)
+            level = {logging.ERROR: "error", logging.WARNING: "warning"}.get(number, "info")
         # As text, and short: an error keeps its frames, and those their arrays.
         texts = {key: _short(value) for key, value in fields.items() if value is not None}
         with self._lock:

@@ -105,7 +105,7 @@ class StatusReader:
                 more = count - errors_before.get(error, 0)
                 if more > 0 and not first:
                     fields = {**self._worker_field, "actor": name, "error": error, "count": more}
-                    self._event_log.add("requests.failed", fields)
+                    self._event_log.add("requests.failed", fields, "error")
             self._last_counts[name] = restarts, errors
 
     def _query(self, query: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
