@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from gpu_actors.bench.arrays import OperandSet
 from gpu_actors.bench.cases import Case, Kind
-from gpu_actors.bench.operands import OperandSet
 from gpu_actors.bench.timing import Call
 
 __all__ = ["PEERS", "Peer", "Prepared", "Refuses", "agrees", "peers_for"]

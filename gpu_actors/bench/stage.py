@@ -11,12 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 from gpu_actors.bench.arrays import HostArrays
 from gpu_actors.bench.cases import Case, Kind, backward_cases, decode_cases, forward_cases
 from gpu_actors.bench.ceilings import Ceilings, measure_ceilings, measure_host_copy
-from gpu_actors.bench.clock import HostClock
 from gpu_actors.bench.peers import peers_for
 from gpu_actors.bench.recorder import RecordingContext
 from gpu_actors.bench.report import figures, gpu_record
 from gpu_actors.bench.suite import Row, Settings, Stage, run_cases
-from gpu_actors.bench.timing import Plan
+from gpu_actors.bench.timing import CudaClock, HostClock, Plan
 from gpu_actors.devices.cuda import CudaDevice, cuda_usable
 from gpu_actors.devices.forwarding import ForwardingDevice
 from gpu_actors.devices.select import check_device
@@ -90,7 +89,6 @@ def _on_gpu(device: str, options: ContextOptions) -> Iterator[Opened]:
     import cupy
 
     from gpu_actors.bench.arrays import CupyArrays
-    from gpu_actors.bench.clock import CudaClock
     from gpu_actors.devices.cuda.stream import CudaStream
 
     index = int(device.partition(":")[2] or 0)

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu_actors.bench.arrays import Arrays, adopted, has_special
+from gpu_actors.bench.arrays import Arrays, OperandSet, adopted, has_special, make_operands, submit
 from gpu_actors.bench.cases import Case
 from gpu_actors.bench.checks import Checked, check_backward, check_decode, check_forward
-from gpu_actors.bench.operands import OperandSet, make_operands, submit
 from gpu_actors.bench.peers import Peer, Refuses, agrees
 from gpu_actors.bench.recorder import RecordingDevice, for_timing
 from gpu_actors.bench.timing import Call, EventClock, Plan, Quantiles, Timing, measure_in_turns, quantiles

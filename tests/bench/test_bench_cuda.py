@@ -14,7 +14,7 @@ from fakes.memory import FakeMemory
 from inside.cuda import CudaDevice, CudaStream
 
 from gpu_actors import ContextOptions, Cubin
-from gpu_actors.bench.clock import CudaClock
+from gpu_actors.bench.timing import CudaClock
 
 RUNTIME = {  # by the arguments that the benchmark gives
     "eventCreate": 0,
