@@ -29,9 +29,8 @@ from gpu_actors.handles.gpu_context import GpuContext
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import handling
 from gpu_actors.server.http.admission import Admission
-from gpu_actors.server.http.bodies import Bodies
+from gpu_actors.server.http.bodies import Bodies, expect_json, read_json
 from gpu_actors.server.http.guard import KEY, Exchange, Guard, quieten
-from gpu_actors.server.http.json_bodies import expect_json, read_json
 from gpu_actors.server.http.probes import Answer, Probes
 from gpu_actors.server.http.problems import problem
 from gpu_actors.server.http.readiness import contexts_by_name

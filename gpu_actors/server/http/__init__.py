@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from gpu_actors.server.http.access import Doors, Unauthorized
 from gpu_actors.server.http.admission import Admission, AdmissionStats, Place
-from gpu_actors.server.http.bodies import Bodies, BodyTooLarge, BodyTooSlow, TooManyBodies
+from gpu_actors.server.http.bodies import (
+    Bodies,
+    BodyTooLarge,
+    BodyTooSlow,
+    TooManyBodies,
+    WrongContentType,
+    read_json,
+)
 from gpu_actors.server.http.guard import Exchange, Guard
-from gpu_actors.server.http.json_bodies import WrongContentType, read_json
 from gpu_actors.server.http.probes import EXIT_CODE, Answer, Probes
 from gpu_actors.server.http.problems import NotFound, Problem, problem
 from gpu_actors.server.http.scopes import client_of

@@ -27,8 +27,7 @@ from gpu_actors.errors import (
     Unsupported,
 )
 from gpu_actors.server.http.access import Unauthorized
-from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow
-from gpu_actors.server.http.json_bodies import WrongContentType
+from gpu_actors.server.http.bodies import BodyTooLarge, BodyTooSlow, WrongContentType
 from gpu_actors.values import cut, show
 
 __all__ = ["CONTENT_TYPE", "NotFound", "Problem", "package_error", "problem"]

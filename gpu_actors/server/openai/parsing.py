@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from gpu_actors.errors import InvalidRequest, RequestError, Unsupported
 from gpu_actors.server.http.admission import Admission
+from gpu_actors.server.http.bodies import check_json, expect_json
 from gpu_actors.server.http.guard import KEY, Exchange
-from gpu_actors.server.http.json_bodies import check_json, expect_json
 from gpu_actors.server.openai.requests import UNKNOWN
 from gpu_actors.server.openai.state import State
 from gpu_actors.server.openai.unsupported import hint_of

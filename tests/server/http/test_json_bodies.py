@@ -13,7 +13,7 @@ from support.served import Served
 
 from gpu_actors import asgi
 from gpu_actors.errors import InvalidRequest
-from gpu_actors.server.http.json_bodies import MAX_DEPTH, MAX_NESTS, MAX_VALUES, check_json, expect_json
+from gpu_actors.server.http.bodies import MAX_DEPTH, MAX_NESTS, MAX_VALUES, check_json, expect_json
 from gpu_actors.serving import WrongContentType, read_json
 
 MIB = 1 << 20
