@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from gpu_actors import reference
     from gpu_actors.reference.gradient_tolerance import GradientBounds, check_gradients, gradient_bounds
     from gpu_actors.reference.tolerance import Bounds, assert_output_close, check_output, forward_bounds
-    from gpu_actors.testing.backward_problems import BackwardCase, random_backward
-    from gpu_actors.testing.problems import ForwardCase, random_forward
+    from gpu_actors.testing.problems import BackwardCase, ForwardCase, random_backward, random_forward
     from gpu_actors.testing.replays import Replay, replay
 
 __all__ = [
@@ -37,11 +36,11 @@ __all__ = [
 
 # Names whose modules are slow to import, and which only tests of numbers need.
 _LAZY = {
-    "BackwardCase": "gpu_actors.testing.backward_problems",
+    "BackwardCase": "gpu_actors.testing.problems",
     "GradientBounds": "gpu_actors.reference.gradient_tolerance",
     "check_gradients": "gpu_actors.reference.gradient_tolerance",
     "gradient_bounds": "gpu_actors.reference.gradient_tolerance",
-    "random_backward": "gpu_actors.testing.backward_problems",
+    "random_backward": "gpu_actors.testing.problems",
     "Bounds": "gpu_actors.reference.tolerance",
     "ForwardCase": "gpu_actors.testing.problems",
     "assert_output_close": "gpu_actors.reference.tolerance",
