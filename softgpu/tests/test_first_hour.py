@@ -13,7 +13,7 @@ import pytest
 EXAMINED = """
 import json, sys
 import gpu_actors as ga
-from gpu_actors.bench import ceilings, clock
+from gpu_actors.bench import ceilings, timing
 from gpu_actors.cli import first_hour
 from gpu_actors.testing import FaultPlan
 # The cases of a GPU would take hours here. Kernels run in a process that has no page-locked memory of this one, so
@@ -21,7 +21,7 @@ from gpu_actors.testing import FaultPlan
 small = first_hour.first_cases(small=True)
 first_hour.first_cases = lambda small=True, cases=small: cases
 ceilings._COPY = 1 << 20
-clock._HOLD = 'extern "C" __global__ void hold(ulonglong2 unused) {}'
+timing._HOLD = 'extern "C" __global__ void hold(ulonglong2 unused) {}'
 def examined(**options):
     hour = first_hour.examine("cuda", ga.ContextOptions(cache_dir=FOLDER, **options))
     for finding in hour.findings:
