@@ -7,16 +7,13 @@ backward_prepare_sm90 and backward_finish_sm90 share its tile, and their keys ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
-from gpu_actors.devices.interface import Buffer
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.backward_mma import backward_packer, gradient_macros, gradient_program, keys_of
 from gpu_actors.kernels.family import KernelFamily
-from gpu_actors.kernels.forward_sm90 import folded_factor_refusal, pad_to_maps, rows_map
+from gpu_actors.kernels.forward_sm90 import folded_factor_refusal, mapped_packer
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.program import EncodeTensorMap, Pack, Program, Target, Values
+from gpu_actors.kernels.program import EncodeTensorMap, Pack, Program, Target
 from gpu_actors.kernels.support import bias_turns_refusal, capability
 from gpu_actors.kernels.tiles import padded_backward_dims, shares_keys, tile_of
 from gpu_actors.kernels.trials import batch_trials
@@ -79,7 +76,7 @@ def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: En
     Its buffers are as `gpu_actors.kernels.backward_mma.backward_packer` wants them. encode: the device's own tensor
     maps. It raises InvalidRequest as backward_packer's does, and for what TMA cannot move.
     """
-    params, tile = backward_packer(problem, True), tile_of(key)
+    tile = tile_of(key)
     dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
     share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
     boxes = (
@@ -88,14 +85,7 @@ def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: En
         ("v", dim_v, tile.block_n),
         ("dout", dim_v // share, tile.block_m),
     )
-
-    def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
-        assert encode is not None, "a launch by TMA is packed for a device"
-        packed = params(buffers, values)  # first, because it checks the operands
-        maps = [rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
-        return pad_to_maps(b"".join((*maps, packed)))
-
-    return pack
+    return mapped_packer(backward_packer(problem, True), boxes, encode)
 
 
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:

@@ -42,8 +42,6 @@ __all__ = [
     "Sections",
     "folded_factor_refusal",
     "mapped_packer",
-    "pad_to_maps",
-    "rows_map",
     "schedule_layout",
     "section_heads",
     "sections_of",
@@ -258,24 +256,20 @@ def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTenso
 def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: EncodeTensorMap | None) -> Pack:
     """What packs tensor maps and, behind them, what ``params`` packs.
 
-    boxes: (operand, columns, rows), as for `rows_map`.
+    boxes: (operand, columns, rows), as for `_rows_map`.
     """
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         assert encode is not None, "a launch by TMA is packed for a device"
         packed = params(buffers, values)  # first, because it checks the operands
-        maps = [rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
-        return pad_to_maps(b"".join((*maps, packed)))
+        maps = [_rows_map(name, buffers[name], columns, rows, encode) for name, columns, rows in boxes]
+        whole = b"".join((*maps, packed))
+        return whole + bytes(-len(whole) % _ALIGNMENT)
 
     return pack
 
 
-def pad_to_maps(packed: bytes) -> bytes:
-    """The bytes of a struct whose tensor maps decide its alignment."""
-    return packed.ljust(-(-len(packed) // _ALIGNMENT) * _ALIGNMENT, b"\0")
-
-
-def rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
+def _rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
     """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
 
     columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
