@@ -7,6 +7,7 @@ The parameters are struct BackwardParams of kernels_cu/backward/params.cuh, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,7 +18,6 @@ from gpu_actors.kernels.family import GREATEST_DIM, KernelFamily
 from gpu_actors.kernels.macros import Macros, flags, forward_macros
 from gpu_actors.kernels.params import (
     Binder,
-    LazyBinder,
     Operand,
     ParamsLayout,
     forward_operands,
@@ -143,7 +143,8 @@ def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) ->
         problem asks for is looked at.
     It raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
     """
-    binder, score = LazyBinder(lambda: _binder(problem, number)), score_packer(problem) if scored else None
+    binder = functools.cache(lambda: _binder(problem, number))
+    score = score_packer(problem) if scored else None
     summed_in_place = problem.bias is not None and problem.bias[0] == "float32"
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
@@ -158,7 +159,7 @@ def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) ->
             more["dbias_turns_size"] = math.prod(buffers["dbias_turns"].shape)
         if summed_in_place and "dbias" in buffers:
             more["dbias_sums"] = buffers["dbias"].address
-        packed = binder.pack(buffers, more)
+        packed = binder().pack(buffers, more)
         if problem.sinks and buffers["dsinks"].dtype != buffers["sinks"].dtype:
             raise InvalidRequest("dsinks", buffers["dsinks"].dtype, f"has the sinks' dtype, {buffers['sinks'].dtype}")
         return packed if score is None else packed + score(buffers, values)

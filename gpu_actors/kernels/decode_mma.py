@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from gpu_actors.kernels.macros import Macros, bias_macros, flags, mask_macros, s
 from gpu_actors.kernels.params import (
     ITEMSIZES,
     Binder,
-    LazyBinder,
     Operand,
     ParamsLayout,
     divider,
@@ -211,7 +210,7 @@ def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> P
     of 16 bytes.
     """
     ranged = {"ranges": ranges, "min_units": min_units(key)}
-    return _packer(problem, LazyBinder(lambda: _binder(problem, key.row_tile, problem.num_splits, ranged)), CHUNK)
+    return _packer(problem, lambda: _binder(problem, key.row_tile, problem.num_splits, ranged), CHUNK)
 
 
 def split_packer(problem: AttentionProblem, key: DispatchKey, splits: int) -> Pack:
@@ -220,14 +219,15 @@ def split_packer(problem: AttentionProblem, key: DispatchKey, splits: int) -> Pa
     splits: the most pieces of an item. Its buffers are as of `decode_packer`; partial_out and partial_sums are float64
     where q is. Rows of caches may begin anywhere. It raises as decode_packer's.
     """
-    binder = LazyBinder(lambda: _binder(problem, key.row_tile, splits, {}))
-    return _packer(problem, binder, ITEMSIZES[problem.kv_dtype])
+    return _packer(problem, lambda: _binder(problem, key.row_tile, splits, {}), ITEMSIZES[problem.kv_dtype])
 
 
-def _packer(problem: AttentionProblem, binder: LazyBinder, alignment: int) -> Pack:
+def _packer(problem: AttentionProblem, make: Callable[[], Binder], alignment: int) -> Pack:
+    binder = functools.cache(make)
+
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         scratch = {name: buffers[name].address for name in _SCRATCH if name in buffers}
-        packed = binder.pack(buffers, launch_values(problem, buffers, prefix=_ATTENTION) | scratch)
+        packed = binder().pack(buffers, launch_values(problem, buffers, prefix=_ATTENTION) | scratch)
         if problem.layout != "pointers":
             for name in ("k_cache",) if problem.latent else ("k_cache", "v_cache"):
                 _check_alignment(name, buffers[name], (0, 1, 2), alignment)

@@ -18,7 +18,7 @@ from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward import scored_packer
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.params import Binder, LazyBinder, divider, struct_layout
+from gpu_actors.kernels.params import Binder, divider, struct_layout
 from gpu_actors.kernels.program import EncodeTensorMap, Pack, Part, Program, Target, Values
 from gpu_actors.kernels.support import ELEMENTS, capability
 from gpu_actors.kernels.tiles import (
@@ -249,8 +249,9 @@ def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTenso
     keys = min(tile.block_n, problem.page_size or tile.block_n)
     dim, dim_v = (padded_head_dim(dim, problem.dtype) for dim in (problem.head_dim, problem.head_dim_v))
     boxes = (("q", dim, ROWS), (k, dim, keys), (v, dim_v, keys), ("out", dim_v, ROWS))
-    params, schedule = scored_packer(problem), LazyBinder(lambda: _schedule_binder(problem, sections_of(problem, tile)))
-    return mapped_packer(lambda buffers, values: params(buffers, values) + schedule.pack(buffers), boxes, encode)
+    params = scored_packer(problem)
+    schedule = functools.cache(lambda: _schedule_binder(problem, sections_of(problem, tile)))
+    return mapped_packer(lambda buffers, values: params(buffers, values) + schedule().pack(buffers), boxes, encode)
 
 
 def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: EncodeTensorMap | None) -> Pack:

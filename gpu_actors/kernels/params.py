@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ __all__ = [
     "UNBOUNDED",
     "Binder",
     "Field",
-    "LazyBinder",
     "Operand",
     "ParamsLayout",
     "divider",
@@ -212,7 +211,10 @@ class Operand(NamedTuple):
 
 
 class Binder(NamedTuple):
-    """How the operands of a problem become the bytes of a struct. values: of every field, those of operands still 0."""
+    """How the operands of a problem become the bytes of a struct. values: of every field, those of operands still 0.
+
+    Packers make theirs with the first launch (`functools.cache`), because a device that runs no kernels needs none.
+    """
 
     layout: ParamsLayout
     values: tuple[int | float, ...]
@@ -251,17 +253,6 @@ class Binder(NamedTuple):
         return self.layout.pack(values)
 
 
-class LazyBinder:
-    """A `Binder` that is made with the first launch, because a device that runs no kernels needs none."""
-
-    def __init__(self, make: Callable[[], Binder]) -> None:
-        self._binder = functools.cache(make)
-
-    def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
-        """As `Binder.pack`."""
-        return self._binder().pack(buffers, more)
-
-
 def forward_packer(problem: AttentionProblem) -> Pack:
     """What packs the parameters of forward launches of a problem.
 
@@ -276,10 +267,10 @@ def forward_packer(problem: AttentionProblem) -> Pack:
     0 <= seed < 2^64; axes of extent 1 may have any stride.
     """
     layout = forward_layout()
-    binder = LazyBinder(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
+    binder = functools.cache(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
-        return binder.pack(buffers, launch_values(problem, buffers, values.dropout_seed))
+        return binder().pack(buffers, launch_values(problem, buffers, values.dropout_seed))
 
     return pack
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.score_mod import ScoreMod
 from gpu_actors.devices.interface import Buffer
-from gpu_actors.kernels.params import Binder, LazyBinder, ParamsLayout, parse_layout
+from gpu_actors.kernels.params import Binder, ParamsLayout, parse_layout
 from gpu_actors.kernels.program import Pack, Values
 
 __all__ = ["score_layout", "score_packer"]
@@ -33,10 +34,10 @@ def score_packer(problem: AttentionProblem) -> Pack | None:
     layout = None if mod is None else score_layout(mod)
     if mod is None or layout is None:
         return None
-    binder = LazyBinder(lambda: _binder(problem, mod, layout))
+    binder = functools.cache(lambda: _binder(problem, mod, layout))
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
-        packed = binder.pack(buffers, {f"v{n}": value for n, value in enumerate(values.score_scalars)})
+        packed = binder().pack(buffers, {f"v{n}": value for n, value in enumerate(values.score_scalars)})
         return packed + bytes(-len(packed) % _ALIGNMENT)
 
     return pack

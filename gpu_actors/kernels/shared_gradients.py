@@ -6,12 +6,13 @@ The others store theirs unrounded, (batch, rows, heads, dim), in scratch memory 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.devices.interface import ScratchSpec
 from gpu_actors.kernels.macros import Macros
-from gpu_actors.kernels.params import Binder, LazyBinder, struct_layout
+from gpu_actors.kernels.params import Binder, struct_layout
 from gpu_actors.kernels.program import Pack, Part, flat_grid
 from gpu_actors.kernels.support import ELEMENTS
 
@@ -62,8 +63,8 @@ def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
 
 
 def _packer(problem: AttentionProblem, name: str) -> Pack:
-    binder = LazyBinder(lambda: _binder(problem, name))
-    return lambda buffers, values: binder.pack(buffers)
+    binder = functools.cache(lambda: _binder(problem, name))
+    return lambda buffers, values: binder().pack(buffers)
 
 
 def _binder(problem: AttentionProblem, name: str) -> Binder:
