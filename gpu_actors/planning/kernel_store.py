@@ -6,25 +6,27 @@ parked for it goes back to its place in its queue. The store outlives the actors
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.compiling.source import Cubin
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel, Kernels
 from gpu_actors.errors import GpuActorsError, Unqualified
-from gpu_actors.kernels.quarantine import Quarantine
-from gpu_actors.kernels.variants import Prepare
+from gpu_actors.kernels.dispatch import family_of
+from gpu_actors.kernels.variants import Prepare, variant_of
 from gpu_actors.planning.plan import forget_plans
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.cell import ActorCell
 from gpu_actors.runtime.environment import Environment
 
 __all__ = ["KernelStore"]
-
 
 # A program may ask for any number of kernels, because each score modification is a kernel of its own.
 _CAPACITY = 256
@@ -40,6 +42,30 @@ class _Entry:
     product: Cubin | Kernel | None = None
     used: int = 0
     parked: dict[ActorCell, list[Call[Any]]] = field(default_factory=dict)
+
+
+class Quarantine:
+    """The variants of a context that failed their proof and are launched no more. For any thread: it only grows."""
+
+    def __init__(self) -> None:
+        self._failed: dict[Variant, Unqualified] = {}
+
+    def add(self, variant: Variant, error: Unqualified) -> None:
+        self._failed[variant] = error
+
+    def of(self, variants: Iterable[Variant]) -> Unqualified | None:
+        """The failure of the first of the variants that has one."""
+        return next((error for variant in variants if (error := self._failed.get(variant)) is not None), None)
+
+    def bars(self, key: DispatchKey) -> Unqualified | None:
+        """The failure of the kernel of a key, or of one that may be launched beside it."""
+        names = (key.kernel, *family_of(key).companions)
+        return self.of(
+            variant_of(key if name == key.kernel else dataclasses.replace(key, kernel=name)) for name in names
+        )
+
+    def failures(self) -> tuple[Unqualified, ...]:
+        return tuple(self._failed.values())
 
 
 class KernelStore:
