@@ -111,9 +111,10 @@ def integer(field: str, value: object, low: int, high: int | None = None) -> int
     return number
 
 
-def one_of(field: str, value: object, choices: tuple[str, ...], reason: str) -> None:
+def one_of(field: str, value: object, choices: tuple[str, ...], reason: str = "") -> None:
     # The type is asked first: comparing an array with a str gives an array.
-    expect(isinstance(value, str) and value in choices, field, value, reason)
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidRequest(field, value, reason or f"must be one of {', '.join(choices)}")
 
 
 def real(field: str, value: object, kind: str = "a finite number") -> float:

@@ -47,7 +47,7 @@ class MockOptions:
 
     def __post_init__(self) -> None:
         flag("compute", self.compute)
-        one_of("dtype", self.dtype, ("float64", "float32"), 'must be "float64" or "float32"')
+        one_of("dtype", self.dtype, ("float64", "float32"))
         duration("latency", self.latency)
 
 
@@ -75,15 +75,13 @@ class EmulationOptions:
     arithmetic: Arithmetic = "nearest"
 
     def __post_init__(self) -> None:
-        deliveries = ("late", "eager", "random")
-        schedules = ("round_robin", "greedy", "random", "lane")
-        one_of("delivery", self.delivery, deliveries, f"must be one of {deliveries}")
-        one_of("schedule", self.schedule, schedules, f"must be one of {schedules}")
+        one_of("delivery", self.delivery, get_args(Delivery))
+        one_of("schedule", self.schedule, get_args(Schedule))
         integer("seed", self.seed, 0, (1 << 64) - 1)
         integer("threads", self.threads, 1)
         if not (isinstance(self.contraction, str) and self.contraction == "random"):
             flag("contraction", self.contraction)
-        one_of("arithmetic", self.arithmetic, ("nearest", "hardware"), 'must be "nearest" or "hardware"')
+        one_of("arithmetic", self.arithmetic, get_args(Arithmetic))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +103,7 @@ class RestartPolicy:
     backoff_max: float = 5.0
 
     def __post_init__(self) -> None:
-        strategies = ("one_for_one", "all_for_one")
-        one_of("strategy", self.strategy, strategies, f"must be one of {strategies}")
+        one_of("strategy", self.strategy, ("one_for_one", "all_for_one"))
         integer("max_restarts", self.max_restarts, 0)
         duration("window", self.window, above_0=True)
         duration("backoff", self.backoff)

@@ -126,7 +126,7 @@ def empty(shape: tuple[int, ...], *, dtype: str = "float32") -> Partial:
     shape: of out, (..., rows, heads, head_dim_v). dtype: of out; lse is float64 beside a float64 out, else float32.
     Raises `InvalidRequest` for a shape of fewer than three axes or with a negative extent, or another dtype.
     """
-    one_of("dtype", dtype, _OUT_DTYPES, f"must be one of {', '.join(_OUT_DTYPES)}")
+    one_of("dtype", dtype, _OUT_DTYPES)
     sound = isinstance(shape, tuple | list) and len(shape) >= 3
     sound = sound and all(isinstance(extent, int | np.integer) and extent >= 0 for extent in shape)
     expect(sound, "shape", shape, "must be (..., rows, heads, head_dim_v), ints >= 0")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,7 @@ class KeyMask:
 
     def __post_init__(self) -> None:
         flag("causal", self.causal)
-        one_of("alignment", self.alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
+        one_of("alignment", self.alignment, get_args(Alignment), 'must be "bottom_right" or "top_left"')
         object.__setattr__(self, "window_size", window(self.window_size))
         object.__setattr__(self, "sink_tokens", integer("sink_tokens", self.sink_tokens, 0))
         object.__setattr__(self, "attention_chunk", min(integer("attention_chunk", self.attention_chunk, 0), FURTHEST))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from gpu_actors.attention.key_mask import Alignment
 from gpu_actors.attention.requests import Array
@@ -18,7 +18,6 @@ __all__ = ["AttentionParams", "Mask", "MhaBackward", "MhaForward", "MhaOutput"]
 MaskName = Literal["none", "causal", "sliding_window", "causal_sliding_window"]
 
 _WINDOWS = ("sliding_window", "causal_sliding_window")
-_MASKS = ("none", "causal", *_WINDOWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Mask:
     width: int = 0
 
     def __post_init__(self) -> None:
-        one_of("mask", self.kind, _MASKS, f"must be one of {', '.join(_MASKS)}")
+        one_of("mask", self.kind, get_args(MaskName))
         if self.kind in _WINDOWS:
             object.__setattr__(self, "width", integer("window", self.width, 1))
         else:
@@ -117,7 +116,7 @@ class AttentionParams:
         dropout_p = real("dropout_p", self.dropout_p, "a number in [0, 1)")
         expect(0 <= dropout_p < 1, "dropout_p", self.dropout_p, "must be a number in [0, 1)")
         integer("dropout_seed", self.dropout_seed, 0, (1 << 64) - 1)
-        one_of("alignment", self.alignment, ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
+        one_of("alignment", self.alignment, get_args(Alignment))
 
     @property
     def is_gqa(self) -> bool:

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 from gpu_actors.arrays.dlpack import contiguous_strides
 from gpu_actors.attention.key_mask import Alignment
@@ -259,7 +259,7 @@ class OperationGraph:
         alignment: "top_left" aligns row 0 with key 0, "bottom_right" the last row with the last key.
         """
         expect(isinstance(mask, Mask), "mask", mask, "must be a Mask, as Mask.causal()")
-        one_of("alignment", alignment, ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
+        one_of("alignment", alignment, get_args(Alignment))
         if mask.kind == "none":
             return scores
         return self._add("mask", (scores,), kind=mask.kind, width=mask.width, alignment=alignment)

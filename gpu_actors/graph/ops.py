@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from gpu_actors.attention.key_mask import Alignment
 from gpu_actors.attention.mha import Mask
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import expect, flag, one_of, real
@@ -165,7 +166,7 @@ def _mask(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     if len(tensors[0].dims) < 2:
         raise _mismatch(node, tensors, "must have rows and keys as their last dims")
     expect(Mask(node["kind"], node["width"]).kind != "none", node.name, "none", "must hide something")
-    one_of(node.name, node["alignment"], ("top_left", "bottom_right"), 'must be "top_left" or "bottom_right"')
+    one_of(node.name, node["alignment"], get_args(Alignment))
     return [Written(tensors[0].dims, _float(node, tensors))]
 
 

@@ -35,8 +35,7 @@ def check_key(key: object) -> DispatchKey | Variant:
         raise InvalidRequest("key", key, "must be a DispatchKey, as inspect_key gives")
     check_arch(key.arch)
     for field, literal in _CHOICES.items():
-        known = get_args(literal)
-        one_of(field, getattr(key, field), known, f"must be one of {', '.join(known)}")
+        one_of(field, getattr(key, field), get_args(literal))
     for field in _NAMES if key.bias is None else (*_NAMES, "bias"):
         if not isinstance(getattr(key, field), str):
             raise InvalidRequest(field, getattr(key, field), "must be a name, such as a dtype's")

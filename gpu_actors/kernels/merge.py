@@ -97,7 +97,7 @@ def _check_merge(problem: MergeProblem, arch: str) -> None:
     """Raise Unsupported for an architecture, and InvalidRequest for a dtype, that neither kernel is for."""
     check_capability(arch)
     for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
-        one_of(field, getattr(problem, field), dtypes, f"must be one of {', '.join(dtypes)}")
+        one_of(field, getattr(problem, field), dtypes)
 
 
 def example_merge(dtype: str, out_dtype: str, sinks: str | None = None) -> MergeProblem:

@@ -17,6 +17,7 @@ from gpu_actors.devices.emulation.memory import PAGE, EmulatedBuffer, round_up
 from gpu_actors.devices.emulation.memory import Mapping as PageMapping
 from gpu_actors.devices.emulation.source_lines import describe_lines, fault_lines
 from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.fields import integer, one_of
 from gpu_actors.options import Arithmetic, Delivery, Schedule
 
 __all__ = ["EmulatedModule", "EmulationFault"]
@@ -245,11 +246,11 @@ class EmulatedModule:
         request = _Request()
         request.grid[:] = _extent("grid", grid)
         request.block[:] = _extent("block", block)
-        request.shared_bytes = _in_range("shared_bytes", shared_bytes, 0, _MAX_SHARED_BYTES)
+        request.shared_bytes = integer("shared_bytes", shared_bytes, 0, _MAX_SHARED_BYTES)
         request.delivery = _choice("delivery", delivery, get_args(Delivery))
         request.schedule = _choice("schedule", schedule, get_args(Schedule))
         request.arithmetic = _choice("arithmetic", arithmetic, get_args(Arithmetic))
-        request.workers = _in_range("threads", threads, 1, _MAX_WORKERS)
+        request.workers = integer("threads", threads, 1, _MAX_WORKERS)
         request.seed = seed
         request.limit_seconds = limit_seconds
         parts = (params,) if isinstance(params, bytes) else tuple(params)
@@ -314,15 +315,8 @@ def _extent(field: str, value: int | Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _in_range(field: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        raise InvalidRequest(field, value, f"give {low} to {high}")
-    return value
-
-
 def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
-    if value not in choices:
-        raise InvalidRequest(field, value, "give one of " + ", ".join(choices))
+    one_of(field, value, choices)
     return choices.index(value)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gpu_actors.errors import InvalidRequest
+from gpu_actors.fields import one_of
 
 __all__ = ["Swizzle", "encode_tensor_map"]
 
@@ -74,10 +75,8 @@ def encode_tensor_map(
 
 
 def _check_element(address: int, dtype: str, swizzle: str) -> None:
-    if dtype not in _ELEMENTS:
-        raise InvalidRequest("dtype", dtype, "a tensor map holds one of " + ", ".join(_ELEMENTS))
-    if swizzle not in _SWIZZLES:
-        raise InvalidRequest("swizzle", swizzle, "the swizzle is one of " + ", ".join(_SWIZZLES))
+    one_of("dtype", dtype, tuple(_ELEMENTS))
+    one_of("swizzle", swizzle, tuple(_SWIZZLES))
     if address % 16:
         raise InvalidRequest("address", address, "a tensor map's address is a multiple of 16")
 

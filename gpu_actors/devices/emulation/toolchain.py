@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gpu_actors.errors import GpuActorsError, InvalidRequest
 from gpu_actors.extras import install_hint
+from gpu_actors.fields import one_of
 
 __all__ = ["Toolchain", "cpu_identity"]
 
@@ -135,8 +136,8 @@ class Toolchain:
 
         Raises InvalidRequest for another name and GpuActorsError if no compiler is installed.
         """
-        if preferred is not None and preferred not in _FINDERS:
-            raise InvalidRequest("preferred", preferred, "a compiler is one of " + ", ".join(_FINDERS))
+        if preferred is not None:
+            one_of("preferred", preferred, tuple(_FINDERS))
         names = _FINDERS if preferred is None else (preferred,)
         for name in names:
             toolchain = _FINDERS[name]()
