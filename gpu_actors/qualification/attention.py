@@ -27,7 +27,12 @@ from gpu_actors.kernels.trials import BROKEN, Trial, crowded_trials
 from gpu_actors.kernels.variants import variants_of
 from gpu_actors.qualification.experiment import Experiment, poisoned, random_of
 from gpu_actors.reference import ReferenceGradients, attention_backward, attention_forward
-from gpu_actors.reference.gradient_tolerance import GradientBounds, assert_gradients_close, gradient_bounds
+from gpu_actors.reference.gradient_tolerance import (
+    GRADIENTS,
+    GradientBounds,
+    assert_gradients_close,
+    gradient_bounds,
+)
 from gpu_actors.reference.tolerance import assert_output_close, forward_bounds, round_inputs
 
 __all__ = ["attention_experiments", "proves_alone"]
@@ -42,7 +47,6 @@ _RISE = 20.0  # of the scores from the first key to the last: every tile has a n
 _STEEP, _STEEPEST = 1e36, 3e38
 _FAINT = -200.0  # a bias whose key has a weight that float64 holds and float32 does not
 _WEIGHTS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e4m3fn"}
-_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 _ROUNDED = ("tf32", "f16", "bf16")
 
 
@@ -438,7 +442,7 @@ class _Gradients:
             lse = _behind(lse.swapaxes(0, 1), p.total_q).swapaxes(0, 1)
         self.more_inputs: dict[str, Any] = {"out": out, "dout": dout, "lse": np.ascontiguousarray(lse)}
         self.written: dict[str, Any] = {}
-        for name in _GRADIENTS:
+        for name in GRADIENTS:
             of = data.operands.get(name[1:])
             if of is not None and (name != "dbias" or p.dbias):
                 shape = (1, *of.shape[1:]) if name[1:] in p.summed else of.shape
@@ -465,12 +469,12 @@ class _Gradients:
         names = [f"d{name}" for name in p.summed]
 
         def summed(each: Any, kind: Any) -> Any:
-            found = {name: getattr(each, name) for name in _GRADIENTS}
+            found = {name: getattr(each, name) for name in GRADIENTS}
             for name in names:
                 found[name] = np.broadcast_to(found[name], getattr(reference, name).shape).sum(axis=0, keepdims=True)
             if not p.dbias:
                 found["dbias"] = None
-            return kind(*(found[name] for name in _GRADIENTS))
+            return kind(*(found[name] for name in GRADIENTS))
 
         return summed(reference, ReferenceGradients), summed(bounds, GradientBounds)
 
@@ -480,7 +484,7 @@ class _Gradients:
         return {name: _laid_out(getattr(self._expected[0], name), array.shape) for name, array in self.written.items()}
 
     def check(self, outputs: Mapping[str, Any]) -> None:
-        found: dict[str, Any] = {name: outputs.get(name) for name in _GRADIENTS}
+        found: dict[str, Any] = {name: outputs.get(name) for name in GRADIENTS}
         if self._data.packed:
             for name, rows in (("dq", self._data.q), ("dk", self._data.k), ("dv", self._data.v)):
                 found[name] = found[name][: len(rows)]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_actors.reference.arguments import Array
 from gpu_actors.reference.rope import apply_rope
 
-__all__ = ["AppendedRow", "append_rows", "appended_rows", "cast_saturating", "copy_pages"]
+__all__ = ["LARGEST", "AppendedRow", "append_rows", "appended_rows", "cast_saturating", "copy_pages"]
 
-Array: TypeAlias = npt.NDArray[Any]
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+LARGEST: dict[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest number of a dtype in which a cache saturates."""
 
 
 class AppendedRow(NamedTuple):
@@ -45,11 +46,11 @@ def cast_saturating(x: Array, dtype: npt.DTypeLike, descale: Array | float = 1.0
     if x.dtype == target:
         return x
     with np.errstate(all="ignore"):
-        if target.name not in _LARGEST:
+        if target.name not in LARGEST:
             return np.asarray(x.astype(target))
         scale = np.float32(1.0) / np.asarray(descale, np.float32)
         scaled = x.astype(np.float32) * scale
-        return np.asarray(np.clip(scaled, -_LARGEST[target.name], _LARGEST[target.name]).astype(target))
+        return np.asarray(np.clip(scaled, -LARGEST[target.name], LARGEST[target.name]).astype(target))
 
 
 def append_rows(

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
-import numpy.typing as npt
+
+from gpu_actors.reference.append import LARGEST
+from gpu_actors.reference.arguments import Array
+from gpu_actors.reference.tolerance import UNIT_ROUNDOFF
 
 __all__ = ["assert_rows_close", "assert_same_bits"]
 
-Array: TypeAlias = npt.NDArray[Any]
-
-_ROUNDOFF = {
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-    "float32": 2.0**-24,
-    "float8_e4m3fn": 2.0**-4,
-    "float8_e5m2": 2.0**-3,
-}
 _SMALLEST = {
     "float16": 2.0**-25,
     "bfloat16": 2.0**-134,
@@ -25,7 +17,6 @@ _SMALLEST = {
     "float8_e4m3fn": 2.0**-10,
     "float8_e5m2": 2.0**-17,
 }
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def assert_same_bits(name: str, actual: Array, expected: Array, repro: str = "") -> None:
@@ -49,10 +40,10 @@ def assert_rows_close(
     divided by.
     """
     dtype = actual.dtype.name
-    limit = _LARGEST.get(dtype, np.inf)
+    limit = LARGEST.get(dtype, np.inf)
     slack = 2.0**-20 * largest * 1.5 / least_descale
     clipped = np.clip(expected, -limit, limit)
-    bound = _ROUNDOFF[dtype] * (np.abs(clipped) + slack) + _SMALLEST[dtype] + slack
+    bound = UNIT_ROUNDOFF[dtype] * (np.abs(clipped) + slack) + _SMALLEST[dtype] + slack
     with np.errstate(invalid="ignore"):
         error = np.abs(actual.astype(np.float64) - clipped)
     if not (error <= bound).all():

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.reference import ReferenceGradients, attention_backward, attention_backward_low
-from gpu_actors.reference.arguments import Arguments, pose
+from gpu_actors.reference.arguments import Arguments, Array, pose
 from gpu_actors.reference.backward import GradientSums, GradientTile, Incoming, gradient_tiles
 from gpu_actors.reference.forward import identity
 from gpu_actors.reference.low_precision import intermediate_dtype, rounder
@@ -44,13 +44,13 @@ from gpu_actors.reference.tolerance import (
     LOG_NEGLIGIBLE,
     SHIFT,
     UNIT_ROUNDOFF,
-    Array,
     compare,
     row_bound,
     row_max,
 )
 
 __all__ = [
+    "GRADIENTS",
     "GradientBounds",
     "assert_gradients_close",
     "check_gradients",
@@ -58,7 +58,7 @@ __all__ = [
     "gradient_row_bound",
 ]
 
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+GRADIENTS: tuple[str, ...] = ("dq", "dk", "dv", "dbias", "dsinks")
 _LEAST = {
     "float16": 2.0**-25,
     "bfloat16": 2.0**-134,

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.partial import MergeGradients, Partial, merge, oracle_merge, oracle_merge_gradients
+from gpu_actors.reference.tolerance import UNIT_ROUNDOFF
 
 __all__ = ["assert_merge_close", "assert_merge_gradients_close"]
 
 _SUBNORMAL = {"float16": 2.0**-25}
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
 def assert_merge_close(merged: Partial, partials: Sequence[Partial], sinks: Any = None) -> None:
     """Raise AssertionError where a merge differs from that in float64 by more than the rounding of its sums."""
     wanted = merge(partials, sinks=sinks, out_dtype="float64")
-    u, sums = _ROUNDOFF[merged.out.dtype.name], 2.0**-21 if merged.lse.dtype == np.float32 else 2.0**-49
+    u, sums = UNIT_ROUNDOFF[merged.out.dtype.name], 2.0**-21 if merged.lse.dtype == np.float32 else 2.0**-49
     largest = max(
         float(np.abs(np.where(np.isfinite(p.out.astype(float)), p.out.astype(float), 0)).max()) for p in partials
     )
@@ -46,10 +46,10 @@ def assert_merge_gradients_close(
     made = [np.abs(wide * np.nan_to_num(p.out.astype(float), posinf=0, neginf=0)).sum(-1) for p in partials]
     largest = np.max(made, axis=0) + (0 if dlse is None else np.abs(np.swapaxes(dlse, -1, -2)))
     for index, (mine, theirs) in enumerate(zip(gradients.partials, wanted.partials, strict=True)):
-        u = _ROUNDOFF[mine.out.dtype.name]
+        u = UNIT_ROUNDOFF[mine.out.dtype.name]
         bound = (u + 4 * unit) * np.abs(theirs.out) + _SUBNORMAL.get(mine.out.dtype.name, 0)
         _close(mine.out, theirs.out, bound, f"dout.{index}")
-        u = _ROUNDOFF[mine.lse.dtype.name]
+        u = UNIT_ROUNDOFF[mine.lse.dtype.name]
         with np.errstate(divide="ignore", invalid="ignore"):
             shares = np.nan_to_num(np.abs(theirs.out / wide)).max(-1)
         bound = u * np.abs(theirs.lse) + np.swapaxes(8 * unit * shares * largest, -1, -2)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["apply_rope", "rope_angles"]
+from gpu_actors.reference.arguments import Array
 
-Array: TypeAlias = npt.NDArray[Any]
+__all__ = ["apply_rope", "rope_angles"]
 
 
 def rope_angles(positions: Array, inv_freq: Array) -> npt.NDArray[np.float64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,12 @@ from gpu_actors.attention.key_mask import KeyMask
 from gpu_actors.attention.mha import Mask
 from gpu_actors.attention.philox import dropout_keep
 from gpu_actors.graph.ops import Node
+from gpu_actors.reference.arguments import Array
 
 if TYPE_CHECKING:
     from gpu_actors.graph.graph import OperationGraph
 
 __all__ = ["Array", "Tape", "erf", "keep_factors", "listed_of", "seen_product", "visible_of"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(slots=True)

@@ -46,18 +46,16 @@ was not written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.reference import ReferenceOutput, attention_forward, attention_forward_low
+from gpu_actors.reference.arguments import Array
 from gpu_actors.reference.low_precision import intermediate_dtype, rounder
 
 __all__ = ["Bounds", "assert_output_close", "check_output", "forward_bounds", "round_inputs", "row_bound"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 LSE_TOLERANCE, LSE_RELATIVE = 1e-3, 2.0**-22
 CUT_UNIT, CUT_UNITS, CUT_TERMS = 2.0**-13, 4.0, 32  # of Hopper's products of 8-bit elements
