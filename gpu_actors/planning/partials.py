@@ -34,7 +34,14 @@ from gpu_actors.partial import (
     oracle_merge_gradients,
 )
 
-__all__ = ["MergePlan", "bind_merge", "bind_merge_gradients", "merge_gradients_answer", "merge_plan"]
+__all__ = [
+    "MergePlan",
+    "bind_merge",
+    "bind_merge_gradients",
+    "merge_gradients_answer",
+    "merge_gradients_of",
+    "merge_plan",
+]
 
 
 class MergePlan(NamedTuple):
@@ -78,7 +85,6 @@ def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel
     """A launch of a plan on the arrays of an adopted message. kernels: of the plan's variant, or none."""
     problem = plan.problem
     first = message.partials[0]
-    inputs = _inputs(message)
     outputs = {
         "out": OutputSpec(tuple(first.out.shape), problem.out_dtype),
         "lse": OutputSpec(tuple(first.lse.shape), problem.out_lse_dtype),
@@ -86,9 +92,10 @@ def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel
     if not problem.results:
         return zero_launch(None, first.out, outputs)
     terms = ScratchSpec((problem.count, TERM_FIELDS), "uint64", contents=functools.partial(pack_terms, problem))
-    steps = [Step(kernel, merge_geometry(problem), functools.partial(pack_merge, problem)) for kernel in kernels]
+    pack = functools.partial(pack_merge, problem)
+    steps = tuple(Step(kernel, merge_geometry(problem), pack) for kernel in kernels)
     oracle = functools.partial(_oracle, problem.count)
-    return Launch(None, inputs, outputs, oracle, tuple(steps), {"terms": terms} if steps else {})
+    return Launch(None, _inputs(message), outputs, oracle, steps, {"terms": terms})
 
 
 def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Sequence[Kernel]) -> Launch:
@@ -106,8 +113,6 @@ def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Seque
     if not problem.results:
         return zero_launch(None, message.dout, outputs)
     oracle = functools.partial(_gradients_oracle, problem.count)
-    if not kernels:
-        return Launch(None, inputs, outputs, oracle)
     fill = functools.partial(pack_gradient_terms, problem)
     scratch = {"terms": ScratchSpec((problem.count, GRADIENT_TERM_FIELDS), "uint64", contents=fill)}
     if message.sinks is not None:
@@ -115,15 +120,19 @@ def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Seque
         scratch["sink_parts"] = ScratchSpec(parts, sums_dtype(problem))
     pack = functools.partial(pack_merge_gradients, problem)
     grids = merge_gradient_geometries(problem)
-    steps = tuple(Step(kernel, grid, pack) for kernel, grid in zip(kernels, grids, strict=True))
+    steps = tuple(Step(kernel, grid, pack) for kernel, grid in zip(kernels, grids, strict=bool(kernels)))
     return Launch(None, inputs, outputs, oracle, steps, scratch)
 
 
 def merge_gradients_answer(count: int, template: Adopted, outputs: Outputs) -> Sequence[MergeGradients]:
     """The answer to one `MergeBackward` of so many partials, in the kind of the first out."""
-    restored = {name: restore(array, template) for name, array in outputs.items()}
-    partials = [Partial(restored[f"dout.{n}"], restored[f"dlse.{n}"]) for n in range(count)]
-    return (MergeGradients(tuple(partials), restored.get("dsinks")),)
+    return (merge_gradients_of(count, {name: restore(array, template) for name, array in outputs.items()}),)
+
+
+def merge_gradients_of(count: int, outputs: Mapping[str, Any]) -> MergeGradients:
+    """The outputs of `bind_merge_gradients` for so many partials."""
+    partials = (Partial(outputs[f"dout.{n}"], outputs[f"dlse.{n}"]) for n in range(count))
+    return MergeGradients(tuple(partials), outputs.get("dsinks"))
 
 
 def _inputs(message: MergePartials | MergeBackward) -> dict[str, Any]:

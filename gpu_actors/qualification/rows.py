@@ -12,7 +12,7 @@ import numpy as np
 
 from gpu_actors.arrays.adopt import dtype_of
 from gpu_actors.compiling.variant import Variant
-from gpu_actors.devices.interface import Buffer, Kernels, LaunchGeometry, ScratchSpec, Step, StepPack
+from gpu_actors.devices.interface import Buffer, Kernels, Launch, LaunchGeometry, ScratchSpec, Step, StepPack
 from gpu_actors.kernels.append import (
     AppendProblem,
     AppendTrial,
@@ -22,22 +22,9 @@ from gpu_actors.kernels.append import (
     pack_append,
 )
 from gpu_actors.kernels.copy_pages import pack_page_copy, page_copy_geometry, page_copy_variant
-from gpu_actors.kernels.merge import (
-    GRADIENT_TERM_FIELDS,
-    TERM_FIELDS,
-    MergeProblem,
-    merge_geometry,
-    merge_gradient_geometries,
-    merge_gradient_variants,
-    merge_trials,
-    merge_variant,
-    pack_gradient_terms,
-    pack_merge,
-    pack_merge_gradients,
-    pack_terms,
-    sums_dtype,
-)
-from gpu_actors.partial import MergeGradients, Partial, oracle_merge, oracle_merge_gradients
+from gpu_actors.kernels.merge import MergeProblem, merge_gradient_variants, merge_trials, merge_variant
+from gpu_actors.partial import MergeBackward, MergePartials, Partial
+from gpu_actors.planning.partials import MergePlan, bind_merge, bind_merge_gradients, merge_gradients_of
 from gpu_actors.qualification.experiment import Experiment, poisoned, random_of
 from gpu_actors.reference.append import append_rows, appended_rows, copy_pages
 from gpu_actors.reference.cache_tolerance import assert_rows_close, assert_same_bits
@@ -316,66 +303,43 @@ class _Partials:
             out[np.isneginf(np.swapaxes(lse, -1, -2))] = np.nan
             self.partials.append(Partial(out, lse))
         self.sinks = None if p.sinks is None else np.array([0.5, -3.0, 2.0, -np.inf]).astype(dtype_of(p.sinks))
-        self.inputs: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks}
-        for index, (out, lse) in enumerate(self.partials):
-            self.inputs |= {f"out.{index}": out, f"lse.{index}": lse}
 
 
 def _merge(p: MergeProblem, arch: str) -> Experiment:
-    data = _Partials(p)
+    data, plan = _Partials(p), MergePlan(p, (merge_variant(p, arch),))
+    message = MergePartials(data.partials, data.sinks, p.out_dtype)
 
-    def answer() -> Mapping[str, Any]:
-        return oracle_merge(data.partials, data.sinks)._asdict()
+    def check(outputs: Mapping[str, Any]) -> None:
+        assert_merge_close(Partial(outputs["out"], outputs["lse"]), data.partials, data.sinks)
 
-    return Experiment(
-        problem=p,
-        key=None,
-        variants=(merge_variant(p, arch),),
-        inputs=data.inputs,
-        written={"out": poisoned(data.shape, p.out_dtype), "lse": poisoned(data.lse_shape, p.out_lse_dtype)},
-        steps=_step(merge_geometry(p), functools.partial(pack_merge, p)),
-        scratch={
-            "terms": ScratchSpec((p.count, TERM_FIELDS), "uint64", contents=functools.partial(pack_terms, p)),
-        },
-        answer=answer,
-        check=lambda outputs: assert_merge_close(Partial(outputs["out"], outputs["lse"]), data.partials, data.sinks),
-    )
+    return _merging(plan, functools.partial(bind_merge, plan, message), check)
 
 
 def _merge_gradients(p: MergeProblem, arch: str) -> Experiment:
-    data = _Partials(p)
+    data, plan = _Partials(p), MergePlan(p, merge_gradient_variants(p, arch))
     dout = random_of(data.rng, data.shape, p.out_dtype)
     dlse = data.rng.standard_normal(data.lse_shape).astype(p.out_lse_dtype)
-    written: dict[str, Any] = {}
-    for index in range(p.count):
-        written[f"dout.{index}"] = poisoned(data.shape, p.dtype)
-        written[f"dlse.{index}"] = poisoned(data.lse_shape, p.lse_dtype)
-    fill = functools.partial(pack_gradient_terms, p)
-    scratch = {"terms": ScratchSpec((p.count, GRADIENT_TERM_FIELDS), "uint64", contents=fill)}
-    if p.sinks is not None:
-        written["dsinks"] = poisoned((p.heads,), "float32")
-        scratch["sink_parts"] = ScratchSpec((p.heads, p.results // p.heads), sums_dtype(p))
-    pack, grids = functools.partial(pack_merge_gradients, p), merge_gradient_geometries(p)
+    message = MergeBackward(data.partials, dout, dlse, data.sinks)
 
-    def gathered(outputs: Mapping[str, Any]) -> MergeGradients:
-        pairs = (Partial(outputs[f"dout.{index}"], outputs[f"dlse.{index}"]) for index in range(p.count))
-        return MergeGradients(tuple(pairs), outputs.get("dsinks"))
+    def check(outputs: Mapping[str, Any]) -> None:
+        gradients = merge_gradients_of(p.count, outputs)
+        assert_merge_gradients_close(gradients, data.partials, dout, dlse, data.sinks)
 
-    def answer() -> Mapping[str, Any]:
-        found = oracle_merge_gradients(data.partials, dout, dlse, data.sinks)
-        outputs: dict[str, Any] = {} if p.sinks is None else {"dsinks": found.dsinks}
-        for index, partial in enumerate(found.partials):
-            outputs |= {f"dout.{index}": partial.out, f"dlse.{index}": partial.lse}
-        return outputs
+    return _merging(plan, functools.partial(bind_merge_gradients, plan, message), check)
 
+
+def _merging(
+    plan: MergePlan, bind: Callable[[Kernels], Launch], check: Callable[[Mapping[str, Any]], None]
+) -> Experiment:
+    launch = bind(Kernels(()))
     return Experiment(
-        problem=p,
+        problem=plan.problem,
         key=None,
-        variants=merge_gradient_variants(p, arch),
-        inputs=data.inputs | {"dout": dout, "dlse": dlse},
-        written=written,
-        steps=lambda kernels: tuple(Step(kernel, grid, pack) for kernel, grid in zip(kernels, grids, strict=True)),
-        scratch=scratch,
-        answer=answer,
-        check=lambda outputs: assert_merge_gradients_close(gathered(outputs), data.partials, dout, dlse, data.sinks),
+        variants=plan.variants,
+        inputs=launch.inputs,
+        written={name: poisoned(spec.shape, spec.dtype) for name, spec in launch.outputs.items()},
+        steps=lambda kernels: bind(kernels).steps,
+        scratch=launch.scratch,
+        answer=lambda: launch.oracle(launch.inputs),
+        check=check,
     )
