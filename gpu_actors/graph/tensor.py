@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
 from typing import Protocol, TypeAlias
 
@@ -44,6 +45,7 @@ class AddsOperations(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GraphTensor:
     """A tensor of one graph. The graph's methods make it.
 
@@ -57,30 +59,16 @@ class GraphTensor:
     name: for messages.
     """
 
-    __slots__ = ("by_value", "dims", "dtype", "graph", "name", "strides", "uid", "value", "virtual")
-
-    def __init__(
-        self,
-        graph: AddsOperations,
-        uid: int,
-        dims: tuple[int, ...],
-        dtype: str,
-        strides: tuple[int, ...],
-        *,
-        virtual: bool = False,
-        by_value: bool = False,
-        value: float | None = None,
-        name: str = "",
-    ) -> None:
-        self.graph: AddsOperations = graph
-        self.uid: int = uid
-        self.dims: tuple[int, ...] = dims
-        self.dtype: str = dtype
-        self.strides: tuple[int, ...] = strides
-        self.virtual: bool = virtual
-        self.by_value: bool = by_value
-        self.value: float | None = value
-        self.name: str = name
+    graph: AddsOperations
+    uid: int
+    dims: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+    _: KW_ONLY
+    virtual: bool = False
+    by_value: bool = False
+    value: float | None = None
+    name: str = ""
 
     def __repr__(self) -> str:
         kind = "virtual " if self.virtual else ""
