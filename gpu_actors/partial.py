@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, dtype_of, name_of, restore
+from gpu_actors.arrays.adopt import Adopted, CallerNotes, dtype_of, name_of, restore
+from gpu_actors.arrays.adoption import take_in
 from gpu_actors.attention.requests import Array, AttentionOutput
-from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, one_of
 from gpu_actors.values import brief
 
@@ -307,15 +307,12 @@ def adopt_partials(message: _Message, device: str, notes: CallerNotes | None = N
 
 
 def merged_dtypes(message: MergePartials) -> tuple[str, str]:
-    """The dtypes of the merged out and lse of an adopted message. Raises `InvalidRequest` and `Unsupported`."""
+    """The dtypes of the merged out and lse of an adopted message. Raises `InvalidRequest`."""
     first = message.partials[0]
     own = name_of(first.out.dtype)
     if message.out_dtype is not None:
         one_of("out_dtype", message.out_dtype, _OUT_DTYPES, f"must be None or one of {', '.join(_OUT_DTYPES)}")
     dtype = message.out_dtype or own
-    if own == "float64" and dtype not in ("float32", "float64"):
-        reason = "sums in float64 would be rounded twice on their way to 16 bits"
-        raise Unsupported("out_dtype", dtype, reason, "float32")
     return dtype, merged_lse_dtype(first, dtype)
 
 
@@ -391,8 +388,7 @@ def _adopted_like(
 def _adopted(
     array: Any, field: str, dtypes: tuple[str, ...], device: str = "cpu", notes: CallerNotes | None = None
 ) -> Adopted:
-    adopted = adopt(array, field, notes)
-    check_device(adopted, field, device)
+    adopted = take_in(array, field, device, notes)
     reason = f"must have one of the dtypes {', '.join(dtypes)}"
     expect(name_of(adopted.array.dtype) in dtypes, field, describe(adopted.array), reason)
     return adopted
