@@ -17,7 +17,7 @@ from gpu_actors.kernels.dispatch import Barred
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
-from gpu_actors.planning.plan import Accumulate, Plan, program_for
+from gpu_actors.planning.plan import Accumulate, Plan, described, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
 from gpu_actors.validation.backward import backward_problem
 
@@ -39,8 +39,8 @@ def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
     return (
         "backward",
         forward_signature(request, plain),
-        (dout.shape, dout.strides, dout.dtype),
-        (lse.shape, lse.strides, lse.dtype),
+        described(dout),
+        described(lse),
         alignments(dout),
         summed_of(request),
         request.deterministic,

@@ -25,7 +25,7 @@ from gpu_actors.graph.modification import ScoreInputs
 from gpu_actors.graph.ops import Node
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.kernels.program import Values
-from gpu_actors.planning.plan import Oracle, Plan, PlannedMask
+from gpu_actors.planning.plan import Oracle, Plan, PlannedMask, described
 from gpu_actors.values import show
 
 __all__ = ["launch_masked", "mask_signature", "masked_problem", "planned_mask"]
@@ -65,10 +65,9 @@ def mask_signature(mask: BlockMask | None) -> Hashable:
     """What of a block mask decides a plan. Its numbers are not read."""
     if mask is None:
         return None
-    arrays = (getattr(mask, name) for name in LISTS)
-    described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
+    lists = tuple(described(getattr(mask, name)) for name in LISTS)
     # 128 == 128.0, and a size that is refused must not find the plan of one that is accepted.
-    return described, mask.block_size, tuple(map(type, mask.block_size)), mask.mask_mod
+    return lists, mask.block_size, tuple(map(type, mask.block_size)), mask.mask_mod
 
 
 def launch_masked(

@@ -31,7 +31,7 @@ from gpu_actors.fields import describe, expect, integer
 from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output
-from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, program_for
+from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, described, program_for
 from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, invariant_key, key_for
 from gpu_actors.validation.forward import check_cu_seqlens, longest
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
@@ -94,7 +94,7 @@ def signature(request: CacheRequest) -> Hashable:
     # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
     # The window is not checked yet, so it may be of any length.
     kinds = (*map(type, scalars), type(request.window_size[0]), type(request.window_size[1]))
-    arrays = tuple(map(_described, (_paged_arrays if paged else _arrays)(request)))
+    arrays = tuple(map(described, (_paged_arrays if paged else _arrays)(request)))
     if not isinstance(request, PagedForward):
         caches = _caches_described(request.k_caches), _caches_described(request.v_caches)
         return scalars, kinds, arrays, caches, between_chunks(_caches(request)), lengths_on_host(request)
@@ -107,13 +107,9 @@ def signature(request: CacheRequest) -> Hashable:
     return scalars, kinds, arrays, longest("cu_seqlens_q", request.cu_seqlens_q)
 
 
-def _described(array: Any) -> Hashable:
-    return None if array is None else (array.shape, array.strides, array.dtype)
-
-
 def _caches_described(caches: Any) -> Hashable:
     # Every array of a list: that they are alike is what validation found out, and only of these.
-    return tuple(map(_described, caches)) if isinstance(caches, list) else _described(caches)
+    return tuple(map(described, caches)) if isinstance(caches, list) else described(caches)
 
 
 def _caches(request: BatchedDecode) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from gpu_actors.kernels.few_rows import Packing, as_cache, has_cache_form, optio
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
-from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, program_for
+from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, described, program_for
 from gpu_actors.planning.tma_eligibility import alignments, eligible_families, key_for
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
@@ -205,7 +205,7 @@ def _other_signature(request: FlashForward) -> Hashable:
     out = request.out
     return (
         None if _has_no_options(request) else _optional_signature(request),
-        None if out is None else (out.shape, out.strides, out.dtype),
+        described(out),
         alignments(request.q, request.k, request.v, out),
     )
 
@@ -218,9 +218,8 @@ def _optional_signature(request: FlashForward) -> Hashable:
         longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
     if request.cu_seqlens_k is not None and longest_k is None:
         longest_k = longest("cu_seqlens_k", request.cu_seqlens_k)
-    arrays = (getattr(request, name) for name in _OPTIONAL)
-    described = tuple(None if array is None else (array.shape, array.strides, array.dtype) for array in arrays)
-    return longest_q, longest_k, kinds, described, mask_signature(request.block_mask)
+    arrays = tuple([described(getattr(request, name)) for name in _OPTIONAL])
+    return longest_q, longest_k, kinds, arrays, mask_signature(request.block_mask)
 
 
 def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:

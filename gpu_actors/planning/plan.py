@@ -27,6 +27,7 @@ __all__ = [
     "Planned",
     "PlannedMask",
     "attention_outputs",
+    "described",
     "forget_plans",
     "program_for",
 ]
@@ -36,6 +37,11 @@ P = TypeVar("P")
 Accumulate: TypeAlias = Literal["float64", "float32"]
 
 Oracle: TypeAlias = Callable[[Mapping[str, Any]], Outputs]
+
+
+def described(array: Any) -> Hashable:
+    """What of an adopted array, or of None, decides a plan."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 class PlannedMask(NamedTuple):
