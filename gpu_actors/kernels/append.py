@@ -1,8 +1,6 @@
-"""The append kernel: which problems it takes, what is compiled for it, its grid and its parameters.
+"""The append kernel: new rows of K and V, perhaps rotated and quantised, to the ends of many caches in one launch.
 
-New rows of K and V of many sequences are written to the ends of their caches in one launch, rotated (RoPE) and
-quantised to fp8 on the way where that is asked for; q can be rotated in the same launch. The parameters are the struct
-of kernels_cu/append/params.cuh.
+q can be rotated in the same launch. The parameters are the struct of kernels_cu/append/params.cuh.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ class AppendProblem:
 
 @functools.lru_cache(maxsize=1024)
 def append_variant(problem: AppendProblem, arch: str) -> Variant:
-    """The kernel of a problem on an architecture ("sm_90a", ...). Sizes are not in it.
-
-    Raises `Unsupported` for what the kernel does not take; InvalidRequest where ``arch`` is no architecture.
-    """
+    """Raises `Unsupported` for what the kernel does not take. Sizes are not in a variant."""
     p, rope, units = problem, problem.rope, _checked_units(problem, arch)
     macros: Macros = {
         "HEAD_DIM": p.head_dim,
@@ -160,7 +155,6 @@ def append_variant(problem: AppendProblem, arch: str) -> Variant:
 
 
 def _checked_units(p: AppendProblem, arch: str) -> _Units:
-    """Raises as `append_variant`."""
     check_capability(arch)
     rotary_dim = 0 if p.rope is None else p.rope.dim
     fp8 = p.cache_dtype in ELEMENTS and ELEMENTS[p.cache_dtype].fp8
@@ -233,7 +227,6 @@ def cut_rows(problem: AppendProblem) -> _Cut:
 
 
 def append_geometry(problem: AppendProblem) -> LaunchGeometry:
-    """The grid, block and dynamic shared memory in bytes. Raises Unsupported as `flat_grid`."""
     cut = cut_rows(problem)
     blocks = -(-problem.total // cut.block_rows) * cut.parts
     return flat_grid(blocks, _WARPS * _WARP, _shared_bytes(problem), "total", problem.total)
@@ -248,8 +241,7 @@ class AppendTrial(NamedTuple):
 
 
 def append_trials(problem: AppendProblem) -> list[AppendTrial]:
-    """Those of the kernel of a problem: sequences without new rows and without keys, pages that are begun, filled and
-    crossed; and so many rows that a block takes several."""
+    """Sequences without new rows and without keys, pages begun, filled and crossed, and rows that share a block."""
     trials = []
     sizes = (((3, 0, 21, 1, 0, 8), (5, 2, 7, 0, 0, 8), 2), ((530, 3), (0, 9), 1))
     for new, before, heads in sizes:

@@ -1,7 +1,7 @@
 """backward_mma: its macros, its parameters, and the three kernels that it launches with memory between them.
 
-backward_prepare and backward_finish share its tile and its parameters, and their keys are its key under their names.
-The parameters are struct BackwardParams of kernels_cu/backward/params.cuh, which holds the forward's.
+The keys of backward_prepare and backward_finish are its key under their names. The parameters are struct BackwardParams
+of kernels_cu/backward/params.cuh, which holds the forward's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FINISH_MACROS = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT", "SUMMED_Q")
 
 
 def keys_of(key: DispatchKey, names: Sequence[str]) -> tuple[DispatchKey, ...]:
-    """The keys of the kernels of these names that are launched for the key of any of them, in order."""
+    """The keys of the kernels that are launched for the key of any of them, in order."""
     return tuple(dataclasses.replace(key, kernel=name) for name in names)
 
 
@@ -81,7 +81,6 @@ def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macr
 
 
 def backward_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/backward/params.cuh, for any of the three kernels."""
     width = 4 if capability(key.arch) >= _FIRST_VECTOR_REDUCTION else 1
     return gradient_macros(
         key, NAMES, {"DQ_FLOATS": dq_floats(key), "REDUCE_WIDTH": width, "WARP_TILE": _warp_tile(key)}
@@ -89,7 +88,6 @@ def backward_macros(key: DispatchKey) -> Macros:
 
 
 def backward_threads(key: DispatchKey) -> int:
-    """The threads of a block of one of the three kernels."""
     return _PREPARE_THREADS if key.kernel == NAMES[0] else tile_of(keys_of(key, NAMES)[1]).warps * _WARP
 
 
@@ -133,15 +131,12 @@ _SCRATCH = (
 
 
 def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) -> Pack:
-    """What packs the parameters of one of the kernels of a gradient.
+    """What packs the parameters of one of the kernels of a gradient. number: of the pass, for backward_simple.
 
-    scored: those of the problem's score modification included, which the kernels before and after the products do not
-        know. number: of the pass, for backward_simple.
-    Its buffers: the forward's operands, out and lse as `forward_packer` describes them, and by name: dout like out; dq,
-        dk and dv like q, k and v, or in the place of those that sequences share what `sum_scratch` gives; dbias like
-        bias, without gaps; dsinks like sinks; dlse like lse, or missing; the scratch of the program. Only what the
-        problem asks for is looked at.
-    It raises InvalidRequest for an operand that is missing or not as described, and for a seed that is none.
+    scored: those of the problem's score modification included, which the outer kernels do not know. Its buffers: the
+    forward's operands, out and lse as of `forward_packer`; dout like out; dq, dk and dv like q, k and v, or what
+    `sum_scratch` gives for those that sequences share; dbias like bias, without gaps; dsinks like sinks; dlse like lse,
+    or missing; the scratch of the program. Only what the problem asks for is looked at.
     """
     binder = functools.cache(lambda: _binder(problem, number))
     score = score_packer(problem) if scored else None
@@ -204,7 +199,6 @@ _BOUNDS = 4  # words that kernels_cu/backward/bounds.cuh keeps of each sequence 
 
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
     pack = backward_packer(problem, True)
     return gradient_program(problem, key, NAMES, backward_threads, pack, dq_floats(key))
 
@@ -221,7 +215,6 @@ def gradient_program(
     """The kernels of these names: over rows, over tiles of keys (that of ``key``), and over rows again.
 
     pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one.
-    Raises Unsupported where a grid cannot hold the blocks.
     """
     tile, outer = tile_of(key), backward_packer(problem, False)
     row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q

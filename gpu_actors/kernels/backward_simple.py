@@ -27,14 +27,13 @@ def simple_backward_macros(key: DispatchKey) -> Macros:
 
 
 def simple_backward_threads(key: DispatchKey) -> int:
-    """The threads of a block."""
     if key.kernel == SUM:
         return SUM_THREADS
     return tile_of(key).warps * _WARP
 
 
 def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The passes over queries, over keys, and over what dsinks and dbias are of. Raises Unsupported as `flat_grid`."""
+    """The passes over queries, over keys, and over what dsinks and dbias are of."""
     tile, threads, shared_bytes = tile_of(key), simple_backward_threads(key), shared_bytes_of(key)
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     queries = row_tiles * problem.heads_q * problem.batch

@@ -39,7 +39,6 @@ _PREPARE_THREADS, _WARPGROUP = 128, 128
 
 
 def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why backward_sm90 does not take a problem, or None. `forward_sm90.tma_refusal`: of strides."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, f"{_MAIN} is written for Hopper's wgmma", "sm_90a")
     widest = max(problem.head_dim, problem.head_dim_v)
@@ -53,12 +52,10 @@ def sm90_backward_refuses(problem: AttentionProblem, arch: str) -> Unsupported |
 
 
 def sm90_backward_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/backward_sm90/layout.cuh, or of one of the outer kernels."""
     return gradient_macros(key, NAMES, {"DQ_FLOATS": sm90_dq_floats(key)})
 
 
 def sm90_backward_threads(key: DispatchKey) -> int:
-    """The threads of a block of one of the three kernels."""
     if key.kernel == _PREPARE:
         return _PREPARE_THREADS
     return _WARPGROUP * (CONSUMERS if key.kernel == _FINISH else CONSUMERS + 1)
@@ -71,11 +68,6 @@ def sm90_dq_floats(key: DispatchKey) -> int:
 
 
 def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
-    """What packs the parameters of backward_sm90.
-
-    Its buffers are as `gpu_actors.kernels.backward_mma.backward_packer` wants them. encode: the device's own tensor
-    maps. It raises InvalidRequest as backward_packer's does, and for what TMA cannot move.
-    """
     tile = tile_of(key)
     dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
     share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
@@ -89,7 +81,6 @@ def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: En
 
 
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The three kernels of ``key``. Raises Unsupported where a grid cannot hold their blocks."""
     pack = sm90_backward_packer(problem, key, target.encode)
     turns = (CONSUMERS,)  # one for each one's share of a slot
     return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns)

@@ -26,10 +26,7 @@ def argument_field(parameters: Sequence[KernelParameter], place: int) -> str:
 
 
 def arguments_by_place(parameters: Sequence[KernelParameter], args: Any) -> tuple[Any, ...]:
-    """One argument a parameter, from a sequence in their order or a mapping by their names.
-
-    Raises InvalidRequest where one is missing or one too many.
-    """
+    """One argument a parameter, from a sequence in their order or a mapping by their names."""
     names = [parameter.name for parameter in parameters]
     if isinstance(args, Mapping):
         if "" in names:
@@ -53,10 +50,9 @@ def arguments_by_place(parameters: Sequence[KernelParameter], args: Any) -> tupl
 
 
 def written_places(parameters: Sequence[KernelParameter], out: Any) -> tuple[int, ...]:
-    """The places of the parameters whose arrays get what the kernel writes.
+    """The parameters whose arrays get what the kernel writes.
 
     out: names or places, one or a sequence of them; None: every pointer to what is not const.
-    Raises InvalidRequest for what is no pointer that the kernel may write through.
     """
     if out is None:
         return tuple(place for place, parameter in enumerate(parameters) if parameter.written)
@@ -73,10 +69,7 @@ def written_places(parameters: Sequence[KernelParameter], out: Any) -> tuple[int
 
 
 def value_bytes(parameter: KernelParameter, size: int | None, value: Any, field: str) -> bytes:
-    """The bytes of an argument that is no array. size: of the parameter, None where it is not known.
-
-    Raises InvalidRequest naming ``field`` for a value of another kind or size, or out of the type's range.
-    """
+    """The bytes of an argument that is no array. size: of the parameter, None where it is not known."""
     if parameter.pointer:
         data = bytes(_POINTER_BYTES)  # None: a null pointer
     elif parameter.dtype is not None:

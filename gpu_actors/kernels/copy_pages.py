@@ -1,6 +1,6 @@
-"""The kernel that copies pages within a KV cache's pools, into them and out of them: its macros, grid and parameters.
+"""The kernel that copies pages within a KV cache's pools, into them and out of them.
 
-The pool is an `AppendProblem`, of which only the shape and dtype of the cache count.
+Of the pool, an `AppendProblem`, only the shape and dtype of the cache count.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ _PART_BYTES = 8192  # four rounds of 16 bytes a thread
 
 @functools.cache
 def page_copy_variant(arch: str) -> Variant:
-    """The kernel, which is one an architecture."""
     return Variant("copy_pages", arch, {"WARPS": _WARPS, "PART_BYTES": _PART_BYTES})
 
 
 def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:
-    """The launch that copies so many pages of a cache; no dynamic shared memory. Raises Unsupported as `flat_grid`."""
     blocks = pairs * sum(_parts(size) for size in _page_bytes(pool))
     return flat_grid(blocks, _WARPS * _WARP, 0, "pairs", pairs)
 
@@ -41,7 +39,6 @@ def pack_page_copy(
     buffers: k_cache, v_cache, whose pages are contiguous in themselves, and where ``source`` or ``target`` is "pages"
         k_pages, v_pages (pairs, ...), likewise; those of K alone for a latent cache; page_pairs int32 (pairs, 2) of
         (source, destination), no destination twice, nor among the sources of the same pool.
-    Raises InvalidRequest for what is not as described.
     """
     itemsize = ELEMENTS[pool.cache_dtype].itemsize
     found = {

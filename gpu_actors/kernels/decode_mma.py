@@ -88,7 +88,6 @@ _COMBINE_ROWS = 4
 
 
 def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why decode_mma does not take a problem over a cache, or None."""
     if ELEMENTS[problem.dtype].itemsize > 2:
         reason = "tensor cores multiply 16-bit queries here, or 8-bit ones over a cache of their dtype"
         return Unsupported("dtype", problem.dtype, reason, "bfloat16")
@@ -142,10 +141,7 @@ def _usual(kv_dtype: str, head_dim: int, ratio: int, rows: int) -> AttentionProb
 
 
 def decode_macros(key: DispatchKey) -> Macros:
-    """What one of the three kernels is compiled for, which the key names.
-
-    Options that a kernel does not read keep one value, so that they make no further variants.
-    """
+    """Options that one of the three kernels does not read keep one value, so that they make no further variants."""
     tile, _, shared_bytes = decode_tile(key)
     work = split_macros(key)
     if key.kernel == DECODE:
@@ -193,9 +189,8 @@ decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.
 
 
 def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Pack:
-    """What packs the parameters of the kernels of a launch over a cache.
+    """What packs the parameters of the kernels of a launch over a cache. ranges: that the work is split into.
 
-    key: of any of the kernels. ranges: that the work is split into.
     Its buffers, by name, have shapes as in `AttentionProblem` and any outer strides:
         q, out (batch, seqlen_q, heads_q, dim), or (total_q, heads_q, dim) where varlen_q, with cu_seqlens_q int32
         (batch + 1,); lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
@@ -206,8 +201,7 @@ def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> P
         alibi_slopes float32 (heads_q,) or (batch, heads_q); sinks (heads_q,) float32 or of the output's dtype;
         tree_mask uint64 (batch, seqlen_q) or (total_q,); k_descale, v_descale float32 (batch, heads_kv).
         plan int32 (ranges + 1, 4); sums int64, partial_out, partial_sums float32, where the launch has them.
-    It raises InvalidRequest for an operand that is missing or not as described. Rows of caches must begin at multiples
-    of 16 bytes.
+    Rows of caches must begin at multiples of 16 bytes.
     """
     ranged = {"ranges": ranges, "min_units": min_units(key)}
     return _packer(problem, lambda: _binder(problem, key.row_tile, problem.num_splits, ranged), CHUNK)
@@ -216,8 +210,8 @@ def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> P
 def split_packer(problem: AttentionProblem, key: DispatchKey, splits: int) -> Pack:
     """What packs the parameters of decode_simple and its merge, which cut every item into pieces of equal length.
 
-    splits: the most pieces of an item. Its buffers are as of `decode_packer`; partial_out and partial_sums are float64
-    where q is. Rows of caches may begin anywhere. It raises as decode_packer's.
+    splits: the most pieces of an item. Buffers are as of `decode_packer`, but that partial_out and partial_sums are
+    float64 where q is, and that rows of caches may begin anywhere.
     """
     return _packer(problem, lambda: _binder(problem, key.row_tile, splits, {}), ITEMSIZES[problem.kv_dtype])
 
@@ -239,8 +233,7 @@ def _packer(problem: AttentionProblem, make: Callable[[], Binder], alignment: in
 def pack_pointers(problem: AttentionProblem, side: str, alignment: int, buffers: Mapping[str, Buffer]) -> bytes:
     """The addresses of a batch's cache arrays, uint64 (batch,). side: "k_cache" or "v_cache".
 
-    alignment: bytes, at multiples of which rows begin. Raises InvalidRequest for an array that is not as the first,
-    unless they have layouts of their own, or whose rows begin elsewhere.
+    alignment: bytes, at multiples of which rows begin.
     """
     first = buffers[f"{side}.0"]
     addresses = []
@@ -256,10 +249,7 @@ def pack_pointers(problem: AttentionProblem, side: str, alignment: int, buffers:
 
 
 def pack_cache_layouts(problem: AttentionProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The strides and capacities of a batch's cache arrays: CacheLayout of kernels_cu/decode/params.cuh, (batch,).
-
-    Raises InvalidRequest for an array of another shape or dtype, or whose last axis has gaps.
-    """
+    """The strides and capacities of a batch's cache arrays: CacheLayout of kernels_cu/decode/params.cuh, (batch,)."""
     packed = []
     for index in range(problem.batch):
         k, v = (buffers[f"{side}_cache.{index}"] for side in "kv")
@@ -335,7 +325,6 @@ UNKNOWN_MULTIPROCESSORS = 4
 
 
 def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernels of ``key``, which names decode_mma. Raises Unsupported as `decode_tile` does."""
     ranges = ranges_of(key, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     pack = decode_packer(problem, key, ranges)
     planned = target.lengths_on_host and not (problem.positions or problem.cache_leftpad)  # the host knows neither

@@ -47,10 +47,7 @@ def simple_row_tile(problem: AttentionProblem) -> int:
 
 
 def simple_tile(key: DispatchKey) -> tuple[Tile, int]:
-    """The tile of a key, and the bytes of shared memory of its block.
-
-    Raises Unsupported where none fits, which is no head dim up to 576 on the architectures there are.
-    """
+    """The tile of a key, and the bytes of shared memory of its block."""
     warps = 2 if key.row_tile == 4 else 4
     for keys in _KEYS:
         tile = Tile(key.row_tile, keys, 1, warps)
@@ -62,7 +59,7 @@ def simple_tile(key: DispatchKey) -> tuple[Tile, int]:
 
 
 def simple_macros(key: DispatchKey) -> Macros:
-    """What decode_simple, or its merge, is compiled for. Options that the merge does not read keep one value."""
+    """Options that the merge does not read keep one value."""
     tile, shared = simple_tile(key)
     work = split_macros(key) | {"CACHE_ALIGNMENT": ELEMENTS[key.kv_dtype].itemsize}
     if key.kernel == SIMPLE_COMBINE:
@@ -88,7 +85,6 @@ def splits_of(problem: AttentionProblem, row_tile: int, multiprocessors: int) ->
 
 
 def simple_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernels of ``key``, which names decode_simple. Raises Unsupported as `flat_grid`."""
     splits = splits_of(problem, key.row_tile, target.multiprocessors or UNKNOWN_MULTIPROCESSORS)
     items = items_of(problem, key.row_tile)
     pack = split_packer(problem, key, splits)

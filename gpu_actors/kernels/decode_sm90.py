@@ -43,7 +43,6 @@ _WARP = 32
 
 
 def sm90_decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why decode_sm90 does not take a problem over a cache, or None. `forward_sm90.tma_refusal`: of strides."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, f"{NAME} is written for Hopper's wgmma", "sm_90a")
     if packed_rows(problem) < _FEWEST_ROWS:
@@ -79,7 +78,6 @@ def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
 
 
 def sm90_decode_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/decode_sm90/layout.cuh."""
     tile, _, shared_bytes = sm90_decode_tile(key)
     options = flags(PAGED=key.paged, TREE=key.tree_mask) | score_macros(key)
     macros = tile_macros(key, tile, shared_bytes) | query_macros(key)
@@ -97,7 +95,6 @@ def part_of(page_size: int, keys: int) -> int:
 
 
 def sm90_decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernels of ``key``, which names decode_sm90: a range of the work for each multiprocessor."""
     tile = sm90_decode_tile(key)
     ranges = max(1, target.multiprocessors or UNKNOWN_MULTIPROCESSORS) * tile.blocks
     geometry = LaunchGeometry((ranges, 1, 1), (sm90_decode_threads(key), 1, 1), tile.shared_bytes)

@@ -103,9 +103,8 @@ def dispatch_key(
     """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
 
     Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
-    that is for problems of this kind at all. InvalidRequest where ``arch`` is no architecture. Raises what ``barred``
-    gives for the first family that takes the problem, where it bars all of these; of an invariant problem, where it
-    bars that one.
+    that is for problems of this kind at all. Raises what ``barred`` gives for the first family that takes the problem,
+    where it bars all of these; of an invariant problem, where it bars that one.
     """
     _check_support(problem, arch, families)
     refusal: Unsupported | None = None
@@ -153,7 +152,7 @@ def answering_key(
     families: tuple[KernelFamily, ...] = FAMILIES,
     barred: Barred | None = None,
 ) -> DispatchKey:
-    """The key that answers a problem on a device. families, barred: as for `dispatch_key`, which says what it raises.
+    """The key that answers a problem on a device. families, barred: as for `dispatch_key`.
 
     A device that runs no kernels refuses what no kernel does, but for gradients: those it gives in every precision, for
     programs whose gradients are to be checked in float64.
@@ -172,10 +171,6 @@ def family_of(key: DispatchKey) -> KernelFamily:
 
 
 def program_of(problem: AttentionProblem, key: DispatchKey, target: Target = ANYWHERE) -> Program:
-    """What is launched on a device for a problem whose key is ``key``.
-
-    Raises Unsupported where a grid cannot hold the problem's blocks.
-    """
     return family_of(key).program(problem, key, target)
 
 
@@ -185,7 +180,7 @@ def explain(
     families: Sequence[KernelFamily] = FAMILIES,
     barred: Barred | None = None,
 ) -> list[Verdict]:
-    """Why each family was or was not taken for a problem, in the order in which they are asked."""
+    """Why each family was or was not taken for a problem, in order."""
     unsupported = find_unsupported(problem, arch)
     if unsupported is not None:
         return [Verdict(family.name, False, str(unsupported[1])) for family in families]

@@ -3,8 +3,7 @@
     forward_sm90, forward_mma     a tile of up to 192 rows holds the rows of one query head, and reads all its keys
     decode_sm90, decode_mma       a tile of 16 to 128 rows holds those of a whole group, and its keys are split
 
-Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim), and every sequence of
-it has seqlen_k keys. FlashAttention packs rows if it splits keys, and else by ``should_pack_gqa``. So does `Packing`.
+Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim).
 
 Rows of an invariant context have the bits that they have over a cache, so there any number of them is packed. Of packed
 sequences (total_k, heads_kv, dim) each has the whole array as its cache, in which its keys end where ``cu_seqlens_k``
@@ -63,7 +62,6 @@ class Packing(NamedTuple):
 
     @property
     def taken(self) -> bool:
-        """Whether the rows are packed."""
         if self.asked is not None:
             return self.asked
         # `should_pack` for every architecture: FlashAttention packs on those before sm_90 to have fewer binaries.
@@ -148,7 +146,7 @@ def _seen(problem: AttentionProblem) -> int:
 
 
 def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """What is launched for a problem whose key names a kernel over caches. Raises Unsupported as `program_of`.
+    """What is launched for a problem whose key names a kernel over caches.
 
     Of a dense one, lengths and the split of the work follow from shapes: every launch copies the same few numbers.
     """

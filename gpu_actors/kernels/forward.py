@@ -22,7 +22,7 @@ def mma_macros(key: DispatchKey) -> Macros:
 
 
 def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernel of ``key``, with a block for each tile of query rows of a head. Raises Unsupported as `flat_grid`."""
+    """The kernel of ``key``, with a block for each tile of query rows of a head."""
     blocks = -(-problem.seqlen_q // tile_of(key).block_m) * problem.heads_q * problem.batch
     geometry = flat_grid(blocks, threads_of(key), shared_bytes_of(key), "batch", problem.batch)
     return Program((Part(key, geometry, scored_packer(problem)),))

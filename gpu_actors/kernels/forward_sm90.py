@@ -65,7 +65,6 @@ _FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)
 
 
 def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Why forward_sm90 does not take a problem, or None. What its operands' strides must be is in `tma_refusal`."""
     if capability(arch) != 90:
         return Unsupported("arch", arch, "forward_sm90 is written for Hopper's wgmma", "sm_90a")
     if problem.bias is not None and problem.layout != "dense":
@@ -142,7 +141,7 @@ def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported | None:
-    """Why the kernel of that name does not take the problem's scale or softcap, or None."""
+    """Of the problem's scale or softcap."""
     for field, (least, greatest) in _FACTORS.items():
         value = getattr(problem, field)
         if field == "softcap" and value == 0.0:
@@ -154,7 +153,6 @@ def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported
 
 
 def sm90_macros(key: DispatchKey) -> Macros:
-    """The macros of kernels_cu/forward_sm90/layout.cuh."""
     tile = tile_of(key)
     macros = forward_macros(key) | {"STAGES": tile.stages}
     if key.decoding:
@@ -236,13 +234,11 @@ def tma_refusal(
 
 
 def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
-    """What packs the parameters of launches of a problem.
+    """What packs the parameters of launches of a problem. encode: the device's own tensor maps.
 
     Its buffers are as `gpu_actors.kernels.params.forward_packer` wants them, and the scratch memory `COUNTER`. Over a
-        cache, k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens
-        int32 (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
-    encode: the device's own tensor maps. It raises InvalidRequest as forward_packer's does, and for what TMA cannot
-        move.
+    cache, k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens
+    int32 (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
     """
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
@@ -255,10 +251,7 @@ def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTenso
 
 
 def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: EncodeTensorMap | None) -> Pack:
-    """What packs tensor maps and, behind them, what ``params`` packs.
-
-    boxes: (operand, columns, rows), as for `_rows_map`.
-    """
+    """What packs tensor maps and, behind them, what ``params`` packs. boxes: operand, columns, rows of `_rows_map`."""
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         assert encode is not None, "a launch by TMA is packed for a device"
@@ -328,7 +321,7 @@ def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
 
 
 def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The kernel of ``key``, which names forward_sm90. A cache takes it alone, too, whatever its lengths are."""
+    """A cache takes the kernel alone, too, whatever its lengths are."""
     pack = sm90_packer(problem, key, target.encode)
     # One block a multiprocessor, and no more than there are tiles.
     blocks = min(sections_of(problem, tile_of(key)).tiles, target.multiprocessors or MULTIPROCESSORS)

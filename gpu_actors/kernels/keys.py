@@ -26,8 +26,8 @@ _SUMMED = ("", "q", "k", "v", "qk", "qv", "kv")
 def check_key(key: object) -> DispatchKey | Variant:
     """``key`` itself if its kernel computes what its fields say. `Variant.source` checks a variant's.
 
-    Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it; both name
-    the field. What is no `DispatchKey` is the field "key".
+    Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it. What is no
+    `DispatchKey` is the field "key".
     """
     if isinstance(key, Variant):
         return key

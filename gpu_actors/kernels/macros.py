@@ -39,7 +39,7 @@ def mask_macros(key: DispatchKey) -> Macros:
 
 
 def score_macros(key: DispatchKey) -> Macros:
-    """The options of a score that every kernel has, and whether there is an LSE."""
+    """The options of a score that every kernel has, and the LSE."""
     alibi = flags(ALIBI=key.alibi, ALIBI_SIGNED=key.alibi_signed)
     return alibi | flags(SOFTCAP=key.softcap, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
 
@@ -52,7 +52,6 @@ def bias_macros(key: DispatchKey) -> Macros:
 
 
 def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
-    """The sizes and types of a block's operands."""
     return {
         "HEAD_DIM": key.head_dim,
         "HEAD_DIM_V": key.head_dim_v,
@@ -67,7 +66,6 @@ def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
 
 
 def forward_macros(key: DispatchKey) -> Macros:
-    """The macros of a key whose kernel works on tiles of the table."""
     macros = tile_macros(key, tile_of(key), shared_bytes_of(key)) | mask_macros(key) | score_macros(key)
     # The alignment matters where a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)

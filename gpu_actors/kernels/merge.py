@@ -1,4 +1,4 @@
-"""The kernels that merge partial results and that give the gradient of it: their problem, macros, grids, parameters."""
+"""The kernels that merge partial results and that give the gradient of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class MergeProblem:
 
     @property
     def results(self) -> int:
-        """Rows of all heads and sequences."""
         return max(1, self.batch) * self.rows * self.heads
 
     @property
@@ -77,7 +76,7 @@ class MergeProblem:
 
 
 def merge_variant(problem: MergeProblem, arch: str) -> Variant:
-    """The kernel of a problem on an architecture. Sizes are not in it. Raises InvalidRequest and Unsupported."""
+    """Sizes are not in a variant."""
     _check_merge(problem, arch)
     if problem.dtype == "float64" and ELEMENTS[problem.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
@@ -86,7 +85,6 @@ def merge_variant(problem: MergeProblem, arch: str) -> Variant:
 
 
 def _merge_macros(problem: MergeProblem) -> Macros:
-    """What the kernel, and that of its gradient, are compiled for."""
     p = problem
     types = {"ELEMENT": p.dtype, "OUT_ELEMENT": p.out_dtype, "LSE_ELEMENT": p.lse_dtype}
     macros: Macros = {name: ELEMENTS[dtype].c_type for name, dtype in types.items()}
@@ -94,7 +92,6 @@ def _merge_macros(problem: MergeProblem) -> Macros:
 
 
 def _check_merge(problem: MergeProblem, arch: str) -> None:
-    """Raise Unsupported for an architecture, and InvalidRequest for a dtype, that neither kernel is for."""
     check_capability(arch)
     for field, dtypes in (("dtype", _DTYPES), ("out_dtype", _DTYPES), ("lse_dtype", _LSE_DTYPES)):
         one_of(field, getattr(problem, field), dtypes)
@@ -116,8 +113,7 @@ def merge_variants(arch: str) -> list[Variant]:
 
 
 def merge_trials(problem: MergeProblem) -> list[MergeProblem]:
-    """The small problems that prove the kernel of a problem, or that of its gradient: of three partials, or of more,
-    with columns that fill a thread's share and that do not."""
+    """Three partials and more, with columns that fill a thread's share and that do not."""
     sizes = ((3, 2, 3, 72), (9, 0, 7, 21))
     return [
         dataclasses.replace(problem, count=count, batch=batch, rows=rows, heads=4, columns=columns)
@@ -126,7 +122,6 @@ def merge_trials(problem: MergeProblem) -> list[MergeProblem]:
 
 
 def merge_geometry(problem: MergeProblem) -> LaunchGeometry:
-    """The grid and block; no dynamic shared memory. Raises Unsupported where the rows are too many for 32 bits."""
     units, threads = problem.units, _WARPS * _WARP
     if units > _MOST_UNITS:
         reason = f"a launch merges at most {_MOST_UNITS} groups of columns, and a row has {problem.groups}"
@@ -139,10 +134,7 @@ TERM_FIELDS = 8
 
 
 def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The table of terms, uint64 (count, TERM_FIELDS): where each partial lies.
-
-    buffers: out.N and lse.N of dtype and lse_dtype. Raises InvalidRequest for one that is not as described.
-    """
+    """The table of terms, uint64 (count, TERM_FIELDS): where each partial lies, out.N and lse.N."""
     layout = struct_layout("Term", "merge/terms.cuh")
     table = []
     for index in range(problem.count):
@@ -152,11 +144,7 @@ def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The parameters of a launch.
-
-    buffers: terms uint64 (count, TERM_FIELDS), of `pack_terms`; out and lse of the results' dtypes; sinks (heads,),
-    float32 or of dtype, where asked for. Raises InvalidRequest for what is not as described.
-    """
+    """buffers: terms uint64 (count, TERM_FIELDS), of `pack_terms`; out and lse; sinks (heads,), where asked for."""
     return _binder(problem).pack(buffers)
 
 
@@ -189,10 +177,7 @@ GRADIENT_TERM_FIELDS = 10
 
 
 def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, ...]:
-    """The kernels of a problem on an architecture, in the order of its launches. out_dtype: of dout.
-
-    With sinks there is a second launch, which sums the rows of each sink. Raises InvalidRequest and Unsupported.
-    """
+    """In the order of the launches; with sinks the second sums the rows of each sink. out_dtype: of dout."""
     _check_merge(problem, arch)
     if problem.out_dtype == "float64" and ELEMENTS[problem.dtype].itemsize == 2:
         reason = "gradients in float64 would be rounded twice on their way to 16 bits"
@@ -212,10 +197,6 @@ def _lanes(problem: MergeProblem) -> int:
 
 
 def merge_gradient_geometries(problem: MergeProblem) -> list[LaunchGeometry]:
-    """The grid and block of each launch; no dynamic shared memory.
-
-    Raises Unsupported where the rows are too many for 32 bits.
-    """
     threads, most = _WARPS * _WARP, (1 << 31) - 1
     if problem.results > most:
         raise Unsupported("partials", problem.results, f"a launch takes at most {most} rows of all heads", most)
@@ -228,8 +209,7 @@ def merge_gradient_geometries(problem: MergeProblem) -> list[LaunchGeometry]:
 def pack_gradient_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
     """The table of terms, uint64 (count, GRADIENT_TERM_FIELDS): where each partial and its gradients lie.
 
-    buffers: out.N and lse.N of dtype and lse_dtype; dout.N and dlse.N like them, without gaps. Raises InvalidRequest
-    for one that is not as described.
+    buffers: out.N and lse.N; dout.N and dlse.N like them, without gaps.
     """
     p, layout = problem, struct_layout("GradientTerm", *_GRADIENT_SOURCES)
     table = []
@@ -245,9 +225,8 @@ def pack_gradient_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) ->
 def pack_merge_gradients(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
     """The parameters of either launch.
 
-    buffers: terms uint64 (count, GRADIENT_TERM_FIELDS), of `pack_gradient_terms`; dout and dlse of the merged dtypes,
-    dlse possibly missing; with sinks these, (heads,), float32 or of dtype, dsinks like them in float32, and sink_parts
-    (heads, batch * rows), of the sums' dtype. Raises InvalidRequest for what is not as described.
+    buffers: terms uint64 (count, GRADIENT_TERM_FIELDS), of `pack_gradient_terms`; dout, and dlse, which may be missing;
+    with sinks these, (heads,), dsinks like them in float32, and sink_parts (heads, batch * rows), of the sums' dtype.
     """
     return _gradient_binder(problem).pack(buffers)
 

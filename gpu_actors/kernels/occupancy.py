@@ -47,7 +47,6 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occupancy:
-    """The occupancy of a kernel. registers: a thread. shared_bytes: a block, static and dynamic. threads: a block."""
     limits = _limits(capability(arch))
     warps = -(-threads // _WARP)
     registers_a_warp = -(-max(registers, 1) * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT

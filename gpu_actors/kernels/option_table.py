@@ -147,7 +147,7 @@ class Explanation:
 def explain_problem(
     problem: AttentionProblem, arch: str, key: DispatchKey | None, barred: Barred | None = None
 ) -> Explanation:
-    """The explanation of a problem. key: what answers it, or None. barred: as for `dispatch_key`."""
+    """key: what answers the problem, or None. barred: as for `dispatch_key`."""
     verdicts = explain(problem, arch, barred=barred)
     if key is not None and key.kernel == REFERENCE.name:
         verdicts.append(Verdict(REFERENCE.name, True, REFERENCE.reason))
@@ -177,7 +177,7 @@ def options_of(problem: AttentionProblem) -> list[str]:
 
 
 def option_cell(option: str, family: KernelFamily, arch: str) -> OptionCell:
-    """The cell of a row, for a request of bfloat16 and head dim 64 in the layout that the family is for."""
+    """For a request of bfloat16 and head dim 64 in the layout that the family is for."""
     reason = _refusal(OPTIONS[option], family, arch)
     return OptionCell(option, family.name, arch, reason is None, family.reason if reason is None else reason)
 

@@ -79,7 +79,6 @@ class ParamsLayout:
         return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
     def pack(self, values: Sequence[int | float]) -> bytes:
-        """The struct's bytes. values: of every field, in order."""
         return self._struct.pack(*values)
 
     def operand(
@@ -119,10 +118,7 @@ class ParamsLayout:
 
 
 def parse_layout(header: str, name: str) -> ParamsLayout:
-    """The layout of struct ``name``, whose members are scalars, pointers and structs declared before it.
-
-    Raises ValueError for a line that is no such member.
-    """
+    """The layout of a struct whose members are scalars, pointers and structs declared before it."""
     bodies = {match[1]: match[2] for match in _STRUCT.finditer(header)}
 
     def scalars(struct_name: str, prefix: str) -> list[tuple[str, str]]:
@@ -191,7 +187,7 @@ class Operand(NamedTuple):
     packed: int
 
     def check(self, buffer: Buffer | None) -> Buffer:
-        """The buffer, after a look at its shape, dtype, last axes and alignment. Raises InvalidRequest."""
+        """The buffer, after a look at its shape, dtype, last axes and alignment."""
         name, shape = self.name, self.shape
         if buffer is None or buffer.shape != shape or buffer.dtype not in self.dtypes:
             given = None if buffer is None else f"{buffer.dtype}{list(buffer.shape)}"
@@ -234,10 +230,7 @@ class Binder(NamedTuple):
         return cls(layout, tuple(values), tuple(operands))
 
     def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
-        """The struct's bytes. more: fields that are known with the launch alone, by name.
-
-        Raises InvalidRequest for an operand that is missing or not as described; axes of extent 1 may have any stride.
-        """
+        """more: fields that are known with the launch alone, by name. Axes of extent 1 may have any stride."""
         values = list(self.values)
         for operand in self.operands:
             buffer = buffers.get(operand.name)
@@ -263,8 +256,6 @@ def forward_packer(problem: AttentionProblem) -> Pack:
         bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
         sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
         of which some may be missing. Only what the problem asks for is looked at.
-    It raises InvalidRequest for an operand that is missing or not as described, and for a dropout_seed outside of
-    0 <= seed < 2^64; axes of extent 1 may have any stride.
     """
     layout = forward_layout()
     binder = functools.cache(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
@@ -282,7 +273,6 @@ def row_stats_packer(problem: AttentionProblem) -> Pack | None:
     """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs.
 
     Its buffers: score_max and score_sum_exp, float32 of the LSE's shape, of which the problem may have one alone.
-    It raises InvalidRequest for one that is missing or not as described.
     """
     if not problem.row_stats:
         return None
@@ -296,10 +286,7 @@ def row_stats_packer(problem: AttentionProblem) -> Pack | None:
 def launch_values(
     problem: AttentionProblem, buffers: Mapping[str, Buffer], dropout_seed: int = 0, prefix: str = ""
 ) -> dict[str, int]:
-    """The fields of struct Params that a launch decides and not its problem. prefix: of their names.
-
-    Raises InvalidRequest for a seed that is none.
-    """
+    """The fields of struct Params that a launch decides and not its problem. prefix: of their names."""
     values: dict[str, int] = {}
     if problem.dropout_p:
         if not 0 <= dropout_seed < 1 << 64:
@@ -311,7 +298,7 @@ def launch_values(
 
 
 def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, int | float]:
-    """The fields of struct Params that a problem decides. prefix: of their names."""
+    """The fields of struct Params that a problem decides."""
     left, right = problem.window_size
     layout = forward_layout()
     scalars = layout.named(problem, "d") | {n: min(value, UNBOUNDED) for n, value in layout.named(problem).items()}
@@ -327,7 +314,7 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
 
 
 def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
-    """Every operand of struct Params that the problem asks for. prefix: of its fields in ``layout``."""
+    """Every operand of struct Params that the problem asks for."""
     p, varlen = problem, problem.layout == "varlen"
     operand = functools.partial(layout.operand, prefix=prefix)
     packed = varlen or p.varlen_q

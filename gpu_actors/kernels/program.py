@@ -66,10 +66,7 @@ NO_VALUES = Values()
 
 
 def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
-    """The launch of so many blocks. field, value: the size that makes them so many.
-
-    Raises Unsupported, naming the field, where a grid cannot hold them.
-    """
+    """The launch of so many blocks. field, value: the size that makes them so many, which Unsupported names."""
     if blocks > _MAX_BLOCKS:
         reason = f"makes {blocks} blocks, and a grid holds {_MAX_BLOCKS}"
         raise Unsupported(field, value, reason, max(1, value * _MAX_BLOCKS // blocks))
@@ -86,10 +83,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The kernels of a launch in order, and what lies between them.
-
-    split: see `Split`, where the host splits the work.
-    """
+    """The kernels of a launch in order, and what lies between them. split: where the host splits the work."""
 
     parts: tuple[Part, ...]
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
@@ -98,14 +92,10 @@ class Program:
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
-        """The keys of the kernels that `steps` takes, in that order."""
         return tuple(part.key for part in self.parts)
 
     def steps(self, kernels: Sequence[Kernel], values: Values) -> Steps:
-        """The steps of a launch. kernels: of `keys`, loaded.
-
-        They are the same object again for the same `Kernels`, if they pass no values.
-        """
+        """kernels: of `keys`, loaded. The same object again for the same `Kernels`, if they pass no values."""
         memo = kernels if isinstance(kernels, Kernels) and values is NO_VALUES else None
         steps: Steps | None = None if memo is None else memo.memo.get(self._number)
         if steps is None:

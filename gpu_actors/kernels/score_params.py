@@ -28,7 +28,7 @@ def score_packer(problem: AttentionProblem) -> Pack | None:
     """What packs the bytes that follow a launch's own parameters, or None if there are none.
 
     Its buffers: ``ScoreMod.tensor_name(n)`` of every tensor, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1),
-    any strides. It raises InvalidRequest for a tensor that is not as the modification reads it.
+    any strides.
     """
     mod = problem.score_mod
     layout = None if mod is None else score_layout(mod)

@@ -42,17 +42,15 @@ def part_shapes(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def sum_macros(key: DispatchKey) -> Macros:
-    """What the kernel is compiled for."""
     return {"ELEMENT": ELEMENTS[key.dtype].c_type}
 
 
 def sum_scratch(problem: AttentionProblem) -> dict[str, ScratchSpec]:
-    """The memory that the other kernels fill."""
     return {f"d{name}_parts": ScratchSpec(shape, part_dtype(problem)) for name, shape in part_shapes(problem).items()}
 
 
 def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
-    """A launch for each shared operand, behind the others. Raises Unsupported as `flat_grid`."""
+    """A launch for each shared operand, behind the others."""
     # It reads no scores, and a family that walks along no lists has it, too.
     own, parts = dataclasses.replace(key, kernel=SUM, score_mod=None), []
     for name, (_, *shape) in part_shapes(problem).items():

@@ -69,40 +69,32 @@ LEAST_FACTOR, GREATEST_FACTOR = 1e-36, 1e36
 
 
 def check_support(problem: AttentionProblem, arch: str) -> None:
-    """Raise the first of `refusals` of the problem on kernels of ``arch``, where there is one.
-
-    Raises InvalidRequest where ``arch`` names no architecture at all.
-    """
+    """Raise the first of `refusals`, where there is one."""
     found = find_unsupported(problem, arch)
     if found is not None:
         raise found[1]
 
 
 def find_unsupported(problem: AttentionProblem, arch: str) -> tuple[str, Unsupported] | None:
-    """The first of `refusals`, or None where the problem is supported."""
     return next(refusals(problem, arch), None)
 
 
 @functools.lru_cache(maxsize=64)
 def capability(arch: str) -> int:
-    """The compute capability of an exact architecture, times ten: sm_80 -> 80, sm_90a -> 90, sm_120a -> 120.
-
-    Raises InvalidRequest or Unsupported as `gpu_actors.compiling.source.check_arch`.
-    """
+    """Times ten: sm_80 -> 80, sm_90a -> 90, sm_120a -> 120."""
     digits = re.search(r"\d+", check_arch(arch))
     assert digits is not None
     return int(digits[0])
 
 
 def check_capability(arch: str) -> None:
-    """Raise Unsupported for an architecture that is older than the kernels. Raises else as `capability`."""
     if capability(arch) < FIRST_CAPABILITY:
         reason = "the kernels are written for compute capability 8.0 (Ampere) and newer"
         raise Unsupported("arch", arch, reason, "sm_80")
 
 
 def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Why a kernel that takes maxima before it scales does not take a problem, or None."""
+    """Of a kernel that takes maxima before it scales."""
     if problem.softmax_scale >= SMALLEST_SCALE:
         return None
     reason = "maxima are taken before the scale, which needs a positive scale"
@@ -110,7 +102,7 @@ def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def bias_turns_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Why a kernel whose blocks take turns at the gradient of a bias does not take a problem, or None."""
+    """Of a kernel whose blocks take turns at the gradient of a bias."""
     p = problem
     own_tiles = p.layout == "varlen" or p.q_positions or p.k_positions
     if not (p.deterministic and p.dbias and p.bias and p.bias[1] and own_tiles):
@@ -131,10 +123,7 @@ def order_refusal(problem: AttentionProblem, reason: str, field: str, value: obj
 
 
 def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:
-    """A problem of one sequence of 1024 rows and keys and one head, as requests of the dtype are by default.
-
-    fields: of `AttentionProblem`, in place of these.
-    """
+    """A problem of one sequence of 1024 rows and keys and one head, as requests are by default but for ``fields``."""
     element = ELEMENTS[dtype]
     usual: dict[str, Any] = {
         **dict.fromkeys(("batch", "heads_q", "heads_kv"), 1),

@@ -183,8 +183,6 @@ def tile_for(
 ) -> Tile:
     """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: of v, by default the same.
     block_size: rows and keys of a block of a block mask, which the tile divides. Further ones: as in `_TileRow`.
-
-    Raises Unsupported where the table has no row for it.
     """
     sm = capability(arch)
     limit = shared_mem_limit(sm)
@@ -246,7 +244,6 @@ def _backward_simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: in
 
 
 def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """The tile of Q and `stages` tiles of K and V."""
     keys = tile.stages * tile.block_n
     return (tile.block_m + keys) * mma_row(head_dim, dtype) + keys * mma_row(head_dim_v, dtype)
 

@@ -70,7 +70,7 @@ _MOST_KEYS = 600  # of a sequence, where a pipeline has many stages
 
 
 def batch_trials(key: DispatchKey, tile: Tile) -> list[Trial]:
-    """Those of a kernel of dense or packed batches, forward or backward. tile: of the key."""
+    """Those of a kernel of dense or packed batches, forward or backward."""
     heads: dict[str, Any] = {"heads_q": 2 * _HEADS_KV, "heads_kv": _HEADS_KV}
     problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
     rows = tile.block_m + 9
@@ -144,10 +144,7 @@ _CROWDED = ((1, 3), (1, 22))  # as those above; with more rows a tile the oracle
 def cache_trials(
     key: DispatchKey, tile: Tile, row_tile: Callable[[AttentionProblem], int] | None = None
 ) -> Iterator[Trial]:
-    """Those of a kernel of new rows over a cache: with its own splits, and with pinned ones where it has those.
-
-    tile: of the key. row_tile: of the family.
-    """
+    """Those of a kernel of new rows over a cache: with its own splits, and with pinned ones where it has those."""
     own, pinned = _over_caches(key, tile)
 
     def lengths(problem: AttentionProblem, rows: int) -> list[int]:

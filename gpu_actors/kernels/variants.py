@@ -48,10 +48,7 @@ class Prepare:
 
 @functools.lru_cache(maxsize=1024)
 def variant_of(key: DispatchKey | Variant) -> Variant:
-    """What is compiled for a key. Keys that differ in what no macro depends on have one variant.
-
-    Raises InvalidRequest for a key whose kernel is not compiled (the oracle's).
-    """
+    """Keys that differ in what no macro depends on have one variant."""
     if isinstance(key, Variant):
         return key
     family = family_of(key)
@@ -62,7 +59,7 @@ def variant_of(key: DispatchKey | Variant) -> Variant:
 
 
 def variants_of(program: Program | None) -> tuple[Variant, ...]:
-    """The variants of the kernels that `Program.steps` takes, in that order; none for no program."""
+    """In the order in which `Program.steps` takes the kernels."""
     return () if program is None else tuple(variant_of(key) for key in program.keys)
 
 
@@ -73,10 +70,9 @@ def block_threads(key: DispatchKey | Variant) -> int:
 
 
 def standard_variants(arch: str) -> list[DispatchKey]:
-    """The keys worth compiling ahead for ``arch``: the usual dtypes, head dims and masks, dense, varlen and
-    over caches.
+    """The keys worth compiling ahead: the usual dtypes, head dims and masks, dense, varlen and over caches.
 
-    fp8 is among them where the architecture has it. Every other variant compiles when it is first asked for.
+    fp8 is among them where the architecture has it.
     """
     dtypes = ["bfloat16", "float16"]
     if capability(arch) >= FIRST_FP8_CAPABILITY:
@@ -95,7 +91,7 @@ def standard_variants(arch: str) -> list[DispatchKey]:
 
 
 def usual_backward_keys(arch: str) -> list[DispatchKey]:
-    """The kernels of the usual gradients, those before and after the products included: a key for each cubin."""
+    """The kernels of the usual gradients: a key for each cubin."""
     shapes: list[tuple[int, MaskKind, bool]] = [(dim, mask, False) for dim in (64, 128) for mask in ("full", "causal")]
     shapes += [(256, "causal", False), (64, "causal", True), (128, "causal", True)]
     problems = [_usual_problem(dtype, *shape) for dtype in ("bfloat16", "float16") for shape in shapes]
@@ -103,10 +99,7 @@ def usual_backward_keys(arch: str) -> list[DispatchKey]:
 
 
 def kv_variants(arch: str) -> list[Variant]:
-    """What a `KvCache` of the usual dtypes and head dims launches besides attention, with a `Rope` of halves or none.
-
-    Every other variant compiles when it is first asked for.
-    """
+    """What a `KvCache` of the usual dtypes and head dims launches besides attention, with halves rotated or none."""
     plain = AppendProblem(
         layout="paged", batch=1, total=1, heads_kv=1, head_dim=128, head_dim_v=128, dtype="bfloat16",
         cache_dtype="bfloat16", page_size=16, num_blocks=1, max_blocks=1,

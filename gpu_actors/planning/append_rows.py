@@ -56,7 +56,6 @@ class NewRows:
 
     @property
     def total(self) -> int:
-        """Rows of all sequences."""
         return int(self.k.shape[self.layers > 1])
 
     @property
@@ -95,10 +94,7 @@ class NewRows:
                     expect(0 <= position < rope.table_rows, field, position, reason)
 
     def angles(self, lengths: Any, of_q: bool = False) -> tuple[Any, Any]:
-        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows.
-
-        of_q: those of q, where they are rotated apart.
-        """
+        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows."""
         # Only a mock device and keys over several workers compute here, so only their programs pay for the import.
         from gpu_actors.reference.rope import rope_angles
 
@@ -159,7 +155,7 @@ def _problem_of(pool: AppendProblem, **changes: Any) -> AppendProblem:
 
 
 def counts_of(field: str, ends: Any, batch: int) -> Any:
-    """Rows of each sequence, int32 (batch,), by cu_seqlens. Raises `InvalidRequest`."""
+    """Rows of each sequence, int32 (batch,), by cu_seqlens."""
     optional_array(field, ends, ((batch + 1,),), ("int32",))
     on_host = isinstance(ends, np.ndarray)
     expect(on_host, field, describe(ends), "must be a NumPy array: pages are taken on the host")
@@ -174,8 +170,6 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
     """The rows of an adopted message. batch: sequences that it names; None for one that is not in a list.
 
     layers: of the cache. Where there are several, each array has an axis of them before all others.
-
-    Raises `InvalidRequest` and `Unsupported`.
     """
     names, others = (_LATENT, _WHOLE) if pool.latent else (_WHOLE, _LATENT)
     for name in others:
@@ -260,10 +254,7 @@ def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
 
 
 def place_rows(rows: NewRows, message: AttendCache) -> None:
-    """Have a rope rotate rows by their q_positions, which have been checked, where the message gives no others.
-
-    Raises `InvalidRequest`.
-    """
+    """Have a rope rotate rows by their q_positions where the message gives no others."""
     places: Any = message.q_positions
     if rows.rope is None or rows.positions is not None or (places is None and message.k_positions is None):
         return
@@ -274,10 +265,7 @@ def place_rows(rows: NewRows, message: AttendCache) -> None:
 
 
 def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
-    """Have a rope rotate q apart from the new rows, where it has others or positions of its own.
-
-    q: adopted. Raises `InvalidRequest`.
-    """
+    """Have a rope rotate q, which is adopted, apart from the new rows where it has others or positions of its own."""
     given: Any = message.positions_q
     if rows.rope is None:
         if given is not None:
@@ -299,7 +287,7 @@ def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
 
 
 def _placed(places: Any, counts: Any) -> Any:
-    """The positions of packed rows, int32 (total,), by those of their sequences. Raises `InvalidRequest`."""
+    """The positions of packed rows, int32 (total,), by those of their sequences."""
     reason = "must be a NumPy array where a rope rotates rows that have positions, or give their positions"
     expect(isinstance(places, np.ndarray), "q_positions", None if places is None else describe(places), reason)
     first, step = steps_of(places)
@@ -308,10 +296,7 @@ def _placed(places: Any, counts: Any) -> Any:
 
 
 def pack_rows(field: str, array: Any, axis: int = 0) -> Any:
-    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device. axis: that of the batch.
-
-    Raises `InvalidRequest` where that cannot be.
-    """
+    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device. axis: that of the batch."""
     if not isinstance(array, DeviceArray):
         before, (batch, rows), behind = array.shape[:axis], array.shape[axis : axis + 2], array.shape[axis + 2 :]
         return array.reshape(*before, batch * rows, *behind)

@@ -34,7 +34,6 @@ _NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
 
 def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
-    """What decides the plan of an adopted request: all that decides the forward's, and what only backward takes."""
     dout, lse = request.dout, request.lse
     return (
         "backward",
@@ -49,7 +48,6 @@ def backward_signature(request: FlashBackward, plain: bool) -> Hashable:
 
 
 def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel]) -> Launch:
-    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data."""
     inputs = bound_inputs(plan.problem, request)
     inputs |= {"out": request.out, "dout": request.dout, "lse": request.lse}
     seed = request.dropout_seed
@@ -65,7 +63,6 @@ def summed_of(request: FlashBackward) -> str:
 
 
 def gradient_problem(request: FlashBackward, info: DeviceInfo) -> AttentionProblem:
-    """The problem of an adopted request. Raises as `backward_problem`."""
     problem = dataclasses.replace(backward_problem(request), summed=summed_of(request))
     if info.invariant:
         problem = dataclasses.replace(problem, invariant=True, deterministic=True)
@@ -75,13 +72,12 @@ def gradient_problem(request: FlashBackward, info: DeviceInfo) -> AttentionProbl
 def pose_backward(
     request: FlashBackward, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
+    """Validate an adopted request and pick its kernels."""
     problem = gradient_problem(request, info)
     return problem, key_for(problem, info, request, ("q", "k", "v", "dout"), barred)
 
 
 def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
-    """The plan of an adopted request. Raises as `pose_backward`."""
     problem, key = pose_backward(request, device.info, device.barred)
     program = program_for(problem, key, device)
     outputs = {

@@ -34,7 +34,7 @@ _SCORES, _MASKED, _FIRST = 1, 2, 10  # uids
 
 
 def masked_problem(request: FlashForward | PagedForward, problem: AttentionProblem) -> AttentionProblem:
-    """The problem of an adopted request with its block mask. Raises `InvalidRequest` and `Unsupported`."""
+    """The problem of an adopted request with its block mask."""
     planned = planned_mask(request, problem)
     return problem if planned is None else dataclasses.replace(problem, score_mod=planned.mod)
 
@@ -79,10 +79,7 @@ def launch_masked(
     seed: int = 0,
     into: Any = None,
 ) -> Launch:
-    """`Plan.launch` with an adopted block mask. inputs, oracle: of the request without it. seed: of dropout.
-
-    Raises `InvalidRequest` for numbers that name no block.
-    """
+    """`Plan.launch` with an adopted block mask. inputs, oracle: of the request without it. seed: of dropout."""
     problem, planned = plan.problem, plan.block_mask
     if planned is None:  # there are no rows or no keys
         return plan.launch(inputs, oracle, kernels, Values(seed), into)
@@ -184,7 +181,7 @@ def _check(mask: BlockMask, problem: AttentionProblem, gradients: bool) -> None:
 
 
 def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check lists on the host. Those on a device are the caller's care."""
+    """Lists on a device are the caller's care."""
     for name in LISTS[::2]:
         indices = name.replace("num_blocks", "indices")
         if name not in shapes or not isinstance(getattr(mask, name), np.ndarray):
@@ -202,7 +199,7 @@ def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> No
 
 
 def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that lists on the host name no block of a row or column twice: kernels would count its keys twice."""
+    """Lists on the host name no block of a row or column twice: kernels would count its keys twice."""
     for side in ("kv", "q"):
         names = [name for name in shapes if name.removeprefix("full_").startswith(side)]
         arrays = [_cut(getattr(mask, name), shapes[name]) for name in names]
@@ -214,7 +211,7 @@ def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _check_turns(lists: Sequence[Any]) -> None:
-    """Check that lists on the host name the same blocks: deterministic gradients wait by both."""
+    """Lists on the host name the same blocks: deterministic gradients wait by both."""
     half = len(lists) // 2
     if all(isinstance(array, np.ndarray) for array in lists) and not agree(lists[:half], lists[half:]):
         reason = "q_indices must name the blocks of kv_indices the other way round, each once"

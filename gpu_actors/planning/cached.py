@@ -121,7 +121,7 @@ def _arrays_of(caches: Any) -> list[Any]:
 
 
 def check_cached(plan: Plan, request: CacheRequest) -> None:
-    """Check what depends on the data of an adopted request. Raises `InvalidRequest`."""
+    """Check what depends on the data of an adopted request."""
     problem = plan.problem
     if isinstance(request, PagedForward):
         lengths, blocks, padding = request.cache_seqlens, request.k_cache.shape[0], request.cache_leftpad
@@ -137,7 +137,7 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
 
 
 def check_operands(plan: Plan, request: CacheRequest) -> None:
-    """`check_cached` but for lengths and block tables, which a KvCache makes itself. Raises `InvalidRequest`."""
+    """`check_cached` but for lengths and block tables, which a KvCache makes itself."""
     problem = plan.problem
     if problem.bias_keys:
         check_bias(problem, request)
@@ -163,10 +163,7 @@ def _arrays_read(request: CacheRequest) -> dict[str, Any]:
 
 
 def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] = ()) -> Launch:
-    """A launch of a plan on the arrays of an adopted request that `check_cached` let pass.
-
-    kernels: as in `Plan.launch`.
-    """
+    """A launch of a plan on the arrays of an adopted request that `check_cached` let pass."""
     out = request.out
     into = out if out is None or isinstance(request, PagedForward) else _with_row(out)
     oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
@@ -178,7 +175,7 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
 def pose_cached(
     request: CacheRequest, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernels. Raises `InvalidRequest`, and as `dispatch_key`."""
+    """Validate an adopted request and pick its kernels."""
     problem = cached_problem(request, info)
     if not isinstance(request, PagedForward):
         if problem.invariant:
@@ -192,7 +189,7 @@ def pose_cached(
 
 
 def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
-    """The validated problem of an adopted request. Raises `InvalidRequest`."""
+    """The validated problem of an adopted request."""
     if isinstance(request, PagedForward):
         problem = masked_problem(request, paged_problem(request))
     else:
@@ -204,7 +201,7 @@ def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
 
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
-    """The plan of an adopted request, with the kernels of ``key`` where that is given. Raises as `pose_cached`."""
+    """The plan of an adopted request, with the kernels of ``key`` where that is given."""
     if key is None:
         problem, key = pose_cached(request, device.info, device.barred)
     else:
@@ -231,15 +228,11 @@ class Decoding:
         self._make = functools.partial(_cached_plan, device=device, accumulate=accumulate)
 
     def plan(self, request: CacheRequest, key: DispatchKey | None = None) -> Plan:
-        """The plan of an adopted request. Raises `InvalidRequest` and `Unsupported`.
-
-        key: of the kernels that the requests have which it was put together from.
-        """
         return self.plans.of(lambda: (signature(request), key), lambda: self._make(request, key=key))
 
 
 def operands(request: CacheRequest) -> dict[str, Any]:
-    """The launch's inputs by name, as the module says. Raises `InvalidRequest` for what lies where it cannot."""
+    """The launch's inputs by name, as the module says."""
     inputs: dict[str, Any] = {}
     if isinstance(request, PagedForward):
         for name in ("q", *_PAGED):

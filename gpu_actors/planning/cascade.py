@@ -7,10 +7,8 @@ float32, are merged and rounded once:
     q of a group, packed ──> prefix, once ──> prefix.out, prefix.lse ──┐
     q of each sequence ────> its own tail ──> tail.out, tail.lse ──────┴──merge──> out, lse
 
-The idea is FlashInfer's: Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding",
-2024, https://flashinfer.ai/2024/02/02/cascade-inference.html, there of one prefix for a whole batch too. The merge is
-`gpu_actors.partial`'s. Learned sinks go to the tails, of which each row has one, and so they count once. When a launch
-is a cascade, where its caller does not say, is vLLM's rule: `gpu_actors.kernels.rules`.
+The idea is FlashInfer's (docs/decoding.md), the rule vLLM's: `gpu_actors.kernels.rules`. Learned sinks go to the tails,
+of which each row has one, and so they count once.
 
 Operands beside those of `gpu_actors.planning.cached`, for each of the two parts under "prefix." and "tail.":
 block_table, cache_seqlens, out, lse and the scratch of its kernels; and "prefix.cu_seqlens_q".
@@ -334,7 +332,6 @@ def _packed_in_place(q: Any) -> bool:
 
 
 def _inputs(p: AttentionProblem, request: PagedForward, found: SharedPrefixes, rows: Any) -> dict[str, Any]:
-    """The operands of a launch."""
     table: Any = request.block_table
     sizes, pages = np.diff(found.ends), found.pages
     own = np.repeat(pages, sizes)

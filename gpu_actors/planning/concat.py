@@ -17,7 +17,7 @@ def concat(fields: tuple[str, str], left: Any, right: Any) -> Any:
     """Both along the last axis, left first. fields: their names.
 
     NumPy, torch and libraries of the array API standard (CuPy, JAX) concatenate their own arrays, in the caller's
-    stream. Raises `InvalidRequest` for arrays that do not fit together, and for those of other libraries.
+    stream.
     """
     for field, array in zip(fields, (left, right), strict=True):
         is_array = hasattr(array, "dtype") and len(getattr(array, "shape", ())) > 0

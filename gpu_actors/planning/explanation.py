@@ -26,7 +26,7 @@ Request: TypeAlias = FlashForward | FlashBackward | PagedForward | BatchedDecode
 
 
 def key_of(request: Request, device: Device) -> DispatchKey:
-    """The dispatch key of a caller's request. Raises `InvalidRequest`, and as `dispatch_key`."""
+    """The dispatch key of a caller's request."""
     return _key_of(_adopted(request, device.info), device)
 
 
@@ -39,7 +39,7 @@ def _key_of(adopted: Request, device: Device) -> DispatchKey:
 
 
 def explain_request(request: Request, device: Device) -> Explanation:
-    """Why a caller's request has the kernel that it has, or none. Raises `InvalidRequest`."""
+    """Why a caller's request has the kernel that it has, or none."""
     info, barred = device.info, device.barred
     adopted = _adopted(request, info)
     if isinstance(adopted, PagedForward | BatchedDecode):

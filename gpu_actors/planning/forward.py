@@ -1,7 +1,6 @@
 """Forward requests: what decides their plan, how it is made, and how a request is bound to it.
 
-A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are
-bound. Shared by the actors that answer attention requests. `planning.backward` has the same for backward requests.
+A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are bound.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
 
 def forward_signature(request: FlashForward, plain: bool) -> Hashable:
-    """What decides the plan of an adopted request. plain: see `is_plain`.
-
-    Hashing it raises TypeError where an option cannot be hashed.
-    """
+    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
     q, k, v = request.q, request.k, request.v
     scalars = _scalars(request)
     return (
@@ -128,7 +124,7 @@ def call_signature(request: FlashForward, options: Mapping[str, Any]) -> Hashabl
 
 
 def is_plain(request: FlashForward) -> bool:
-    """True where nothing but q, k and v is given, as NumPy arrays."""
+    """Whether nothing but q, k and v is given, as NumPy arrays."""
     return (
         type(request.q) is type(request.k) is type(request.v) is np.ndarray
         and request.out is None
@@ -145,7 +141,7 @@ def broadcast_batch(request: FlashForward) -> FlashForward:
     """An adopted request whose q, k or v of one sequence stands for that of every sequence: strides of 0, no copy.
 
     Dense alone: others, and batches that differ otherwise, are left for validation to refuse. A `FlashBackward` becomes
-    a `SharedBackward`. Raises `Unsupported` for one of padded sequences.
+    a `SharedBackward`.
     """
     q, k, v = (getattr(array, "shape", ()) for array in (request.q, request.k, request.v))
     if q[:1] == k[:1] == v[:1]:
@@ -223,10 +219,7 @@ def _optional_signature(request: FlashForward) -> Hashable:
 
 
 def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
-    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data.
-
-    plain: see `is_plain`. kernels: as in `Plan.launch`.
-    """
+    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data."""
     problem = plan.problem
     inputs = {"q": request.q, "k": request.k, "v": request.v} if plain else bound_inputs(problem, request)
     if request.out is not None:
@@ -257,7 +250,7 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
 def pose_forward(
     request: FlashForward, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey]:
-    """Validate an adopted request and pick its kernel. Raises `InvalidRequest`, and as `key_for`."""
+    """Validate an adopted request and pick its kernel."""
     problem, key, packing = weigh_forward(request, info, barred)
     return problem, packing.key if packing is not None and packing.taken else key
 
@@ -265,10 +258,7 @@ def pose_forward(
 def weigh_forward(
     request: FlashForward, info: DeviceInfo, barred: Barred | None = None
 ) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
-    """The problem, the kernel that takes it if the rule for packing does not, and what packing its rows comes to.
-
-    Raises as `pose_forward`.
-    """
+    """The problem, the kernel that takes it if the rule for packing does not, and what packing its rows comes to."""
     problem = batch_problem(request, info)
     if problem.invariant:
         if has_cache_form(problem):
@@ -298,7 +288,7 @@ def _check_eight_bits(request: FlashForward, problem: AttentionProblem, arch: st
 
 
 def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:
-    """The validated problem of an adopted request without gradients. Raises `InvalidRequest` and `Unsupported`."""
+    """The validated problem of an adopted request without gradients."""
     problem = masked_problem(request, forward_problem(request))
     if not info.invariant:
         return problem
@@ -309,7 +299,6 @@ def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
-    """The plan of an adopted request. Raises as `pose_forward`."""
     problem, key = pose_forward(request, device.info, device.barred)
     outputs = attention_outputs(problem, request.q.shape[:-1])
     mask = planned_mask(request, problem)
@@ -337,7 +326,6 @@ def rounded_inputs(problem: AttentionProblem, inputs: Mapping[str, Any]) -> Mapp
 
 
 def _oracle(problem: AttentionProblem, accumulate: Accumulate, dropout_seed: int, inputs: Mapping[str, Any]) -> Outputs:
-    """What NumPy answers."""
     # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference.arguments import Arguments
     from gpu_actors.reference.forward import evaluate

@@ -27,7 +27,6 @@ class GraphPlanner(AttentionPlanner):
     plans: PlanCache[Any]
 
     def inspect(self, graph: OperationGraph) -> GraphPlan:
-        """The plan of a device that runs kernels. Raises as `graph_plan`."""
         _check_graph(graph)
         return graph_plan(graph, self.device, True, self.accumulate)
 

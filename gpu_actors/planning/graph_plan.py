@@ -87,7 +87,6 @@ class GraphPlan:
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
-        """The keys of `variants`."""
         return () if self.program is None else self.program.keys
 
     def bind(self, graph: OperationGraph, given: Binding, kernels: Sequence[Kernel]) -> Launch:
@@ -171,7 +170,7 @@ def graph_plan(
 
 
 def _invariant(match: AttentionMatch) -> AttentionProblem:
-    """The problem of a match in an invariant context. Raises Unsupported for gradients in any order."""
+    """The problem of a match in an invariant context."""
     problem = dataclasses.replace(match.problem, invariant=True)
     if match.gradients is None or problem.deterministic:
         return problem
@@ -182,7 +181,7 @@ def _invariant(match: AttentionMatch) -> AttentionProblem:
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
-    """Raise Unsupported for a tensor of which kernels would read or write single elements instead of rows."""
+    """Kernels read and write whole rows, and no single elements."""
     wanted: dict[int, int] = {view.uid: 2 if view.transposed else 3 for view in (match.q, match.k, match.v)}
     wanted |= dict.fromkeys((match.out,) if match.bias is None else (match.out, match.bias), 3)
     if match.gradients is not None:

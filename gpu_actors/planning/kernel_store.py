@@ -87,7 +87,7 @@ class KernelStore:
         self._lock = threading.RLock()
 
     def get(self, variants: tuple[Variant, ...], cell: ActorCell) -> Kernels | None:
-        """The loaded kernels, or None if one must be compiled first. Raises what ``Device.load`` raises.
+        """The loaded kernels, or None if one must be compiled first.
 
         Called on the thread of the cell's actor, which loads those that no actor has loaded yet.
         """
@@ -120,10 +120,7 @@ class KernelStore:
         return entry.product
 
     def wait_for(self, variants: tuple[Variant, ...], call: Call[Any], cell: ActorCell) -> None:
-        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet.
-
-        Raises `Unqualified` for a kernel that is quarantined.
-        """
+        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet."""
         failure = self.quarantine.of(variants)
         if failure is not None:
             forget_plans()

@@ -158,7 +158,6 @@ def ends_of(counts: Any) -> Any:
 
 
 def split_outputs(requests: Sequence[CacheRequest], outputs: Outputs) -> list[Outputs]:
-    """Each request's share of the outputs of their merged launch, as views."""
     out, lse = outputs["out"], outputs.get("lse")
     packed = isinstance(requests[0], PagedForward) and requests[0].cu_seqlens_q is not None
     shares: list[Outputs] = []

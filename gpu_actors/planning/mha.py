@@ -18,12 +18,10 @@ __all__ = ["backward_request", "forward_request", "mha_gradients", "mha_output"]
 
 
 def forward_request(message: MhaForward) -> FlashForward:
-    """An adopted message in FlashAttention's layout. Raises `InvalidRequest`."""
     return FlashForward(**_shared(message), return_lse=message.return_stats)
 
 
 def backward_request(message: MhaBackward) -> FlashBackward:
-    """An adopted message in FlashAttention's layout. Raises `InvalidRequest`."""
     shared, params = _shared(message), message.params
     rows = (params.batch, params.heads_q, params.seq_q)
     out = _checked("o", message.o, (*rows, params.head_dim))
@@ -38,7 +36,6 @@ def backward_request(message: MhaBackward) -> FlashBackward:
 
 
 def mha_output(template: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput]:
-    """The answer to one forward request, in the kind of its q."""
     stats = outputs.get("lse")
     heads_first = {"out": outputs["out"].transpose(0, 2, 1, 3), "lse": None if stats is None else stats[..., None]}
     (found,) = attention_output(template, None, heads_first)
@@ -46,13 +43,11 @@ def mha_output(template: Adopted | None, outputs: Outputs) -> Sequence[MhaOutput
 
 
 def mha_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
-    """The answer to one backward request, in the kind of its q."""
     heads_first = {name: outputs[name].transpose(0, 2, 1, 3) for name in ("dq", "dk", "dv")}
     return attention_gradients(template, {**outputs, **heads_first})
 
 
 def _shared(message: MhaForward | MhaBackward) -> dict[str, Any]:
-    """What forward and backward have in common. Heads and rows change places."""
     params = message.params
     if not isinstance(params, AttentionParams):
         raise InvalidRequest("params", type(params).__name__, "must be AttentionParams")
@@ -74,7 +69,6 @@ def _shared(message: MhaForward | MhaBackward) -> dict[str, Any]:
 
 
 def _checked(field: str, array: Any, wanted: tuple[int, ...]) -> Any:
-    """An array of the shape that the params give it."""
     if getattr(array, "shape", None) == wanted:
         return array
     shape_of(field, array, "batch, heads, seq, dim")

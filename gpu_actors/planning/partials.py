@@ -52,7 +52,6 @@ class MergePlan(NamedTuple):
 
 
 def merge_plan(message: MergePartials | MergeBackward, device: Device) -> MergePlan:
-    """The plan of an adopted message. Raises `InvalidRequest` and `Unsupported`."""
     first = message.partials[0]
     *batch, rows, heads, columns = map(int, first.out.shape)
     if isinstance(message, MergeBackward):
@@ -125,7 +124,7 @@ def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Seque
 
 
 def merge_gradients_answer(count: int, template: Adopted, outputs: Outputs) -> Sequence[MergeGradients]:
-    """The answer to one `MergeBackward` of so many partials, in the kind of the first out."""
+    """In the kind of the first out."""
     return (merge_gradients_of(count, {name: restore(array, template) for name, array in outputs.items()}),)
 
 

@@ -106,7 +106,7 @@ class Plan:
 def program_for(
     problem: AttentionProblem, key: DispatchKey, device: Device, lengths_on_host: bool = True
 ) -> Program | None:
-    """What a device launches for a problem, or None where it launches nothing. Raises Unsupported as `program_of`."""
+    """What a device launches for a problem, or None where it launches nothing."""
     if key.kernel == REFERENCE.name or problem.vacuous:
         return None
     target = Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host)
@@ -168,13 +168,12 @@ class PlanCache(Generic[P]):
             _CACHES.add(self)
 
     def forget(self) -> None:
-        """Forget every plan."""
         self._latest = None
         self._plans = OrderedDict()
         self.called = {}  # last: a thread that keeps a plan in the new one has found it among the new plans
 
     def find(self, signature: Hashable) -> P | None:
-        """The plan of that signature, or None. Raises TypeError for a signature that cannot be hashed."""
+        """Raises TypeError for a signature that cannot be hashed."""
         planned = self._plans.get(signature)
         return None if planned is None else self.use(planned)
 
@@ -203,7 +202,7 @@ class PlanCache(Generic[P]):
         return planned.plan
 
     def of(self, signature: Callable[[], Hashable], make: Callable[[], P]) -> P:
-        """The plan of that signature. Where there is none, it is made and kept. Raises what ``make`` raises."""
+        """The plan of that signature. Where there is none, it is made and kept."""
         try:
             known = signature()
             plan = self.find(known)

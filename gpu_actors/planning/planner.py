@@ -87,7 +87,7 @@ class AttentionPlanner(Workbench):
             return None  # as in `plan`, which comes next
 
     def plan(self, request: FlashForward, plain: bool) -> Plan:
-        """The plan of an adopted request, whose seed is checked here. plain: see `is_plain`."""
+        """The plan of an adopted request, whose seed is checked here."""
         seed = request.dropout_seed
         if type(seed) is not int or not 0 <= seed < SEEDS:
             with reading(request):

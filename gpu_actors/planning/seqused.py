@@ -42,8 +42,8 @@ _PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # of a sequence; the 
 def to_varlen(request: Request) -> Request:
     """An adopted request with ``seqused_q`` or ``seqused_k``, as one with cu_seqlens.
 
-    Raises `InvalidRequest` and `Unsupported`, as for the request without them, and for these fields. A bias that the
-    sequences do not share is copied, because each of the packed ones has a matrix. Those of padding are not read.
+    A bias that the sequences do not share is copied, because each of the packed ones has a matrix. Those of padding are
+    not read.
     """
     for side in "qk":
         ends, field = getattr(request, f"cu_seqlens_{side}"), f"seqused_{side}"
@@ -93,7 +93,6 @@ def to_varlen(request: Request) -> Request:
 
 
 def to_dense_answer(request: FlashForward, finish: Finish) -> Finish:
-    """A `Finish` for the dense request, from that of its varlen form."""
     lengths = {"out": request.q, "dq": request.q, "dk": request.k, "dv": request.v}
     return functools.partial(_answer, len(request.q), {name: array.shape[1] for name, array in lengths.items()}, finish)
 
@@ -124,13 +123,11 @@ def _used(field: str, used: Any, batch: int, length: int) -> Any:
 
 
 def _each(array: Any, field: str) -> Any:
-    """Repeat the row of each dense sequence for its packed ones."""
     expect(isinstance(array, np.ndarray), field, describe(array), "must lie on the host beside seqused_q or seqused_k")
     return np.repeat(array, _PARTS, axis=0)
 
 
 def _flat(field: str, array: Any, writes: bool = False) -> Any:
-    """(batch, rows, ...) as (batch * rows, ...)."""
     batch, length, *rest = array.shape
     outer, row = array.strides[:2]
     follows = batch <= 1 or length <= 1 or outer == length * row
@@ -142,7 +139,6 @@ def _flat(field: str, array: Any, writes: bool = False) -> Any:
 
 
 def _cut(array: Any, axis: int, batch: int, length: int) -> Any:
-    """Split the axis of packed rows into sequences and rows."""
     shape = (*array.shape[:axis], batch, length, *array.shape[axis + 1 :])
     if not isinstance(array, DeviceArray):
         return array.reshape(shape)

@@ -43,10 +43,7 @@ def alignments(*operands: Any) -> tuple[int | None, ...]:
 def key_for(
     problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str], barred: Barred | None = None
 ) -> DispatchKey:
-    """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles.
-
-    Raises as `dispatch_key` and `invariant_key`.
-    """
+    """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles."""
     operands = {name: getattr(request, name) for name in names}
     if problem.invariant:
         families = {name: eligible_families({name: array}) for name, array in operands.items()}
@@ -62,8 +59,7 @@ def invariant_key(
 ) -> DispatchKey:
     """The key of an invariant problem. families: those that can read each operand where it lies, by its name.
 
-    Raises as `dispatch_key`, and Unsupported for an operand that the kernel cannot read: another kernel would give its
-    rows other bits.
+    An operand that the kernel cannot read is Unsupported: another kernel would give its rows other bits.
     """
     key = answering_key(problem, info.arch, info.runs_kernels, FAMILIES, barred)
     for name, eligible in families.items():
