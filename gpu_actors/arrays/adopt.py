@@ -130,7 +130,7 @@ class Reinterpreted:
 
 
 def dtype_of(name: str) -> Dtype:
-    """The dtype of that NumPy or ml_dtypes name. Raises KeyError for one that no operand may have."""
+    """By a NumPy or ml_dtypes name. KeyError for one that no operand may have."""
     return _DTYPES[name]
 
 
@@ -194,14 +194,14 @@ def restore(result: AnyArray, template: Adopted) -> Any:
 
 
 def check_device(adopted: Adopted, field: str, device: str) -> None:
-    """Raise InvalidRequest unless the array lies on the host or on ``device`` ("cpu", "cuda:N")."""
+    """Check that the array lies on the host or on ``device`` ("cpu", "cuda:N")."""
     if adopted.device not in ("cpu", device):
         there = "the host" if device == "cpu" else f"the host or {device}"
         raise InvalidRequest(field, describe(adopted.source), f"must lie on {there}, not on {adopted.device}")
 
 
 def check_output(into: AnyArray, shape: tuple[int, ...], dtype: str, field: str) -> None:
-    """Raise InvalidRequest unless an output of this shape and dtype can be written into the array."""
+    """Check that an output of this shape and dtype can be written into the array."""
     if into.shape != tuple(shape) or into.dtype != _DTYPES[dtype]:
         reason = f"must be {dtype} of shape {tuple(shape)}"
         raise InvalidRequest(field, f"{into.dtype} of shape {into.shape}", reason)

@@ -31,7 +31,6 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
 
     device: "cpu" or "cuda:N", where arrays may lie besides the host. notes: of the thread that submitted the message;
     None: the calling thread's own.
-    Raises `InvalidRequest` for what is no array, lies elsewhere, or would lose its gradient.
     """
     changes: dict[str, Any] = {}
     template: Adopted | None = None

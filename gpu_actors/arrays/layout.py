@@ -71,7 +71,7 @@ def read_arrays(
 ) -> tuple[dict[str, Any], Adopted | None]:
     """Arrays by name as this package reads them, and what q was where that is no such array.
 
-    device: "cpu" or "cuda:N". owner: what they are given to, such as "this step". Raises `InvalidRequest`.
+    device: "cpu" or "cuda:N". owner: what they are given to, such as "this step".
     """
     read: dict[str, Any] = {}
     template: Adopted | None = None

@@ -35,10 +35,7 @@ class Binding:
 
 
 def bind_arrays(graph: OperationGraph, arguments: object, device: str, notes: CallerNotes | None = None) -> Binding:
-    """Check and adopt the arrays and numbers of one `execute`. device, notes: as in `adopt_request`.
-
-    Raises InvalidRequest with the tensor's name for one that is missing, unknown, or not as the graph describes it.
-    """
+    """Check and adopt the arrays and numbers of one `execute`. device, notes: as in `adopt_request`."""
     order = graph.order()
     if not isinstance(arguments, Mapping):
         raise InvalidRequest("arrays", type(arguments).__name__, "must be a mapping of uid to array")
@@ -81,7 +78,7 @@ def _array(tensor: GraphTensor, value: Any, device: str, notes: CallerNotes | No
 
 
 def memory_order(tensor: GraphTensor) -> tuple[int, ...]:
-    """A tensor's axes from the slowest to the fastest. Raises InvalidRequest for an output that would have gaps."""
+    """A tensor's axes from the slowest to the fastest. InvalidRequest for an output that would have gaps."""
     axes = sorted(range(len(tensor.dims)), key=lambda axis: (tensor.dims[axis] > 1, -tensor.strides[axis], axis))
     packed = contiguous_strides([tensor.dims[axis] for axis in axes], 1)
     for axis, step in zip(axes, packed, strict=True):

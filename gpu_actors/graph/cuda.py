@@ -72,8 +72,7 @@ def score_mod(
 
     tensors, scalars: the operands of its leaves with these names, by slot.
     real: "float", or "double" for float64 scores.
-    block_size: of a block mask, whose lists are the last tensors.
-    full_root: the expression in its full blocks.
+    block_size: of a block mask, whose lists are the last tensors. full_root: the expression in its full blocks.
     """
     read = [tensor for tensor in tensors if not tensor.blocks]
     members = _members(read)

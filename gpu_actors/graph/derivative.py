@@ -1,7 +1,6 @@
 """The derivative of a score modification, in reverse mode over its expression.
 
-Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2. The result is an expression of `dscore`, the
-gradient of the modified score, for the gradient of the score. The rules are those of
+The result is an expression of `dscore`, the gradient of the modified score. The rules and their source are those of
 `gpu_actors.reference.differentiate`.
 """
 

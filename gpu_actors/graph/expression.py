@@ -52,7 +52,7 @@ def literal(value: float) -> Expression:
 
 
 def real(node: str, expression: Expression) -> Expression:
-    """The expression as a floating-point number. Raises Unsupported if float32 does not hold its integers."""
+    """The expression as a floating-point number, unless float32 does not hold its integers."""
     if expression.kind == "real":
         return expression
     if max(map(abs, expression.range)) > _EXACT:
@@ -62,10 +62,7 @@ def real(node: str, expression: Expression) -> Expression:
 
 
 def combine(node: str, op: str, args: tuple[Expression, ...]) -> Expression:
-    """An operation on expressions, with its kind and range. node: the graph's node, for messages.
-
-    Raises Unsupported if an integer could exceed 32 bits, or if the divisor of integers could be 0.
-    """
+    """An operation on expressions, with its kind and range. node: the graph's node, for messages."""
     if op in ("logical_and", "logical_or", "logical_not"):
         return Expression(op, "bool", args)
     numbers = args[1:] if op == "select" else args

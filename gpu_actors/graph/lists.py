@@ -15,10 +15,7 @@ __all__ = ["agree", "check_lists", "listing_counts"]
 
 
 def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
-    """Raise InvalidRequest for lists of keys and of rows that differ, if a launch waits by both.
-
-    Lists on a device are not read.
-    """
+    """Refuse lists of keys and of rows that differ, if a launch waits by both. Lists on a device are not read."""
     if not any(("deterministic", True) in node.attributes for node in nodes):
         return
     for node in nodes:

@@ -68,7 +68,6 @@ class AttentionMatch:
 
 
 def match_attention(graph: OperationGraph) -> AttentionMatch:
-    """The attention of a sound graph. Raises Unsupported with the node that no kernel computes."""
     return _Matcher(graph).match()
 
 
@@ -338,7 +337,6 @@ class _Matcher:
                 refuse(gradient, f"{reason}name the array by another uid in each, and add their gradients", "one place")
 
     def _lse_dtype(self, stats: int | None, dtype: str) -> str:
-        """The dtype of the stats if inputs of ``dtype`` support it, else float32."""
         wide = stats is not None and dtype == self._tensor(stats).dtype == "float64"
         return "float64" if wide else "float32"
 

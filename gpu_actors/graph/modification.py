@@ -152,7 +152,6 @@ class ScoreInputs:
         return leaf("tensor", "int" if tensor.dtype == "int32" else "bool" if tensor.dtype == "bool" else "real", slot)
 
     def _lists(self, node: Node, gradients: bool, deterministic: bool) -> None:
-        """Add the lists over which kernels iterate."""
         lists = node.inputs[1:]
         half = 0
         if node["transposed"]:

@@ -53,17 +53,12 @@ class Node:
 
 
 class Written(NamedTuple):
-    """The dims and dtype of a tensor that a node writes."""
-
     dims: tuple[int, ...]
     dtype: str
 
 
 def infer(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
-    """The dims and dtype of each output of a node that reads ``tensors``.
-
-    Raises InvalidRequest, naming the node, for an unknown operation and for operands that do not fit together.
-    """
+    """The dims and dtype of each output of a node that reads ``tensors``."""
     operation = OPERATIONS.get(node.op)
     if operation is None:
         raise InvalidRequest(node.name, node.op, f"is no operation; there are {', '.join(sorted(OPERATIONS))}")
@@ -75,7 +70,6 @@ def infer(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 
 
 def broadcast(node: Node, tensors: Sequence[GraphTensor]) -> tuple[int, ...]:
-    """The common dims of a node's operands."""
     rank = max(len(tensor.dims) for tensor in tensors)
     dims: list[int] = []
     for axis in range(-rank, 0):

@@ -147,7 +147,7 @@ Operand: TypeAlias = "GraphTensor | float | int"
 def checked_layout(
     uid: int, dims: object, strides: object, dtype: object
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """(dims, strides, dtype) of a tensor from a user's arguments. Raises InvalidRequest and Unsupported."""
+    """(dims, strides, dtype) of a tensor from a user's arguments."""
     field = f"tensor {uid}"
     if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         nearest = _NEAREST.get(str(dtype), "float32")
@@ -170,7 +170,7 @@ def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...
 
 
 def checked_scalar(field: str, dtype: str, value: object) -> float | int:
-    """A scalar's value in its dtype. Infinities are accepted. Raises InvalidRequest for ``field``."""
+    """A scalar's value in its dtype. Infinities are accepted."""
     if dtype == "uint64":
         return integer(field, value, 0, (1 << 64) - 1)
     if dtype == "int32":
@@ -184,7 +184,7 @@ def checked_scalar(field: str, dtype: str, value: object) -> float | int:
 
 
 def checked_uids(node: str, what: str, uids: object) -> tuple[int, ...]:
-    """The uids that a node names as its inputs or outputs. Raises InvalidRequest unless they are ints."""
+    """The uids that a node names as its inputs or outputs."""
     if not isinstance(uids, tuple | list) or not all(isinstance(uid, Integral) for uid in uids):
         raise InvalidRequest(node, uids, f"{what} must be a tuple of uids")
     return tuple(int(uid) for uid in uids)

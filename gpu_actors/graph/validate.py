@@ -32,7 +32,6 @@ class Order:
 
 
 def validate(tensors: Mapping[int, GraphTensor], nodes: Sequence[Node]) -> Order:
-    """The order of a sound graph. Raises InvalidRequest and Unsupported as `OperationGraph.validate`."""
     writers = _writers(tensors, nodes)
     readers: dict[int, list[Node]] = {}
     for node in nodes:
@@ -124,7 +123,7 @@ def _check_written(tensors: Mapping[int, GraphTensor], node: Node) -> None:
 
 
 def _check_first(node: Node, writers: dict[int, Node]) -> None:
-    """Raise Unsupported for the gradient of a tensor that depends on a gradient."""
+    """Refuse the gradient of a tensor that depends on a gradient."""
     visited: set[int] = set()
     waiting = [node.inputs[0]] if node.op == "gradient" else []
     while waiting:

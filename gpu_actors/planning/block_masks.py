@@ -181,7 +181,7 @@ def _check(mask: BlockMask, problem: AttentionProblem, gradients: bool) -> None:
 
 
 def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Lists on a device are the caller's care."""
+    """Check lists on the host. Those on a device are the caller's care."""
     for name in LISTS[::2]:
         indices = name.replace("num_blocks", "indices")
         if name not in shapes or not isinstance(getattr(mask, name), np.ndarray):
@@ -199,7 +199,7 @@ def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> No
 
 
 def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Lists on the host name no block of a row or column twice: kernels would count its keys twice."""
+    """Check that lists on the host name no block of a row or column twice: kernels would count its keys twice."""
     for side in ("kv", "q"):
         names = [name for name in shapes if name.removeprefix("full_").startswith(side)]
         arrays = [_cut(getattr(mask, name), shapes[name]) for name in names]
@@ -211,7 +211,7 @@ def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _check_turns(lists: Sequence[Any]) -> None:
-    """Lists on the host name the same blocks: deterministic gradients wait by both."""
+    """Check that lists on the host name the same blocks: deterministic gradients wait by both."""
     half = len(lists) // 2
     if all(isinstance(array, np.ndarray) for array in lists) and not agree(lists[:half], lists[half:]):
         reason = "q_indices must name the blocks of kv_indices the other way round, each once"

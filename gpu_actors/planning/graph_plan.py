@@ -87,6 +87,7 @@ class GraphPlan:
 
     @property
     def keys(self) -> tuple[DispatchKey, ...]:
+        """The keys of `variants`."""
         return () if self.program is None else self.program.keys
 
     def bind(self, graph: OperationGraph, given: Binding, kernels: Sequence[Kernel]) -> Launch:
@@ -181,7 +182,7 @@ def _invariant(match: AttentionMatch) -> AttentionProblem:
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
-    """Kernels read and write whole rows, and no single elements."""
+    """Check that kernels can read and write whole rows, and no single elements."""
     wanted: dict[int, int] = {view.uid: 2 if view.transposed else 3 for view in (match.q, match.k, match.v)}
     wanted |= dict.fromkeys((match.out,) if match.bias is None else (match.out, match.bias), 3)
     if match.gradients is not None:

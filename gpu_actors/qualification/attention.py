@@ -162,7 +162,6 @@ class _Data:
 
     @functools.cached_property
     def rounded(self) -> tuple[Any, Any, Any]:
-        """q, k and v as they are multiplied."""
         return (self.q, self.k, self.v) if self.compute is None else round_inputs(self.q, self.k, self.v, self.compute)
 
     @functools.cached_property
@@ -358,8 +357,6 @@ _ARRAYS = (
 
 
 class _Outputs:
-    """What attention answers to a trial."""
-
     more_inputs: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, data: _Data, weights: str | None) -> None:
@@ -424,8 +421,6 @@ class _Outputs:
 
 
 class _Gradients:
-    """What a gradient kernel answers to a trial."""
-
     def __init__(self, data: _Data) -> None:
         self._data = data
         p = data.problem
@@ -458,7 +453,6 @@ class _Gradients:
 
     @functools.cached_property
     def _expected(self) -> tuple[Any, Any]:
-        """The oracle's gradients and their bounds, added up where sequences share an operand."""
         data, p = self._data, self._data.problem
         dout = self._dout
         if data.compute is not None:

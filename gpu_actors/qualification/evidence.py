@@ -61,7 +61,7 @@ def evidence_of(experiment: Experiment, variant: Variant, outputs: Mapping[str, 
 
 
 def read_evidence(path: str | Path) -> Evidence:
-    """What a file tells. Raises ValueError for one that no quarantine has written, and OSError."""
+    """Raises ValueError for a file that no quarantine has written, and OSError."""
     with np.load(path, allow_pickle=False) as file:
         try:
             about = json.loads(file["about"].tobytes())

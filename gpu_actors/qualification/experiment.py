@@ -88,7 +88,7 @@ class Experiment:
                 raise ProofFailed(f"{name} has other bits in a second launch of the same arrays", second)
 
     def launch(self, stream: Stream, kernels: Kernels, limit: float) -> dict[str, Any]:
-        """The arrays written by one launch. Raises as `prove`."""
+        """The arrays written by one launch."""
         written = {name: array.copy() for name, array in self.written.items()}
         if kernels:
             inputs, names = {**self.inputs, **written}, tuple(written)

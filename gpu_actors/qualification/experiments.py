@@ -27,7 +27,7 @@ def is_proved(variant: Variant) -> bool:
 
 
 def experiments_of(variant: Variant, device: Device) -> Iterator[Experiment]:
-    """Those that prove a variant on a device. None where it is not `is_proved`."""
+    """Those that prove a variant on a device; none where it is not `is_proved`."""
     if not is_proved(variant):
         return
     if isinstance(variant.example, DispatchKey):

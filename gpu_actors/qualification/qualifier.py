@@ -129,7 +129,6 @@ class Qualifier:
             return self._conclude(variant, name, verdict, kept=False)
 
     def _conclude(self, variant: Variant, name: VerdictName, verdict: Verdict, kept: bool) -> Unqualified | None:
-        """The error of a verdict, and its event."""
         with self._lock:
             self._known[name] = verdict
             self.counts[verdict.outcome] += 1

@@ -48,7 +48,6 @@ def _rng_of(problem: object) -> np.random.Generator:
 
 
 def append_experiments(variant: Variant) -> Iterator[Experiment]:
-    """Those that prove a variant of an `AppendProblem`."""
     assert isinstance(variant.example, AppendProblem)
     for trial in append_trials(variant.example):
         data = _Rows(trial)
@@ -246,7 +245,7 @@ _PAIRS = np.array([(0, 5), (2, 1), (6, 4)], np.int32)
 
 
 def copy_experiments(variant: Variant) -> Iterator[Experiment]:
-    """That which proves the kernel that copies pages, of several parts each."""
+    """Pages of several parts each."""
     rng, pool = _rng_of(_POOL), _POOL
     caches = {
         f"{side}_cache": rng.integers(0, 256, (pool.num_blocks, pool.page_size, pool.heads_kv, 2 * dim), np.uint8).view(
@@ -277,7 +276,6 @@ def copy_experiments(variant: Variant) -> Iterator[Experiment]:
 
 
 def merge_experiments(variant: Variant) -> Iterator[Experiment]:
-    """Those that prove a variant of a `MergeProblem`, or of its gradient."""
     assert isinstance(variant.example, MergeProblem)
     make = _merge if variant.kernel == "merge" else _merge_gradients
     for problem in merge_trials(variant.example):

@@ -73,7 +73,7 @@ class Verdicts:
         self._evidence = CacheFolder(path, writable=True, suffix=".npz")
 
     def name(self, key: EntryName, product: Cubin | Kernel) -> VerdictName:
-        """Of the verdict on a product. key: of its variant."""
+        """key: of the product's variant."""
         code = hashlib.sha256(product.data).hexdigest() if isinstance(product, Cubin) else ""
         groups = ([str(_SCHEMA)], [version.__version__], list(self._identity), [key.variant, key.build or ""], [code])
         return VerdictName((key.variant, digest_of(groups)))
@@ -126,7 +126,6 @@ class Verdicts:
         return path
 
     def evidence(self, name: VerdictName) -> str | None:
-        """The path of a verdict's .npz file, where it has one."""
         path = self._folder.path / f"{name.stem}.npz"
         return str(path) if path.exists() else None
 

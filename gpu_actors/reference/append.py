@@ -26,10 +26,7 @@ class AppendedRow(NamedTuple):
 
 
 def appended_rows(cu_seqlens: Array, cache_seqlens: Array) -> Iterator[AppendedRow]:
-    """Every new row in order.
-
-    cu_seqlens: (batch + 1,) of the packed rows. cache_seqlens: (batch,), keys of each sequence, the new ones included.
-    """
+    """cu_seqlens: (batch + 1,) of the packed rows. cache_seqlens: (batch,), keys of each sequence with the new ones."""
     ends, lengths = np.asarray(cu_seqlens).tolist(), np.asarray(cache_seqlens).tolist()
     for sequence, length in enumerate(lengths):
         first, end = ends[sequence], ends[sequence + 1]
@@ -92,7 +89,6 @@ def copy_pages(caches: Sequence[Array], pairs: Array) -> None:
 
 
 def _row_of(cache: Any, block_table: Array | None, sequence: int, place: int) -> Array | None:
-    """The (heads_kv, dim) of a place, or None where there is none."""
     if place < 0:
         return None
     if block_table is not None:

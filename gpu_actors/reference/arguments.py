@@ -39,15 +39,15 @@ class Piece:
     seqlen_k: int
 
     def queries(self, array: Array) -> Array:
-        """This piece of a query-side array, as (batch, rows, heads, dim)."""
+        """(batch, rows, heads, dim)"""
         return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[0]]
 
     def keys(self, array: Array) -> Array:
-        """This piece of a key-side array, as (batch, rows, heads_kv, dim)."""
+        """(batch, rows, heads_kv, dim)"""
         return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[1]]
 
     def statistics(self, array: Array) -> Array:
-        """This piece of an LSE-like array, as (batch, heads, rows)."""
+        """(batch, heads, rows)"""
         return array[self.first : self.stop] if self.tokens is None else array[None, :, self.tokens[0]]
 
     def tree_rows(self, array: Array) -> Array:
@@ -132,7 +132,6 @@ class Arguments:
 
     @property
     def positioned(self) -> bool:
-        """Whether each sequence has positions of its own."""
         return self.q_positions is not None or self.k_positions is not None
 
     def positions(self, piece: Piece, rows: Array) -> tuple[Array, Array]:
@@ -189,7 +188,7 @@ _SCALARS = (
 def pose(q: Array, k: Array, v: Array, **options: Unpack[ForwardOptions]) -> Arguments:
     """The arguments of a call, whose problem is that of a request with these shapes and options.
 
-    The oracle takes any dtypes together: validation reads those that a request may have. Raises `InvalidRequest`.
+    The oracle takes any dtypes together: validation reads those that a request may have.
     """
     arrays: dict[str, Any] = dict(options)
     scalars: dict[str, Any] = {name: arrays.pop(name) for name in _SCALARS if name in arrays}

@@ -159,8 +159,6 @@ def gradient_tiles(arguments: Arguments, incoming: Incoming, dtype: np.dtype, st
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A piece of `Incoming`, in the operands' layout."""
-
     dout: Array
     out: Array | None
     lse: Array | None
@@ -293,7 +291,6 @@ class GradientSums:
             keys += share.swapaxes(1, 2)
 
     def add_reduced(self, tile: GradientTile, dbias: Array, delta: Array) -> None:
-        """The sums over what bias and sinks are broadcast along."""
         arguments, piece = self._arguments, tile.operands.piece
         if self._dbias is not None:
             share = dbias.reshape(dbias.shape[0], arguments.problem.heads_q, *dbias.shape[3:])

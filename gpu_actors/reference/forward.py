@@ -47,7 +47,6 @@ class Rounding:
 
 
 def identity(array: Array) -> Array:
-    """Leaves an intermediate result as it is."""
     return array
 
 
@@ -108,7 +107,6 @@ def evaluate(
 
 
 def _token_major(arguments: Arguments, piece: Piece, array: Array) -> Array:
-    """The piece's part of an output, as (batch, rows, heads_kv, gqa_ratio, dim_v)."""
     return arguments.split_heads(piece.queries(array), 2)
 
 

@@ -161,7 +161,6 @@ def gradient_row_bound(reference: Array, low: Array, dtype: str) -> Array:
 
 
 def _rounding(arguments: Arguments, incoming: Incoming, dtype: str) -> ReferenceGradients:
-    """The rounding bound of the module's docstring."""
     work = np.dtype(np.float64)
     single, narrow = GradientSums(arguments, work), GradientSums(arguments, work)
     with np.errstate(all="ignore"):

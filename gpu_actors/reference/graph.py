@@ -43,7 +43,6 @@ def record(
     dtype: npt.DTypeLike = np.float64,
     step: Callable[[Array], Array] = lambda array: array,
 ) -> Tape:
-    """`evaluate_graph`, with the value of every tensor kept."""
     tape = Tape(graph, dtype, step)
     for uid, tensor in graph.tensors.items():
         if tensor.by_value:
@@ -84,10 +83,7 @@ def _compute(tape: Tape, node: Node) -> None:
 
 
 def _checked_integers(tape: Tape, node: Node, uid: int, array: Array) -> Array:
-    """The integers of a node that wrote tensor ``uid``. They have 64 bits inside a graph, and outputs have 32.
-
-    Raises InvalidRequest for one that leaves them, which would wrap around.
-    """
+    """Integers have 64 bits inside a graph, and outputs have 32: one that leaves them would wrap around."""
     if array.dtype.kind == "i":
         ends = [int(array.min()), int(array.max())]
         if node.op == "mul":  # which may have wrapped around already

@@ -124,7 +124,6 @@ def evaluate_cached(
 
 
 def _packed_rows(q: Array, cu_seqlens_q: Array | None, tree_mask: Array | None) -> dict[str, Any]:
-    """The arrays of rows, packed, by their names."""
     if cu_seqlens_q is None:
         batch, rows = q.shape[:2]
         cu_seqlens_q = np.arange(batch + 1, dtype=np.int32) * np.int32(rows)
@@ -133,7 +132,7 @@ def _packed_rows(q: Array, cu_seqlens_q: Array | None, tree_mask: Array | None) 
 
 
 def _dense_rows(packed: ReferenceOutput, q: Array) -> ReferenceOutput:
-    """The result of packed rows, for rows that q has with an axis of sequences."""
+    """For rows that q has with an axis of sequences."""
     batch, rows = q.shape[:2]
 
     def dense(array: Array) -> Array:

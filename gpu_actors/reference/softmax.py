@@ -54,8 +54,6 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A piece's arrays, upcast to the dtype that computes, descaled, and shaped for GQA."""
-
     piece: Piece
     q: Array
     k: Array
@@ -99,10 +97,7 @@ def _descaled(array: Array, descale: Array | None, piece: Piece) -> Array:
 
 
 def masked_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> tuple[Array, Array | None]:
-    """Scores of a tile of rows, -inf where masked, and the mask itself (None where nothing is masked).
-
-    Scale, softcap c * tanh(s / c), ALiBi and bias, mask, in this order.
-    """
+    """Scores of a tile of rows, -inf where masked, and the mask itself (None where nothing is masked)."""
     return mask_scores(arguments, operands, rows, capped_scores(arguments, operands, rows, step)[0], step)
 
 

@@ -222,7 +222,6 @@ def _cut_scores_bound(q: Array, k: Array, options: dict[str, Any]) -> Array:
 
 
 def _longest(k: Array, options: dict[str, Any]) -> int:
-    """The keys of the longest sequence."""
     ends = options.get("cu_seqlens_k")
     return int(k.shape[1]) if ends is None else int(np.diff(np.asarray(ends)).max(initial=0))
 

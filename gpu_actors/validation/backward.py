@@ -15,7 +15,6 @@ __all__ = ["backward_problem"]
 
 
 def backward_problem(request: FlashBackward) -> AttentionProblem:
-    """The problem that a request poses. Raises as `forward_problem`, and `Unsupported` for fp8."""
     dtype = dtype_of("q", request.q)
     if dtype in FP8:
         reason = "fp8 gradients would be lost in rounding; backward takes 16-bit and wider inputs"

@@ -71,11 +71,9 @@ class Sizes(NamedTuple):
 
 
 def forward_problem(request: FlashForward) -> AttentionProblem:
-    """The problem that a request poses.
+    """The problem that a request poses, by its shapes, dtypes and options.
 
-    Reads shapes, dtypes and options, not data: `check_cu_seqlens` looks at the sequence bounds of each request, and
-    `check_seed` at its seed.
-    Raises `InvalidRequest` and, for a dtype that attention is not defined on, `Unsupported`.
+    `check_cu_seqlens` looks at the sequence bounds of each request, and `check_seed` at its seed.
     """
     check_beside_blocks(request)
     if request.pack_gqa is not None:
@@ -112,7 +110,7 @@ _BESIDE_BLOCKS: dict[str, tuple[Any, str]] = {
 
 
 def check_beside_blocks(request: FlashForward | PagedForward) -> None:
-    """Raise `Unsupported` for options that no kernel has beside a block mask."""
+    """Refuse options that no kernel has beside a block mask."""
     for name, (absent, reason) in _BESIDE_BLOCKS.items() if request.block_mask is not None else ():
         value = getattr(request, name)
         if value is not absent and (absent is None or value != absent):
@@ -124,7 +122,7 @@ def score_options(
 ) -> dict[str, Any]:
     """The fields of a problem that decide which scores count and how large they grow.
 
-    Those of the mask go as they are: `AttentionProblem` checks them. Raises `InvalidRequest`.
+    Those of the mask go as they are: `AttentionProblem` checks them.
     """
     softcap, scale = real("softcap", request.softcap), request.softmax_scale
     expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
@@ -144,10 +142,7 @@ def score_options(
 def check_descales(
     request: FlashForward | PagedForward | BatchedDecode, dtypes: dict[str, str], shape: tuple[int, int]
 ) -> bool:
-    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv).
-
-    Raises `Unsupported` for factors that differ between the rows of a sequence.
-    """
+    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv)."""
     given = False
     for side, dtype in dtypes.items():
         field = f"{side}_descale"
@@ -173,7 +168,7 @@ def longest(field: str, cu_seqlens: Any) -> int:
 
 
 def sequences(field: str, cu_seqlens: Any) -> int:
-    """How many sequences cu_seqlens bounds, wherever it lies. Raises `InvalidRequest` for what is no cu_seqlens."""
+    """How many sequences cu_seqlens bounds, wherever it lies."""
     shape = tuple(getattr(cu_seqlens, "shape", ()))
     sound = len(shape) == 1 and 0 <= shape[0] - 1 <= _MOST_SEQUENCES and dtype_name(cu_seqlens) == "int32"
     expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
@@ -211,7 +206,7 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
 
 
 def check_positions(problem: AttentionProblem, request: FlashForward) -> None:
-    """Check positions on the host. Those on a device are the kernel's care. Raises `InvalidRequest`."""
+    """Check positions on the host. Those on a device are the kernel's care."""
     for side, longest_length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         lengths = lengths_of(getattr(request, f"cu_seqlens_{side}"), longest_length)
         check_steps(f"{side}_positions", getattr(request, f"{side}_positions"), lengths)
@@ -225,7 +220,7 @@ def lengths_of(ends: Any, length: int) -> Any:
 
 
 def check_steps(field: str, array: Any, lengths: Any) -> None:
-    """Check the positions of so many rows or keys a sequence, where they lie on the host. Raises `InvalidRequest`."""
+    """Check the positions of so many rows or keys a sequence, where they lie on the host."""
     if not isinstance(array, np.ndarray) or not array.size:
         return
     first, step = steps_of(array)
@@ -317,7 +312,7 @@ def _common_dtype(request: FlashForward) -> str:
 
 
 def check_out(request: FlashForward | PagedForward | BatchedDecode, head_dim_v: int, out_dtype: str) -> None:
-    """Raise `InvalidRequest` for an ``out`` that is not shaped like q with v's head_dim."""
+    """Check that ``out`` is shaped like q with v's head_dim."""
     optional_array("out", request.out, ((*map(int, request.q.shape[:-1]), head_dim_v),), (out_dtype,))
 
 
@@ -345,9 +340,9 @@ def _alibi_signed(request: FlashForward) -> bool:
 
 
 def bias_fields(bias: Any, shape: Sizes, dtype: str, keys: int | None = None, one_row: bool = False) -> dict[str, Any]:
-    """The fields of a problem for its bias. keys: that it must have; None: seqlen_k. one_row: it has no axis of rows.
+    """The fields of a problem for its bias. keys: that it must have; None: seqlen_k.
 
-    Raises `InvalidRequest`.
+    one_row: it has no axis of rows.
     """
     if bias is None:
         return {}

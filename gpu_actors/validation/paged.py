@@ -53,10 +53,9 @@ _QUERY = "batch, rows, heads, head_dim"
 
 
 def paged_problem(request: PagedForward) -> AttentionProblem:
-    """The problem that a request poses.
+    """The problem that a request poses, by its shapes, dtypes and options.
 
-    Reads shapes, dtypes and options, not data: `check_lengths` and `check_block_table` look at each request's own.
-    Raises `InvalidRequest` and `Unsupported`.
+    `check_lengths` and `check_block_table` look at each request's data.
     """
     check_beside_blocks(request)
     sizes = _paged_sizes(request)
@@ -74,7 +73,6 @@ def paged_problem(request: PagedForward) -> AttentionProblem:
 
 
 def decode_problem(request: BatchedDecode) -> AttentionProblem:
-    """The problem that a request poses. Raises as `paged_problem`."""
     batch, heads_q, head_dim = shape_of("q", request.q, "batch, heads, head_dim")
     k, shapes_k, own_k = _caches("k_caches", request.k_caches, request.q)
     v, shapes_v, own_v = _caches("v_caches", request.v_caches, request.q)
@@ -147,7 +145,7 @@ def _bias(request: PagedForward | BatchedDecode, sizes: Sizes, dtype: str) -> di
 
 
 def check_bias(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:
-    """Check that a bias has an element for each key. Raises `InvalidRequest`."""
+    """Check that a bias has an element for each key."""
     paged = isinstance(request, PagedForward)
     lengths: Any = request.cache_seqlens if isinstance(request, PagedForward) else request.seq_lens
     padding = getattr(request, "cache_leftpad", None)
@@ -162,7 +160,7 @@ def check_bias(problem: AttentionProblem, request: PagedForward | BatchedDecode)
 
 
 def check_cache_positions(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:
-    """Check what lies on the host of the positions of rows and keys. Raises `InvalidRequest`."""
+    """Check what lies on the host of the positions of rows and keys."""
     keys: Any
     if isinstance(request, PagedForward):
         keys, rows = request.cache_seqlens, lengths_of(request.cu_seqlens_q, problem.seqlen_q)
@@ -245,7 +243,7 @@ def _paged_sizes(request: PagedForward) -> Sizes:
 
 
 def _check_latent(request: PagedForward, head_dim: int) -> None:
-    """A cache whose first columns are values. Raises `InvalidRequest`."""
+    """Check a cache whose first columns are values."""
     latent = request.latent_dim
     expect(request.v_cache is None, "v_cache", describe(request.v_cache), "and latent_dim both say what values are")
     expect(latent <= head_dim, "latent_dim", latent, f"must be at most k_cache's head_dim, {head_dim}")

@@ -56,7 +56,7 @@ class Executor:
         return digest_of(((_SCHEMA,), compiler, self.toolchain.flags, (_UNIT,), *texts))
 
     def object_in(self, cache_dir: Path | None) -> bytes:
-        """The object file, built unless this process or the cache has it. Raises CompileError."""
+        """The object file, built unless this process or the cache has it."""
         if self.key not in _objects:
             cache = ModuleCache(cache_dir, suffix=".o")
             built = cache.load(self.key) or cache.build(self.key, self._compile)

@@ -35,7 +35,6 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least value."""
     return -(-value // multiple) * multiple
 
 
@@ -61,7 +60,7 @@ class Mapping:
             self.protect(self.begin, usable, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def protect(self, address: int, nbytes: int, protection: int) -> None:
-        """Change the protection of these pages. Raises OutOfDeviceMemory if the system refuses."""
+        """Raises OutOfDeviceMemory if the system refuses."""
         if _libc.mprotect(address, nbytes, protection) != 0:
             raise OutOfDeviceMemory(f"cannot change the protection of {nbytes} bytes (errno {ctypes.get_errno()})")
 

@@ -117,7 +117,6 @@ class ModuleCache:
 
 
 def _is_noexec(folder: Path) -> bool:
-    """Whether no shared object can be loaded from the folder."""
     return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
 
 
@@ -127,7 +126,7 @@ def _encode(key: str, library: bytes, seconds: float) -> bytes:
 
 
 def _seconds_of(key: str, entry: bytes) -> float:
-    """How long building the entry took. Raises CorruptEntry unless it is whole and has this key."""
+    """How long building the entry took, if it is whole and has this key."""
     if len(entry) < _FACTS.size + _SEAL.size:
         raise CorruptEntry(f"{len(entry)} bytes are no entry")
     body = memoryview(entry)[: -_SEAL.size]

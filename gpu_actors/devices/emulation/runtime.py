@@ -321,7 +321,6 @@ def _choice(field: str, value: str, choices: tuple[str, ...]) -> int:
 
 
 def _locate(text: str, address: int, buffers: Sequence[EmulatedBuffer]) -> tuple[str, str | None]:
-    """The text of a fault at an address, and the name of the buffer there or next to it."""
     for buffer in buffers:
         low, high = buffer.map_range
         if low <= address < high:

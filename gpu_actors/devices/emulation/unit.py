@@ -63,7 +63,6 @@ def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
 
 
 def write_headers(headers: Mapping[str, str], folder: Path) -> None:
-    """Write each header below ``folder``, at the path of its name."""
     for name, text in headers.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,15 +70,13 @@ def write_headers(headers: Mapping[str, str], folder: Path) -> None:
 
 
 def definitions(macros: Mapping[str, str]) -> list[str]:
-    """The compiler's options that define these macros."""
     return [f"-D{name}={value}" for name, value in macros.items()]
 
 
 def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, compiler_cache: Path, what: str) -> None:
-    """Run the compiler with its usual options and these, in the folder ``work``. Raises CompilerFailed.
+    """Run the compiler with its usual options and these, in the folder ``work``.
 
-    arguments: the last one is the file that it writes.
-    compiler_cache: a folder for the compiler's own cache.
+    arguments: the last one is the file that it writes. compiler_cache: a folder for the compiler's own cache.
     what: the name of the input in the log, which has a line for a run of more than a second.
     """
     command = [*_signal_reset_command(), *toolchain.command, *toolchain.flags, *arguments]
