@@ -1,19 +1,7 @@
 """Partial attention: a softmax over some of a row's keys, and the exact merge of such partials over disjoint keys.
 
-    m   = max_i lse_i (0 if all are -inf)        w_i = exp(lse_i - m)        Z = sum_i w_i (+ exp(sink - m))
-    out = sum_i w_i out_i / Z (0 if Z = 0)       lse = m + log Z (-inf if Z = 0)
-
-The formula is that of FlashAttention-2 (section 3.1.1) between blocks of keys. What `merge` takes may come from
-forward, paged or decode requests with ``return_lse=True``, from any device, process or machine. The sum is taken in
-the order given and in float64; out is rounded once.
-
-Rules for who gives what:
-
-- The key sets are disjoint, and each partial saw the mask of the whole problem, cut to its keys.
-- Learned sinks go to no partial. They are given once, to the last merge.
-- A row without keys has lse = -inf. Its out is not read, so that an empty partial may hold anything there.
-- Gradients of attention need no gradient of the merge: each block's backward takes the *merged* out and lse.
-  `merge_gradients` is for those who differentiate the merge itself.
+docs/partial.md has the formulas (FlashAttention-2, section 3.1.1, between blocks of keys) and what each partial gets.
+Gradients of attention need no gradient of the merge: each block's backward takes the *merged* out and lse.
 """
 
 from __future__ import annotations

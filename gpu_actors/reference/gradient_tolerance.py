@@ -1,30 +1,6 @@
 """How far attention's gradients may be from the oracle: the rule of `tolerance`, 3 max|pt - ref| for every gradient.
 
-For a row r of a gradient (its last axis; all heads together for dsinks), with ref from the float64 oracle and pt from
-the same formulas rounded to the input dtype at every step:
-
-    |grad - ref|_r <= 3 max_r|pt - ref| + 2 max_r|ref + s - s - ref|,   s = min(0.3, max_r|ref|)
-
-Gradients are often far smaller than 0.3, and there the field's own shift would let a gradient of zeros pass. Where that
-falls below what rounding alone may cost a correct kernel, the rounding bound holds instead, element by element. With A
-the probabilities P after dropout, and everything summed over rows or keys as the gradient itself is:
-
-    dv: u A' |dO|      dq, dk, dbias: u W (|K|, |Q| or 1)      dsinks: u D
-
-for 16 bits, u = 2^-8 or 2^-11:   A' = A + t,   W = |dS| + P d + t,   D = p d,   d = sum_d |dO||O|
-
-which are the roundings of P, of dS and of O (the kernel is given a rounded one; where ``out`` is given that is no error
-and d is 0). t is what is lost below the normal numbers: float16 keeps subnormals, so t = 2^-14. bfloat16 reaches as far
-down as float32, where the special function unit's exponentials end (PTX, ex2.approx.ftz): a probability below 2^-126
-may count as 0, so t = 2^-126 / u in A', and t (1 + |dP - delta|) stands for t in W. To it comes the accumulation, which
-for float32 and float64 is all there is, u = 2^-24 or 2^-53:
-
-    A' = A (c + e),   W = P ((c + e) |dP - delta| + c B + E),   D = p ((c + e) |delta| + E)
-
-with c = 4 sqrt(n) + 16 for n terms (Higham and Mary, SISC 2019), e = 4 (|lse| + 17) + 2 sqrt(dim) scale |q||k| the
-relative error of a probability, B = |dO||V|, and E = sum_j A (c + e) (B + d) + c d what a row's delta may be off by.
-float64 is doubled, because the oracle makes the same errors. A softcap's factor g may be off by 4 u, for a tanh that is
-itself rounded: W g + 4 |dbias| + 4 u W stands for W in dq and dk. Rounding the gradient itself comes on top.
+docs/testing.md ("Gradients") states the bounds and derives them. Names here are those of its formulas.
 """
 
 from __future__ import annotations

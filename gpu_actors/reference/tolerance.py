@@ -1,46 +1,6 @@
-"""How far an attention output may be from the oracle: the field's rule, a row at a time.
+"""How far an attention output may be from the oracle: the field's rule, a row at a time, or what rounding may cost.
 
-For a row r (all dim_v elements of one query row of one head), with ref from the float64 oracle and pt from
-the same formula rounded to the input dtype at every step:
-
-    |out - ref|_r <= 2 max_r|pt - ref| + 2 max_r|ref + 0.3 - 0.3 - ref|
-
-the +-0.3 taken in the input dtype, and 3 max_r|pt - ref| with softcap. Where that falls below what rounding
-alone may cost a correct kernel, the rounding bound holds instead, element by element: u (sum P|V| + |O|),
-with u = 2^-8 for bfloat16 and 2^-11 for float16. Kernels of those dtypes accumulate in float32, so that only
-the rounding of P and O counts.
-
-For float32 and float64 the accumulation itself is the error, and a bound of two roundings would refuse every
-correct kernel. There u = 2^-24 (2^-53) and the bound is the formula's first-order error,
-
-    u (c (sum P|V| + |O|) + sum_j P_j d_j (|V_j| + |O|))
-    c = 4 sqrt(n) + 16 + 4 (|lse| + 17),    d_j = 2 sqrt(dim) scale |q||k_j|
-
-- 4 sqrt(n): a sum over n keys in any order, its roundings taken as independent (Higham and Mary, "A New
-  Approach to Probabilistic Rounding Error Analysis", SISC 2019: lambda sqrt(n) u, here lambda = 4); it covers
-  numerator, denominator and the rescaling of both. 16: exp2 (2 ulp on the GPU), division, final rounding.
-- The absolute error of a score is the relative error of its weight. 4 (|lse| + 17): the roundings of a score
-  itself, and keys that matter (P > 2^-24) score within 17 of the LSE. d_j: a dot product of dim terms, whose
-  partial sums stay below |q||k_j|.
-
-float64 is doubled, because the oracle makes the same errors. Float32 inputs that are multiplied in a narrower
-dtype on request are rounded to it before anything is compared, and then fall under that dtype's rule.
-
-Kernels that feed 8-bit weights to the second product (``weights_dtype``) have that rounding in pt, and, because
-theirs falls differently, 2.5 u sqrt(sum P^2 V^2) in the rounding bound: six standard deviations of a sum of
-independent errors, where the worst case u sum P|V| would let an output of zeros pass.
-
-The LSE is compared with an absolute 1e-3, or with 2^-22 of it where that is more: scores and the LSE are
-float32, and a bias of -1e9 that hides all keys of a row leaves nothing below 32 of either. Where the first
-product is of 8-bit elements, too (again ``weights_dtype``), no kernel keeps that: Hopper's tensor cores cut off
-such sums to 13 fraction bits after every 32 terms, so that a score between 16 and 32 is a multiple of 2^-9. A
-unit of a step is 2^-13 of the largest number in it. The sum of a step loses less than one. Terms below a
-hundredth of that number lose some bits each, less than a unit and to either side; three units are theirs, as
-independent losses add up like a random walk (random problems show at most 2.1 of the four). The LSE may be off
-by the mean of these four units a step over the softmax weights, where that is more than 1e-3.
-
-NaN and infinities must be where the oracle has them, so an output buffer that starts as NaN shows every element that
-was not written.
+docs/testing.md ("How far a result may be from the oracle") states the bounds with their sources and derives them.
 """
 
 from __future__ import annotations
@@ -158,7 +118,7 @@ def forward_bounds(
 def _accumulation_bound(
     q: Array, k: Array, v: Array, reference: ReferenceOutput, dtype: str, options: dict[str, Any]
 ) -> Array:
-    """The first-order bound of the module's docstring, for float32 and float64."""
+    """The first-order bound of docs/testing.md, for float32 and float64."""
     for name in ("q_descale", "k_descale", "v_descale"):
         if options.get(name) is not None:
             raise InvalidRequest(name, "an array", "the bounds of float32 and float64 know no descales")
@@ -200,7 +160,7 @@ def _weights_bound(
 
 
 def _cut_scores_bound(q: Array, k: Array, options: dict[str, Any]) -> Array:
-    """The error of the LSE by the truncated sums of scores, shaped like it: see the module's docstring.
+    """The error of the LSE by the truncated sums of scores, shaped like it: see docs/testing.md.
 
     With k in the place of v the output is the mean of the keys over the weights, and its products with q are the means
     of the terms.
