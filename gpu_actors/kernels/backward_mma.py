@@ -23,10 +23,10 @@ from gpu_actors.kernels.params import (
     forward_operands,
     forward_scalars,
     launch_values,
+    score_packer,
     struct_layout,
 )
 from gpu_actors.kernels.program import Pack, Part, Program, Target, Values, flat_grid
-from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.shared_gradients import part_dtype, sum_parts, sum_scratch
 from gpu_actors.kernels.support import ELEMENTS, bias_turns_refusal, capability, order_refusal
 from gpu_actors.kernels.tiles import backward_warp_tile, shared_bytes_of, tile_for, tile_of

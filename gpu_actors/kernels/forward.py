@@ -7,9 +7,8 @@ import dataclasses
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey, Layout
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.macros import Macros, forward_macros
-from gpu_actors.kernels.params import forward_packer, row_stats_packer
+from gpu_actors.kernels.params import forward_packer, row_stats_packer, score_packer
 from gpu_actors.kernels.program import Pack, Part, Program, Target, flat_grid
-from gpu_actors.kernels.score_params import score_packer
 from gpu_actors.kernels.support import MAX_HEAD_DIM, scale_refusal
 from gpu_actors.kernels.tiles import shared_bytes_of, threads_of, tile_of
 from gpu_actors.kernels.trials import batch_trials

@@ -10,8 +10,7 @@ from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 from gpu_actors.kernels.dispatch import dispatch_key
-from gpu_actors.kernels.params import forward_layout
-from gpu_actors.kernels.score_params import score_layout
+from gpu_actors.kernels.params import forward_layout, score_layout
 
 
 def variant(name: str) -> Modified:

@@ -40,9 +40,8 @@ from gpu_actors.kernels.merge import (
 )
 from gpu_actors.kernels.occupancy import occupancy, shared_a_multiprocessor, shared_mem_limit
 from gpu_actors.kernels.option_table import OPTIONS, explain_problem, option_cell, options_of
-from gpu_actors.kernels.params import ParamsLayout, forward_layout, row_stats_layout
+from gpu_actors.kernels.params import ParamsLayout, forward_layout, row_stats_layout, score_layout, score_packer
 from gpu_actors.kernels.program import NO_VALUES, Program, Target, Values
-from gpu_actors.kernels.score_params import score_layout, score_packer
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability, example_problem
 from gpu_actors.kernels.tiles import (
     TILES,
