@@ -19,7 +19,7 @@ from gpu_actors.planning.block_masks import launch_masked, masked_problem, plann
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
 from gpu_actors.planning.plan import Accumulate, Plan, described, program_for
 from gpu_actors.planning.tma_eligibility import alignments, key_for
-from gpu_actors.validation.backward import backward_problem
+from gpu_actors.validation.forward import backward_problem
 
 __all__ = [
     "attention_gradients",

@@ -26,8 +26,7 @@ from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, optional_array
 from gpu_actors.planning.merging import ends_of
 from gpu_actors.runtime.completion import Finish
-from gpu_actors.validation.backward import backward_problem
-from gpu_actors.validation.forward import forward_problem
+from gpu_actors.validation.forward import backward_problem, forward_problem
 from gpu_actors.values import show
 
 __all__ = ["to_dense_answer", "to_varlen"]

@@ -11,8 +11,7 @@ from fakes.tensor import HostTensor
 from inside.kernels import FAMILIES, dispatch_key, explain
 
 import gpu_actors as ga
-from gpu_actors.validation.backward import backward_problem
-from gpu_actors.validation.forward import forward_problem
+from gpu_actors.validation.forward import backward_problem, forward_problem
 from gpu_actors.validation.paged import decode_problem
 
 BF16 = ml_dtypes.bfloat16
