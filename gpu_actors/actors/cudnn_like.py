@@ -12,8 +12,7 @@ from gpu_actors.attention.mha import AttentionParams, MhaBackward, MhaForward, M
 from gpu_actors.attention.requests import Array, AttentionGradients, FlashForward
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.planning.forward import is_plain
-from gpu_actors.planning.graph import GraphPlanner
-from gpu_actors.planning.graph_plan import GraphPlan
+from gpu_actors.planning.graph_plan import GraphPlan, GraphPlanner
 from gpu_actors.planning.mha import backward_request, forward_request, mha_gradients, mha_output
 from gpu_actors.planning.plan import PlanCacheStats
 from gpu_actors.runtime.actor import ServiceActor

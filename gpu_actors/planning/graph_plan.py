@@ -1,4 +1,4 @@
-"""GraphPlan: how a device answers a graph, worked out once for every graph of the same signature.
+"""GraphPlan: how a device answers a graph, worked out once for every graph of the same signature, by GraphPlanner.
 
 Where kernels do it, the plan names the tensors that become their operands; on the mock device NumPy computes the
 graph. Outputs lie in memory as the graph's strides say.
@@ -29,23 +29,29 @@ from gpu_actors.devices.interface import (
     Params,
     StepPack,
 )
-from gpu_actors.errors import Unsupported
-from gpu_actors.graph.binding import Binding, memory_order
+from gpu_actors.errors import InvalidRequest, Unsupported
+from gpu_actors.fields import FP8
+from gpu_actors.graph.binding import Binding, bind_arrays, memory_order
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import AttentionMatch, match_attention
 from gpu_actors.kernels.dispatch import FAMILIES, answering_key, dispatch_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.program import Program, Values
 from gpu_actors.kernels.variants import variants_of
-from gpu_actors.planning.plan import program_for
+from gpu_actors.planning.plan import PlanCache, program_for
+from gpu_actors.planning.planner import AttentionPlanner
+from gpu_actors.planning.tma_eligibility import alignments, eligible_families
+from gpu_actors.runtime.actor import ServiceActor, reading
+from gpu_actors.runtime.call import Call
 
-__all__ = ["GraphPlan", "Result", "graph_plan"]
+__all__ = ["GraphPlan", "GraphPlanner", "Result", "graph_plan"]
 
 # The axes of (batch, heads, rows, dim) that kernels have, in their order.
 _ROWS_FIRST = (0, 2, 1, 3)
 _DIM_FIRST = (0, 3, 1, 2)
 _STATS = (0, 1, 2)
 _BIAS = (0, 1, 2, 3)
+_IN_TILES = ("float16", "bfloat16", *FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +270,41 @@ def _seed(match: AttentionMatch, graph: OperationGraph, given: Binding) -> int:
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(order.index(axis) for axis in range(len(order)))
+
+
+class GraphPlanner(AttentionPlanner):
+    """`AttentionPlanner` that takes graphs too. Plans of graphs and of requests lie in one cache."""
+
+    plans: PlanCache[Any]
+
+    def inspect(self, graph: OperationGraph) -> GraphPlan:
+        _check_graph(graph)
+        return graph_plan(graph, self.device, True, self.accumulate)
+
+    def execute(self, actor: ServiceActor, call: Call[Any], graph: OperationGraph, arrays: Mapping[int, Any]) -> None:
+        """Launch a graph, or park its call until its kernels are compiled."""
+        _check_graph(graph)
+        with reading(call.message):
+            given = bind_arrays(graph, arrays, self.device_name, call.caller_notes)
+            # Those like q, k and v, which kernels may load in tiles.
+            tiles = {
+                f"tensor {uid}": array
+                for uid, array in given.arrays.items()
+                if array.ndim == 4 and array.dtype.name in _IN_TILES
+            }
+
+            def make() -> GraphPlan:
+                return graph_plan(graph, self.device, self.runs_kernels, self.accumulate, eligible_families(tiles))
+
+            plan: GraphPlan = self.plans.of(lambda: (graph.signature(), alignments(*tiles.values())), make)
+        kernels = () if self.kernels is None else self.kernels_of(call, plan.variants)
+        if kernels is None:
+            return
+        launch = plan.bind(graph, given, kernels)
+        if call.claim():
+            actor.launch((call,), launch, lambda outputs: plan.answer(given, outputs))
+
+
+def _check_graph(graph: object) -> None:
+    if not isinstance(graph, OperationGraph):
+        raise InvalidRequest("graph", type(graph).__name__, "must be an OperationGraph")
