@@ -35,19 +35,8 @@ _MAX_FRAMES = 24
 class EmulationFault(LaunchError):
     """A kernel did something that a GPU would not forgive, or might not.
 
-    kind: one of
-        out_of_bounds, misaligned  an access beyond a buffer or shared memory; an address that an instruction refuses
-        deadlock, time_limit       no thread can run; the launch ran too long (a loop that waits for nothing known)
-        divergence                 lanes of a warp, or warps of a warpgroup, at different collective instructions
-        barrier, mbarrier          wrong thread counts; too many arrivals or bytes, an mbarrier that is not initialised
-        race                       operands or accumulators touched while an asynchronous instruction uses them; shared
-                                   memory touched by two lanes of a warp that nothing orders; a flag without a release
-        unfenced                   TMA or wgmma meets writes of the threads without fence.proxy.async
-        leftover                   a thread or block ended with copies, stores, wgmma or barrier arrivals pending
-        descriptor                 a matrix descriptor or tensor map that means nothing
-        argument                   wrong launch arguments or operands
-        stack_overflow, trap       a thread's stack is full; __trap() or an integer division by zero
-        assembly                   an asm statement is not known, does other than it says, or gets wrong operands
+    kind: of the table in kernels_cu/emulation/README.md; "descriptor" for a matrix descriptor or tensor map that means
+        nothing, and "argument" for wrong launch arguments or operands.
     entry: the kernel. block: (x, y, z). thread: linear index in the block, or None. buffer: the name of the buffer at
     fault, or None. text: what happened.
     lines: "file:line" of where the thread was, the kernel's own line first and that of the instruction's wrapper last.
@@ -230,14 +219,11 @@ class EmulatedModule:
         params: the bytes of its only argument, or of each argument. Device pointers are EmulatedBuffer.address.
         buffers: all the global memory that it may access.
 
-        delivery: when asynchronous copies land: as late as the kernel's waits allow, at once, or at random.
+        delivery, arithmetic, threads: as in `EmulationOptions`.
         schedule: which thread runs next. "round_robin": every thread in turn. "greedy": a warp runs as far as it can,
             then the ready warp of the highest priority. "random": the same with preemption and changing priorities.
             "lane": the ready thread of the highest priority, so that lanes of a warp drift apart.
-        arithmetic: "nearest": approximate functions are correctly rounded, tensor cores sum 16-bit products in fp32.
-            "hardware": these functions have the greatest documented error, and tensor cores truncate their sums.
         seed: of everything random. 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
-        threads: CPU threads that run blocks.
         limit_seconds: how long the launch may take.
 
         Raises EmulationFault of the failed block that started first, and InvalidRequest for invalid arguments.
