@@ -13,7 +13,6 @@ from gpu_actors.arrays.adopt import Adopted, restore
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionGradients, FlashBackward
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs, OutputSpec
-from gpu_actors.kernels.dispatch import Barred
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.planning.block_masks import launch_masked, masked_problem, planned_mask
 from gpu_actors.planning.forward import SharedBackward, bound_inputs, forward_signature, rounded_inputs
@@ -69,16 +68,14 @@ def gradient_problem(request: FlashBackward, info: DeviceInfo) -> AttentionProbl
     return masked_problem(request, problem)
 
 
-def pose_backward(
-    request: FlashBackward, info: DeviceInfo, barred: Barred | None = None
-) -> tuple[AttentionProblem, DispatchKey]:
+def pose_backward(request: FlashBackward, device: Device) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels."""
-    problem = gradient_problem(request, info)
-    return problem, key_for(problem, info, request, ("q", "k", "v", "dout"), barred)
+    problem = gradient_problem(request, device.info)
+    return problem, key_for(problem, device, request, ("q", "k", "v", "dout"))
 
 
 def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate) -> Plan:
-    problem, key = pose_backward(request, device.info, device.barred)
+    problem, key = pose_backward(request, device)
     program = program_for(problem, key, device)
     outputs = {
         name: OutputSpec(

@@ -28,11 +28,17 @@ from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs
 from gpu_actors.fields import describe, expect, integer
-from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.forward import attention_output
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, attention_outputs, described, program_for
-from gpu_actors.planning.tma_eligibility import alignments, array_families, between_chunks, invariant_key, key_for
+from gpu_actors.planning.tma_eligibility import (
+    alignments,
+    array_families,
+    between_chunks,
+    device_key,
+    invariant_key,
+    key_for,
+)
 from gpu_actors.validation.forward import check_cu_seqlens, longest
 from gpu_actors.validation.lengths import check_batch_idx, check_block_table, check_leftpad, check_lengths
 from gpu_actors.validation.overlap import check_output_memory
@@ -172,20 +178,17 @@ def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] =
     return plan.launch(operands(request), oracle, kernels, into=into)
 
 
-def pose_cached(
-    request: CacheRequest, info: DeviceInfo, barred: Barred | None = None
-) -> tuple[AttentionProblem, DispatchKey]:
+def pose_cached(request: CacheRequest, device: Device) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernels."""
-    problem = cached_problem(request, info)
+    problem = cached_problem(request, device.info)
     if not isinstance(request, PagedForward):
         if problem.invariant:
             lists = {"k_caches": request.k_caches, "v_caches": request.v_caches}
             eligible = {name: array_families(_arrays_of(caches)) for name, caches in lists.items()}
-            return problem, invariant_key(problem, info, eligible, barred)
-        families = array_families(_caches(request))
-        return problem, answering_key(problem, info.arch, info.runs_kernels, families, barred)
+            return problem, invariant_key(problem, device, eligible)
+        return problem, device_key(problem, device, array_families(_caches(request)))
     tiles = ("q", "k_cache", "out") if problem.latent else ("q", "k_cache", "v_cache", "out")
-    return problem, key_for(problem, info, request, tiles, barred)
+    return problem, key_for(problem, device, request, tiles)
 
 
 def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
@@ -203,7 +206,7 @@ def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
     """The plan of an adopted request, with the kernels of ``key`` where that is given."""
     if key is None:
-        problem, key = pose_cached(request, device.info, device.barred)
+        problem, key = pose_cached(request, device)
     else:
         problem = cached_problem(request, device.info)
     rows = request.q.shape[:-1] if isinstance(request, PagedForward) else (problem.batch, 1, problem.heads_q)

@@ -41,7 +41,6 @@ from gpu_actors.devices.interface import (
 from gpu_actors.errors import Unqualified, Unsupported
 from gpu_actors.kernels.decode_mma import DECODE
 from gpu_actors.kernels.decode_sm90 import NAME as DECODE_SM90
-from gpu_actors.kernels.dispatch import answering_key
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.merge import (
     TERM_FIELDS,
@@ -59,7 +58,7 @@ from gpu_actors.kv.sharing import SharedPrefixes, shared_prefixes
 from gpu_actors.partial import Partial, oracle_merge
 from gpu_actors.planning.cached import cached_oracle, operands
 from gpu_actors.planning.plan import Accumulate, Plan, PlanCache, program_for
-from gpu_actors.planning.tma_eligibility import eligible_families
+from gpu_actors.planning.tma_eligibility import device_key, eligible_families
 
 __all__ = ["CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
 
@@ -129,16 +128,15 @@ class Cascader:
 
     def _find_keys(self, p: AttentionProblem, families: tuple[KernelFamily, ...]) -> CascadeKeys | None:
         parts = prefix_problem(p, 1, _MANY_ROWS, _MANY_ROWS, p.seqlen_k), tail_problem(p, p.seqlen_k)
-        info = self._device.info
         found: list[tuple[DispatchKey, ...]] = []
         try:
             for part in parts:
-                key = answering_key(part, info.arch, info.runs_kernels, families, self._device.barred)
+                key = device_key(part, self._device, families)
                 program = program_for(part, key, self._device)
                 if key.kernel not in _KERNELS or program is None:
                     return None
                 found.append(program.keys)
-            return CascadeKeys(found[0], found[1], merge_variant(_merge_problem(p), info.arch))
+            return CascadeKeys(found[0], found[1], merge_variant(_merge_problem(p), self._device.info.arch))
         except (Unsupported, Unqualified):
             return None
 

@@ -32,10 +32,10 @@ def key_of(request: Request, device: Device) -> DispatchKey:
 
 def _key_of(adopted: Request, device: Device) -> DispatchKey:
     if isinstance(adopted, PagedForward | BatchedDecode):
-        return pose_cached(adopted, device.info, device.barred)[1]
+        return pose_cached(adopted, device)[1]
     if isinstance(adopted, FlashBackward):
-        return pose_backward(adopted, device.info, device.barred)[1]
-    return pose_forward(adopted, device.info, device.barred)[1]
+        return pose_backward(adopted, device)[1]
+    return pose_forward(adopted, device)[1]
 
 
 def explain_request(request: Request, device: Device) -> Explanation:
@@ -50,7 +50,7 @@ def explain_request(request: Request, device: Device) -> Explanation:
         problem = batch_problem(adopted, info)
     try:
         if not isinstance(adopted, FlashBackward | PagedForward | BatchedDecode):
-            _, key, packing = weigh_forward(adopted, info, barred)
+            _, key, packing = weigh_forward(adopted, device)
             return _explain_forward(problem, key, packing, barred)
         return explain_problem(problem, info.arch, _key_of(adopted, device), barred)
     except (Unsupported, Unqualified) as error:

@@ -20,13 +20,12 @@ from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Out
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe
 from gpu_actors.kernels.decode_mma import DECODE
-from gpu_actors.kernels.dispatch import Barred, answering_key
 from gpu_actors.kernels.few_rows import Packing, as_cache, has_cache_form, option_without_cache, packing_of
 from gpu_actors.kernels.program import NO_VALUES, Values
 from gpu_actors.kernels.support import ELEMENTS, FIRST_FP8_CAPABILITY, capability
 from gpu_actors.planning.block_masks import launch_masked, mask_signature, masked_problem, planned_mask
 from gpu_actors.planning.plan import Accumulate, Plan, attention_outputs, described, program_for
-from gpu_actors.planning.tma_eligibility import alignments, eligible_families, key_for
+from gpu_actors.planning.tma_eligibility import alignments, device_key, eligible_families, key_for
 from gpu_actors.validation.forward import check_cu_seqlens, check_positions, forward_problem, longest
 from gpu_actors.validation.overlap import check_output_memory
 
@@ -247,30 +246,27 @@ def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, 
     return inputs
 
 
-def pose_forward(
-    request: FlashForward, info: DeviceInfo, barred: Barred | None = None
-) -> tuple[AttentionProblem, DispatchKey]:
+def pose_forward(request: FlashForward, device: Device) -> tuple[AttentionProblem, DispatchKey]:
     """Validate an adopted request and pick its kernel."""
-    problem, key, packing = weigh_forward(request, info, barred)
+    problem, key, packing = weigh_forward(request, device)
     return problem, packing.key if packing is not None and packing.taken else key
 
 
-def weigh_forward(
-    request: FlashForward, info: DeviceInfo, barred: Barred | None = None
-) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
+def weigh_forward(request: FlashForward, device: Device) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
     """The problem, the kernel that takes it if the rule for packing does not, and what packing its rows comes to."""
+    info = device.info
     problem = batch_problem(request, info)
     if problem.invariant:
         if has_cache_form(problem):
-            return problem, key_for(as_cache(problem), info, request, _TILES, barred), None
+            return problem, key_for(as_cache(problem), device, request, _TILES), None
         _check_eight_bits(request, problem, info.arch)
-        return problem, key_for(problem, info, request, _TILES, barred), None
+        return problem, key_for(problem, device, request, _TILES), None
     families = eligible_families({name: getattr(request, name) for name in _TILES})
-    key = answering_key(problem, info.arch, info.runs_kernels, families, barred)
+    key = device_key(problem, device, families)
     # Sequences that `broadcast_batch` lets share one in memory are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
-    return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, barred)
+    return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, device.barred)
 
 
 def _check_eight_bits(request: FlashForward, problem: AttentionProblem, arch: str) -> None:
@@ -299,7 +295,7 @@ def batch_problem(request: FlashForward, info: DeviceInfo) -> AttentionProblem:
 
 
 def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) -> Plan:
-    problem, key = pose_forward(request, device.info, device.barred)
+    problem, key = pose_forward(request, device)
     outputs = attention_outputs(problem, request.q.shape[:-1])
     mask = planned_mask(request, problem)
     return Plan(problem, key, program_for(problem, key, device), outputs, accumulate, mask)

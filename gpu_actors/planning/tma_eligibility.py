@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
-from gpu_actors.devices.interface import DeviceInfo
+from gpu_actors.devices.interface import Device
 from gpu_actors.errors import Unsupported
 from gpu_actors.kernels.decode_mma import CHUNK, rows_refusal
 from gpu_actors.kernels.dispatch import (
@@ -20,14 +20,21 @@ from gpu_actors.kernels.dispatch import (
     REFERENCE,
     WITHOUT_CHUNKS,
     WITHOUT_TMA,
-    Barred,
     answering_key,
     family_of,
 )
 from gpu_actors.kernels.family import KernelFamily
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT, tma_refusal
 
-__all__ = ["alignments", "array_families", "between_chunks", "eligible_families", "invariant_key", "key_for"]
+__all__ = [
+    "alignments",
+    "array_families",
+    "between_chunks",
+    "device_key",
+    "eligible_families",
+    "invariant_key",
+    "key_for",
+]
 
 _CACHES = ("k_cache", "v_cache", "k", "v")  # rows of a dense batch may be packed as over a cache
 
@@ -40,28 +47,28 @@ def alignments(*operands: Any) -> tuple[int | None, ...]:
     return tuple([array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands])
 
 
-def key_for(
-    problem: AttentionProblem, info: DeviceInfo, request: object, names: Sequence[str], barred: Barred | None = None
-) -> DispatchKey:
+def key_for(problem: AttentionProblem, device: Device, request: object, names: Sequence[str]) -> DispatchKey:
     """The key that answers a problem on a device. names: of the request's adopted operands that move in tiles."""
     operands = {name: getattr(request, name) for name in names}
     if problem.invariant:
         families = {name: eligible_families({name: array}) for name, array in operands.items()}
-        return invariant_key(problem, info, families, barred)
-    return answering_key(problem, info.arch, info.runs_kernels, eligible_families(operands), barred)
+        return invariant_key(problem, device, families)
+    return device_key(problem, device, eligible_families(operands))
+
+
+def device_key(problem: AttentionProblem, device: Device, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
+    """`answering_key` of a device."""
+    return answering_key(problem, device.info.arch, device.info.runs_kernels, families, device.barred)
 
 
 def invariant_key(
-    problem: AttentionProblem,
-    info: DeviceInfo,
-    families: Mapping[str, tuple[KernelFamily, ...]],
-    barred: Barred | None = None,
+    problem: AttentionProblem, device: Device, families: Mapping[str, tuple[KernelFamily, ...]]
 ) -> DispatchKey:
     """The key of an invariant problem. families: those that can read each operand where it lies, by its name.
 
     An operand that the kernel cannot read is Unsupported: another kernel would give its rows other bits.
     """
-    key = answering_key(problem, info.arch, info.runs_kernels, FAMILIES, barred)
+    key = device_key(problem, device)
     for name, eligible in families.items():
         if key.kernel == REFERENCE.name or family_of(key) in eligible:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from fakes.known_device import known_device
 from inside.arrays import DeviceArray
 from inside.kernels import explain_problem
 
@@ -50,7 +51,7 @@ def test_rows_between_chunks_go_to_the_kernel_that_loads_elements(arch: str) -> 
         (request_of((1 << 20) + 2), "decode_simple"),
         (request_of((1 << 20) + 16), "decode_mma"),
     ):
-        problem, key = pose_cached(request, info)
+        problem, key = pose_cached(request, known_device(info))
         assert key.kernel == kernel, request.k_cache
         found = explain_problem(problem, arch, key)
         assert [verdict.family for verdict in found.verdicts if verdict.taken] == [kernel]
@@ -74,7 +75,7 @@ def test_one_array_between_chunks_sends_the_whole_list_elsewhere(arch: str) -> N
         (decode_of(head=128 * 128 + 6), "decode_simple"),
         (decode_of(head=128 * 128 + 16), "decode_mma"),
     ):
-        assert pose_cached(request, info)[1].kernel == kernel, request.k_caches[-1]
+        assert pose_cached(request, known_device(info))[1].kernel == kernel, request.k_caches[-1]
 
 
 def test_lists_whose_last_array_begins_elsewhere_share_no_plan() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.known_device import known_device
 from inside.arrays import DeviceArray
 
 import gpu_actors as ga
@@ -82,7 +83,7 @@ def test_one_sequence_that_stands_for_all_stays_in_tiles(mock: ga.GpuContext, sh
     assert mock.flash_attn.inspect_key(ga.FlashForward(**operands)).layout == "cache"
     one = ga.FlashForward(**{**operands, shared: operands[shared][:1]})
     assert mock.flash_attn.inspect_key(one).kernel == "forward_sm90"
-    assert weigh_forward(broadcast_batch(one), mock.info)[2] is None
+    assert weigh_forward(broadcast_batch(one), known_device(mock.info))[2] is None
     alone = ga.FlashForward(**{name: array[:1] for name, array in operands.items()})
     assert mock.flash_attn.inspect_key(alone).layout == "cache", "one sequence stands for itself"
 
@@ -109,22 +110,24 @@ def test_where_keys_lie_on_the_device_decides(mock: ga.GpuContext, address: int,
     for moved in ("k", "v"):
         places = {"k": (1 << 22, 0), "v": (1 << 24, 0), moved: (address, gap)}
         request = ga.FlashForward(on_device(q, 1 << 26), on_device(k, *places["k"]), on_device(v, *places["v"]))
-        assert pose_forward(request, mock.info)[1].kernel == kernel
+        assert pose_forward(request, known_device(mock.info))[1].kernel == kernel
     one = (dataclasses.replace(array, strides=(0, *array.strides[1:])) for array in (request.k, request.v))
-    assert pose_forward(ga.FlashForward(request.q, *one), mock.info)[1].kernel == kernel, "a batch of one has no stride"
+    assert pose_forward(ga.FlashForward(request.q, *one), known_device(mock.info))[1].kernel == kernel, (
+        "a batch of one has no stride"
+    )
 
 
 def test_the_devices_multiprocessors_decide(mock: ga.GpuContext) -> None:
     request = ga.FlashForward(*arrays(16, 1024, heads=(8, 8), dim=128))
     for count, kernel in ((None, "decode_sm90"), (132, "decode_sm90"), (8, "forward_sm90")):
         info = dataclasses.replace(mock.info, multiprocessors=count)
-        assert pose_forward(request, info)[1].kernel == kernel
+        assert pose_forward(request, known_device(info))[1].kernel == kernel
 
 
 def test_queries_that_tma_cannot_move_are_packed_without_it(mock: ga.GpuContext) -> None:
     q, k, v = arrays(5, 1101)
     request = ga.FlashForward(on_device(q, (1 << 26) + 2), on_device(k, 1 << 22), on_device(v, 1 << 24))
-    assert pose_forward(request, mock.info)[1].kernel == "decode_mma"
+    assert pose_forward(request, known_device(mock.info))[1].kernel == "decode_mma"
 
 
 def test_explain_has_the_rule_and_its_numbers(mock: ga.GpuContext) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from emulated.caller_streams import CallerDevice
 from emulated.memory import host_view
+from fakes.known_device import known_device
 from inside.arrays import DeviceArray
 from inside.cuda import CudaDevice
 from inside.emulation import EmulatedApi
@@ -141,7 +142,7 @@ def test_a_cascade_is_refused_and_one_split_is_what_there_is(ctx: ga.GpuContext)
     with pytest.raises(ga.Unsupported, match="invariant") as refused, ctx.kv_cache(**spec, cascade=True):
         pass
     assert (refused.value.field, refused.value.nearest) == ("cascade", "auto")
-    problem, _ = pose_cached(paged(), ctx.info)
+    problem, _ = pose_cached(paged(), known_device(ctx.info))
     assert (problem.num_splits, problem.invariant) == (1, True)
 
 
@@ -170,20 +171,20 @@ def on_device(shape: tuple[int, ...], address: int = 1 << 20) -> DeviceArray:
 def test_where_operands_lie_refuses_and_changes_no_kernel(ctx: ga.GpuContext) -> None:
     q, k = on_device((2, 5, 8, 64)), on_device((2, 100, 2, 64))
     apart = on_device((2, 100, 2, 64), (1 << 20) + 2)
-    assert pose_forward(ga.FlashForward(q, k, k), ctx.info)[1].kernel == "decode_mma"
+    assert pose_forward(ga.FlashForward(q, k, k), known_device(ctx.info))[1].kernel == "decode_mma"
     for name, request in (("k", ga.FlashForward(q, apart, k)), ("v", ga.FlashForward(q, k, apart))):
         with pytest.raises(ga.Unsupported, match="decode_mma cannot read") as refused:
-            pose_forward(request, ctx.info)
+            pose_forward(request, known_device(ctx.info))
         assert refused.value.field == name
     one = dataclasses.replace(paged(), k_cache=apart, v_cache=k)
     with pytest.raises(ga.Unsupported) as refused:
-        pose_cached(one, ctx.info)
+        pose_cached(one, known_device(ctx.info))
     assert refused.value.field == "k_cache"
     caches = [on_device((2, 100, 64)), on_device((2, 100, 64), (1 << 20) + 2)]
     lists = {"k_caches": caches[:1] * 2, "v_caches": caches}
     request_ = ga.BatchedDecode(q=zeros(2, 8, 64), **lists, seq_lens=np.array([5, 9], np.int32))
     with pytest.raises(ga.Unsupported) as refused:
-        pose_cached(request_, ctx.info)
+        pose_cached(request_, known_device(ctx.info))
     assert refused.value.field == "v_caches"
 
 
@@ -238,16 +239,16 @@ def test_gradients_are_deterministic(ctx: ga.GpuContext) -> None:
     x, lse = zeros(2, 100, 8, 64), np.zeros((2, 8, 100), np.float32)
     request = ga.FlashBackward(x, x, x, dout=x, out=x, lse=lse)
     assert ctx.flash_attn.inspect_key(request).deterministic
-    info = dataclasses.replace(ctx.info, runs_kernels=True)  # on a mock device NumPy answers
+    device = known_device(dataclasses.replace(ctx.info, runs_kernels=True))  # on a mock device NumPy answers
     for field, value, nearest, more in (
         ("q_positions", np.array([[0, 2], [0, 2]], np.int32), (2,), {"window_size": (5, 5)}),
         ("bias", zeros(2, 8, 1, 100), (2, 8, 100, 100), {}),
     ):
         with pytest.raises(ga.Unsupported, match="deterministic with ContextOptions") as refused:
-            pose_backward(dataclasses.replace(request, **{field: value}, **more), info)
+            pose_backward(dataclasses.replace(request, **{field: value}, **more), device)
         assert (refused.value.field, refused.value.value, refused.value.nearest) == (field, value.shape, nearest)
         accepted = np.zeros(nearest, value.dtype)
-        assert pose_backward(dataclasses.replace(request, **{field: accepted}, **more), info)[1].deterministic
+        assert pose_backward(dataclasses.replace(request, **{field: accepted}, **more), device)[1].deterministic
 
 
 PLACES = np.zeros(2, np.int32)
