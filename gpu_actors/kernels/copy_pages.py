@@ -34,11 +34,10 @@ def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:
 def pack_page_copy(
     pairs: int, pool: AppendProblem, buffers: Mapping[str, Buffer], source: str = "cache", target: str = "cache"
 ) -> bytes:
-    """The parameters of a launch that copies ``pairs`` pages of a cache.
+    """The parameters of a launch that copies ``pairs`` pages of a cache, each contiguous in itself.
 
-    buffers: k_cache, v_cache, whose pages are contiguous in themselves, and where ``source`` or ``target`` is "pages"
-        k_pages, v_pages (pairs, ...), likewise; those of K alone for a latent cache; page_pairs int32 (pairs, 2) of
-        (source, destination), no destination twice, nor among the sources of the same pool.
+    source, target: "cache", or "pages", whose k_pages and v_pages are (pairs, ...). page_pairs: int32 (pairs, 2) of
+    (source, destination), no destination twice, nor among the sources of the same pool.
     """
     itemsize = ELEMENTS[pool.cache_dtype].itemsize
     found = {

@@ -191,17 +191,9 @@ decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.
 def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Pack:
     """What packs the parameters of the kernels of a launch over a cache. ranges: that the work is split into.
 
-    Its buffers, by name, have shapes as in `AttentionProblem` and any outer strides:
-        q, out (batch, seqlen_q, heads_q, dim), or (total_q, heads_q, dim) where varlen_q, with cu_seqlens_q int32
-        (batch + 1,); lse float32 (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
-        cache_seqlens int32 (batch,).
-        k_cache, v_cache: (blocks, page_size, heads_kv, dim) with block_table int32 (batch, columns) where paged,
-        (batch, seqlen_k, heads_kv, dim) where "cache". Where "pointers": k_ptrs, v_ptrs uint64 (batch,) of arrays
-        (heads_kv, seqlen_k, dim), and k_cache.0 and v_cache.0, whose strides hold for all.
-        alibi_slopes float32 (heads_q,) or (batch, heads_q); sinks (heads_q,) float32 or of the output's dtype;
-        tree_mask uint64 (batch, seqlen_q) or (total_q,); k_descale, v_descale float32 (batch, heads_kv).
-        plan int32 (ranges + 1, 4); sums int64, partial_out, partial_sums float32, where the launch has them.
-    Rows of caches must begin at multiples of 16 bytes.
+    Its buffers are those of `_operands`, by name, with any outer strides, and the scratch memory that the launch has.
+    Where "pointers", the strides of k_cache.0 and v_cache.0 hold for all. Rows of caches must begin at multiples of 16
+    bytes.
     """
     ranged = {"ranges": ranges, "min_units": min_units(key)}
     return _packer(problem, lambda: _binder(problem, key.row_tile, problem.num_splits, ranged), CHUNK)

@@ -236,9 +236,7 @@ def tma_refusal(
 def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
     """What packs the parameters of launches of a problem. encode: the device's own tensor maps.
 
-    Its buffers are as `gpu_actors.kernels.params.forward_packer` wants them, and the scratch memory `COUNTER`. Over a
-    cache, k_cache and v_cache (blocks, page_size, heads_kv, dim) or (batch, capacity, heads_kv, dim), cache_seqlens
-    int32 (batch,) and, for pages, block_table int32 (batch, pages) whose rows are contiguous.
+    Its buffers are those of `forward_operands` and of `_schedule_binder`.
     """
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)

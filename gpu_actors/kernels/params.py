@@ -252,13 +252,7 @@ class Binder(NamedTuple):
 def forward_packer(problem: AttentionProblem) -> Pack:
     """What packs the parameters of forward launches of a problem.
 
-    Its buffers, by name, have shapes as in `AttentionProblem`:
-        q (batch, seqlen_q, heads_q, head_dim), k and v alike, out (batch, seqlen_q, heads_q, head_dim_v), or packed
-        (total, heads, dim) where varlen, with cu_seqlens_q and cu_seqlens_k int32 (batch + 1,); any outer strides.
-        lse of ``lse_dtype`` (batch, heads_q, seqlen_q), or (heads_q, total_q), where return_lse.
-        bias (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); alibi_slopes float32 (heads_q,) or (batch, heads_q);
-        sinks (heads_q,) float32 or of the output's dtype; q_descale, k_descale, v_descale float32 (batch, heads_kv),
-        of which some may be missing. Only what the problem asks for is looked at.
+    Its buffers are those of `forward_operands`, by name. Only what the problem asks for is looked at.
     """
     layout = forward_layout()
     binder = functools.cache(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
@@ -273,10 +267,7 @@ row_stats_layout = functools.partial(struct_layout, "RowStats", "common/params.c
 
 
 def row_stats_packer(problem: AttentionProblem) -> Pack | None:
-    """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs.
-
-    Its buffers: score_max and score_sum_exp, float32 of the LSE's shape, of which the problem may have one alone.
-    """
+    """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs."""
     if not problem.row_stats:
         return None
     layout, shape = row_stats_layout(), problem.lse_shape
@@ -317,7 +308,10 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
 
 
 def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
-    """Every operand of struct Params that the problem asks for."""
+    """Every operand of struct Params that the problem asks for.
+
+    Outer strides may be any; some descales may be missing.
+    """
     p, varlen = problem, problem.layout == "varlen"
     operand = functools.partial(layout.operand, prefix=prefix)
     packed = varlen or p.varlen_q
@@ -379,8 +373,7 @@ def score_layout(mod: ScoreMod) -> ParamsLayout | None:
 def score_packer(problem: AttentionProblem) -> Pack | None:
     """What packs the bytes that follow a launch's own parameters, or None if there are none.
 
-    Its buffers: ``ScoreMod.tensor_name(n)`` of every tensor, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1),
-    any strides.
+    Its buffers: ``ScoreMod.tensor_name(n)`` of every tensor, with any strides.
     """
     mod = problem.score_mod
     layout = None if mod is None else score_layout(mod)
