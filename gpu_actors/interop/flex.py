@@ -8,7 +8,6 @@ scores, with the axes on which that index depends. Needs torch, which nothing el
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -16,20 +15,22 @@ from typing import Any
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_actors.attention.mha import Mask
-from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import expect, flag, real
 from gpu_actors.graph.graph import OperationGraph
 from gpu_actors.graph.match import match_attention
 from gpu_actors.graph.tensor import GraphTensor
 from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.contexts import check_context
 from gpu_actors.interop.flex_cache import cached
 from gpu_actors.interop.flex_ops import Lowering
+from gpu_actors.interop.torch_attention import check_not_dual, lse_dtype, refuse_second
+from gpu_actors.process import refuse_on_loop
 
 __all__ = ["flex_attention"]
 
@@ -122,17 +123,14 @@ def flex_attention(
 
 
 def _check(query: Any, key: Any, value: Any, context: object) -> None:
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     _check_no_loop()
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         sound = isinstance(tensor, torch.Tensor) and tensor.dim() == 4
         shown = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         expect(sound, name, shown, "must be a tensor (batch, heads, rows, dim)")
         expect(0 not in tensor.shape, name, shown, "must have no axis of 0")
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            reason = "attention has no forward-mode derivative: differentiate backwards, as with torch.autograd.grad"
-            raise Unsupported(name, "a dual tensor", reason, "a tensor without a tangent")
+        check_not_dual(**{name: tensor})
         if tensor.dtype not in _DTYPES or not tensor.is_floating_point():
             raise Unsupported(name, str(tensor.dtype), "operation graphs compute attention on floats", "float16")
         expect(tensor.dtype == query.dtype, name, str(tensor.dtype), f"must be of the query's dtype, {query.dtype}")
@@ -142,11 +140,7 @@ def _check(query: Any, key: Any, value: Any, context: object) -> None:
 
 
 def _check_no_loop() -> None:
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock(
-            "flex_attention() waits for its result, which would block the running event loop; "
-            "call it in a worker thread, as with asyncio.to_thread, or await ctx.cudnn.execute"
-        )
+    refuse_on_loop("flex_attention()", "a worker thread, as with asyncio.to_thread, or await ctx.cudnn.execute")
 
 
 def _mask_of(block_mask: Any, scores: tuple[int, ...]) -> ScoreMod | None:
@@ -291,7 +285,7 @@ class _Program:
         scores, v = self._modified(self.forward, operands)
         weights, stats = self.forward.softmax_with_stats(scores)
         self.forward.output(self.forward.matmul(weights, v), uid=_OUT, dtype=_DTYPES[operands[0].dtype])
-        self.forward.output(stats, uid=_STATS, dtype=_stats_dtype(operands[0]))
+        self.forward.output(stats, uid=_STATS, dtype=_DTYPES[lse_dtype(operands[0])])
         _prune(self.forward)
 
     def backward(self, operands: Sequence[torch.Tensor], out: torch.Tensor, wanted: Sequence[int]) -> OperationGraph:
@@ -301,7 +295,7 @@ class _Program:
         again = graph.matmul(graph.softmax(scores), v)
         dtype = _DTYPES[out.dtype]
         given, dout = (graph.tensor(uid=uid, dims=out.shape, dtype=dtype) for uid in (_OUT, _DOUT))
-        stats = graph.tensor(uid=_STATS, dims=(*out.shape[:3], 1), dtype=_stats_dtype(out))
+        stats = graph.tensor(uid=_STATS, dims=(*out.shape[:3], 1), dtype=_DTYPES[lse_dtype(out)])
         wrt = [graph.tensors[_uid(number)] for number in wanted]
         found = graph.gradient(again, dout, wrt, forward=(given, stats))
         for number, gradient in zip(wanted, found, strict=True):
@@ -380,11 +374,6 @@ class _Program:
         return Lowering(name, self._functions[name], graph, inputs, self._scores, self._device, read)
 
 
-def _stats_dtype(q: torch.Tensor) -> str:
-    """Gradients are computed from the stats, and would be no more exact than they are."""
-    return "float64" if q.dtype == torch.float64 else "float32"
-
-
 def _prune(graph: OperationGraph) -> None:
     """Take out what the lowering made and nothing reads, which a sound graph does not have."""
     kept: list[Any] = []
@@ -452,6 +441,4 @@ class _FlexBackward(torch.autograd.Function):  # type: ignore[misc]
         found = context.cudnn.execute(graph, arrays).result()
         return tuple(found[_GRADIENTS + number] for number in wanted)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise Unsupported("create_graph", True, "attention is differentiable once: its gradients have none", False)
+    backward = staticmethod(refuse_second)

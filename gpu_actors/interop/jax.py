@@ -6,7 +6,6 @@ the host are handed over without a copy; those on a GPU come to the host and go 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
@@ -23,10 +22,12 @@ import jax
 import numpy as np
 
 from gpu_actors.attention.requests import FlashBackward, FlashForward
-from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import FP8, expect, flag, optional_array
-from gpu_actors.handles.gpu_context import GpuContext, open_contexts
+from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.contexts import check_context, open_context_of
 from gpu_actors.planning.forward import broadcast_batch
+from gpu_actors.process import refuse_on_loop
 from gpu_actors.validation.forward import check_seed, forward_problem
 from gpu_actors.values import show
 
@@ -84,8 +85,7 @@ def attention(
     XLA, from which `typed_errors` recovers it. On the thread of a running event loop the program fails with
     `WouldBlock`.
     """
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     flag("deterministic", deterministic)
     flag("return_lse", return_lse)
     options = {name: value for name, value in options.items() if value is not None or name not in _FIELDS}
@@ -268,14 +268,8 @@ def _carried(error: BaseException) -> RuntimeError:
 
 def _answer(call: _Call, operands: dict[str, np.ndarray], results: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
     """The results for operands with the axes of `vmap` before their own, of extent 1 where they are not mapped."""
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock(
-            "attention() waits for its result, which would block the running event loop; "
-            "run the program in a worker thread, as with asyncio.to_thread"
-        )
-    context = open_contexts().get(call.context)
-    if context is None:
-        raise ActorStopped(f"context {call.context}, which this program was traced for, is not open in this process")
+    refuse_on_loop("attention()", "a worker thread for the program, as with asyncio.to_thread")
+    context = open_context_of(call.context)
     mapped = operands["q"].ndim - 4
     if not mapped:
         return _submit(context, call, operands)()

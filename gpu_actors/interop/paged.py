@@ -6,7 +6,6 @@ Needs torch.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import threading
@@ -15,8 +14,10 @@ from typing import Any
 import torch
 
 from gpu_actors.context import open_context
-from gpu_actors.errors import InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.errors import Unsupported
 from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.contexts import check_context
+from gpu_actors.process import refuse_on_loop
 
 __all__ = ["context_for", "paged_attention", "use_context", "write_rows"]
 
@@ -30,8 +31,8 @@ atexit.register(_closing.close)
 def use_context(context: GpuContext | None) -> None:
     """Let the engines of this process use this context; None: one that `context_for` opens. Raises `InvalidRequest`."""
     global _given
-    if context is not None and not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    if context is not None:
+        check_context(context)
     _given = context
 
 
@@ -70,8 +71,7 @@ def paged_attention(
     Blocks the calling thread until ``out`` is complete. Raises `WouldBlock` on the thread of a running event loop,
     before anything is submitted, and the request's error.
     """
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock("an engine's attention would block the running event loop; run the engine in another thread")
+    refuse_on_loop("an engine's attention", "another thread for the engine")
     context.flash_attn.paged_forward(q, k_pages, v_pages, out=out, **options).result()
 
 

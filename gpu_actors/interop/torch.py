@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import expect, flag, real
 from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.contexts import check_context
 from gpu_actors.interop.flex import flex_attention
 from gpu_actors.interop.torch_attention import Attention, attention, bias_of, seed_for
 
@@ -158,8 +159,7 @@ def routed(context: GpuContext, module: torch.nn.Module | None = None) -> Iterat
     For eager calls; `torch.compile` traces `scaled_dot_product_attention` of this module itself. Raises
     `InvalidRequest` for what is no context or module.
     """
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     if module is None:
         with _installed(), _calls_go_to(context):
             yield

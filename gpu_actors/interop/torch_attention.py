@@ -6,7 +6,6 @@ and strides of every result, so that torch.compile and torch.export trace throug
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -14,12 +13,25 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from gpu_actors.errors import ActorStopped, InvalidRequest, Unsupported, WouldBlock
+from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import expect, flag, integer, one_of, real, window
-from gpu_actors.handles.gpu_context import GpuContext, open_contexts
+from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.contexts import check_context, open_context_of
+from gpu_actors.process import refuse_on_loop
 from gpu_actors.validation.forward import check_seed
 
-__all__ = ["Attention", "attention", "bias_of", "check_open", "expect_no_loop", "seed_for"]
+__all__ = [
+    "Attention",
+    "attention",
+    "bias_of",
+    "check_not_dual",
+    "check_open",
+    "expect_no_loop",
+    "lse_dtype",
+    "refuse_second",
+    "rows_of",
+    "seed_for",
+]
 
 # An operator takes tensors, numbers and strings, so a context goes by its number.
 _OPERANDS = {
@@ -132,7 +144,7 @@ def attention(
         sound = dropout_seed.dtype in (torch.int64, torch.int32) and dropout_seed.dim() == 0
         expect(sound, "dropout_seed", shown, "must be an int, or an integer tensor of no axes")
         drawn_seed, dropout_seed = dropout_seed, 0
-    _check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
+    check_not_dual(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise Unsupported("alibi_slopes", "a tensor that requires grad", "ALiBi's slopes have no gradient", "detached")
     q, k, v, sinks, bias = _autocast(q, k, v, sinks, bias)
@@ -199,8 +211,7 @@ def _check(
     compute: object,
 ) -> None:
     """What the operator's own signature would refuse without saying what is wanted; the service checks the rest."""
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     flag("causal", causal)
     one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
     window(window_size)
@@ -226,7 +237,7 @@ def _check_traced(
     expect(sound, "window_size", window_size, "must be (left, right), two ints, each >= 0 keys or -1 for unbounded")
 
 
-def _check_not_dual(**tensors: object) -> None:
+def check_not_dual(**tensors: object) -> None:
     """Operators without a forward-mode rule drop tangents, which would be derivatives of 0."""
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         # A compiler traces tensors without their tangents. Calls that it does not trace run eagerly and are checked.
@@ -245,12 +256,12 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     context, options = _request(arguments)
     del options["deterministic"]  # forward always is
     with torch.no_grad():  # the operator has a derivative of its own
-        lse_dtype = str(_lse_dtype(options["q"])).removeprefix("torch.")
-        result = context.flash_attn.forward(**options, return_lse=True, lse_dtype=lse_dtype).result()
+        dtype = str(lse_dtype(options["q"])).removeprefix("torch.")
+        result = context.flash_attn.forward(**options, return_lse=True, lse_dtype=dtype).result()
     return result.out, result.lse
 
 
-def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
     """Gradients are computed from the LSE, and would be no more exact than it is."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -263,17 +274,15 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         batch = [next((x.shape[0] for x in (q, k, v) if guard_or_true(x.shape[0] != 1)), 1)]
     out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=torch.bfloat16 if q.dtype in _FP8 else q.dtype)
     if given["seqused_q"] is None and given["seqused_k"] is None:
-        return out, q.new_empty((*batch, heads, rows), dtype=_lse_dtype(q))
+        return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype(q))
     # Padded sequences are packed ones, whose heads come first.
-    return out, q.new_empty((heads, *batch, rows), dtype=_lse_dtype(q)).transpose(0, 1)
+    return out, q.new_empty((heads, *batch, rows), dtype=lse_dtype(q)).transpose(0, 1)
 
 
 def _backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> Any:
     context, options = _request(arguments)
-    # Autograd makes gradients by expanding a single number; kernels read rows.
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     with torch.no_grad():
-        gradients = context.flash_attn.backward(dout=dout, out=out, lse=lse, **options).result()
+        gradients = context.flash_attn.backward(dout=rows_of(dout), out=out, lse=lse, **options).result()
     found = (getattr(gradients, f"d{name}") for name in _GRADIENTS)
     # Operators cannot return None. A gradient of padded sequences' bias is a part of a larger one.
     return tuple(dout.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
@@ -304,7 +313,8 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
     return tuple(by_name.get(name) for name in _NAMES)
 
 
-def _refuse_second(ctx: Any, *gradients: torch.Tensor) -> Any:
+def refuse_second(ctx: Any, *gradients: torch.Tensor) -> Any:
+    """The derivative of gradients. Raises `Unsupported`."""
     raise Unsupported("create_graph", True, "attention is differentiable once: its gradients have none", False)
 
 
@@ -329,19 +339,17 @@ def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
 def check_open(number: int) -> GpuContext:
     """The open context of that number, for a call that blocks. Raises `WouldBlock` and `ActorStopped`."""
     expect_no_loop()
-    context = open_contexts().get(number)
-    if context is None:
-        raise ActorStopped(f"context {number}, which this call was made or traced for, is not open in this process")
-    return context
+    return open_context_of(number)
 
 
 def expect_no_loop() -> None:
     """Raise `WouldBlock` on the thread of a running loop."""
-    if asyncio._get_running_loop() is not None:
-        raise WouldBlock(
-            "attention() waits for its result, which would block the running event loop; "
-            "call it in a worker thread, as with asyncio.to_thread, or await ctx.flash_attn.forward"
-        )
+    refuse_on_loop("attention()", "a worker thread, as with asyncio.to_thread, or await ctx.flash_attn.forward")
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with whole rows, which kernels read. Autograd makes gradients by expanding a single number."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def seed_for(dropout_p: float) -> int | torch.Tensor:
@@ -385,7 +393,7 @@ _operator_backward = torch.library.custom_op(
     schema=f"(Tensor dout, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _operator_backward.register_fake(_fake_backward)
-_operator_backward.register_autograd(_refuse_second)
+_operator_backward.register_autograd(refuse_second)
 
 
 # A module
@@ -446,9 +454,7 @@ class Attention(torch.nn.Module):  # type: ignore[misc]
 
         Raises what `attention` raises, and `ActorStopped` once the context is closed.
         """
-        context = open_contexts().get(self._context)
-        if context is None:
-            raise ActorStopped(f"context {self._context}, which this module was made for, is not open in this process")
+        context = open_context_of(self._context)
         read = x if memory is None else memory
         q = self.q(x).unflatten(-1, (self.heads, -1))
         k, v = (layer(read).unflatten(-1, (self.kv_heads, -1)) for layer in (self.k, self.v))

@@ -21,7 +21,8 @@ from torch.nn.attention import register_flash_attention_impl
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.handles.gpu_context import GpuContext
-from gpu_actors.interop.torch_attention import bias_of, expect_no_loop, seed_for
+from gpu_actors.interop.contexts import check_context
+from gpu_actors.interop.torch_attention import bias_of, expect_no_loop, rows_of, seed_for
 
 __all__ = ["register_flash_attention"]
 
@@ -42,8 +43,7 @@ def register_flash_attention(context: GpuContext, name: str = "gpu_actors") -> s
     raises `Unsupported`, as ``explain`` of the service says it; nothing falls back. Once the context is closed, calls
     raise `ActorStopped`. Raises `InvalidRequest` itself for a context or name that is none.
     """
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     if not isinstance(name, str) or not name:
         raise InvalidRequest("name", name, "must be a name, not an empty one")
     register_flash_attention_impl(name, register_fn=functools.partial(_Active, context))
@@ -165,18 +165,12 @@ def _backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-    **alignment: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     packed = cum_seq_q is not None
-    found = _ask(
-        context.flash_attn.backward,
-        q=query,
-        k=key,
-        v=value,
-        out=out,
-        lse=logsumexp,
-        # Autograd makes gradients by expanding a single number; kernels read rows.
-        dout=grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous(),
+    return _gradients(
+        context,
+        (grad_out, query, key, value, out),
+        logsumexp,
         causal=is_causal,
         window_size=_window(window_size_left, window_size_right),
         softmax_scale=scale,
@@ -186,10 +180,7 @@ def _backward(
         max_seqlen_k=max_k if packed else None,
         dropout_p=dropout_p,
         dropout_seed=int(rng_state[0]) if dropout_p else 0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **alignment,
     )
-    return found.dq, found.dk, found.dv
 
 
 def _sdpa(
@@ -207,7 +198,7 @@ def _sdpa(
     if return_debug_mask:
         raise Unsupported("return_debug_mask", True, "the dropped places are not given", False)
     seed = int(seed_for(dropout_p))
-    out, lse = _dense(context, query, key, value, dropout_p, is_causal, scale, dropout_seed=seed)
+    out, lse = _dense(context, query, key, value, is_causal, scale, dropout_p=dropout_p, dropout_seed=seed)
     return (out, lse, None, None, query.shape[2], key.shape[2], *_dropout_state(query, seed))
 
 
@@ -231,9 +222,8 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     seed = int(philox_seed[0]) if dropout_p else 0
-    return _dense_backward(
-        context, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale, dropout_seed=seed
-    )
+    operands = (grad_out, query, key, value, out)
+    return _dense_backward(context, operands, logsumexp, is_causal, scale, dropout_p=dropout_p, dropout_seed=seed)
 
 
 def _sdpa_cpu(
@@ -249,8 +239,7 @@ def _sdpa_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if dropout_p:
         raise Unsupported("dropout_p", dropout_p, "this operator of torch hands no seed to its backward", 0.0)
-    bias = _bias(attn_mask, query, key)
-    return _dense(context, query, key, value, dropout_p, is_causal, scale, bias=bias)
+    return _dense(context, query, key, value, is_causal, scale, bias=_bias(attn_mask, query, key))
 
 
 def _sdpa_cpu_backward(
@@ -267,8 +256,8 @@ def _sdpa_cpu_backward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    bias = _bias(attn_mask, query, key)
-    return _dense_backward(context, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale, bias=bias)
+    operands = (grad_out, query, key, value, out)
+    return _dense_backward(context, operands, logsumexp, is_causal, scale, bias=_bias(attn_mask, query, key))
 
 
 # What they share
@@ -279,7 +268,6 @@ def _dense(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     **options: Any,
@@ -295,7 +283,6 @@ def _dense(
         causal=is_causal,
         alignment="top_left",
         softmax_scale=scale,
-        dropout_p=dropout_p,
         return_lse=True,
         **options,
     )
@@ -304,34 +291,26 @@ def _dense(
 
 def _dense_backward(
     context: GpuContext,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
+    operands: tuple[torch.Tensor, ...],
     lse: torch.Tensor,
-    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    dout, q, k, v, o = (each.transpose(1, 2) for each in (grad_out, query, key, value, out))
-    found = _ask(
-        context.flash_attn.backward,
-        q=q,
-        k=k,
-        v=v,
-        out=o,
-        lse=lse,
-        dout=dout if dout.stride(-1) == 1 else dout.contiguous(),
-        causal=is_causal,
-        alignment="top_left",
-        softmax_scale=scale,
-        dropout_p=dropout_p,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **options,
-    )
-    return tuple(each.transpose(1, 2) for each in (found.dq, found.dk, found.dv))
+    options |= {"causal": is_causal, "alignment": "top_left", "softmax_scale": scale}
+    gradients = _gradients(context, tuple(each.transpose(1, 2) for each in operands), lse, **options)
+    return tuple(each.transpose(1, 2) for each in gradients)
+
+
+def _gradients(
+    context: GpuContext, operands: tuple[torch.Tensor, ...], lse: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv. operands: dout, q, k, v and out."""
+    dout, q, k, v, out = operands
+    options |= {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": rows_of(dout)}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = _ask(context.flash_attn.backward, **options, deterministic=deterministic)
+    return found.dq, found.dk, found.dv
 
 
 def _ask(call: Any, **options: Any) -> Any:

@@ -37,7 +37,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.handles.gpu_context import GpuContext
-from gpu_actors.interop.torch_attention import attention, check_open, seed_for
+from gpu_actors.interop.contexts import check_context
+from gpu_actors.interop.torch_attention import attention, check_open, rows_of, seed_for
 from gpu_actors.interop.transformers_pages import PagedAttention
 from gpu_actors.isolation.context import IsolatedContext
 
@@ -67,8 +68,7 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
     `WouldBlock` there. It raises `ActorStopped` once the context is closed, and what
     `gpu_actors.interop.torch.attention` raises. Raises InvalidRequest itself for a context or name that is none.
     """
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     if not isinstance(name, str) or not name or "|" in name:
         raise InvalidRequest("name", name, "must be a name without '|', which Transformers reads as a prefix")
     if model is not None:
@@ -117,8 +117,7 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
 
 
 def _check_switched(context: object, model: object) -> None:
-    if not isinstance(context, GpuContext):
-        raise InvalidRequest("context", type(context).__name__, "must be a GpuContext, as open_context gives it")
+    check_context(context)
     if not isinstance(model, PreTrainedModel):
         raise InvalidRequest("model", type(model).__name__, "must be a PreTrainedModel of Transformers")
     for part in _parts_of(model):
@@ -234,7 +233,7 @@ def _attend(
         options |= _pattern(causal, reach)
     if position_bias is not None:
         options["bias"] = position_bias.to(q.dtype).expand(-1, -1, q.shape[1], k.shape[1])
-    return attention(q, _rows(k), _rows(v), **options), None
+    return attention(q, rows_of(k), rows_of(v), **options), None
 
 
 def _reaches(context: GpuContext, query: torch.Tensor) -> bool:
@@ -264,10 +263,6 @@ def _pattern(causal: bool, reach: int | None) -> dict[str, Any]:
     if reach is None:
         return {"causal": causal}
     return {"causal": causal, "window_size": (reach, 0 if causal else reach)}
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _longest(ends: torch.Tensor) -> int:
@@ -317,7 +312,7 @@ def _padded(
     keys = mask.shape[1]
     k, v = k[:, :keys], v[:, :keys]
     if mask.all():
-        made: torch.Tensor = attention(q, _rows(k), _rows(v), **options)
+        made: torch.Tensor = attention(q, rows_of(k), rows_of(v), **options)
         return made
     wanted = mask[:, keys - rows :] if placed else mask.new_ones(batch, rows)
     ends_q = _ends(wanted)
@@ -361,8 +356,8 @@ def _in_place(
     made: torch.Tensor = (
         context.flash_attn.paged_forward(
             q,
-            _rows(k),
-            _rows(v),
+            rows_of(k),
+            rows_of(v),
             cache_seqlens=(first + mask.sum(1)).to(torch.int32),
             cache_leftpad=first.to(torch.int32),
             **options,

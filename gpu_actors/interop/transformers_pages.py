@@ -19,6 +19,7 @@ import torch
 from gpu_actors.actors.prepared import PreparedAttention
 from gpu_actors.attention.requests import FlashForward, PagedForward
 from gpu_actors.handles.gpu_context import GpuContext
+from gpu_actors.interop.torch_attention import rows_of
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 
 __all__ = ["PagedAttention"]
@@ -99,8 +100,8 @@ class PagedAttention:
             allocator.update(k, v, layer, read[:0], write)
             k, v = _pages(allocator, layer, step.page_size)
         else:
-            k, v = (_rows(x) for x in allocator.update(k, v, layer, read, write))
-        q = _rows(q)
+            k, v = (rows_of(x) for x in allocator.update(k, v, layer, read, write))
+        q = rows_of(q)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             stream = torch.cuda.current_stream() if q.is_cuda else None
@@ -201,7 +202,3 @@ def _pages(allocator: Any, layer: int, page_size: int) -> tuple[torch.Tensor, to
     count = min(len(keys), len(values)) // page_size
     k, v = (x[: count * page_size].view(count, page_size, *x.shape[1:]) for x in (keys, values))
     return k, v
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
