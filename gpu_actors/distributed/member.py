@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gpu_actors.handles.gpu_context import GpuContext
@@ -46,7 +45,6 @@ class Member:
         self.requests: int = 0
         self._sequences: dict[int, int] = {}  # by the generation that has them
         self._lock = threading.RLock()  # a finalizer may free a sequence
-        self._watchers: list[Callable[[], None]] = []
         self._health_time = -1.0
         self._health: Health | None = None
 
@@ -91,22 +89,7 @@ class Member:
             counts[generation] = counts.get(generation, 0) + change
             for old in [number for number in counts if number < now]:
                 del counts[old]
-        self._notify_watchers()
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, on any thread, whenever the member may have become idle."""
-        with self._lock:
-            self._watchers.append(callback)
-
-    def forget_watcher(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            self._watchers.remove(callback)
 
     def _answered(self, _: Any) -> None:
         with self._lock:
             self.outstanding -= 1
-        self._notify_watchers()
-
-    def _notify_watchers(self) -> None:
-        for callback in list(self._watchers):
-            callback()

@@ -36,7 +36,7 @@ __all__ = ["PoolOptions", "PoolStats", "WorkerPool"]
 T = TypeVar("T")
 
 # Seconds between checks of whether a worker that leaves is idle.
-_IDLE_POLL_SECONDS = 0.2
+_IDLE_POLL_SECONDS = 0.02
 
 
 class PoolStats(NamedTuple):
@@ -130,25 +130,10 @@ class WorkerPool(Local):
         member = self._member(name)
         member.leavers += 1
         self.homes.ring.remove(name)
-        loop = asyncio.get_running_loop()
-        news = asyncio.Event()
-
-        def look() -> None:
-            loop.call_soon_threadsafe(news.set)
-
-        member.watch(look)
-        try:
-            with undo_on_error(self._keep, member), contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while not member.idle:
-                        # Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that comes as the event is
-                        # set, that of ``timeout`` too. A lost generation loses its sequences without a notification.
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(_IDLE_POLL_SECONDS):
-                                await news.wait()
-                        news.clear()
-        finally:
-            member.forget_watcher(look)
+        with undo_on_error(self._keep, member), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not member.idle:  # noqa: ASYNC110 (a lost generation loses its sequences without an event)
+                    await asyncio.sleep(_IDLE_POLL_SECONDS)
         if self._members.get(name) is member:  # and not another one that has its name by now
             del self._members[name]
             self.homes.forget(name)

@@ -285,7 +285,7 @@ async def test_a_removal_that_cannot_wait_and_one_that_is_cancelled(out: np.ndar
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_removal_is_cancelled_at_whatever_moment_it_hears_of_an_answer(turns: int) -> None:
+async def test_a_removal_is_cancelled_at_whatever_moment(turns: int) -> None:
     async with (
         in_process(2) as pool,
         pool.kv_cache(num_blocks=8, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache,
@@ -293,9 +293,8 @@ async def test_a_removal_is_cancelled_at_whatever_moment_it_hears_of_an_answer(t
         seq = await cache.create()
         removing = asyncio.create_task(pool.remove(seq.worker))
         await asyncio.sleep(0.01)
-        loop, member = asyncio.get_running_loop(), pool.member(seq.worker)
-        assert member is not None
-        member.housed(0, 0)  # the removal looks again, and the sequence is still there
+        loop = asyncio.get_running_loop()
+        assert pool.member(seq.worker) is not None
 
         def cancel(turns: int) -> None:
             if turns:
