@@ -67,7 +67,8 @@ class ContextWorker:
         self._cells: Mapping[str, Any] = {}
         self._calls: dict[int, Call[Any] | Future[Any]] = {}
         self._kept: dict[int, CompiledKernel | OpenStep] = {}  # what the program refers to, by request
-        self._threads: ThreadPoolExecutor | None = None
+        # They launch layers, and wait for them, in place of the thread that reads the channel.
+        self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-layers")
         self._ready = True  # what the program knows
 
     def open(self, order: WorkerSpec) -> None:
@@ -97,8 +98,7 @@ class ContextWorker:
             self._side_tasks.close()
         if self._context is not None:
             self._context.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
 
     def _handle(self, record: Any) -> None:
         """Handle one record, in order. A request never makes it raise."""
@@ -128,7 +128,7 @@ class ContextWorker:
         number, actor, message, left, priority = request
         try:
             if type(message) is AttendLayer:
-                self._launching().submit(self._attend, number, self._step(message.step), message)
+                self._threads.submit(self._attend, number, self._step(message.step), message)
                 return
             if not actor:
                 self._on_context_request(number, message, left)
@@ -178,12 +178,6 @@ class ContextWorker:
         if not isinstance(step, OpenStep):
             raise StaleBuffer("the step has ended")
         return step
-
-    def _launching(self) -> ThreadPoolExecutor:
-        """Threads that launch layers, and wait for them, in place of the one that reads the channel."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-layers")
-        return self._threads
 
     def _attend(self, number: int, step: OpenStep, message: AttendLayer) -> None:
         arrays = {name: array for name in _OF_A_LAYER if (array := getattr(message, name)) is not None or name == "q"}

@@ -41,7 +41,7 @@ class SideTasks:
         self._context = context
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-beside")
 
     def run(self, function: Any, arguments: tuple[Any, ...], on_done: OnDone) -> Future[Any]:
         """Start a function. Its future cancels it: a coroutine at any time, another before it begins.
@@ -54,7 +54,7 @@ class SideTasks:
             coroutine = _run_coroutine(function, self._context, operands)
             future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         else:
-            future = self._pool().submit(_run_function, function, self._context, operands)
+            future = self._threads.submit(_run_function, function, self._context, operands)
         future.add_done_callback(lambda done: on_done(*_outcome(done)))
         return future
 
@@ -62,11 +62,9 @@ class SideTasks:
         """Cancel the running functions, as far as possible."""
         with self._lock:
             loop, self._loop = self._loop, None
-            threads, self._threads = self._threads, None
         if loop is not None:
-            loop.call_soon_threadsafe(_cancel_all, loop)
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+            loop.call_soon_threadsafe(loop.stop)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _cache(self, ref: CacheRef) -> KvCache:
         children = self._context._children
@@ -78,12 +76,6 @@ class SideTasks:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_loop, args=(self._loop,), name="gpu-actors-beside", daemon=True).start()
             return self._loop
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-beside")
-            return self._threads
 
 
 def _is_coroutine(function: Any) -> bool:
@@ -119,18 +111,5 @@ def _outcome(done: Future[Any]) -> tuple[Any, BaseException | None]:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
+    with asyncio.Runner(loop_factory=lambda: loop):  # which cancels the tasks that are left
         loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        ending = asyncio.gather(*tasks, return_exceptions=True)
-        ending.add_done_callback(lambda _: loop.stop())
-    else:
-        loop.stop()
