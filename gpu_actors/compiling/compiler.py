@@ -106,7 +106,6 @@ class Compiler:
 
 
 def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> tuple[bytes, str]:
-    """(cubin as the bindings return it, log)."""
     macros = (f"-D{name}={value}" for name, value in source.macros.items())
     program = nvrtc.createProgram(
         source.source,

@@ -298,7 +298,6 @@ class CubinCache:
                 self._memory_bytes -= len(self._memory.popitem(last=False)[1].data)
 
     def _from_folders(self, key: EntryName, variant: Variant, *, counted: bool = True) -> Cubin | None:
-        """The cubin from the first folder that has a sound entry."""
         for folder in self._folders:
             try:
                 names = [key.file_name] if key.build is not None else folder.names(key.prefix)

@@ -55,11 +55,9 @@ class EntryName(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The name of the entry's file, if there is a build (see `prefix`)."""
         return f"{self.prefix}{self.build}.cubin"
 
     def build_of(self, file_name: str) -> str:
-        """The build that an entry's file name states."""
         return file_name.removeprefix(self.prefix).removesuffix(".cubin")
 
     @property

@@ -303,7 +303,6 @@ def _try_lock(handle: int) -> bool:
 
 
 def _listing(folder: int, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
-    """(name, status) of each file whose name matches ``names``."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -75,7 +75,6 @@ def kernel_signature(source: str, entry: str) -> tuple[KernelParameter, ...]:
 
 
 def _declarations(text: str, entry: str) -> Iterator[list[str]]:
-    """The texts of the parameters, for every declaration of the kernel."""
     for match in re.finditer(r"\b__global__\b", text):
         at = match.end()
         while at < len(text) and text[at] not in "{};=":

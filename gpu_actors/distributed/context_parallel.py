@@ -196,7 +196,6 @@ class _Split:
         return self._operands[name].array
 
     def restored(self, array: Any) -> Any:
-        """An array of the answer, as an array of q's library."""
         return restore(array, self._operands["q"])
 
     def joined(self, name: str, parts: Sequence[Any]) -> Any:
@@ -210,7 +209,6 @@ class _Split:
         return whole
 
     def summed(self, name: str, parts: Sequence[Any]) -> Any:
-        """The gradient of keys, values or the bias, from those of the blocks."""
         operand = self.array(name)
         total = np.zeros(operand.shape, np.float64 if operand.dtype == np.float64 else np.float32)
         for block, part in zip(self.blocks, parts, strict=True):
@@ -226,7 +224,6 @@ class _Split:
         return total.astype(parts[0].dtype)
 
     async def ask(self, pool: ContextPool, timeout: float | None) -> list[Any]:
-        """The answers for the blocks, in order."""
         spread = Spread(pool.dice)
 
         def ask(block: _Block) -> Coroutine[Any, Any, Any]:
@@ -246,7 +243,6 @@ class _Split:
         return bounds
 
     def _visible_keys(self, cut: list[slice]) -> list[slice]:
-        """The keys of each line that its rows see, from the first to the last."""
         if self._positions:
             return [slice(0, line.keys) for line in self._lines]
         visible = []

@@ -25,7 +25,6 @@ _Ints = npt.NDArray[np.int64]
 class RowRequest(NamedTuple):
     """A request to one worker for some rows.
 
-    rows: which rows.
     keys: how many of the worker's first keys they attend to.
     reach: how many keys the window reaches back from the row's own, or -1.
     sinks: how many first keys stay visible.

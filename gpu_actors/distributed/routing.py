@@ -49,7 +49,6 @@ class Directory:
                 yield worker
 
     def note(self, digests: Sequence[bytes], worker: str) -> None:
-        """Note that the worker has the pages of these digests."""
         for digest in digests:
             self._workers[digest] = worker
             self._workers.move_to_end(digest)
@@ -57,7 +56,6 @@ class Directory:
             self._workers.popitem(last=False)
 
     def forget(self, worker: str) -> None:
-        """Forget all pages of a worker."""
         for digest in [digest for digest, name in self._workers.items() if name == worker]:
             del self._workers[digest]
 

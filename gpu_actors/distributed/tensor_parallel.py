@@ -90,8 +90,7 @@ def _heads(operands: Mapping[str, Adopted]) -> tuple[int, int]:
 def _part(
     request: FlashForward, operands: Mapping[str, Adopted], counts: tuple[int, int], share: tuple[int, int]
 ) -> FlashForward:
-    """The request of one part. share: the part's number, and how many parts there are."""
-    index, parts = share
+    index, parts = share  # the part's number, and how many there are
     changed: dict[str, Any] = {}
     for axes, heads in ((_OF_Q, counts[0]), (_OF_K, counts[1])):
         each = heads // parts

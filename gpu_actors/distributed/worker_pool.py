@@ -241,7 +241,6 @@ class WorkerPool(Local):
 
 
 def _other_may_succeed(error: GpuActorsError, member: Member) -> bool:
-    """Whether the request may succeed on another worker."""
     if isinstance(error, ActorFailed):
         return False  # the request itself may be what failed
     if isinstance(error, ActorStopped):
@@ -250,5 +249,4 @@ def _other_may_succeed(error: GpuActorsError, member: Member) -> bool:
 
 
 def _not_carried_out(error: GpuActorsError) -> bool:
-    """Whether the request was certainly not carried out."""
     return isinstance(error, Overloaded) or (isinstance(error, WorkerLost) and error.happened == "no")

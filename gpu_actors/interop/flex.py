@@ -304,7 +304,6 @@ class _Program:
         return graph
 
     def _modified(self, graph: OperationGraph, operands: Sequence[torch.Tensor]) -> tuple[GraphTensor, GraphTensor]:
-        """The scores before the softmax, and v."""
         q, k, v = (_declared(graph, number, operands[number]) for number in (_Q, _K, _V))
         scores = graph.matmul(q, graph.transpose(k)) * self._scale
         indices = tuple(graph.index(scores, axis) for axis in range(4))

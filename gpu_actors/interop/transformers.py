@@ -280,7 +280,6 @@ def _packed(
     bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Sequences one after the other in a batch of one."""
     if q.shape[0] != 1:
         raise InvalidRequest("cu_seq_lens_q", ends_q, f"packed rows come as a batch of 1, not of {q.shape[0]}")
     if bias is not None:
@@ -395,7 +394,6 @@ class _Known(NamedTuple):
 
     @property
     def value(self) -> int:
-        """What the mask has for a key that counts."""
         return 1 + self.chunk if self.reach is None else -1 - self.reach
 
     def holds_without(self, columns: torch.Tensor) -> bool:

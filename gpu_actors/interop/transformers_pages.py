@@ -121,7 +121,6 @@ class PagedAttention:
         sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> _Plan:
-        """The plan for arrays like these, with the contents of the step."""
         layouts = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % TMA_ALIGNMENT) for x in (q, k, v))
         shapes = tuple(array.shape for array in step.arrays.values())
         lengths = step.longest_q, step.longest_k if not step.page_size else None

@@ -92,16 +92,13 @@ class Arena:
         raise MemoryError(f"no room for {nbytes} bytes in {self.size} bytes of shared memory")
 
     def room(self, start: int) -> int:
-        """Bytes of a block."""
         return self._blocks[start][0]
 
     def hold(self, start: int) -> None:
-        """One more user of a block, who will `give` it."""
         with self._lock:
             self._blocks[start][1] += 1
 
     def give(self, start: int) -> None:
-        """One user fewer; the last one frees the block."""
         with self._lock:
             block = self._blocks.get(start)
             if block is None:
@@ -114,7 +111,6 @@ class Arena:
             self._release(start, start + block[0])
 
     def used(self) -> int:
-        """Bytes in blocks."""
         self._clear()
         with self._lock:
             return sum(size for size, _ in self._blocks.values())
@@ -167,7 +163,6 @@ class _Spans:
         self.total: int = 0
 
     def first(self, nbytes: int) -> int | None:
-        """Where the first span of so many bytes begins."""
         return next((begin for begin, end in self._spans if end - begin >= nbytes), None)
 
     def add(self, begin: int, end: int) -> None:

@@ -45,7 +45,6 @@ class RemoteCell(Cell):
         self._client = client
 
     def update(self, state: str, restarts: int) -> None:
-        """The actor's state in its process has arrived."""
         self.restarts = self._earlier_restarts + restarts
         if self._terminated is None:
             self.state = state
@@ -88,7 +87,6 @@ class RemoteChildren(Children):
         self.cells = cells
 
     def update(self, status: Status) -> None:
-        """Take over the status of the actors, and the age of the last success."""
         succeeded_at = time.monotonic() - status.success_age
         for name, counts in status.counts.items():
             cell: Any = self.cells[name]

@@ -81,7 +81,6 @@ class Link:
                 raise
 
     def received(self, sequence: int, record: Any) -> None:
-        """The channel has brought a record."""
         with self._receiving:
             self.last_received = self._now()
             if sequence < self._next or sequence in self._early:

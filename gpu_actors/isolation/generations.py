@@ -117,11 +117,9 @@ class Generations:
         self._wake()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        """An array that requests and every worker may use without a copy."""
         return self.launcher.empty(shape, dtype)
 
     def after_fork(self) -> None:
-        """In a forked child of the program: no descriptor may keep anything open there."""
         self.state = "stopped"
         self.client.after_fork()
         connection = self.connection
@@ -154,7 +152,6 @@ class Generations:
                 done.set()
 
     def _generation(self) -> None:
-        """One worker, from its start to its end."""
         self.state, self._lost, self.health = "starting", None, None
         self._lacks_resources = False
         try:
@@ -267,7 +264,6 @@ class Generations:
             self._link.send(Stop())
 
     def _on_worker_lost(self, connection: Connection) -> None:
-        """The generation is lost: fail its requests at once."""
         cause = self._lost if self._lost is not None else f"{connection.name} ended"
         if self.children is None:
             raise _not_open(cause)
@@ -281,14 +277,12 @@ class Generations:
         self._outbox.flush()
 
     def _reap(self) -> None:
-        """Wait for the end of the worker, and free what it held."""
         connection, self.connection = self.connection, None
         self._link = None
         if connection is not None:
             connection.bury(kill=not self._closing or self._killing or self._lost is not None)
 
     def _on_start_failed(self, error: Exception) -> None:
-        """A worker did not open the context, or could not be started."""
         known = isinstance(error, GpuActorsError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         self.reason = text if known else f"its {self.launcher.noun} does not start: {text}"

@@ -205,7 +205,6 @@ class _Packer:
         self._current = self._left = self._foreseen = 0
 
     def packed(self, record: Any, returned: list[int]) -> tuple[bytes, bytes]:
-        """The two parts of a `Packed`."""
         content = self._flat(record)
         fields = len(self.places)  # the arrays that are fields of the message come first
         file = io.BytesIO()
@@ -216,7 +215,6 @@ class _Packer:
         return pickle.dumps((self.places, returned, fields), 5), file.getvalue()
 
     def _flat(self, record: Any) -> tuple[Any, ...]:
-        """A record as it is pickled."""
         if type(record) is Request:
             number, actor, message, left, priority = record
             return 0, number, actor, self._fields_of(message), left, priority
@@ -454,7 +452,6 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 
 @functools.cache
 def _reader(kind: type) -> Callable[[Any], Sequence[Any]]:
-    """What gives the values of a message's `_fields`."""
     names = _fields(kind) or ()
     # attrgetter gives one name's value bare.
     return operator.attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, x) for x in names]

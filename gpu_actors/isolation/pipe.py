@@ -127,16 +127,13 @@ class PipeChannel:
                 self.wake()
 
     def forget(self, about: int) -> None:
-        """A request is answered here: a later response is not written into its arrays."""
         self._requests.pop(about, None)
 
     @property
     def waiting(self) -> int:
-        """Frames that the socket has not taken yet."""
         return len(self._backlog)
 
     def wake(self) -> None:
-        """Wake the thread in `serve`."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
@@ -341,13 +338,7 @@ class PipeChannel:
 
 
 class AdaptiveSpin:
-    """Whether to spin while waiting for the next request: if requests follow each other closely, and sooner for it.
-
-    A sleeping thread takes 20 to 40 us to wake on a quiet virtual machine, and its CPU with it. On a busy one a
-    spinning thread takes the CPU from the program that is to send the request. So both are tried in turn on ``TRIALS``
-    requests, and the better one is used for the next ``PERIOD``. Spinning must let a request arrive ``GAIN`` seconds
-    sooner, at the median.
-    """
+    """Whether to spin while waiting for the next request: docs/isolation.md says when, and why."""
 
     SPIN_SECONDS: float = 250e-6
     GAIN: float = 10e-6
@@ -362,7 +353,6 @@ class AdaptiveSpin:
         self.spinning: bool = False
 
     def record(self, seconds: float) -> None:
-        """A request arrived after that time."""
         turn = self._turn
         if turn < self.TRIALS:
             self._seconds[self.spinning].append(seconds)

@@ -25,13 +25,7 @@ __all__ = [
 
 
 class Counts(NamedTuple):
-    """Counts of one actor in the context's process.
-
-    launched: launches begun.
-    launched_calls: the requests in them.
-    in_flight: launches that have not ended.
-    queued: requests that wait.
-    """
+    """Counts of one actor in the context's process. launched_calls: the requests in the launches begun."""
 
     launched: int
     launched_calls: int
@@ -88,8 +82,6 @@ class Opened(NamedTuple):
 
 
 class OpenFailed(NamedTuple):
-    """The context could not be opened."""
-
     error: BaseException
 
 
@@ -120,10 +112,7 @@ class Status(NamedTuple):
 
 
 class KernelDescriptor(NamedTuple):
-    """Describes a `CompiledKernel`, which stays in the process that compiled it. The other fields are the kernel's.
-
-    number: stands for the kernel in requests to launch it.
-    """
+    """A `CompiledKernel`, which stays in the process that compiled it. number: the kernel's in requests."""
 
     number: int
     entry: str
@@ -133,12 +122,7 @@ class KernelDescriptor(NamedTuple):
 
 
 class StepDescriptor(NamedTuple):
-    """Describes an `OpenStep`, which stays in the process of its device.
-
-    number: stands for the step in requests to it.
-    cache: its cache's number.
-    lengths: of its sequences, with its rows.
-    """
+    """An `OpenStep`, which stays in the process of its device. number: the step's in requests. cache: its number."""
 
     number: int
     cache: int

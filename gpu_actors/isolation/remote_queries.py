@@ -75,16 +75,12 @@ class RemoteState:
         return self._query_or_last("proofs")
 
     def uses(self) -> Any:
-        """The kernels that requests have used."""
         return self._query("uses", self._actor)
 
     def look(self) -> Any:
-        """The caches that are open."""
         return self._query("caches", self._actor)
 
     def find(self, number: int) -> Any:
-        """A cache."""
-
         def table(seq: KvSequence) -> Any:
             return SimpleNamespace(length=self._query("length", self._actor, number, seq))
 

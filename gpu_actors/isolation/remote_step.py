@@ -67,7 +67,6 @@ class RemoteStep:
             raise
 
     def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
-        """Raises `InvalidRequest`."""
         raise InvalidRequest(
             "run", show(run), "replays captured layers, and a context in another process captures none"
         )

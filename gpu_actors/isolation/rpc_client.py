@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.arrays.adoption import changed
@@ -67,15 +67,12 @@ class RemoteKernel:
         self.generation = generation
 
 
-class _Pending:
+class _Pending(NamedTuple):
     """A request that a worker has."""
 
-    __slots__ = ("call", "finish", "side_effect_free")
-
-    def __init__(self, call: Call[Any], finish: Callable[[Any], Any] | None, side_effect_free: bool) -> None:
-        self.call = call
-        self.finish = finish
-        self.side_effect_free = side_effect_free
+    call: Call[Any]
+    finish: Callable[[Any], Any] | None
+    side_effect_free: bool
 
 
 class RemoteMailbox(Mailbox):
@@ -116,7 +113,6 @@ class RemoteMailbox(Mailbox):
         return self._client.cancel(call)
 
     def update_counts(self, counts: Counts) -> None:
-        """The worker's latest counts of the actor."""
         self._counts = counts
 
     def begin_again(self) -> None:
@@ -218,7 +214,6 @@ class RpcClient:
         return call.answer()
 
     def request_context(self, message: tuple[Any, ...], timeout: float | None) -> Call[Any]:
-        """Send a request to the context itself."""
         deadline = None if timeout is None else SYSTEM_CLOCK.now() + timeout
         call: Call[Any] = Call(message, self._context_mailbox, 0, deadline)
         self._context_mailbox.put(call)
@@ -273,7 +268,6 @@ class RpcClient:
         self._notify(Cancel(number))
 
     def waiting(self, actor: str) -> int:
-        """Requests for an actor that wait for a worker."""
         with self._lock:
             return sum(name == actor and not call.done for name, call in self._waiting)
 
@@ -355,11 +349,9 @@ class RpcClient:
             self._undo(call, value)
 
     def on_unreadable(self, number: int, error: BaseException, outbox: Outbox | None = None) -> None:
-        """Settle a request whose response cannot be unpacked here."""
         self.on_response(Response(number, None, error, None, None), outbox)
 
     def after_fork(self) -> None:
-        """In a forked child, which has no worker."""
         self._lock = threading.RLock()
         self._link = self._channel = None
 

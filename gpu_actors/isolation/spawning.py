@@ -124,7 +124,6 @@ class _Zygote:
         self.socket.close()
 
     def end(self) -> None:
-        """End it, and with it every child that it still has."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -168,7 +167,6 @@ class _Zygotes:
                 self._retired.append(zygote)
 
     def close(self) -> None:
-        """End every zygote, and with it every child that there still is."""
         with self._lock:
             zygotes, self._now, self._retired = [*self._retired, self._now], None, []
         for zygote in zygotes:

@@ -87,7 +87,6 @@ class Parcels:
         self._requests: dict[int, list[Argument]] = {}
 
     def pack(self, record: Any, about: int = 0) -> Parcel:
-        """Raises `InvalidRequest` for what cannot cross."""
         known = () if self._asks else self._requests.pop(about, ())
         crate = Crate()
         packed = pack(_by_value(record) if type(record) is Request else record, crate, known)
@@ -136,7 +135,6 @@ class RayChannel(Parcels):
         return self._queue.qsize()
 
     def close(self) -> None:
-        """Send nothing more."""
         self._closed = True
         self._queue.put(None)
         self._free.release()

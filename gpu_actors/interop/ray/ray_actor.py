@@ -63,7 +63,6 @@ class StartTimeout(DeadlineExceeded):
 
 
 def start_timeout(asked: Mapping[str, float], count: int, timeout: float) -> StartTimeout:
-    """The error, with what the cluster has now."""
     return StartTimeout(asked, count, timeout, ray.cluster_resources(), ray.available_resources())
 
 

@@ -42,13 +42,11 @@ class RayWorker:
         threading.Thread(target=self._work, name="gpu-actors-worker", daemon=True).start()
 
     async def place(self) -> Place:
-        """Where it runs, once it runs."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", ())
         return Place(os.getpid(), socket.gethostname(), context.get_node_id(), tuple(map(str, gpus)))
 
     async def post(self, batch: list[tuple[Any, ...]]) -> None:
-        """Take records from the program."""
         for parcel in batch:
             self._arrived.put(Parcel(*parcel))
 
@@ -73,8 +71,6 @@ class RayWorker:
 
 
 class _Answers(Parcels):
-    """The worker's end of the channel: what `fetch` takes."""
-
     def __init__(self) -> None:
         super().__init__(asks=False)
         self._loop: asyncio.AbstractEventLoop | None = None

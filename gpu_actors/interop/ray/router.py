@@ -28,13 +28,11 @@ class CacheAffineRouter(RequestRouter):  # type: ignore[misc]
     """
 
     def initialize_state(self, slots: int = 16, bound: float = 1.25) -> None:
-        """Called by Serve, with the ``request_router_kwargs``."""
         self._dice = random.Random()
         self._homes = Homes(self._dice, bound, slots)
         self._named: dict[str, ReplicaID] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve when replicas come or go."""
         named = {replica.replica_id.unique_id: replica.replica_id for replica in replicas}
         for name in self._named.keys() - named.keys():
             self._homes.ring.remove(name)
