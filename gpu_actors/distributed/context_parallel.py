@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import restore
-from gpu_actors.attention.key_mask import MASK_OPTIONS, KeyMask
+from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.attention.key_mask import KeyMask
+from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
 from gpu_actors.distributed.parts import Spread, all_of, host_operands
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, integer
-from gpu_actors.validation.forward import check_cu_seqlens, sequences
+from gpu_actors.planning.forward import broadcast_batch
+from gpu_actors.validation.forward import backward_problem, check_cu_seqlens, forward_problem
 from gpu_actors.values import show
 
 __all__ = ["context_split", "context_split_backward", "zigzag"]
@@ -120,6 +122,13 @@ class _Block(NamedTuple):
     keys: list[slice]
 
 
+def _problem(request: FlashForward, operands: Mapping[str, Adopted]) -> AttentionProblem:
+    """The problem of the whole request, which is refused as one context refuses it."""
+    arrays: dict[str, Any] = {name: operand.array for name, operand in operands.items()}
+    whole = broadcast_batch(dataclasses.replace(request, **arrays))
+    return backward_problem(whole) if isinstance(whole, FlashBackward) else forward_problem(whole)
+
+
 class _Split:
     """A request cut into blocks of rows, in their order, each with its keys."""
 
@@ -129,43 +138,20 @@ class _Split:
             if (used := getattr(request, name)) is not None:
                 reason = "counts rows or keys of whole sequences, and a part has others: give packed sequences"
                 raise Unsupported(name, describe(used), reason, name.replace("seqused", "cu_seqlens"))
-        self._packed = any(getattr(request, name) is not None for name in _ENDS)
         self._operands = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
-        dims = 3 if self._packed else 4
-        for name in ("q", "k", "v"):
-            array = self._operands[name].array if name in self._operands else None
-            shape = "(total, heads, head_dim)" if self._packed else "(batch, rows, heads, head_dim)"
-            expect(getattr(array, "ndim", 0) == dims, name, describe(array), f"must be {shape}")
-        bias = self.array("bias") if "bias" in self._operands else None
+        problem = _problem(request, self._operands)
+        self._packed = problem.layout == "varlen"
+        self._batch = problem.batch
         self._axes = {name: axis - self._packed for name, axis in _ROWS.items()}
         self._key_axes = {name: axis - self._packed for name, axis in _KEYS.items()}
-        rows, keys = (self.array(name).shape[1 - self._packed] for name in ("q", "k"))
         if self._packed:
             del self._axes["bias"], self._key_axes["bias"]
-        elif bias is not None and bias.ndim == 4 and bias.shape[_ROWS["bias"]] == 1:
+        elif "bias" in self._operands and self.array("bias").shape[_ROWS["bias"]] == 1:
             del self._axes["bias"]  # one row for all
-        for axes, extent, kind in ((self._axes, rows, "q's rows"), (self._key_axes, keys, "k's keys")):
-            for name, axis in axes.items():
-                if name in self._operands:
-                    array = self.array(name)
-                    sound = array.ndim == dims - (name == "lse") and array.shape[axis] == extent
-                    expect(sound, name, describe(array), f"must have {kind}, {extent}, on axis {axis}")
-        ends = [self._ends(name, extent) for name, extent in zip(_ENDS, (rows, keys), strict=True)]
-        together = (len(self.array(name)) for name in ("q", "k", "v"))  # 1 where all sequences share it
-        self._batch = len(ends[0]) - 1 if self._packed else max(together)
-        expect(len(ends[1]) == len(ends[0]), "cu_seqlens_k", len(ends[1]) - 1, f"must have {self._batch} sequences")
-        if self._packed and bias is not None:
-            most = [max((0, *np.diff(each).tolist())) for each in ends]
-            sound = bias.ndim == 4 and len(bias) in (1, self._batch)
-            sound = sound and (bias.shape[2] == 1 or bias.shape[2] >= most[0]) and bias.shape[3] >= most[1]
-            expected = f"({self._batch} or 1, heads or 1, at least {most[0]} or 1, at least {most[1]})"
-            expect(sound, "bias", describe(bias), f"must be {expected}")
-        self._mask = KeyMask(**{name: getattr(request, name) for name in MASK_OPTIONS})
+        extents = (self.array(name).shape[1 - self._packed] for name in ("q", "k"))
+        ends = [self._ends(name, extent) for name, extent in zip(_ENDS, extents, strict=True)]
+        self._mask: KeyMask = problem
         self._positions = [name for name in _PLACES if name in self._operands]
-        for name in self._positions:
-            places = self.array(name)
-            sound = places.dtype == np.int32 and places.shape in ((self._batch,), (self._batch, 2))
-            expect(sound, name, describe(places), f"must be int32, ({self._batch},) or ({self._batch}, 2)")
         diagonal = self._mask.mask != "full" or request.alibi_slopes is not None
         shifted = diagonal and self._mask.alignment == "bottom_right"
         self._lines = [
@@ -236,10 +222,9 @@ class _Split:
         """Where the lines begin and end, in rows or keys of the operands."""
         if not self._packed:
             return [0, total]
-        ends = self._operands[name].array if name in self._operands else None
-        sequences(name, ends)
+        ends = self.array(name)
         check_cu_seqlens(name, ends, total, total)
-        bounds: list[int] = ends.tolist()  # type: ignore[union-attr]
+        bounds: list[int] = ends.tolist()
         return bounds
 
     def _visible_keys(self, cut: list[slice]) -> list[slice]:
