@@ -4,21 +4,6 @@ async with open_pool("mock", workers=4) as pool:
     reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
     async with pool.kv_cache(num_blocks=256, page_size=16, kv_heads=8, head_dim=64) as cache:
         seq = await cache.create(tokens)
-
-    pool              requests without state
-    worker_pool       the workers, and the repetition of requests on another one
-    member            one worker and its load
-    routing           the choice of a worker
-    budget            how many requests are repeated
-    pooled_cache      sequences that each live on one worker
-    migration         a sequence moves from one cache to another
-    tensor_parallel   one request over several workers by heads
-    context_parallel  the same by rows
-    parts             what both share
-    sharded_cache     one sequence over several workers
-    sharded_step      a model's step over one
-    key_split         which worker has which keys
-    shard_rows        rotates and quantises rows before they are sent
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Routing: which worker gets a request, and which one a new sequence. It works on names and numbers only.
 
 A stateless request goes to the less loaded of two random workers (Mitzenmacher, "The power of two choices in randomized
-load balancing", 1996), which does not need the loads of all others.
-
-A sequence goes to a worker that has the pages of its beginning. The `Directory` remembers that for each prefix, and is
-a hint: a wrong entry costs a prefill, never a wrong answer. A prefix that it does not know goes to its place on a ring
-of hashes with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), so that several routers send it to
-the same worker, and few prefixes move when a worker joins or leaves.
+load balancing", 1996). A sequence goes to a worker that has the pages of its beginning, as far as the `Directory` knows
+it: a wrong entry costs a prefill, never a wrong answer. Other prefixes go to their place on a ring of hashes with
+bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), the same for several routers.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend gpu_actors \
         --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled
 
-SGLang calls `register` in each of its processes, by the entry point of this package in the group
-``sglang.srt.plugins``. It keeps the pages, writes new keys to them, and decides what runs together. A batch of
-prompts or new tokens is one `PagedForward`, which reads the pages in place.
-
-Needs SGLang, which nothing else of this package imports.
+SGLang calls `register` in each of its processes, by this package's entry point (docs/engines.md). A batch of prompts or
+new tokens is one `PagedForward`, which reads SGLang's pages in place. Needs SGLang.
 """
 
 from __future__ import annotations

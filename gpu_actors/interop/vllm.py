@@ -2,12 +2,8 @@
 
     vllm serve MODEL --attention-backend CUSTOM
 
-vLLM calls `register` in each of its processes, by the entry point of this package in the group
-``vllm.general_plugins``. It keeps the pages and decides what runs together. A layer's new keys are written to the
-pages by vLLM's slot mapping, and a batch of prompts and new tokens is one `PagedForward`, which reads the pages in
-place.
-
-Needs vLLM, which nothing else of this package imports.
+vLLM calls `register` in each of its processes, by this package's entry point (docs/engines.md). A batch of prompts and
+new tokens is one `PagedForward`, which reads vLLM's pages in place. Needs vLLM.
 """
 
 from __future__ import annotations

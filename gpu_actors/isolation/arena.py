@@ -1,9 +1,7 @@
-"""Arena: memory that two processes share, given out in blocks.
+"""Arena: memory that two processes share, a memfd, given out in blocks.
 
-A memfd and not a named segment: it has no name that could be left behind, no /dev/shm whose size a container limits,
-and it goes with the last process that has it, however that process ends. It is as large as the machine's memory, or as
-the limits of the process allow, and sparse, so that it never has to grow; pages that no block uses any more are given
-back to the system.
+It is as large as the machine's memory, or as the limits of the process allow, and sparse, so that it never has to grow.
+Pages that no block uses any more are given back to the system.
 """
 
 from __future__ import annotations

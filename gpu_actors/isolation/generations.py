@@ -4,10 +4,8 @@
       │                    │                                       │
       └── refused          └── closing: stop, end                  └── the restart policy's allowance is used up: failed
 
-A generation is lost when its worker ends, stops answering, loses its device context, or when a record of its channel is
-missing. A `Launcher` starts them: what a worker runs in is not known here. If the system lacks what a start needs,
-such as descriptors, processes or memory, it may have them a moment later. Such a start is no restart: it is tried again
-until the policy's window has passed.
+A `Launcher` starts them: what a worker runs in is not known here. docs/isolation.md says when a generation is lost, and
+which starts are tried again.
 """
 
 from __future__ import annotations

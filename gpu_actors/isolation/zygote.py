@@ -1,11 +1,8 @@
 """The zygote: a process that has the package imported, and forks a child for each context.
 
-A fork takes milliseconds, an interpreter with the package about a second. The zygote has one thread and never touches a
-device, so its children may. It ends with the program, whose process it watches, or with the last of its children once
-the program has closed its socket. A child ends with the zygote.
-
-A supervisor may signal every process of a service. Only the program handles these signals, so the zygote and its
-children ignore them.
+The zygote has one thread and never touches a device, so its children may. It ends with the program, whose process it
+watches, or with the last of its children once the program has closed its socket. A child ends with the zygote. Both
+ignore the signals that a supervisor sends to every process of a service: the program alone handles them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ async with open_remote("mock") as ctx:  # in a child process
     reply = await ctx.flash_attn.forward(q, k, v)
     result = await ctx.run(step, cache, seq)  # step(context, cache, seq), beside the cache
 
-context: `RemoteContext`, the program's side. direct: a worker in a thread of this process. faulty: the same over a
-channel that reorders, doubles, delays and drops, for tests. What all of them share is in `gpu_actors.isolation`: the
-records, their order (`Link`), the requests without an answer (`RpcClient`), and the worker.
+`gpu_actors.isolation` has what all of them share: records, their order, requests without an answer, and the worker.
 """
 
 from __future__ import annotations

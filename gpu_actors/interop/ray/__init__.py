@@ -3,9 +3,7 @@
 async with ray_pool(2, num_gpus=1) as pool:  # a ContextPool
     reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
 
-channel: records as calls. ray_worker: the actor. ray_actor: `RayActor`, the workplace of `start_worker`. pool:
-`ray_pool`. serve: deployments of Ray Serve. router: their request router, which is imported from there, for it needs
-Serve (the extra "ray-serve"). The rest needs ray (the extra "ray").
+Needs ray (the extra "ray"). `router` is imported by itself, for it needs Serve (the extra "ray-serve").
 """
 
 from __future__ import annotations
