@@ -37,7 +37,7 @@ class Images:
 
     def note_cupys(self, text: str, data: bytes) -> None:
         """text: what CuPy has compiled: a test's kernel or its own. data: the cubin, perhaps without its last byte."""
-        from gpu_actors.compiling.compiler import whole_cubin
+        from gpu_actors.compiling.elf import whole_cubin
         from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
         from gpu_actors.devices.emulation.build import find_entries
 
@@ -63,7 +63,7 @@ class Images:
     def _answer(self, name: str, source: Any, cubin: Any) -> bytes:
         answer = self._answers.get(name)
         if answer is None:
-            from gpu_actors.compiling.parameter_sizes import parameter_sizes
+            from gpu_actors.compiling.elf import parameter_sizes
             from gpu_actors.devices.emulation import build_module
 
             macros = {macro: str(value) for macro, value in source.macros.items()}

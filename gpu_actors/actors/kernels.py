@@ -13,7 +13,7 @@ from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
 from gpu_actors.arrays.adopt import adopt, check_device, describe, dtype_of
 from gpu_actors.arrays.device_array import AnyArray, DeviceArray
 from gpu_actors.compiling.assets import completed_headers
-from gpu_actors.compiling.parameter_sizes import parameter_sizes
+from gpu_actors.compiling.elf import parameter_sizes
 from gpu_actors.compiling.signature import KernelParameter, kernel_signature
 from gpu_actors.compiling.source import Cubin, KernelSource
 from gpu_actors.compiling.variant import Variant

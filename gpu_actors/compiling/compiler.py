@@ -8,18 +8,18 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from gpu_actors.compiling.elf import whole_cubin
 from gpu_actors.compiling.headers import include_closure, toolkit_closure
 from gpu_actors.compiling.source import Cubin, FrozenMap, KernelSource, parse_resources
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc, supported_archs
 from gpu_actors.errors import CompileError, Unsupported
 from gpu_actors.extras import cuda_hint
 
-__all__ = ["CompileInputs", "Compiler", "compile_inputs", "elf_sections", "supported_archs", "whole_cubin"]
+__all__ = ["CompileInputs", "Compiler", "compile_inputs", "supported_archs"]
 
 
 class CompileInputs(NamedTuple):
@@ -162,53 +162,3 @@ def _missing_header(name: str, headers: Iterable[str]) -> str:
             f'header "{name}" is missing: no headers of CUDA {toolchain.release[0]} are installed here; {cuda_hint()}'
         )
     return f'header "{name}" is missing: neither headers= nor the CUDA toolkit installed here has it'
-
-
-_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-_NOBITS, _FIRST_VENDOR_TYPE = 8, 0x70000000
-
-
-def whole_cubin(data: bytes) -> bytes:
-    """``data`` with its last byte, which CuPy 14's getCUBIN may cut off.
-
-    The ELF headers give the length: a byte is added only if exactly one is missing. It is zero, because every table and
-    section that can end a cubin ends in a zero byte. Raises CompileError for anything shorter or not ELF.
-    """
-    if data[:5] != b"\x7fELF\x02" or len(data) < _ELF_HEADER.size:
-        raise CompileError(f"NVRTC returned {len(data)} bytes that are no 64-bit ELF image")
-    padded = data + b"\0"
-    length = _elf_length(padded)
-    if length <= len(data):
-        return data
-    if length == len(padded):
-        return padded
-    raise CompileError(f"NVRTC returned {len(data)} bytes of a cubin of {length}")
-
-
-def elf_sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """The sections of a whole 64-bit ELF image, (name, contents). Raises struct.error for anything else."""
-    header = _ELF_HEADER.unpack_from(image)
-    table, size, count, names = header[6], *header[11:14]
-    sections = [_SECTION.unpack_from(image, table + index * size) for index in range(count)]
-    strings = sections[names][4]
-    for name, kind, _, _, offset, length, *_ in sections:
-        start = strings + name
-        contents = b"" if kind == _NOBITS else image[offset : offset + length]
-        yield image[start : image.index(b"\0", start)].decode(), contents
-
-
-def _elf_length(image: bytes) -> int:
-    """The end of the last table or section, in bytes from the start."""
-    header = _ELF_HEADER.unpack_from(image)
-    segments, sections = header[5], header[6]
-    segment_size, segment_count, section_size, section_count = header[9:13]
-    length: int = max(segments + segment_size * segment_count, sections + section_size * section_count)
-    for index in range(section_count):
-        start = sections + index * section_size
-        if start + _SECTION.size > len(image):
-            break  # truncated inside the table, whose end is already counted
-        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(image, start)
-        if kind != _NOBITS and kind < _FIRST_VENDOR_TYPE:
-            length = max(length, offset + size)
-    return length

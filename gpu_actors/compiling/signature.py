@@ -1,7 +1,7 @@
 """The parameters of a kernel, as its ``extern "C" __global__`` declaration spells them.
 
 The text gives names, C types and which pointers may be written through. The compiled kernel gives the size of a struct
-or a typedef (`gpu_actors.compiling.parameter_sizes`).
+or a typedef (`gpu_actors.compiling.elf`).
 """
 
 from __future__ import annotations

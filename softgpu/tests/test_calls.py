@@ -164,11 +164,11 @@ def test_a_launch_beyond_the_limits_is_refused(memory: Any, grid: Any, block: An
 
 
 def test_a_cubin_of_unknown_source_is_refused() -> None:
-    from gpu_actors.compiling import compiler
+    from gpu_actors.compiling.elf import whole_cubin
 
     image = bytearray(compiled())
     image[-1] ^= 1
-    assert compiler.whole_cubin(bytes(image)) == bytes(image)
+    assert whole_cubin(bytes(image)) == bytes(image)
     with pytest.raises(driver.CUDADriverError, match="InvalidKernelImage"):
         driver.moduleLoadData(bytes(image))
     assert "neither this package nor a test compiled" in control.take_findings()[0]

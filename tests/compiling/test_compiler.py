@@ -13,8 +13,9 @@ from inside.package import cuda_hint
 from support.cubins import ARCH, fake_toolchain, kernel, run_child
 
 from gpu_actors.compiling import toolchain
-from gpu_actors.compiling.compiler import Compiler, compile_inputs, supported_archs, whole_cubin
+from gpu_actors.compiling.compiler import Compiler, compile_inputs, supported_archs
 from gpu_actors.compiling.cubin_entry import entry_name
+from gpu_actors.compiling.elf import whole_cubin
 from gpu_actors.compiling.source import KernelSource
 from gpu_actors.compiling.toolchain import Toolchain, find_toolchain, load_nvrtc
 from gpu_actors.compiling.variant import Variant
