@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import anyio
 import numpy as np
@@ -30,14 +30,15 @@ from gpu_actors.devices.interface import Device, DeviceInfo
 from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest
 from gpu_actors.fields import real
 from gpu_actors.handles.health import Health, examine
-from gpu_actors.handles.kv_cache import OpensKvCaches
+from gpu_actors.handles.kv_cache import KvCache
 from gpu_actors.kernels.variants import Prepare
+from gpu_actors.kv.requests import KvCacheKeywords, KvCacheSpec
 from gpu_actors.options import ContextOptions
 from gpu_actors.process import Local
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.children import Children
-from gpu_actors.runtime.handle import ActorHandle
+from gpu_actors.runtime.handle import ActorHandle, CallOptions
 from gpu_actors.runtime.mailbox import ActorStats, Mailbox
 from gpu_actors.runtime.opening import run_in_thread
 from gpu_actors.runtime.pykka_base import ActorDeadError
@@ -48,6 +49,8 @@ __all__ = ["BUILT_IN", "GpuContext", "open_contexts", "registered", "start_conte
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
+_KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
+
 # Seconds of real time that closing waits for children to stop, and again for what they leave behind.
 _CLOSE_SECONDS = 5.0
 
@@ -57,7 +60,7 @@ BUILT_IN: tuple[type[ServiceActor], ...] = (NvrtcActor, FlashAttnActor, CudnnLik
 """The actors that every context has, in the order in which they start."""
 
 
-class GpuContext(Local, OpensKvCaches, CompilesKernels):
+class GpuContext(Local, CompilesKernels):
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
@@ -69,7 +72,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         self.flash_attn: FlashAttnHandle = cast("FlashAttnHandle", children.handle(FlashAttnActor))
         self.cudnn: CudnnLikeHandle = cast("CudnnLikeHandle", children.handle(CudnnLikeActor))
         self.nvrtc: NvrtcHandle = cast("NvrtcHandle", children.handle(NvrtcActor))
-        super().__init__(children)
+        self._children = children
         self._root = root
         self._watch = Watch(children, self._probe)
         children.on_failing = self._watch.probe_while_failing
@@ -116,6 +119,16 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         """
         return np.empty(shape, dtype)
 
+    @_KV_CACHE
+    def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> KvCache:
+        """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
+
+        Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
+        `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
+        """
+        _KV_CACHE.check(options)
+        return KvCache(self._children, self._children.handle(KvCacheActor), KvCacheSpec(**options))
+
     def probe(self, timeout: float | None = None) -> Reply[None]:
         """Prove that the device makes progress: launch attention of one row by one key, ahead of waiting requests.
 
@@ -142,7 +155,7 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
             try:
                 timeout = real("timeout", timeout, "a finite number of seconds, or None")
             except InvalidRequest as error:
-                refused: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+                refused = self._drained_by(None)
                 refused.fail(error)
                 return Reply(refused)
         return self._drain(timeout, launches=True)
@@ -169,16 +182,18 @@ class GpuContext(Local, OpensKvCaches, CompilesKernels):
         return Reply(drained)
 
     def _drained_by(self, timeout: float | None) -> Call[None]:
-        """A call that is late after so many seconds."""
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        call: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        self._limit(call, timeout, f"not drained within {timeout} s")
+        return call
+
+    def _limit(self, call: Call[Any], timeout: float | None, late: str) -> None:
+        """Fail a call that is not answered within so many seconds with `DeadlineExceeded`."""
         if timeout is not None and timeout != math.inf:
-            late = DeadlineExceeded(f"not drained within {timeout} s")
 
             def give_up() -> None:
-                drained.fail(late)
+                call.fail(DeadlineExceeded(late))
 
-            drained.timer = self._children.timers.after(timeout, give_up)
-        return drained
+            call.timer = self._children.timers.after(timeout, give_up)
 
     async def aclose(self) -> None:
         """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.

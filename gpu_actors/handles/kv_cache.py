@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import anyio
 
-from gpu_actors.actors.kv_cache import KvCacheActor
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest, StaleBuffer
@@ -32,7 +31,6 @@ from gpu_actors.kv.requests import (
     ForkSequence,
     FreeSequence,
     ImportSequence,
-    KvCacheKeywords,
     KvCacheSpec,
     KvSequence,
     OpenCache,
@@ -53,12 +51,11 @@ if TYPE_CHECKING:
     from gpu_actors.runtime.children import Children
     from gpu_actors.runtime.handle import ActorHandle
 
-__all__ = ["KvCache", "OpensKvCaches"]
+__all__ = ["KvCache"]
 
 _APPEND = CallOptions(AppendRows, AppendKeywords)
 _ATTEND = CallOptions(AttendCache, AttendKeywords)
 _STEP = CallOptions(AttendCache, StepKeywords)
-_KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
 T = TypeVar("T")
 
@@ -459,20 +456,3 @@ class _Step(Reply[KvStep]):
 
 def _closed(_: Call[None]) -> None:
     return
-
-
-class OpensKvCaches:
-    """``kv_cache``, for contexts."""
-
-    def __init__(self, children: Children) -> None:
-        self._children = children
-
-    @_KV_CACHE
-    def kv_cache(self, **options: Unpack[KvCacheKeywords]) -> KvCache:
-        """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
-
-        Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
-        `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
-        """
-        _KV_CACHE.check(options)
-        return KvCache(self._children, self._children.handle(KvCacheActor), KvCacheSpec(**options))

@@ -20,7 +20,6 @@ from gpu_actors.isolation.rpc_client import RpcClient
 from gpu_actors.isolation.serialization import check_options
 from gpu_actors.options import ContextOptions
 from gpu_actors.runtime.call import Call
-from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.reply import Reply
 
 __all__ = ["IsolatedContext", "Started", "open_isolated", "start_isolated"]
@@ -59,7 +58,7 @@ class IsolatedContext(GpuContext):
         local = super()._drain(timeout, launches)
         if not launches:
             return local
-        drained: Call[None] = Call("drain", Mailbox("drain", 1, 1))
+        drained = self._drained_by(None)
 
         def over(call: Call[None]) -> None:
             # A process that has ended has no launch that could still write.
@@ -79,12 +78,7 @@ class IsolatedContext(GpuContext):
 
     def _request(self, name: str, timeout: float | None, late: str) -> Call[None]:
         call: Call[None] = self._generations.client.request_context((name,), timeout)
-        if timeout is not None:
-
-            def give_up() -> None:
-                call.fail(DeadlineExceeded(late))
-
-            call.timer = self._children.timers.after(timeout, give_up)
+        self._limit(call, timeout, late)
         return call
 
 

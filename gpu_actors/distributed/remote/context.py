@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast, overload
 
 from gpu_actors.context import open_context
-from gpu_actors.errors import ActorStopped, DeadlineExceeded, InvalidRequest, WorkerLost
+from gpu_actors.errors import ActorStopped, InvalidRequest, WorkerLost
 from gpu_actors.fields import expect, real
 from gpu_actors.handles.gpu_context import GpuContext, registered
 from gpu_actors.handles.kv_cache import KvCache
@@ -84,12 +84,7 @@ class RemoteContext(IsolatedContext):
             return Reply(call)
         if limit is not None:
             call.deadline = time.monotonic() + limit
-            late = DeadlineExceeded(f"the function did not end within {limit} s")
-
-            def give_up() -> None:
-                call.fail(late)
-
-            call.timer = self._children.timers.after(limit, give_up)
+        self._limit(call, limit, f"the function did not end within {limit} s")
         self._runs.put(call)
         return Reply(call)
 
