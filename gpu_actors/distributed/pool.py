@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -28,7 +28,7 @@ from gpu_actors.process import Local
 from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import Reply, need_asyncio
 
-__all__ = ["ContextPool", "open_pool"]
+__all__ = ["ContextPool", "answered", "open_pool"]
 
 _KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
@@ -85,7 +85,8 @@ class ContextPool(WorkerPool):
             reply = request(member.context)
             message = reply._call.message
             member.began(reply)
-            return await _answer(reply, deadline)
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return await answered(reply, reply.cancel, seconds, "the pool has not answered by the deadline")
 
         def may_repeat(_: GpuActorsError, __: Member) -> bool:
             if repeatable is not None:
@@ -108,19 +109,19 @@ class ContextPool(WorkerPool):
         return members[less_loaded_of_two(loads, self.dice)]
 
 
-async def _answer(reply: Reply[T], deadline: float | None) -> T:
-    seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
+async def answered(answer: Awaitable[T], cancel: Callable[[], object], seconds: float | None, late: str) -> T:
+    """The answer. It is cancelled with the task, and after so many seconds, which raises `DeadlineExceeded`."""
     try:
-        async with asyncio.timeout(seconds_left) as limit:
-            return await reply
+        async with asyncio.timeout(seconds) as limit:
+            return await answer
     except asyncio.CancelledError:
-        reply.cancel()
+        cancel()
         raise
     except TimeoutError as error:
         if isinstance(error, DeadlineExceeded) or not limit.expired():
             raise
-        reply.cancel()
-        raise DeadlineExceeded("the pool has not answered by the deadline") from None
+        cancel()
+        raise DeadlineExceeded(late) from None
 
 
 class open_pool(Local):

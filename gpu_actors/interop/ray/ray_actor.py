@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
-import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +17,7 @@ from gpu_actors.fields import expect, real
 from gpu_actors.interop.ray.channel import Parcel, RayChannel, first_line
 from gpu_actors.interop.ray.ray_worker import Place, RayWorker
 from gpu_actors.isolation.launcher import Launcher, Received, WorkerSpec
+from gpu_actors.isolation.spawning import Process
 from gpu_actors.options import ContextOptions
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]
@@ -124,7 +123,7 @@ class _Connection:
         self._received = received
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._place: Place | None = None
-        self._pidfd: int | None = None
+        self._process: Process | None = None  # of an actor on this machine
         self._start_by = time.monotonic() + workplace.start_timeout
         asked = workplace.asked
         amounts = {"num_cpus": asked.get("CPU", 0), "num_gpus": asked.get("GPU", 0)}
@@ -191,14 +190,11 @@ class _Connection:
             self.kill()
             self._wait_for_end(_DYING)
         self.channel.close()
-        if self._pidfd is not None:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(_OBEYING * 1e3):  # a process that is stopped obeys no word of Ray's
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            os.close(self._pidfd)
-            self._pidfd = None
+        if self._process is not None:
+            if not self._process.wait(_OBEYING):  # a process that is stopped obeys no word of Ray's
+                self._process.kill()
+            os.close(self._process.pidfd)
+            self._process = None
 
     def _wait_for_end(self, seconds: float) -> None:
         """Wait for a call to fail, as all do that a dead actor has."""
@@ -208,9 +204,9 @@ class _Connection:
                 pass
 
     def after_fork(self) -> None:
-        if self._pidfd is not None:
+        if self._process is not None:
             with contextlib.suppress(OSError):
-                os.close(self._pidfd)
+                os.close(self._process.pidfd)
 
     def _fetch(self) -> None:
         self._fetching += 1
@@ -228,7 +224,7 @@ class _Connection:
         here = place.node == ray.get_runtime_context().get_node_id()
         if here:
             with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(place.pid)
+                self._process = Process(place.pid, os.pidfd_open(place.pid))
                 self.pid = place.pid
         self.name = f"its Ray actor, process {place.pid} on {place.host},"
 

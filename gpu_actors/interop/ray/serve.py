@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 from ray import exceptions
 
 from gpu_actors.context import open_context
+from gpu_actors.distributed.pool import answered
 from gpu_actors.errors import (
     ActorStopped,
     ContextLost,
-    DeadlineExceeded,
     GpuActorsError,
     Overloaded,
     RequestCancelled,
@@ -136,16 +136,7 @@ async def ask(response: Awaitable[Any], *, timeout: float | None = None) -> Any:
     """
     cancel = getattr(response, "cancel", lambda: None)
     try:
-        async with asyncio.timeout(timeout) as limit:
-            outcome = await response
-    except asyncio.CancelledError:
-        cancel()
-        raise
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        cancel()
-        raise DeadlineExceeded(f"the deployment has not answered within {timeout} s") from None
+        outcome = await answered(response, cancel, timeout, f"the deployment has not answered within {timeout} s")
     except Exception as error:
         translated = _translated(error)
         if translated is None:
