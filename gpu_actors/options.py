@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,19 @@ class RestartPolicy:
             return min(self.backoff_max, self.backoff * float(self.backoff_factor) ** restarts)
         except OverflowError:
             return self.backoff_max if self.backoff else 0.0
+
+    def grant(self, restarts: deque[float], now: float) -> float | None:
+        """Count a restart, and give the seconds to wait before it. None if the window has as many as are allowed.
+
+        restarts: when those before it were granted, which gets ``now``. Those that have left the window are removed.
+        """
+        while restarts and now - restarts[0] > self.window:
+            restarts.popleft()
+        if len(restarts) >= self.max_restarts:
+            return None
+        delay = self.delay(len(restarts))
+        restarts.append(now)
+        return delay
 
 
 _RECORDS_NOTHING = (

@@ -295,17 +295,13 @@ class Generations:
             self._wait_for_the_system()
             return
         self._attempts.clear()
-        now = time.monotonic()
-        failures = self._failures
-        while failures and now - failures[0] > policy.window:
-            failures.popleft()
-        if len(failures) >= policy.max_restarts:
-            allowed = f"{len(failures)} restarts in {policy.window:g} s are what its policy allows"
+        delay = policy.grant(self._failures, time.monotonic())
+        if delay is None:
+            allowed = f"{policy.max_restarts} restarts in {policy.window:g} s are what its policy allows"
             self._fail(f"{self.reason}; {allowed}")
             return
         self.state = "restarting"
-        self._pause.wait(policy.delay(len(failures)))
-        failures.append(now)
+        self._pause.wait(delay)
 
     def _wait_for_the_system(self) -> None:
         policy, attempts = self._options.restart, self._attempts

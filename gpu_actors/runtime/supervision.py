@@ -61,18 +61,14 @@ class Supervisor:
             self.stopped(cell, urn)
             return
         cell.ref = None
-        now = self.clock.now()
         # Vital actors share one allowance. Every other actor has its own.
         failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
-        while failures and now - failures[0] > self.policy.window:
-            failures.popleft()
         # Where Ctrl-C interrupted the actor's work, no restart makes what it left whole.
-        if len(failures) >= self.policy.max_restarts or isinstance(error, Interrupted):
+        delay = None if isinstance(error, Interrupted) else self.policy.grant(failures, self.clock.now())
+        if delay is None:
             self.trace.emit("actor.failed", actor=cell.name, error=error)
             self.escalate(cell, error)
             return
-        delay = self.policy.delay(len(failures))
-        failures.append(now)
         siblings = [member for member in self.cells if member.state not in ("stopped", "failed")]
         group = siblings if self.policy.strategy == "all_for_one" else [cell]
         for member in group:
