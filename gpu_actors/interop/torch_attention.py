@@ -125,19 +125,23 @@ def attention(
     it raises `WouldBlock`: run the model in a worker thread there. Raises the request's error (`InvalidRequest`,
     `Unsupported`, ...), from ``backward()`` too; `ActorStopped` where the context is closed.
     """
+    flag("causal", causal)
+    flag("alibi_signed", alibi_signed)
+    flag("deterministic", deterministic)
     if not torch.compiler.is_compiling():
-        _check(context, causal, alignment, window_size, softmax_scale, softcap, sink_tokens, dropout_p, compute)
+        _check(context, alignment, window_size, softmax_scale, softcap, sink_tokens, dropout_p, compute)
         if not isinstance(dropout_seed, torch.Tensor):
             check_seed(dropout_seed)
         integer("attention_chunk", attention_chunk, 0)
-        flag("alibi_signed", alibi_signed)
-        flag("deterministic", deterministic)
         flag("return_lse", return_lse)
         for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest is not None:
                 integer(name, longest, 1)
-    else:
-        _check_traced(causal, window_size, dropout_seed, alibi_signed, deterministic)
+    else:  # what a compiled call would lose before the service sees it; numbers may be symbols
+        if not isinstance(dropout_seed, torch.Tensor) and not 0 <= dropout_seed < 1 << 64:
+            check_seed(dropout_seed)
+        sound = isinstance(window_size, tuple | list) and len(window_size) == 2
+        expect(sound, "window_size", window_size, "must be (left, right), two ints, each >= 0 keys or -1 for unbounded")
     drawn_seed = None
     if isinstance(dropout_seed, torch.Tensor):
         shown = f"{dropout_seed.dtype} {tuple(dropout_seed.shape)}"
@@ -201,7 +205,6 @@ def _autocast(
 
 def _check(
     context: object,
-    causal: object,
     alignment: object,
     window_size: object,
     softmax_scale: object,
@@ -212,7 +215,6 @@ def _check(
 ) -> None:
     """What the operator's own signature would refuse without saying what is wanted; the service checks the rest."""
     check_context(context)
-    flag("causal", causal)
     one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
     window(window_size)
     if softmax_scale is not None:
@@ -222,19 +224,6 @@ def _check(
     real("dropout_p", dropout_p)
     if compute is not None:
         one_of("compute", compute, ("f64", "f32", "tf32", "f16", "bf16", "fp8"), "must be the name of a precision")
-
-
-def _check_traced(
-    causal: object, window_size: object, dropout_seed: int | torch.Tensor, alibi_signed: object, deterministic: object
-) -> None:
-    """What a compiled call would lose before the service sees it; the rest is checked there. Numbers may be symbols."""
-    flag("causal", causal)
-    flag("alibi_signed", alibi_signed)
-    flag("deterministic", deterministic)
-    if not isinstance(dropout_seed, torch.Tensor) and not 0 <= dropout_seed < 1 << 64:
-        check_seed(dropout_seed)
-    sound = isinstance(window_size, tuple | list) and len(window_size) == 2
-    expect(sound, "window_size", window_size, "must be (left, right), two ints, each >= 0 keys or -1 for unbounded")
 
 
 def check_not_dual(**tensors: object) -> None:
@@ -431,7 +420,8 @@ class Attention(torch.nn.Module):  # type: ignore[misc]
         kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, 1)
         expect(integer("dim", dim, 1) % heads == 0, "dim", dim, f"must be a multiple of heads, {heads}")
         expect(heads % kv_heads == 0, "kv_heads", kv_heads, f"must divide heads, {heads}")
-        _check(context, causal, alignment, window_size, None, softcap, 0, dropout_p, None)
+        flag("causal", causal)
+        _check(context, alignment, window_size, None, softcap, 0, dropout_p, None)
         self.heads = heads
         self.kv_heads = kv_heads
         self.dropout_p = dropout_p
