@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack
 from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.member import Member
 from gpu_actors.distributed.pooled_cache import PooledKvCache
-from gpu_actors.distributed.remote.context import open_remote
+from gpu_actors.distributed.remote.context import RemoteContext, open_remote
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.distributed.worker_pool import PoolOptions, WorkerPool
 from gpu_actors.errors import DeadlineExceeded, GpuActorsError
@@ -158,7 +158,7 @@ class open_pool(Local):
 
     async def __aenter__(self) -> ContextPool:
         need_asyncio("open_pool()")
-        tasks = [asyncio.create_task(_opened(opening)) for opening in self._openings]
+        tasks = [asyncio.ensure_future(opening) for opening in self._openings]
         async with undo_on_error(_closed, tasks):
             await asyncio.gather(*tasks)
         for task in tasks:
@@ -171,11 +171,7 @@ class open_pool(Local):
         await self._pool.aclose()
 
 
-async def _opened(opening: open_remote) -> GpuContext:
-    return await opening
-
-
-async def _closed(tasks: Sequence[asyncio.Task[GpuContext]]) -> None:
+async def _closed(tasks: Sequence[asyncio.Future[RemoteContext]]) -> None:
     for task in tasks:
         task.cancel()
     contexts = await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from gpu_actors.clock import SYSTEM_CLOCK
@@ -69,7 +70,8 @@ class RemoteChildren(Children):
         make_lost: MakeLost = context_lost,
     ) -> None:
         spans = otel_listener()
-        device: Any = _RemoteDevice(info)
+        # The part of a device that an environment reads. Which kernels are barred, the worker's context knows.
+        device: Any = SimpleNamespace(info=info, builds_kernels=False, barred=None)
         super().__init__(
             device=device,
             options=options,
@@ -104,15 +106,6 @@ class RemoteChildren(Children):
             remote.begin_again()
         message = f"generation {generation} of the context is lost: {cause}"
         return functools.partial(self.make_lost, message, generation)
-
-
-class _RemoteDevice:
-    """The part of a device that an environment reads. The device lies in another process."""
-
-    def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
-        self.builds_kernels = False
-        self.barred = None  # the worker's context knows; it answers requests with other kernels
 
 
 def _ignore(*_: object) -> None:

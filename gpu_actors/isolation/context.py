@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,15 +126,13 @@ def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str
 
 
 def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
-    last, state = generations.health, generations.state
     actors = {name: cell.state for name, cell in children.cells.items()}
+    now: dict[str, Any] = {"generation": children.generation, "actors": actors, "device": children.device.info}
+    none_yet = Health("ready", True, "", oldest_launch=None, failures=dict.fromkeys(actors, 0), **now)
+    last = none_yet if generations.health is None else generations.health
 
     def health(state: Any, ready: bool, reason: str) -> Health:
-        oldest = last.oldest_launch if last is not None else None
-        failures = last.failures if last is not None else dict.fromkeys(actors, 0)
-        quarantined = last.quarantined if last is not None else ()
-        about = (children.generation, actors, oldest, children.device.info, failures, quarantined)
-        return Health(state, ready, reason, *about)
+        return dataclasses.replace(last, state=state, ready=ready, reason=reason, **now)
 
     if children.lost is not None:
         return health("failed", False, str(children.lost))
@@ -143,11 +142,9 @@ def _examine(generations: Generations, children: Any, stopped: bool) -> Health:
     if children.draining:
         return health("draining", False, "the context is draining")
     noun = generations.launcher.noun
-    if state != "ready":
+    if generations.state != "ready":
         return health("degraded", False, f"the context's {noun} is being replaced: {generations.reason}")
     silent = generations.silence()
     if silent > generations.limit() / 2:
         return health("stalled", False, f"the context's {noun} has not answered for {silent:.1f} s")
-    if last is None:
-        return health("ready", True, "")
     return health(last.state, last.ready, last.reason)
