@@ -25,9 +25,7 @@ __all__ = ["CompileInputs", "Compiler", "compile_inputs", "supported_archs"]
 class CompileInputs(NamedTuple):
     """The inputs of NVRTC for a source and an architecture, besides the source and its macros.
 
-    options: in order.
-    headers: the text of every reachable header, by the name that includes spell.
-    own_headers: those that come with the source.
+    headers: the text of every reachable header, by the name that includes spell. own_headers: those of the source.
     """
 
     options: tuple[str, ...]

@@ -75,11 +75,9 @@ def default_cache_dir() -> Path:
 class CubinCache:
     """Cubins by variant. Every method may be called from any thread.
 
-    directory: the user's folder (see `default_cache_dir`), or None to cache cubins in memory alone.
-    max_bytes: bound of the folder. The least recently read entries are evicted first.
+    directory: the user's folder (see `default_cache_dir`), or None to cache cubins in memory alone. Its least recently
+        read entries are evicted first.
     readonly_paths: folders that are searched first and never written.
-    offline: never compile. A variant that is in no cache raises CompileError.
-    max_memory_bytes: bound of the cubins cached in memory.
     lock_timeout: seconds to wait for another process that compiles the variant, before it is compiled here too.
     on_event: called with (name, fields) for the events cache.hit (fields variant, digest, layer), cache.miss,
         cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error). By default they go

@@ -276,7 +276,7 @@ class CacheFolder:
 
 
 def _acquire(name: str, folder: int, deadline: float) -> int:
-    """Open the file and take its lock. deadline: by `time.monotonic`."""
+    """deadline: by `time.monotonic`."""
     while True:
         handle = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=folder)
         try:

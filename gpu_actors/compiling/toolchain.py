@@ -121,7 +121,7 @@ def _note_loaded(loaded: tuple[int, int]) -> None:
 
 
 def mismatch() -> str | None:
-    """Why the loaded toolchain is not the installed one, or None if it is."""
+    """Why the loaded toolchain is not the installed one."""
     installed = installed_toolchain()
     if _loaded is None or installed is None:
         return None
