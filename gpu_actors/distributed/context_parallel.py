@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.attention.key_mask import KeyMask
 from gpu_actors.attention.problem import AttentionProblem
 from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
-from gpu_actors.distributed.parts import Spread, all_of, host_operands
+from gpu_actors.distributed.parts import ask_parts, check_forward, host_operands, restored
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, integer
@@ -63,14 +63,12 @@ async def context_split(
     (``seqused_q``, ``seqused_k``), and for dropout where q and k of a sequence differ in length and the mask or ALiBi
     goes by the diagonal; and what the pool raises.
     """
-    expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
-    if request.out is not None:
-        raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
+    check_forward(request)
     split = _Split(request, parts)
     answers = await split.ask(pool, timeout)
     out = split.joined("out", [answer.out for answer in answers])
     lse = None if answers[0].lse is None else split.joined("lse", [answer.lse for answer in answers])
-    return AttentionOutput(split.restored(out), None if lse is None else split.restored(lse))
+    return restored(AttentionOutput(out, lse), split.template)
 
 
 async def context_split_backward(
@@ -92,7 +90,7 @@ async def context_split_backward(
         dbias = split.summed("bias", [answer.dbias for answer in answers])
     if answers[0].dsinks is not None:
         dsinks = np.sum([answer.dsinks for answer in answers], axis=0, dtype=answers[0].dsinks.dtype)
-    return AttentionGradients(*(None if one is None else split.restored(one) for one in (*gradients, dbias, dsinks)))
+    return restored(AttentionGradients(*(*gradients, dbias, dsinks)), split.template)
 
 
 class _Line(NamedTuple):
@@ -140,6 +138,7 @@ class _Split:
                 raise Unsupported(name, describe(used), reason, name.replace("seqused", "cu_seqlens"))
         self._operands = host_operands(request, (*dict.fromkeys((*_ROWS, *_KEYS)), *_PLACES, *_ENDS))
         problem = _problem(request, self._operands)
+        self.template = self._operands["q"]
         self._packed = problem.layout == "varlen"
         self._batch = problem.batch
         self._axes = {name: axis - self._packed for name, axis in _ROWS.items()}
@@ -181,9 +180,6 @@ class _Split:
     def array(self, name: str) -> Any:
         return self._operands[name].array
 
-    def restored(self, array: Any) -> Any:
-        return restore(array, self._operands["q"])
-
     def joined(self, name: str, parts: Sequence[Any]) -> Any:
         """The answer for all rows, from those of the blocks. name: the operand whose axis of rows it has."""
         axis = self._axes[name]
@@ -210,13 +206,7 @@ class _Split:
         return total.astype(parts[0].dtype)
 
     async def ask(self, pool: ContextPool, timeout: float | None) -> list[Any]:
-        spread = Spread(pool.dice)
-
-        def ask(block: _Block) -> Coroutine[Any, Any, Any]:
-            part, choose = self._part(block), spread.choice(block.part)
-            return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=choose)
-
-        return await all_of([ask(block) for block in self.blocks])
+        return await ask_parts(pool, [(block.part, self._part(block)) for block in self.blocks], timeout)
 
     def _ends(self, name: str, total: int) -> list[int]:
         """Where the lines begin and end, in rows or keys of the operands."""

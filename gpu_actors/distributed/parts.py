@@ -1,4 +1,4 @@
-"""Parts of one request: the choice of a worker for each, and waiting for all answers."""
+"""Parts of one request: the choice of a worker for each, the answers of all, and what the whole answer is made of."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from gpu_actors.arrays.adopt import Adopted, adopt, check_device
+from gpu_actors.arrays.adopt import Adopted, adopt, check_device, restore
+from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashForward
 from gpu_actors.catching import undo_on_error
 from gpu_actors.distributed.member import Member
+from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.distributed.routing import less_loaded_of_two
 from gpu_actors.errors import Unsupported
+from gpu_actors.fields import describe, expect
 from gpu_actors.values import show
 
-__all__ = ["Spread", "all_of", "host_operands"]
+__all__ = ["Spread", "all_of", "ask_parts", "check_forward", "host_operands", "restored"]
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", AttentionOutput, AttentionGradients)
 
 
 class Spread:
@@ -39,6 +43,28 @@ class Spread:
             return members[name]
 
         return choose
+
+
+def check_forward(request: object) -> None:
+    """Raise `InvalidRequest` for what is no `FlashForward`, and `Unsupported` for one with an ``out``."""
+    expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
+    if (out := getattr(request, "out", None)) is not None:
+        raise Unsupported("out", describe(out), "parts cannot write into one array; copy the result")
+
+
+async def ask_parts(pool: ContextPool, parts: Sequence[tuple[int, FlashForward]], timeout: float | None) -> list[Any]:
+    """The answers to the requests, in order. parts: the number of the part that each belongs to, and the request."""
+    spread = Spread(pool.dice)
+
+    def ask(number: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
+        return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=spread.choice(number))
+
+    return await all_of([ask(number, part) for number, part in parts])
+
+
+def restored(answer: Answer, template: Adopted) -> Answer:
+    """An answer with arrays of the template's library."""
+    return type(answer)(*(None if each is None else restore(each, template) for each in answer))
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,14 +7,14 @@ computes both and splits no keys (docs/distributed.md).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpu_actors.arrays.adopt import Adopted, restore
+from gpu_actors.arrays.adopt import Adopted
 from gpu_actors.attention.requests import AttentionGradients, AttentionOutput, FlashBackward, FlashForward
-from gpu_actors.distributed.parts import Spread, all_of, host_operands
+from gpu_actors.distributed.parts import ask_parts, check_forward, host_operands, restored
 from gpu_actors.distributed.pool import ContextPool
 from gpu_actors.errors import Unsupported
 from gpu_actors.fields import describe, expect, integer
@@ -41,9 +41,7 @@ async def head_split(
     Raises `InvalidRequest` for operands whose heads do not agree, `Unsupported` for ``parts`` that do not divide
     heads_kv and for an ``out``; and what the pool raises.
     """
-    expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
-    if request.out is not None:
-        raise Unsupported("out", describe(request.out), "parts cannot write into one array; copy the result")
+    check_forward(request)
     operands = host_operands(request, (*_OF_Q, *_OF_K))
     return _joined(await _answers(pool, request, operands, parts, timeout), operands)
 
@@ -65,13 +63,8 @@ async def _answers(
     if heads_kv % count:
         nearest = max(number for number in range(1, count) if heads_kv % number == 0)
         raise Unsupported("parts", parts, f"must divide heads_kv, {heads_kv}", nearest)
-    spread = Spread(pool.dice)
-
-    def ask(index: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
-        return pool.ask(lambda ctx: ctx.flash_attn.submit(part), timeout=timeout, choose=spread.choice(index))
-
     split = [_part(request, operands, (heads, heads_kv), (index, count)) for index in range(count)]
-    return await all_of([ask(index, part) for index, part in enumerate(split)])
+    return await ask_parts(pool, list(enumerate(split)), timeout)
 
 
 def _heads(operands: Mapping[str, Adopted]) -> tuple[int, int]:
@@ -112,12 +105,10 @@ def _part(
 def _joined(answers: Sequence[AttentionOutput], operands: Mapping[str, Adopted]) -> AttentionOutput:
     out = np.concatenate([answer.out for answer in answers], axis=-2)
     lse = None if answers[0].lse is None else np.concatenate([answer.lse for answer in answers], axis=-2)
-    template = operands["q"]
-    return AttentionOutput(restore(out, template), None if lse is None else restore(lse, template))
+    return restored(AttentionOutput(out, lse), operands["q"])
 
 
 def _joined_gradients(answers: Sequence[AttentionGradients], operands: Mapping[str, Adopted]) -> AttentionGradients:
-    template = operands["q"]
     joined = [np.concatenate([answer[index] for answer in answers], axis=-2) for index in range(3)]
     dbias = dsinks = None
     if answers[0].dbias is not None:
@@ -129,4 +120,4 @@ def _joined_gradients(answers: Sequence[AttentionGradients], operands: Mapping[s
             dbias = np.concatenate(biases, axis=-3)
     if answers[0].dsinks is not None:
         dsinks = np.concatenate([answer.dsinks for answer in answers], axis=-1)
-    return AttentionGradients(*(None if one is None else restore(one, template) for one in (*joined, dbias, dsinks)))
+    return restored(AttentionGradients(*(*joined, dbias, dsinks)), operands["q"])
