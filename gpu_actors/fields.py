@@ -157,8 +157,11 @@ def heads_ratio(heads_q: int, heads_kv: int, field: str, keys: Any) -> None:
     expect(ratio_holds, field, describe(keys), reason)
 
 
-def heads_of_layers(given: object, heads_kv: Sequence[int]) -> list[int]:
-    """The heads of q in each layer, of ``heads_q``, which is one number or a list. heads_kv: of k in each."""
+def heads_of_layers(given: object, heads_kv: Sequence[int], most: int = FURTHEST) -> list[int]:
+    """The heads of q in each layer, of ``heads_q``, which is one number or a list.
+
+    heads_kv: of k in each. most: how many a layer may have. Raises `InvalidRequest`.
+    """
     layers = len(heads_kv)
     listed = isinstance(given, list | tuple)
     heads: Any = given if listed else [given] * layers
@@ -166,7 +169,7 @@ def heads_of_layers(given: object, heads_kv: Sequence[int]) -> list[int]:
     for layer, (of_q, of_k) in enumerate(zip(heads, heads_kv, strict=True)):
         field = f"heads_q[{layer}]" if listed else "heads_q"
         reason = f"must be a multiple of the {of_k} heads of k in layer {layer}"
-        expect(integer(field, of_q, 1, FURTHEST) % of_k == 0, field, of_q, reason)
+        expect(integer(field, of_q, 1, most) % of_k == 0, field, of_q, reason)
     return [int(of_q) for of_q in heads]
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gpu_actors.actors.kv_launch import copy_launch
 from gpu_actors.actors.kv_spec import dtype_text
 from gpu_actors.actors.kv_step import LATE, LATENT, OWN, WHOLE, OpenStep, StepCapture, StepLayers, built_on_failed
 from gpu_actors.actors.kv_store import (
+    MOST_ELEMENTS,
     CacheStore,
     KvWork,
     LayerPlan,
@@ -43,7 +45,7 @@ from gpu_actors.errors import (
     StaleBuffer,
     Unsupported,
 )
-from gpu_actors.fields import FP8, expect, flag, heads_of_layers, integer
+from gpu_actors.fields import FP8, FURTHEST, expect, flag, heads_of_layers, integer
 from gpu_actors.kernels.append import Rope
 from gpu_actors.kernels.forward_sm90 import TMA_ALIGNMENT
 from gpu_actors.kernels.support import MAX_SEQLEN
@@ -245,7 +247,7 @@ class Stepping:
         self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
     ) -> list[StepLayers]:
         """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
-        _check_counts(message, len(tables))
+        total = _check_counts(message, len(tables))
         _check_longest(message, cache, tables)
         key = _plain_key(cache, message, tables)
         known = None if key is None else cache.steps.find(key)
@@ -260,16 +262,20 @@ class Stepping:
             for name in options:
                 reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
                 expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
-        heads = heads_of_layers(message.heads_q, [group.pool.heads_kv for group in cache.group_of])
+        # As many as addresses reach in the widest rows of q.
+        widest = max(total, 1) * max(group.pool.head_dim for group in cache.groups)
+        most = min(FURTHEST, MOST_ELEMENTS // widest)
+        heads = heads_of_layers(message.heads_q, [group.pool.heads_kv for group in cache.group_of], most)
         like = _like(cache, message)
         units: dict[Hashable, StepLayers] = {}
         layers: list[StepLayers] = []
         for layer, group in enumerate(cache.group_of):
             alike = group.number, heads[layer], layer if layer in given or isinstance(like, list) else None
             if alike not in units:
-                examples: Any = like[layer] if isinstance(like, list) else like
-                arrays = _arrays(group, message, heads[layer], examples, len(tables), self._store.device)
-                with _naming_layer(layer, given):
+                own_like = like[layer] if isinstance(like, list) else {}
+                examples = own_like if isinstance(like, list) else like
+                with _naming_layer(layer, given, own_like):
+                    arrays = _arrays(group, message, heads[layer], examples, len(tables), self._store.device)
                     units[alike] = self._planned(call, cache, message, layer, tables, arrays, given.get(layer, {}))
             layers.append(units[alike])
         if key is not None:
@@ -353,15 +359,16 @@ def _check_rows(group: PoolGroup, message: BeginStep) -> None:
     expect(most <= 1 + group.slack, "rows", rows, reason)
 
 
-def _check_counts(message: BeginStep, batch: int) -> None:
-    """Check the numbers of rows. Raises `InvalidRequest`."""
+def _check_counts(message: BeginStep, batch: int) -> int:
+    """Check the numbers of rows, and give their sum. Raises `InvalidRequest`."""
     rows: Any = message.rows
     if not isinstance(rows, list | tuple):
-        integer("rows", rows, 1, MAX_SEQLEN)
-        return
-    expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
-    for index, count in enumerate(rows):
-        integer(f"rows[{index}]", count, 0, MAX_SEQLEN)
+        total = batch * integer("rows", rows, 1, MAX_SEQLEN)
+    else:
+        expect(len(rows) == batch, "rows", rows, f"must be a number for each of the {batch} sequences")
+        total = sum([integer(f"rows[{index}]", count, 0, MAX_SEQLEN) for index, count in enumerate(rows)])
+    expect(total <= FURTHEST, "rows", rows, f"must be at most {FURTHEST} rows of all sequences together, not {total}")
+    return total
 
 
 def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[PageTable]) -> None:
@@ -384,14 +391,23 @@ def _kind(work: KvWork) -> RequestKind:
 
 
 @contextlib.contextmanager
-def _naming_layer(layer: int, given: Mapping[int, Mapping[str, Any]]) -> Iterator[None]:
-    """Name the layer where one of its own options is refused. given: the options by layer."""
+def _naming_layer(
+    layer: int, given: Mapping[int, Mapping[str, Any]], like: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[None]:
+    """Name the layer where one of its own options or arrays is refused. given: options by layer. like: its arrays."""
     try:
         yield
     except (InvalidRequest, Unsupported) as error:
-        if error.field.partition(".")[0] not in given.get(layer, {}):
+        name = error.field.partition(".")[0]
+        if name in given.get(layer, {}):
+            field = f"layer_options[{layer}].{error.field}"
+        elif name in like:
+            field = f"like[{layer}].{error.field}"
+        elif name == "like" and like:
+            field = f"like[{layer}]"
+        else:
             raise
-        raise type(error)(f"layer_options[{layer}].{error.field}", *error.args[1:]) from None
+        raise type(error)(field, *error.args[1:]) from None
 
 
 def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Mapping[str, Any]]:

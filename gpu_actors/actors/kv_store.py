@@ -49,6 +49,7 @@ from gpu_actors.validation.paged import check_bias
 from gpu_actors.values import show
 
 __all__ = [
+    "MOST_ELEMENTS",
     "CacheLook",
     "CacheStore",
     "KvWork",
@@ -74,7 +75,7 @@ _PLACES: tuple[tuple[str, Any], ...] = (
     ("k_positions", None),
 )
 
-_MOST_ELEMENTS = 1 << 58  # of a pool: their bytes, and the addresses in it, fit into 64 bits with room to spare
+MOST_ELEMENTS = 1 << 58  # of an array: their bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
 @dataclass(slots=True, eq=False)
@@ -537,7 +538,7 @@ class CacheStore(Workbench):
         pages: tuple[int, ...] = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if layers > 1:
             pages = layers, *pages
-        if math.prod(pages) * max(pool.sides.values()) > _MOST_ELEMENTS:
+        if math.prod(pages) * max(pool.sides.values()) > MOST_ELEMENTS:
             raise OutOfDeviceMemory(f"no memory can be addressed that holds {pages} rows of {pool.sides['k']} elements")
         pools = {side: self.device.allocate((*pages, dim), pool.cache_dtype) for side, dim in pool.sides.items()}
         return pools["k"], pools.get("v")

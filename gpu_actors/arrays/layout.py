@@ -91,8 +91,12 @@ def read_arrays(
 
 
 def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
-    """An array without contents, to plan for. device: the index of a CUDA device, None for the host."""
+    """An array without contents, to plan for. device: the index of a CUDA device, None for the host.
+
+    It has no memory behind it, so that no size is too large to be refused by name: its elements must not be read.
+    """
     kind = dtype_of(dtype)
+    strides = contiguous_strides(shape, kind.itemsize)
     if device is None:
-        return np.empty(shape, kind)
-    return DeviceArray(0, shape, contiguous_strides(shape, kind.itemsize), kind, device)
+        return np.lib.stride_tricks.as_strided(np.empty(1, kind), shape, strides, writeable=False)
+    return DeviceArray(0, shape, strides, kind, device)

@@ -323,6 +323,14 @@ class BeginStep:
     """
 
     __repr__ = brief
+    argument_names: ClassVar[Mapping[str, str]] = {
+        "batch": "seqs",
+        "seqlen_k": "seqs",
+        "seqlen_q": "rows",
+        "kv_dtype": "cache",
+        "k_cache": "cache",
+        "cache_dtype": "cache",
+    }
 
     cache: int
     seqs: Any

@@ -14,6 +14,7 @@ from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe, dtype_name, dtype_of, expect, optional_array, shape_of
 from gpu_actors.kernels.append import AppendProblem, Rope
+from gpu_actors.kernels.support import MAX_SEQLEN
 from gpu_actors.kv.prefix import Tokens, token_ids
 from gpu_actors.kv.requests import AppendRows, AttendCache
 from gpu_actors.planning.merging import ends_of, join, joining_kind, memory_of
@@ -210,6 +211,8 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
         leading = shape_of(names[0], k, _AXES)[:2]
         if leading[0] != batch:
             raise InvalidRequest(names[0], describe(k), f"must have the rows of {batch} sequences")
+        reason = f"must have at most {MAX_SEQLEN} rows of a sequence"
+        expect(leading[1] <= MAX_SEQLEN, names[0], describe(given[0]), reason)
         counts = np.full(batch, leading[1], np.int32)
     else:
         counts = counts_of(ends_field, ends, batch)

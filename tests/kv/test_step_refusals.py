@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,14 @@ WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
         ({"rows": [1, 1.5]}, "rows[1]", 1.5),
         ({"rows": [1, 10**30]}, "rows[1]", 10**30),
         ({"rows": 10**30}, "rows", 10**30),
+        ({"heads_q": 2**40}, "heads_q", 2**40),
+        ({"rows": 2**40}, "rows", 2**40),
+        ({"max_length": 2**40}, "max_length", 2**40),
+        # Sizes that are sound one by one, and together more than a process or a grid can hold.
+        ({"heads_q": 2**31 - 2, "rows": 2**30 - 1}, "heads_q", 2**31 - 2),
+        ({"heads_q": [4, 4, 4, 2**31 - 2], "rows": 2**30 - 1}, "heads_q[3]", 2**31 - 2),
+        ({"heads_q": 2**24, "rows": 2**20, "append": False}, "seqs", 2),
+        ({"rows": 2**30 - 1}, "seqs", 2**30 + PAGE),
         ({"append": 1}, "append", 1),
         ({"dtype": "int8"}, "dtype", "int8"),
         ({"like": 5}, "like", "5"),
@@ -42,6 +51,13 @@ WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
         ({"like": {"q": 5}}, "q", "int"),
         ({"like": {"k": WIDE}}, "k", "float32[2, 1, 4, 16]"),
         ({"like": {"out": WIDE[:1]}}, "out", "float32[1, 1, 4, 16]"),
+        ({"like": {1: {"q": WIDE, "lse": WIDE}}}, "like[1]", "lse"),
+        ({"like": {1: 5}}, "like[1]", "5"),
+        ({"like": {LAYERS: {}}}, "like", LAYERS),
+        ({"like": {2: {"q": 5}}}, "like[2].q", "int"),
+        ({"like": {0: {"q": WIDE}, 2: {"k": WIDE}}}, "like[2].k", "float32[2, 1, 4, 16]"),
+        ({"like": {3: {"out": WIDE[:1]}}}, "like[3].out", "float32[1, 1, 4, 16]"),
+        ({"like": {3: {"q": WIDE}}, "layer_options": {3: {"softcap": -1.0}}}, "layer_options[3].softcap", -1.0),
         ({"layer_options": 5}, "layer_options", 5),
         ({"layer_options": {LAYERS: {}}}, "layer_options", LAYERS),
         ({"layer_options": {True: {}}}, "layer_options", True),
@@ -82,6 +98,36 @@ def test_what_a_step_cannot_be_is_refused_by_name(options: dict[str, Any], field
         refusal = outcome(one.cache.step(one.seqs, **{"heads_q": HEADS_Q, **options}))
         assert isinstance(refusal, ga.InvalidRequest | ga.Unsupported)
         assert (refusal.field, refusal.value) == (field, value)
+        one.check()
+
+
+def test_more_rows_than_a_launch_counts_are_refused_by_name() -> None:
+    with model() as one:
+        seqs = [*one.seqs, wait(one.cache.create())]
+        rows = [2**30 - 1] * 3
+        refusal = outcome(one.cache.step(seqs, heads_q=HEADS_Q, rows=rows, append=False))
+        assert isinstance(refusal, ga.InvalidRequest)
+        assert (refusal.field, refusal.value) == ("rows", rows)
+        wait(one.cache.free(seqs[-1]))
+        for count in (2**30, 2**31, 2**40):
+            wide = np.broadcast_to(np.float32(0), (LAYERS, count, 2, 16))
+            refusal = outcome(one.cache.append(one.seqs[0], wide, wide))
+            assert isinstance(refusal, ga.InvalidRequest)
+            assert (refusal.field, refusal.value) == ("k", f"float32[{count}, 2, 16]")
+        one.check()
+
+
+def test_a_step_of_many_heads_takes_no_memory_before_its_layers() -> None:
+    with model() as one:
+        tracemalloc.start()
+        try:
+            step = one.step(append=False)
+            wait(step.abort())
+            step = wait(one.cache.step(one.seqs, heads_q=2**20, append=False))
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+        wait(step.abort())
         one.check()
 
 
