@@ -383,7 +383,10 @@ class OpenedCache:
         """The table of a caller's sequence. Raises `InvalidRequest`, which calls the sequence ``field``, and
         `StaleBuffer` for one of another process."""
         if not isinstance(seq, KvSequence):
-            raise InvalidRequest(field, seq, "must be a KvSequence, as create() and fork() give")
+            reason = "must be a KvSequence, as create() and fork() give"
+            if isinstance(getattr(seq, "handle", None), KvSequence):  # of a pool, whose captures are of one cache in it
+                reason = "is a sequence of a pool: give its handle, which is the sequence in this cache"
+            raise InvalidRequest(field, seq, reason)
         # Before its numbers are looked at: they begin anew in every process.
         if seq.incarnation != self.incarnation:
             raise StaleBuffer("the sequence belongs to a cache of another process, or of this one before it was forked")

@@ -272,7 +272,7 @@ class PooledKvCache(Local):
                 self._homes.forget(name)
             spec = self._spec
             cache = context.kv_cache(**{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)})
-            cache._count_step_end = member.began
+            cache._count_of_step = member.began
             opening = asyncio.create_task(cache.__aenter__())
             shard = self._shards[name] = _Shard(context, cache, opening)
             opening.add_done_callback(functools.partial(self._opened, name, shard))

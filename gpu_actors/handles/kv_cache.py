@@ -82,7 +82,7 @@ class KvCache(Local):
         self._generation = 0
         self._lock = threading.Lock()
         # Of a pool, which counts the requests to its workers: a step ends without another call of the pool.
-        self._count_step_end: Callable[[Reply[Any]], None] | None = None
+        self._count_of_step: Callable[[Reply[Any]], None] | None = None
 
     @classmethod
     def at(cls, children: Children, handle: ActorHandle, spec: KvCacheSpec, number: int, generation: int) -> KvCache:

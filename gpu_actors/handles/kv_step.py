@@ -48,7 +48,7 @@ class _Cache(Protocol):
     """The `KvCache` of a step."""
 
     _handle: ActorHandle
-    _count_step_end: Callable[[Reply[Any]], None] | None
+    _count_of_step: Callable[[Reply[Any]], None] | None
 
     def _begin_step(
         self, message: BeginStep, deadline: float | None, timeout: float | None, priority: int
@@ -196,8 +196,8 @@ class KvStep(Local):
         reply: Reply[Any] = self._cache._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
         # A callback keeps the call alive where its reply is dropped.
         reply._call.when_done(_ended)
-        if self._cache._count_step_end is not None:
-            self._cache._count_step_end(reply)
+        if self._cache._count_of_step is not None:
+            self._cache._count_of_step(reply)
         return reply
 
 
@@ -247,4 +247,7 @@ class KvCapture(Local):
         message = dataclasses.replace(
             message, seqs=seqs, captured=self._capture, options={**message.options, **options}
         )
-        return self._cache._begin_step(message, deadline, timeout, priority)
+        reply = self._cache._begin_step(message, deadline, timeout, priority)
+        if self._cache._count_of_step is not None:
+            self._cache._count_of_step(reply)
+        return reply
