@@ -98,6 +98,8 @@ class StepLayers:
 
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step to where captured launches read them."""
+        # Of any of its layers: they differ in their pools alone. Those lie on the device, so `Series.renew` puts them
+        # nowhere, and `launch` gives each layer its own.
         launch = self.launch(self.work.layer, self._examples())
         # Of layers that were not captured, an earlier step may have left tables too. A cascade is never captured, and
         # this step is none.
