@@ -20,7 +20,7 @@ __all__ = ["ArrayLayout", "contiguous", "read_arrays"]
 
 @dataclass(slots=True, eq=False)
 class ArrayLayout:
-    """What an array is like. strides: 0 along axes of one element. exact: those of the last such array.
+    """What an array is like. strides: 0 along axes of one element, and all 0 where there is no element. exact: those of the last such array.
 
     place: on the device, its number, and what the address is modulo which number of bytes.
     """
@@ -63,6 +63,8 @@ class ArrayLayout:
 
 
 def _strides_of(array: Any) -> tuple[int, ...]:
+    if 0 in array.shape:
+        return (0,) * len(array.shape)
     return tuple([0 if extent == 1 else step for extent, step in zip(array.shape, array.strides, strict=True)])
 
 

@@ -202,7 +202,7 @@ def test_a_step_may_have_heads_and_layouts_for_each_layer() -> None:
             ({"heads_q": [6, 0]}, "heads_q[1]"),
             ({"heads_q": heads, "like": {2: {}}}, "like"),
             ({"heads_q": heads, "like": {0: q}}, "like[0]"),
-            ({"heads_q": heads, "like": {0: {"q": q[1]}}}, "q"),
+            ({"heads_q": heads, "like": {0: {"q": q[1]}}}, "like[0].q"),
         ):
             refusal = outcome(one.cache.step([seq], **changes))
             assert isinstance(refusal, ga.InvalidRequest)

@@ -183,3 +183,12 @@ def test_arrays_that_the_step_was_not_begun_for_are_refused_and_the_step_goes_on
         assert wait(step.commit()) == [6, PAGE + 1]
         one.cut(5, PAGE)
         one.check()
+
+
+def test_a_part_without_rows_of_a_larger_array_is_an_array_without_rows() -> None:
+    with model() as one:
+        with one.step(rows=[0, 0]) as step:
+            for layer in range(LAYERS):
+                q, (k, v) = one.rows.q(4, 1)[:, 0], one.rows.new(4, 1)
+                assert step.attend(layer, q[2:2], k[2:2, 0], v[2:2, 0]).shape == (0, HEADS_Q, q.shape[2])
+        one.check()
