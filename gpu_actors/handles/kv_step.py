@@ -138,8 +138,8 @@ class KvStep(Local):
         """Keep the rows. The reply gives the lengths of the sequences once the device has done all layers.
 
         Raises `InvalidRequest` where a layer has no new rows, and while the stream of its layers is being captured, and
-        then the step goes on. Where a launch of the step
-        fails, it raises that error, and every sequence is as before the step.
+        then the step goes on. Where a launch of the step fails, it raises that error, and every sequence is as before
+        the step.
         """
         self._priority = min(self._priority, priority)
         return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
