@@ -20,8 +20,9 @@ __all__ = ["ArrayLayout", "contiguous", "read_arrays"]
 
 @dataclass(slots=True, eq=False)
 class ArrayLayout:
-    """What an array is like. strides: 0 along axes of one element, and all 0 where there is no element. exact: those of the last such array.
+    """What an array is like.
 
+    strides: 0 along axes of one element, and all 0 where there is no element. exact: those of the last such array.
     place: on the device, its number, and what the address is modulo which number of bytes.
     """
 
