@@ -195,9 +195,14 @@ class OpenStep:
         """Whether it has neither ended nor failed."""
         return self._over is None
 
+    @property
+    def replaying(self) -> bool:
+        """Whether this thread is in code that replays it. What it waits for of the step would never come."""
+        return self._replaying is not None and self._replaying == threading.get_ident()
+
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
         """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``; with an LSE both in one."""
-        if self._replaying is not None and self._replaying == threading.get_ident():
+        if self.replaying:
             raise InvalidRequest("layer", layer, "must not be attended to by what replays the step")
         try:
             with self._lock:
@@ -240,6 +245,7 @@ class OpenStep:
     def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
         """Have ``run`` enqueue captured layers, all or some, on a stream: the caller's, or that of q's library."""
         expect(callable(run), "run", show(run), "must be callable, as graph.replay is")
+        expect(not self.replaying, "run", show(run), "must not be replayed by what replays the step")
         try:
             with self._lock:
                 self._replay(run, layers, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,10 +14,11 @@ import numpy as np
 
 from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
-from gpu_actors.errors import GpuActorsError, InvalidRequest
+from gpu_actors.errors import GpuActorsError, InvalidRequest, WouldBlock
 from gpu_actors.fields import describe
 from gpu_actors.kv.requests import EndStep, KvSequence, StepKeywords
 from gpu_actors.process import Local
+from gpu_actors.runtime.call import Call
 from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class BegunStep(Protocol):
 
     @property
     def open(self) -> bool: ...
+
+    @property
+    def replaying(self) -> bool: ...
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any: ...
 
@@ -125,7 +130,8 @@ class KvStep(Local):
         """Call ``run``, which launches the graph with the captured layers, behind the tables and lengths of this step.
 
         run: for example ``graph.replay`` of torch, or ``lambda: graph.launch(stream)`` of CuPy. It must not use the
-            step, whose end waits for it. stream: the one that it launches on, as in `attend`.
+            step, whose end waits for it: `attend`, `replay`, `commit` and `abort` raise `InvalidRequest` there.
+        stream: the one that it launches on, as in `attend`.
         layers: those that the graph has, where they were captured into several. None: all that were captured.
         These layers count as attended to. Raises `InvalidRequest` where they were not captured, and where the stream is
         being captured; a `GpuActorsError` for what ``run`` raises, and then the step is aborted; else as `attend`.
@@ -167,6 +173,8 @@ class KvStep(Local):
             raise
 
     def __enter__(self) -> Self:
+        if asyncio._get_running_loop() is not None:
+            raise WouldBlock("the end of this block would block the running event loop: use async with")
         return self
 
     def __exit__(
@@ -193,7 +201,13 @@ class KvStep(Local):
             self.abort().result()
 
     def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
-        reply: Reply[Any] = self._cache._handle.submit(EndStep(self._step.cache_number, self._step, commit), **limits)
+        message, handle = EndStep(self._step.cache_number, self._step, commit), self._cache._handle
+        if self._step.replaying:
+            reason = "must not be ended by what replays it, for the end waits for that: raise an error to abort it"
+            call: Call[Any] = Call(message, handle._cell.mailbox)
+            handle._cell.mailbox.refuse(call, InvalidRequest("step", repr(self), reason))
+            return Reply(call)
+        reply: Reply[Any] = handle.submit(message, **limits)
         # A callback keeps the call alive where its reply is dropped.
         reply._call.when_done(_ended)
         if self._cache._count_of_step is not None:

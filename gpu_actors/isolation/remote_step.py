@@ -28,12 +28,13 @@ class RemoteStep:
 
     A worker that has lost its device, or has ended, has no step: no later generation answers for it.
 
-    capture: none, for the device's streams are the worker's.
+    capture, replaying: none, for the device's streams are the worker's.
     mailbox: of its actor. number: the worker's for it. generation: of the context, whose worker has it.
     deadline: of the step. The worker aborts it then; a worker that does not answer is waited for no longer.
     """
 
     capture: None = None
+    replaying: bool = False
 
     def __init__(
         self, client: _Client, mailbox: Mailbox, descriptor: StepDescriptor, generation: int, deadline: float | None

@@ -131,6 +131,26 @@ def test_code_that_replays_keeps_no_other_cache_waiting() -> None:
         assert captured.step(made.seqs).result(20).lengths == [7, 7]
 
 
+@pytest.mark.timeout(30)
+def test_code_that_replays_is_refused_what_would_wait_for_itself() -> None:
+    with program("eager", 1) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        captured, *_ = graphs.capture()
+        step = captured.step(made.seqs).result(20)
+
+        def run() -> None:
+            with pytest.raises(ga.InvalidRequest, match="must not be replayed by what replays"):
+                step.replay(lambda: None, stream=handle)
+            for end in (step.commit, step.abort):
+                with pytest.raises(ga.InvalidRequest, match="must not be ended by what replays it"):
+                    end().result(20)
+            made.api.launch_graph(graphs.graph, handle)
+
+        step.replay(run, stream=handle)
+        assert step.commit().result(20) == [7, 7]
+        assert captured.step(made.seqs).result(20).lengths == [8, 8]
+
+
 @pytest.mark.parametrize("end", ["abort", "drop", "commit"])
 def test_a_capture_goes_on_after_a_replay_that_failed_on_the_device(end: str) -> None:
     with program("eager", 1) as made:
