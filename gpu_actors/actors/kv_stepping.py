@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -379,7 +380,7 @@ def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[Page
     most = integer("max_length", message.max_length, 1, min(MAX_SEQLEN, cache.most_rows))
     rows = message.rows if isinstance(message.rows, list | tuple) else [message.rows] * len(tables)
     for index, (table, count) in enumerate(zip(tables, rows, strict=False)):
-        length = table.length + (count if message.append and type(count) is int else 0)
+        length = table.length + (count if message.append else 0)
         expect(
             length <= most, f"seqs[{index}]", f"{length} rows", f"must have at most max_length, {most}, with the step's"
         )
@@ -414,7 +415,7 @@ def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Ma
     """What the arrays of all layers are like, or those of each. Raises `InvalidRequest`."""
     like: Any = message.like or {}
     expect(isinstance(like, Mapping), "like", show(like), "must give arrays by name, or by layer and name")
-    if not any(isinstance(key, int) for key in like):
+    if not any(isinstance(key, Integral) for key in like):
         return dict(like)
     for layer, own in like.items():
         integer("like", layer, 0, cache.layers - 1)

@@ -60,7 +60,12 @@ class ArrayLayout:
         if self.place is not None:
             device, rest, modulo = self.place
             where = f"on cuda:{device} at {rest} modulo {modulo} bytes"
-        return f"{self.dtype} of shape {self.shape} with strides of {self.strides} bytes, {where}"
+        packed = contiguous_strides(self.shape, self.dtype.itemsize)
+        alike = all(
+            extent == 1 or step == own for extent, step, own in zip(self.shape, packed, self.strides, strict=True)
+        )
+        order = "contiguous" if alike or 0 in self.shape else f"with strides of {self.strides} bytes"
+        return f"{self.dtype} of shape {self.shape}, {order}, {where}"
 
 
 def _strides_of(array: Any) -> tuple[int, ...]:

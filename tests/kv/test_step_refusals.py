@@ -43,6 +43,8 @@ WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
         ({"heads_q": [4, 4, 4, 2**31 - 2], "rows": 2**30 - 1}, "heads_q[3]", 2**31 - 2),
         ({"heads_q": 2**24, "rows": 2**20, "append": False}, "seqs", 2),
         ({"rows": 2**30 - 1}, "seqs", 2**30 + PAGE),
+        ({"rows": [np.int64(9), np.int64(1)], "max_length": 8}, "seqs[0]", "14 rows"),
+        ({"rows": np.int64(4), "max_length": 8}, "seqs[0]", "9 rows"),
         ({"append": 1}, "append", 1),
         ({"dtype": "int8"}, "dtype", "int8"),
         ({"like": 5}, "like", "5"),
@@ -55,6 +57,7 @@ WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
         ({"like": {1: 5}}, "like[1]", "5"),
         ({"like": {LAYERS: {}}}, "like", LAYERS),
         ({"like": {2: {"q": 5}}}, "like[2].q", "int"),
+        ({"like": {np.int64(2): {"q": 5}}}, "like[2].q", "int"),
         ({"like": {0: {"q": WIDE}, 2: {"k": WIDE}}}, "like[2].k", "float32[2, 1, 4, 16]"),
         ({"like": {3: {"out": WIDE[:1]}}}, "like[3].out", "float32[1, 1, 4, 16]"),
         ({"like": {3: {"q": WIDE}}, "layer_options": {3: {"softcap": -1.0}}}, "layer_options[3].softcap", -1.0),
@@ -192,3 +195,32 @@ def test_a_part_without_rows_of_a_larger_array_is_an_array_without_rows() -> Non
                 q, (k, v) = one.rows.q(4, 1)[:, 0], one.rows.new(4, 1)
                 assert step.attend(layer, q[2:2], k[2:2, 0], v[2:2, 0]).shape == (0, HEADS_Q, q.shape[2])
         one.check()
+
+
+def test_a_refused_array_says_what_the_step_takes_in_words_of_arrays() -> None:
+    with model() as one:
+        step = one.step()
+        q, (k, v) = one.rows.q(2, 1), one.rows.new(2, 1)
+        for wrong in (q.astype(np.float64), q[:, 0], np.zeros((2, 1, HEADS_Q, 32), np.float32)[..., ::2]):
+            taken = r"must be float32 of shape \(2, 1, 4, 16\), contiguous, on the host, as this step was planned for"
+            with pytest.raises(ga.InvalidRequest, match=taken):
+                step.attend(0, wrong, k, v)
+        wait(step.abort())
+        wide = np.zeros((2, 1, HEADS_Q, 32), np.float32)[..., :16]
+        step = one.step(like={"q": wide})
+        with pytest.raises(ga.InvalidRequest, match=r"with strides of \(512, 0, 128, 4\) bytes"):
+            step.attend(0, q, k, v)
+        wait(step.abort())
+        one.check()
+
+
+async def test_a_block_that_would_wait_on_the_event_loop_is_refused_when_it_is_entered() -> None:
+    async with ga.open_context("mock") as ctx, ctx.kv_cache(**spec(layers=LAYERS)) as cache:
+        seq = await cache.create()
+        step = await cache.step([seq], heads_q=HEADS_Q)
+        entered = False
+        with pytest.raises(ga.WouldBlock, match="use async with"), step:
+            entered = True
+        assert not entered
+        await step.abort()
+        assert cache.length(seq) == 0
