@@ -79,6 +79,43 @@ def test_a_window_does_not_bound_the_lengths_of_a_capture() -> None:
                 np.testing.assert_array_equal(host_view(out), want)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_may_have_their_arrays_at_the_same_addresses(order: HostOrder) -> None:
+    """As a model has that keeps one buffer for all layers. The graph copies each layer's arrays there and back."""
+    with program(order, 4) as made:
+        graphs, (warm, recorded) = Graphs(made), made.streams
+        shared = [made.device.memory.empty(array.shape, "float16") for array in graphs.arrays[0]]
+
+        def attend(step: ga.KvStep, handle: int) -> None:
+            for layer, fixed in enumerate(graphs.arrays):
+                for array, source in zip(shared[:3], fixed, strict=False):
+                    made.api.copy_on_device(array.address, source.address, source.nbytes, handle)
+                q, k, v, out = shared
+                step.attend(layer, q, k, v, out=out, stream=handle)
+                made.api.copy_on_device(fixed[3].address, out.address, out.nbytes, handle)
+
+        answers = []
+        for _ in range(2):  # the second one at the addresses of the first
+            values = graphs.write(warm)
+            step = made.cache.step(made.seqs, heads_q=HEADS_Q, max_length=LONGEST).result(20)
+            for _ in range(2):
+                attend(step, warm)
+            outs = [made.consumed(array[3], warm) for array in graphs.arrays]
+            made.api.begin_capture(recorded)
+            attend(step, recorded)
+            graphs.graph = made.api.end_capture(recorded)
+            step.commit().result(20)
+            answers.append((outs, graphs.wanted(made.twins, values)))
+        assert step.captured is not None
+        for _ in range(3):
+            answers.append(graphs.replay(step.captured, made.seqs, made.twins, warm))
+            assert made.same()
+        made.finish()
+        for outs, wanted in answers:
+            for out, want in zip(outs, wanted, strict=True):
+                np.testing.assert_array_equal(host_view(out), want)
+
+
 def wrong(order: HostOrder, seed: int) -> bool:
     try:
         return not right(order, seed)
