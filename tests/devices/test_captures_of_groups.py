@@ -48,6 +48,28 @@ class Held:
         return len(self.rows[0]["k"])
 
 
+class Form(NamedTuple):
+    """The rows of a step of two sequences, as `KvCache.step` takes them."""
+
+    rows: int | list[int]
+    append: bool
+
+    @property
+    def counts(self) -> list[int]:
+        return self.rows if isinstance(self.rows, list) else [self.rows] * 2
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return (sum(self.rows),) if isinstance(self.rows, list) else (2, self.rows)
+
+    def parts(self, array: Any) -> list[np.ndarray]:
+        """The rows of each sequence."""
+        return np.split(array, self.counts[:1]) if isinstance(self.rows, list) else list(array)
+
+
+FORMS = [Form(1, True), Form(3, True), Form([1, 3], True), Form([2, 0], True), Form(2, False)]
+
+
 class Answer(NamedTuple):
     """An output on the device beside what it is of: the sequences, with the step's rows, and q."""
 
@@ -55,6 +77,7 @@ class Answer(NamedTuple):
     layer: int
     q: np.ndarray
     held: Sequence[Held]
+    form: Form
 
 
 class Captured(NamedTuple):
@@ -64,6 +87,7 @@ class Captured(NamedTuple):
     graph: int
     arrays: list[dict[str, Any]]
     layers: tuple[int, ...]
+    form: Form
 
 
 class Walk(LayerRows):
@@ -110,7 +134,7 @@ class Walk(LayerRows):
 
     def pick(self, count: int) -> list[ga.KvSequence]:
         """Some sequences that have room for more rows."""
-        free = [seq for seq, held in self.held.items() if len(held) < 30]
+        free = [seq for seq, held in self.held.items() if 3 < len(held) < 30]
         self.rng.shuffle(free)  # type: ignore[arg-type]
         return free[:count]
 
@@ -132,12 +156,12 @@ class Walk(LayerRows):
 
     def prompt(self) -> None:
         tokens = PROMPTS[self.rng.integers(len(PROMPTS))].tolist()
-        if len(self.held) < 7:
+        if len(self.held) < 6:
             seq = self.create(tokens)
             self.append(seq, int(self.rng.integers(1, 1 + len(tokens) - seq.cached)), tokens)
 
     def fork(self) -> None:
-        for seq in self.pick(1) if len(self.held) < 7 else ():
+        for seq in self.pick(1) if len(self.held) < 8 else ():
             self.held[self.cache.fork(seq).result(20)] = self.held[seq]
             counts["fork"] += 1
 
@@ -162,25 +186,30 @@ class Walk(LayerRows):
 
     # Steps
 
-    def arrays(self) -> list[dict[str, Any]]:
-        """Arrays of each layer for a step of two sequences, at fixed addresses."""
+    def values(self, form: Form) -> list[dict[str, np.ndarray]]:
+        """What each layer gets in a step."""
+        each = range(len(LAYERS))
+        return [
+            {"q": self.q(layer, *form.leading), **(self.new(layer, *form.leading) if form.append else {})}
+            for layer in each
+        ]
+
+    def arrays(self, form: Form) -> list[dict[str, Any]]:
+        """Arrays of each layer for a step, at fixed addresses."""
         made = []
-        for layer, spec in enumerate(LAYERS):
-            new = {"q": self.q(layer, 2, 1), **self.new(layer, 2, 1)}
+        for spec, new in zip(LAYERS, self.values(form), strict=True):
             wide = spec.latent_dim or spec.head_dim_v or spec.head_dim or 0
             own = {name: self.device.memory.empty(one.shape, one.dtype.name) for name, one in new.items()}
-            made.append(own | {"out": self.device.memory.empty((2, 1, HEADS_Q, wide), self.dtype)})
+            made.append(own | {"out": self.device.memory.empty((*form.leading, HEADS_Q, wide), self.dtype)})
         return made
 
-    def write(self, arrays: list[dict[str, Any]], handle: int) -> list[dict[str, np.ndarray]]:
-        """New values, which a stream puts into the arrays."""
-        values = [{"q": self.q(layer, 2, 1), **self.new(layer, 2, 1)} for layer in range(len(LAYERS))]
+    def write(self, arrays: list[dict[str, Any]], values: list[dict[str, np.ndarray]], handle: int) -> None:
+        """Have a stream put values into the arrays."""
         for own, new in zip(arrays, values, strict=True):
             for name, value in new.items():
                 produced = self.made.produced(value, handle)
                 self.kept.append(produced)
                 self.api.copy_on_device(own[name].address, produced.address, produced.nbytes, handle)
-        return values
 
     def attend(self, step: ga.KvStep, arrays: list[dict[str, Any]], layers: Sequence[int], handle: int) -> None:
         for layer in layers:
@@ -194,6 +223,7 @@ class Walk(LayerRows):
 
     def run(
         self,
+        form: Form,
         seqs: list[ga.KvSequence],
         arrays: list[dict[str, Any]],
         handle: int,
@@ -204,22 +234,23 @@ class Walk(LayerRows):
         if handle != self.latest:  # whose work may still read and write the arrays of a graph
             self.made.finish()
             self.latest = handle
-        held = [self.held[seq] for seq in seqs]
-        values = self.write(arrays, handle)
-        options, names = {}, [(), ()]
-        if all(len(each.tokens) == len(each) for each in held) and self.rng.random() < 0.7:
-            names = [(int(self.rng.integers(60, 62)),) for _ in seqs]
-            options["tokens"] = [np.array(one) for one in names]
-            for index, (each, name) in enumerate(zip(held, names, strict=True)):
-                tokens = (*each.tokens, *name)
-                for layer, own in enumerate(arrays):
-                    new = self.named(layer, tokens, len(each), len(tokens))
-                    for part, value in new.items():
-                        values[layer][part][index] = value
-                        produced = self.made.produced(values[layer][part], handle)
-                        self.kept.append(produced)
-                        self.api.copy_on_device(own[part].address, produced.address, produced.nbytes, handle)
+        held, values = [self.held[seq] for seq in seqs], self.values(form)
+        options: dict[str, Any] = {}
+        names = [(), ()]
+        named = form.append and all(len(each.tokens) == len(each) for each in held)
+        if named and self.rng.random() < 0.7:
+            names = [tuple(self.rng.integers(60, 62, count).tolist()) for count in form.counts]
+            options["tokens"] = np.concatenate(names).reshape(form.leading)
+            for layer, own in enumerate(values):
+                parts = [
+                    self.named(layer, (*each.tokens, *more), len(each), len(each) + len(more))
+                    for each, more in zip(held, names, strict=True)
+                ]
+                own |= {
+                    name: np.concatenate([part[name] for part in parts]).reshape(own[name].shape) for name in parts[0]
+                }
             counts["tokens"] += 1
+        self.write(arrays, values, handle)
         before = {page for seq in seqs for page in self.cache._find().table(seq).groups[0].pages[-1:]}
         try:
             step = begin(seqs, **options).result(20)
@@ -228,11 +259,13 @@ class Walk(LayerRows):
         counts["copy"] += not before <= {p for s in seqs for p in self.cache._find().table(s).groups[0].pages}
         launch(step)
         outs = [self.made.consumed(own["out"], handle) for own in arrays]
-        held = [
-            self.more(each, [{name: one[index] for name, one in own.items() if name != "q"} for own in values], name)
-            for index, (each, name) in enumerate(zip(held, names, strict=True))
-        ]
-        self.answers += [Answer(out, layer, values[layer]["q"], held) for layer, out in enumerate(outs)]
+        if form.append:
+            new = [{name: form.parts(one) for name, one in own.items() if name != "q"} for own in values]
+            held = [
+                self.more(each, [{part: one[index] for part, one in own.items()} for own in new], name)
+                for index, (each, name) in enumerate(zip(held, names, strict=True))
+            ]
+        self.answers += [Answer(out, layer, values[layer]["q"], held, form) for layer, out in enumerate(outs)]
         if self.rng.random() < 0.25:
             step.abort().result(20)
             counts["abort"] += 1
@@ -242,27 +275,30 @@ class Walk(LayerRows):
         return step
 
     def step(self) -> None:
-        handle, arrays = self.streams[self.rng.integers(2)], self.arrays()
+        form = FORMS[self.rng.integers(len(FORMS))]
+        handle, arrays = self.streams[self.rng.integers(2)], self.arrays(form)
         self.kept.append(arrays)
 
         def begin(seqs: Any, **options: Any) -> ga.Reply[ga.KvStep]:
-            return self.cache.step(seqs, heads_q=HEADS_Q, dtype=self.dtype, **OPTIONS, **options)
+            return self.cache.step(seqs, heads_q=HEADS_Q, dtype=self.dtype, **form._asdict(), **OPTIONS, **options)
 
         if seqs := self.two():
             every = range(len(LAYERS))
-            self.run(seqs, arrays, handle, begin, lambda step: self.attend(step, arrays, every, handle))
+            self.run(form, seqs, arrays, handle, begin, lambda step: self.attend(step, arrays, every, handle))
             counts["step"] += 1
 
     def capture(self) -> None:
         if len(self.captures) == 3:
             return
-        arrays, (warm, recorded) = self.arrays(), self.streams
+        # The first capture is of one row a sequence.
+        form = FORMS[self.rng.integers(len(FORMS)) if self.captures else 0]
+        arrays, (warm, recorded) = self.arrays(form), self.streams
         some = tuple(sorted(self.rng.permutation(len(LAYERS))[: self.rng.integers(2, 6)].tolist()))
         layers = some if len(self.captures) == 1 else tuple(range(len(LAYERS)))
         graph = 0
 
         def begin(seqs: Any, **options: Any) -> ga.Reply[ga.KvStep]:
-            options |= {"max_length": LONGEST, **OPTIONS}
+            options |= {"max_length": LONGEST, **form._asdict(), **OPTIONS}
             return self.cache.step(seqs, heads_q=HEADS_Q, dtype=self.dtype, **options)
 
         def launch(step: ga.KvStep) -> None:
@@ -273,9 +309,9 @@ class Walk(LayerRows):
             graph = self.api.end_capture(recorded)
 
         if seqs := self.two():
-            step = self.run(seqs, arrays, warm, begin, launch)
+            step = self.run(form, seqs, arrays, warm, begin, launch)
             if step is not None and step.captured is not None:
-                self.captures.append(Captured(step.captured, graph, arrays, layers))
+                self.captures.append(Captured(step.captured, graph, arrays, layers, form))
                 counts["capture"] += 1
 
     def replay(self) -> None:
@@ -291,7 +327,7 @@ class Walk(LayerRows):
             self.attend(step, one.arrays, others, handle)
 
         if seqs := self.two():
-            self.run(seqs, one.arrays, handle, one.capture.step, launch)
+            self.run(one.form, seqs, one.arrays, handle, one.capture.step, launch)
             counts["partial" if others else "replay"] += 1
 
     # What must hold
@@ -299,12 +335,12 @@ class Walk(LayerRows):
     def compare(self, answer: Answer) -> None:
         layer, spec = answer.layer, LAYERS[answer.layer]
         seen = {"window_size": (spec.window, 0)} if spec.window is not None else {}
-        for index, held in enumerate(answer.held):
+        outs = answer.form.parts(host_view(answer.out))
+        for held, of_q, out in zip(answer.held, answer.form.parts(answer.q), outs, strict=False):
             k, v = keys_of(spec, held.rows[layer])
-            q = answer.q[index].astype(np.float64)
+            q = of_q.astype(np.float64)
             right = attention_forward(q[None], k[None], v[None], causal=True, **OPTIONS, **seen).out[0]
-            found = host_view(answer.out)[index].astype(np.float64)
-            np.testing.assert_allclose(found, right, rtol=2e-3, atol=2e-3, err_msg=f"layer {layer}")
+            np.testing.assert_allclose(out.astype(np.float64), right, rtol=2e-3, atol=2e-3, err_msg=f"layer {layer}")
 
     def check(self) -> None:
         self.made.finish()
@@ -316,7 +352,7 @@ class Walk(LayerRows):
             for layer in range(len(LAYERS)) if len(held) else ():
                 q = self.q(layer, 1, 1)
                 out = self.cache.attend(q, [seq], layer=layer, **OPTIONS).result(20).out
-                self.compare(Answer(out, layer, q, [held]))
+                self.compare(Answer(out, layer, q, [held], Form(1, False)))
         opened = self.cache._find()
         eventually(lambda: not opened._in_flight and not opened.stepping)
         stats, tables = self.cache.group_stats(), opened.tables
@@ -357,8 +393,8 @@ def walk(order: HostOrder, seed: int, operations: int) -> None:
             made.capture()
             actions = [
                 lambda: [made.append(seq, int(made.rng.integers(1, 4))) for seq in made.pick(1)],
-                made.prompt, made.prompt, made.fork, made.truncate, made.free, made.step, made.capture, made.replay,
-                made.replay, made.replay, made.replay,
+                made.prompt, made.prompt, made.fork, made.fork, made.truncate, made.free, made.free, made.step,
+                made.capture, made.replay, made.replay, made.replay, made.replay,
             ]  # fmt: skip
             for number in range(operations):
                 try:
