@@ -16,9 +16,10 @@ from gpu_actors.attention.requests import Array
 from gpu_actors.catching import undo_on_error
 from gpu_actors.errors import GpuActorsError, InvalidRequest, WouldBlock
 from gpu_actors.fields import describe
-from gpu_actors.kv.requests import EndStep, KvSequence, StepKeywords
+from gpu_actors.kv.requests import AttendCache, EndStep, KvSequence, StepKeywords
 from gpu_actors.process import Local
 from gpu_actors.runtime.call import Call
+from gpu_actors.runtime.handle import CallOptions
 from gpu_actors.runtime.reply import Reply
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from gpu_actors.runtime.handle import ActorHandle
 
 __all__ = ["BegunStep", "KvCapture", "KvStep"]
+
+_OPTIONS = CallOptions(AttendCache, StepKeywords)
 
 
 class BegunStep(Protocol):
@@ -232,6 +235,7 @@ class KvCapture(Local):
     def __repr__(self) -> str:
         return f"<KvCapture of layers {sorted(self._capture.numbers)}>"
 
+    @_OPTIONS
     def step(
         self,
         seqs: Sequence[KvSequence],
@@ -248,6 +252,7 @@ class KvCapture(Local):
         others are in the graph. Raises as `KvCache.step`, and `InvalidRequest` for a sequence that is longer than the
         step was planned for, and for an option that is in the graph.
         """
+        _OPTIONS.check(options)
         message = self._capture.message
         value: Any
         for name, value in options.items():

@@ -405,3 +405,7 @@ class TestOptions:
             for given in ({"softcap": 3.0}, {"causal": False}, {"positions": np.zeros((2, 1), np.int32)}):
                 with pytest.raises(ga.InvalidRequest, match=f"{next(iter(given))}=.*is in the graph"):
                     captured.step(made.seqs, **given)
+            with pytest.raises(TypeError, match=r"KvCapture\.step\(\) .* 'token'; the nearest option is 'tokens'"):
+                captured.step(made.seqs, token=[np.array([1])] * 2)
+            with pytest.raises(TypeError, match=r"KvCapture\.step\(\) .* 'rows'"):
+                captured.step(made.seqs, rows=2)
