@@ -286,11 +286,12 @@ class OpenStep:
     def _captured(self, layer: int, q: Any) -> None:
         if self.capture is None:
             message, cache = self._message, self.work.cache
-            options = {name: value for name, value in message.options.items() if name not in OWN}
+            lasting = {name: value for name, value in message.options.items() if name not in OWN}
+            own = {name: _as_it_is(getattr(message, name)) for name in ("heads_q", "rows", "like", "layer_options")}
             # Tables with a window serve sequences of any length.
             columns = [each.work.table.shape[1] for each in self._layers if each.work.group.window is None]
             longest = message.max_length or (min(columns) * cache.page_size if columns else cache.most_rows)
-            message = dataclasses.replace(message, max_length=longest, options=options)
+            message = dataclasses.replace(message, max_length=longest, options=_as_it_is(lasting), **own)
             self.capture = StepCapture(message, len(self.lengths), self._layers, self._launches)
             self.work.cache.stepping.add(self.capture)  # until this step has ended
         self.capture.numbers.add(layer)
@@ -358,6 +359,13 @@ class OpenStep:
             raise failure
         if self._deadline is not None and self._cell.environment.clock.now() >= self._deadline:
             raise DeadlineExceeded(LATE)
+
+
+def _as_it_is(value: Any) -> Any:
+    """What a caller may change later, lists and mappings, as it is now. An array is read by each step."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_it_is, value))
+    return {key: _as_it_is(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def built_on_failed() -> LaunchError:

@@ -399,6 +399,40 @@ class TestOptions:
                     assert np.array_equal(host_view(replayed), host_view(launched))
             assert values
 
+    def test_a_list_that_is_changed_later_is_not_changed_in_the_capture(self) -> None:
+        """The graph has launches of so many rows."""
+        with program("eager", 2) as made:
+            rows, heads, window = [1, 2], [HEADS_Q] * LAYERS, {"window_size": [3, 0]}
+            options: Any = {"rows": rows, "heads_q": heads, "layer_options": {1: window}, "max_length": LONGEST}
+            handle, kinds = made.streams[0], (HEADS_Q, HEADS, HEADS, HEADS_Q)
+            arrays = [[made.device.memory.empty((3, heads, DIM), "float16") for heads in kinds] for _ in range(LAYERS)]
+            for array in (one for layer in arrays for one in layer):
+                host_view(array)[...] = made.rng.standard_normal(array.shape)
+
+            def attend(step: ga.KvStep) -> list[Any]:
+                for layer, (q, k, v, out) in enumerate(arrays):
+                    step.attend(layer, q, k, v, out=out, stream=handle)
+                return [made.consumed(layer[3], handle) for layer in arrays]
+
+            step = made.cache.step(made.seqs, **options).result(20)
+            wanted = attend(step)
+            made.api.begin_capture(handle)
+            for layer, (q, k, v, out) in enumerate(arrays):
+                step.attend(layer, q, k, v, out=out, stream=handle)
+            graph = made.api.end_capture(handle)
+            step.abort().result(20)
+            captured = step.captured
+            assert captured is not None
+            rows[:], heads[:], window["window_size"] = [3, 3], [4 * HEADS_Q] * LAYERS, [0, 0]
+            step = captured.step(made.seqs).result(20)
+            assert step.lengths == [6, 7]
+            step.replay(lambda: made.api.launch_graph(graph, handle), stream=handle)
+            outs = [made.consumed(layer[3], handle) for layer in arrays]
+            assert step.commit().result(20) == [6, 7]
+            made.finish()
+            for out, want in zip(outs, wanted, strict=True):
+                np.testing.assert_array_equal(host_view(out), host_view(want))
+
     def test_what_is_in_the_graph_is_not_given_anew(self) -> None:
         with program("eager", 1) as made:
             captured, *_ = Graphs(made).capture(softcap=2.0)
