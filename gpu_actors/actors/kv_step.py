@@ -258,9 +258,12 @@ class OpenStep:
         if self.capture is None:
             reason = "replays the layers of a step that were captured, and this step has none"
             raise InvalidRequest("run", show(run), reason)
-        numbers = self.capture.numbers if layers is None else set(layers)
-        reason = f"must be of the captured ones, {sorted(self.capture.numbers)}"
-        expect(numbers <= self.capture.numbers, "layers", layers, reason)
+        numbers = self.capture.numbers
+        if layers is not None:
+            reason = f"must be a list of the captured ones, {sorted(numbers)}, or of some"
+            listed = isinstance(layers, Collection)
+            expect(listed and all(layer in list(numbers) for layer in layers), "layers", show(layers), reason)
+            numbers = set(layers)
         q: Any = take_in(self.capture.q, "q", self._device_name).array
         self._replaying = threading.get_ident()
         try:

@@ -150,7 +150,8 @@ class KvStep(Local):
         then the step goes on. Where a launch of the step fails, it raises that error, and every sequence is as before
         the step.
         """
-        self._priority = min(self._priority, priority)
+        if type(priority) is int:  # the reply refuses others
+            self._priority = min(self._priority, priority)
         return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
 
     def abort(self) -> Reply[None]:

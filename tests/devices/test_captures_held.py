@@ -96,8 +96,9 @@ def test_a_replay_says_which_layers_its_graph_has() -> None:
         step.replay(lambda: made.api.launch_graph(first, handle), layers=(0, 1), stream=handle)
         with pytest.raises(ga.InvalidRequest, match=r"layers=\[2\]: have no new rows"):
             step.commit().result(20)
-        with pytest.raises(ga.InvalidRequest, match=r"layers=.*must be of the captured ones, \[0, 1, 2\]"):
-            step.replay(lambda: None, layers=(3,), stream=handle)
+        for wrong in ((3,), 2, [[2]], "2", (layer for layer in (2,))):
+            with pytest.raises(ga.InvalidRequest, match=r"layers=.*must be a list of the captured ones, \[0, 1, 2\]"):
+                step.replay(lambda: None, layers=wrong, stream=handle)  # type: ignore[arg-type]
         step.replay(lambda: made.api.launch_graph(graphs.graph, handle), layers=(2,), stream=handle)
         assert step.commit().result(20) == [6, 6]
         with pytest.raises(ga.InvalidRequest, match=r"run=.*callable"):

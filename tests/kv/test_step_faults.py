@@ -141,6 +141,20 @@ def test_a_second_commit_is_refused_and_an_abort_undoes_nothing(one: Model) -> N
     one.check()
 
 
+@pytest.mark.parametrize(
+    "limits", [{"priority": None}, {"priority": 0.5}, {"timeout": "x"}, {"deadline": "x"}], ids=str
+)
+def test_a_commit_with_a_limit_that_is_none_is_refused_by_its_reply(limits: Any, one: Model) -> None:
+    step = one.step()
+    one.attend(step, range(LAYERS))
+    refusal = outcome(step.commit(**limits))
+    assert isinstance(refusal, ga.InvalidRequest)
+    assert refusal.field == next(iter(limits))
+    assert wait(step.commit()) == [6, PAGE + 1]
+    one.cut(5, PAGE)
+    one.check()
+
+
 @pytest.mark.parametrize("priority", [0, 5, -5])
 def test_a_commit_whose_step_is_dropped_before_its_answer_is_kept(priority: int) -> None:
     clock, options = slow(FaultPlan(), 10, max_in_flight=1)
