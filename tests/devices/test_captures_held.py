@@ -132,6 +132,28 @@ def test_code_that_replays_keeps_no_other_cache_waiting() -> None:
         assert captured.step(made.seqs).result(20).lengths == [7, 7]
 
 
+@pytest.mark.parametrize("how", ["commit", "abort", "deadline", "close"])
+def test_a_step_that_is_over_replays_nothing(how: str) -> None:
+    """Its pages may be those of other sequences."""
+    with program("eager", 1) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        captured, *_ = graphs.capture()
+        step = captured.step(made.seqs, timeout=0.05 if how == "deadline" else None).result(20)
+        if how == "commit":
+            step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+            step.commit().result(20)
+        elif how == "abort":
+            step.abort().result(20)
+        elif how == "deadline":
+            threading.Event().wait(0.1)
+        else:
+            made.cache.__exit__(None, None, None)
+        replayed: list[int] = []
+        with pytest.raises(ga.DeadlineExceeded if how == "deadline" else ga.StaleBuffer):
+            step.replay(lambda: replayed.append(1), stream=handle)
+        assert not replayed
+
+
 @pytest.mark.timeout(30)
 def test_code_that_replays_is_refused_what_would_wait_for_itself() -> None:
     with program("eager", 1) as made:
