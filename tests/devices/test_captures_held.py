@@ -132,6 +132,35 @@ def test_code_that_replays_keeps_no_other_cache_waiting() -> None:
         assert captured.step(made.seqs).result(20).lengths == [7, 7]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_commit_in_flight_has_its_tables_until_it_is_over(order: HostOrder) -> None:
+    """The next step of the capture is over other sequences, for which it need not wait."""
+    with program(order, 5) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        captured, *_ = graphs.capture(max_length=LONGEST)
+        others, twins = others_of(made)
+        for _ in range(3):
+            found = []
+            begun = captured.step(made.seqs)
+            for seqs in (made.seqs, others):
+                values = graphs.write(handle)
+                step = begun.result(20)
+                graphs.delay_the_cache()
+                step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+                outs = [made.consumed(array[3], handle) for array in graphs.arrays]
+                committed = step.commit()
+                begun = captured.step(others)
+                found.append((committed, values, outs))
+                if seqs is others:
+                    begun.result(20).abort().result(20)
+            for (committed, values, outs), of in zip(found, (made.twins, twins), strict=True):
+                committed.result(20)
+                made.finish()
+                for out, want in zip(outs, graphs.wanted(of, values), strict=True):
+                    assert np.array_equal(host_view(out), want)
+            assert made.same()
+
+
 @pytest.mark.parametrize("how", ["commit", "abort", "deadline", "close"])
 def test_a_step_that_is_over_replays_nothing(how: str) -> None:
     """Its pages may be those of other sequences."""
