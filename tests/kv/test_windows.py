@@ -265,6 +265,24 @@ def test_more_rows_of_q_than_a_window_keeps_are_refused() -> None:
                 one.compare(layer, [seq], q[:, :4], step.attend(layer, q[:, :4]))
 
 
+@pytest.mark.parametrize("layers", [[WHOLE, SLACK], [SLACK, WHOLE]], ids=["behind another", "first"])
+def test_a_step_behind_a_truncation_reads_no_page_that_was_given_back(layers: list[ga.KvLayer]) -> None:
+    with kept(layers) as one:
+        seq = one.create(41)
+        one.truncate(seq, 38)
+        # Rows 28 on are there: (41 - 1 - 9 - 3) // 4 * 4.
+        refusal = outcome(one.cache.step([seq], heads_q=HEADS_Q, rows=4, append=False))
+        assert isinstance(refusal, ga.InvalidRequest)
+        assert (refusal.field, refusal.value) == ("q", f"float32[1, 4, {HEADS_Q}, {DIM}]")
+        assert "at most 1 rows" in str(refusal)
+        q = one.draw(1, 1, HEADS_Q)
+        with wait(one.cache.step([seq], heads_q=HEADS_Q, append=False)) as step:
+            for layer in range(2):
+                one.compare(layer, [seq], q, step.attend(layer, q))
+        one.step([seq], 4)
+        one.check()
+
+
 def test_rows_of_an_append_in_flight_may_be_read_as_far_back_as_those_of_one_that_is_over() -> None:
     clock, options = slow(FaultPlan(), 1)
     with kept([WHOLE, LOCAL], options=options) as one:
