@@ -14,6 +14,7 @@ from inside.cuda import Operation
 
 import gpu_actors as ga
 from gpu_actors.devices.cuda.host_api import HostOrder
+from gpu_actors.devices.cuda.stream import CudaSeries
 
 LONGEST = 40
 
@@ -225,6 +226,32 @@ def test_a_capture_goes_on_after_a_replay_that_failed_on_the_device(end: str) ->
         step = None
         gc.collect()
         assert captured.step(made.seqs).result(20).lengths == [7, 7]
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_capture_whose_step_cannot_be_ended_begins_no_other(commits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says when its kernels have read their tables."""
+    with program("eager", 1) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        captured, *_ = graphs.capture()
+        step = captured.step(made.seqs).result(20)
+        step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
+        with monkeypatch.context() as patch:
+
+            def fail(series: Any) -> Any:
+                raise ga.LaunchError("no event")
+
+            patch.setattr(CudaSeries, "mark", fail)
+            with pytest.raises(ga.LaunchError, match="no event"):
+                (step.commit() if commits else step.abort()).result(20)
+        with pytest.raises(ga.StaleBuffer, match="capture another"):
+            captured.step(made.seqs).result(20)
+        made.finish()
+        assert [made.cache.length(seq) for seq in made.seqs] == [6, 6]
+        again, outs, wanted = Graphs(made).capture()
+        assert again.step(made.seqs).result(20).lengths == [8, 8]
+        made.finish()
+        assert all(np.array_equal(host_view(out), want) for out, want in zip(outs, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["latent", "option on the device"])
