@@ -311,7 +311,12 @@ class PooledKvCache(Local):
             reason = "must have one home: group them by seq.worker, or move them to one"
             raise InvalidRequest("seqs", homes, reason)
         member, shard = self._pool.member(name), self._shards.get(name)
-        if member is None or shard is None or shard.context is not member.context:
+        if (
+            member is None
+            or shard is None
+            or shard.context is not member.context
+            or any(seq.handle.cache != shard.cache._number for seq in listed)  # of a worker that had the name before
+        ):
             raise StaleBuffer(f"the home of the sequence, {name}, has left the pool or was lost")
         return member, shard.cache
 

@@ -156,6 +156,30 @@ async def test_sequences_with_several_homes_are_named_by_place() -> None:
         await step.abort()
 
 
+async def test_a_worker_with_the_name_of_another_has_none_of_its_sequences() -> None:
+    draw = Draw()
+    async with ga.open_context("mock") as first, ga.open_context("mock") as second:
+        pool = ContextPool({"one": first}, seed=0)
+        async with pool.kv_cache(**SPEC) as cache:
+            old = await cache.create()
+            await cache.append(old, draw.rows(LAYERS, 3), draw.rows(LAYERS, 3))
+            await pool.remove("one", timeout=0.0)
+            pool.add(second, "one")
+            for opens in (True, False):
+                for ask in (
+                    lambda: cache.step([old], heads_q=HEADS_Q),
+                    lambda: cache.append(old, draw.rows(LAYERS, 1), draw.rows(LAYERS, 1)),
+                    lambda: cache.attend(draw.rows(1, 1, heads=HEADS_Q), old),
+                ):
+                    with pytest.raises(ga.StaleBuffer, match="the home of the sequence, one, has left"):
+                        await ask()
+                with pytest.raises(ga.StaleBuffer):
+                    cache.length(old)
+                if opens:
+                    young = await cache.create()
+                    await works(cache, young, 0)
+
+
 # What a step holds stays where it is
 
 
