@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from typing import Any
@@ -131,6 +132,42 @@ def test_code_that_replays_keeps_no_other_cache_waiting() -> None:
         with pytest.raises(ga.DeadlineExceeded):
             step.commit().result(20)
         assert captured.step(made.seqs).result(20).lengths == [7, 7]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_replay_is_on_the_stream_of_q_by_default(order: HostOrder) -> None:
+    with program(order, 6) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.arrays = [[dataclasses.replace(one, stream=handle, owner=one) for one in own] for own in graphs.arrays]
+        answers = []
+        values = graphs.write(handle)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, max_length=LONGEST).result(20)
+
+        def attend() -> None:
+            for layer, (q, k, v, out) in enumerate(graphs.arrays):
+                step.attend(layer, q, k, v, out=out)
+
+        attend()
+        answers.append([made.consumed(own[3], handle) for own in graphs.arrays])
+        made.api.begin_capture(handle)
+        attend()
+        graph = made.api.end_capture(handle)
+        step.commit().result(20)
+        wanted = [graphs.wanted(made.twins, values)]
+        captured = step.captured
+        assert captured is not None
+        for _ in range(3):
+            values = graphs.write(handle)
+            graphs.delay_the_cache()
+            step = captured.step(made.seqs).result(20)
+            step.replay(lambda: made.api.launch_graph(graph, handle))
+            answers.append([made.consumed(own[3], handle) for own in graphs.arrays])
+            step.commit().result(20)
+            wanted.append(graphs.wanted(made.twins, values))
+        made.finish()
+        for outs, right in zip(answers, wanted, strict=True):
+            for out, want in zip(outs, right, strict=True):
+                assert np.array_equal(host_view(out), want)
 
 
 @pytest.mark.parametrize("order", ORDERS)
