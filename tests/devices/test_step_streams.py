@@ -43,6 +43,8 @@ def right(order: HostOrder, seed: int, place: str) -> bool:
                 new = made.rows(9)
                 handle = PLACES[place](made, 0)
                 arrays = [made.produced(one, handle) for one in (wide, new[0], new[1])]
+                if handle is not None:
+                    made.delay(handle)
                 aborted.attend(0, *arrays, stream=handle)
                 kept += arrays
                 aborted.abort().result(20)

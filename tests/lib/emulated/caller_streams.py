@@ -48,6 +48,7 @@ class Program:
         self.kept: list[Any] = []  # what the streams' work reads, until the end
         self.rng = np.random.default_rng(seed)
         self.streams = [self.api.create_stream() for _ in range(2)]
+        self.idle = self.device.memory.empty((1,), "float32")
         self.seqs, self.twins = ([one.create().result(20) for _ in range(2)] for one in (cache, plain))
         self.append(self.rows(5), self.rows(5))
 
@@ -102,6 +103,11 @@ class Program:
 
     def attended(self, cache: ga.KvCache, seqs: Any, layer: int, q: Any) -> Any:
         return cache.attend(q, seqs, layer=layer).result(20).out
+
+    def delay(self, handle: int) -> None:
+        """Give a stream work, so that what is launched there next is late."""
+        for _ in range(60):
+            self.api.copy_on_device(self.idle.address, self.idle.address, 4, handle)
 
     def finish(self) -> None:
         """Wait for the caller's streams, which the commit does not wait for."""
@@ -165,9 +171,7 @@ class Graphs:
 
     def delay_the_cache(self) -> None:
         """Give the cache's own stream work, so that what is launched there next is late."""
-        array, own = self.kept[0], self.made.cache._handle._cell.stream.handle
-        for _ in range(60):
-            self.api.copy_on_device(array.address, array.address, array.nbytes, own)
+        self.made.delay(self.made.cache._handle._cell.stream.handle)
 
     def wanted(self, twins: Any, values: Any) -> list[Any]:
         """What a cache that is only asked by requests answers."""
