@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -234,31 +235,46 @@ class NullDevice(CudaDevice):
         """Note no stream: CuPy would call the real driver, which may be missing."""
 
 
-async def test_a_pooled_replay_makes_the_driver_calls_of_one_in_a_cache() -> None:
-    """On the null driver, which computes nothing: tables and lengths are copied, and no kernel is launched."""
-    api, options = NullApi(), ga.ContextOptions(qualify="off")
-    context = start_context(lambda: NullDevice(0, options, api), options)
-    addresses = itertools.count(1 << 30, 1 << 20)
+class Null:
+    """A context on the null driver, which computes nothing. Its arrays have addresses alone."""
 
-    def array(heads: int) -> DeviceArray:
-        strides = (heads * DIM * 2, heads * DIM * 2, DIM * 2, 2)
-        return DeviceArray(next(addresses), (2, 1, heads, DIM), strides, np.dtype(np.float16), 0)
+    def __init__(self) -> None:
+        options, self.api = ga.ContextOptions(qualify="off"), NullApi()
+        self.context = start_context(lambda: NullDevice(0, options, self.api), options)
+        self.stream = self.api.create_stream()
+        addresses = itertools.count(1 << 30, 1 << 20)
+
+        def array(heads: int) -> DeviceArray:
+            strides = (heads * DIM * 2, heads * DIM * 2, DIM * 2, 2)
+            return DeviceArray(next(addresses), (2, 1, heads, DIM), strides, np.dtype(np.float16), 0)
+
+        self.arrays = [[array(heads) for heads in (HEADS_Q, HEADS, HEADS, HEADS_Q)] for _ in range(LAYERS)]
+
+    async def capture(self, cache: Any, seqs: list[Any]) -> tuple[ga.KvStep, int]:
+        """A step whose layers a graph has."""
+        step: ga.KvStep = await cache.step(seqs, heads_q=HEADS_Q, max_length=LONGEST)
+        for capturing in (False, True):
+            if capturing:
+                self.api.begin_capture(self.stream)
+            for layer, (q, k, v, out) in enumerate(self.arrays):
+                step.attend(layer, q, k, v, out=out, stream=self.stream)
+        graph = self.api.end_capture(self.stream)
+        await step.commit()
+        return step, graph
+
+
+async def test_a_pooled_replay_makes_the_driver_calls_of_one_in_a_cache() -> None:
+    """Tables and lengths are copied, and no kernel is launched."""
+    null = Null()
+    api, context, stream = null.api, null.context, null.stream
 
     async def calls(cache: Any, of_home: Callable[[Any], ga.KvSequence]) -> list[dict[str, int]]:
         seqs = [await cache.create() for _ in range(4)]
-        arrays = [[array(heads) for heads in (HEADS_Q, HEADS, HEADS, HEADS_Q)] for _ in range(LAYERS)]
-        stream = api.create_stream()
-        step = await cache.step(seqs[:2], heads_q=HEADS_Q, max_length=LONGEST)
-        for capturing in (False, True):
-            if capturing:
-                api.begin_capture(stream)
-            for layer, (q, k, v, out) in enumerate(arrays):
-                step.attend(layer, q, k, v, out=out, stream=stream)
-        graph = api.end_capture(stream)
-        assert await step.commit() == [1, 1]
+        step, graph = await null.capture(cache, seqs[:2])
         counted = []
         for members in (seqs[:2], seqs[2:], seqs[1:3]):
             api.calls.clear()
+            assert step.captured is not None
             step = await step.captured.step([of_home(seq) for seq in members])
             step.replay(lambda: api.launch_graph(graph, stream), stream=stream)
             await step.commit()
@@ -276,3 +292,18 @@ async def test_a_pooled_replay_makes_the_driver_calls_of_one_in_a_cache() -> Non
         assert [each.get(name) for name in ("copy_to_device", "fill", "record_event", "wait_event")] == [
             other.get(name) for name in ("copy_to_device", "fill", "record_event", "wait_event")
         ]
+
+
+async def test_captures_that_are_dropped_leave_their_memory_to_the_next() -> None:
+    null = Null()
+    try:
+        async with null.context.kv_cache(**SIZES) as cache:
+            seqs = [await cache.create() for _ in range(2)]
+            for number in range(12):
+                if number == 4:
+                    null.api.calls.clear()
+                await null.capture(cache, seqs)
+                gc.collect()
+            assert (null.api.calls["allocate"], null.api.calls["allocate_pinned"]) == (0, 0)
+    finally:
+        await asyncio.to_thread(null.context.close)
