@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, dtype_of, name_of, restore
-from gpu_actors.arrays.adoption import take_in
+from gpu_actors.arrays.request_arrays import take_in
 from gpu_actors.attention.requests import Array, AttentionOutput
 from gpu_actors.fields import describe, expect, one_of
 from gpu_actors.values import brief
@@ -266,7 +266,7 @@ _Message = TypeVar("_Message", bound=MergePartials | MergeBackward)
 def adopt_partials(message: _Message, device: str, notes: CallerNotes | None = None) -> tuple[_Message, Adopted]:
     """The message over arrays that this package can read, and what the first out was.
 
-    device, notes: as for `gpu_actors.arrays.adoption.adopt_request`. Raises `InvalidRequest` as `merge` does.
+    device, notes: as for `gpu_actors.arrays.request_arrays.adopt_request`. Raises `InvalidRequest` as `merge` does.
     """
     terms = _read(message.partials, device, notes)
     first = terms[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.request_arrays import adopt_request
 from gpu_actors.attention.mha import AttentionParams, MhaBackward, MhaForward, MhaOutput
 from gpu_actors.attention.requests import Array, AttentionGradients, FlashForward
 from gpu_actors.graph.graph import OperationGraph

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, Unpack
 
 from gpu_actors.actors.coalescing import Coalescer, Flush, Work
 from gpu_actors.actors.prepared import Prepare, PreparedAttention
-from gpu_actors.arrays.adoption import adopt_request, is_brief
+from gpu_actors.arrays.request_arrays import adopt_request, is_brief
 from gpu_actors.attention.problem import DispatchKey
 from gpu_actors.attention.requests import (
     Array,

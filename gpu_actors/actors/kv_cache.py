@@ -19,7 +19,7 @@ from gpu_actors.actors.kv_moving import Moving
 from gpu_actors.actors.kv_stepping import Stepping
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, check_once, expected_lengths
 from gpu_actors.arrays.adopt import Adopted
-from gpu_actors.arrays.adoption import adopt_request, is_brief
+from gpu_actors.arrays.request_arrays import adopt_request, is_brief
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Launch, Outputs
 from gpu_actors.errors import InvalidRequest

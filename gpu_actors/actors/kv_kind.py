@@ -16,7 +16,7 @@ import numpy as np
 
 from gpu_actors.actors.kv_launch import add_rows, append_launch, rows_oracle
 from gpu_actors.actors.kv_store import CacheStore, KvWork, OpenedCache, PoolGroup, RequestKind
-from gpu_actors.arrays.adoption import changed
+from gpu_actors.arrays.request_arrays import changed
 from gpu_actors.attention.requests import PagedForward, array_fields, scalars_of
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Launch, Steps

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_actors.arrays.adopt import CallerNotes
-from gpu_actors.arrays.adoption import adopt_request, changed
+from gpu_actors.arrays.request_arrays import adopt_request, changed
 from gpu_actors.devices.interface import DeviceInfo
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.fields import FP8, FURTHEST, describe, dtype_of, expect, integer, optional_array

@@ -22,8 +22,8 @@ from gpu_actors.actors.kv_store import (
     KvWork,
 )
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
-from gpu_actors.arrays.adoption import changed, take_in
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
+from gpu_actors.arrays.request_arrays import changed, take_in
 from gpu_actors.devices.interface import Event, Launch, Outputs, Series
 from gpu_actors.errors import (
     DeadlineExceeded,

@@ -34,9 +34,9 @@ from gpu_actors.actors.kv_store import (
     expected_lengths,
 )
 from gpu_actors.arrays.adopt import name_of
-from gpu_actors.arrays.adoption import adopt_request, changed
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.layout import ArrayLayout, contiguous
+from gpu_actors.arrays.request_arrays import adopt_request, changed
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.devices.interface import Device, Outputs
 from gpu_actors.errors import (

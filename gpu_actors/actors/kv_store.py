@@ -16,7 +16,7 @@ from gpu_actors.actors.coalescing import Work
 from gpu_actors.actors.kv_order import KvOrder
 from gpu_actors.actors.kv_spec import groups_of
 from gpu_actors.arrays.adopt import CallerNotes
-from gpu_actors.arrays.adoption import changed
+from gpu_actors.arrays.request_arrays import changed
 from gpu_actors.attention.block_mask import BlockMask
 from gpu_actors.attention.requests import PagedForward
 from gpu_actors.compiling.variant import Variant

@@ -19,7 +19,7 @@ from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Kernel
 from gpu_actors.errors import GpuActorsError, InvalidRequest, caused
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.variants import Prepare, variant_of
 from gpu_actors.runtime.actor import ServiceActor
 from gpu_actors.runtime.call import Call

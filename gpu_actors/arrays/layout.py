@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, dtype_of
-from gpu_actors.arrays.adoption import take_in
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.arrays.request_arrays import take_in
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_actors.bench import environment
-from gpu_actors.bench.serve_unkind import KINDS, request, unkind_figures
+from gpu_actors.bench.hostile_clients import KINDS, request, unkind_figures
 
 __all__ = ["COLUMNS", "Load", "main", "measure", "run", "serving", "table"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu_actors.arrays.adopt import Adopted, AnyArray, CallerNotes, element_strides
-from gpu_actors.arrays.adoption import take_in
 from gpu_actors.arrays.dlpack import contiguous_strides
+from gpu_actors.arrays.request_arrays import take_in
 from gpu_actors.errors import InvalidRequest
 from gpu_actors.fields import describe
 from gpu_actors.graph.lists import check_lists

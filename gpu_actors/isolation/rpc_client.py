@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 from gpu_actors.actors.compiled_kernel import CompiledKernel, LaunchKernel
-from gpu_actors.arrays.adoption import changed
+from gpu_actors.arrays.request_arrays import changed
 from gpu_actors.attention.requests import AttentionOutput
 from gpu_actors.catching import undo_on_error
 from gpu_actors.clock import SYSTEM_CLOCK

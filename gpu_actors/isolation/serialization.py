@@ -13,7 +13,7 @@ import numpy as np
 from gpu_actors.actors.cudnn_like import ExecuteGraph
 from gpu_actors.actors.nvrtc import Warm
 from gpu_actors.arrays.adopt import Adopted, CallerNotes, adopt, check_device, restore
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.request_arrays import adopt_request
 from gpu_actors.attention.requests import BatchedDecode, PagedForward
 from gpu_actors.clock import SYSTEM_CLOCK
 from gpu_actors.errors import GpuActorsError, InvalidRequest

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpu_actors.arrays.adopt import Adopted, CallerNotes
-from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.request_arrays import adopt_request
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import AttentionOutput, BatchedDecode, PagedForward, scalars_of
 from gpu_actors.devices.interface import Device, DeviceInfo, Kernel, Launch, Outputs

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gpu_actors.arrays.adoption import adopt_request
+from gpu_actors.arrays.request_arrays import adopt_request
 from gpu_actors.attention.problem import AttentionProblem, DispatchKey
 from gpu_actors.attention.requests import BatchedDecode, FlashBackward, FlashForward, PagedForward
 from gpu_actors.devices.interface import Device, DeviceInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from gpu_actors.arrays.adoption import is_brief
+from gpu_actors.arrays.request_arrays import is_brief
 from gpu_actors.attention.requests import FlashBackward, FlashForward
 from gpu_actors.compiling.variant import Variant
 from gpu_actors.devices.interface import Device, Kernels

@@ -19,8 +19,8 @@ from inside.attention import array_fields, mha, requests
 from inside.kv import requests as cache_messages
 
 import gpu_actors as ga
-from gpu_actors.arrays.adoption import adopt_request
 from gpu_actors.arrays.device_array import DeviceArray
+from gpu_actors.arrays.request_arrays import adopt_request
 
 
 class Subclass(np.ndarray):

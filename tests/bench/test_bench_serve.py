@@ -13,8 +13,8 @@ from support.cli import Run
 from support.openai_server import Serving
 
 import gpu_actors as ga
+from gpu_actors.bench.hostile_clients import unkind_figures
 from gpu_actors.bench.serve import COLUMNS, Load, _bound, _fault, measure, serving, table
-from gpu_actors.bench.serve_unkind import unkind_figures
 
 
 def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:

@@ -162,7 +162,7 @@ def test_a_loops_thread_launches_if_the_device_is_its_current_one(
 def test_arrays_of_the_host_that_take_long_to_copy_are_left_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ThreadedCuda()
     q, k, v = operands()
-    monkeypatch.setattr("gpu_actors.arrays.adoption._LITTLE", q.nbytes + k.nbytes + v.nbytes - 1)
+    monkeypatch.setattr("gpu_actors.arrays.request_arrays._LITTLE", q.nbytes + k.nbytes + v.nbytes - 1)
 
     async def requests() -> None:
         for _ in range(3):

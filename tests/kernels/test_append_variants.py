@@ -16,7 +16,7 @@ import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest, Unsupported
 from gpu_actors.kernels.append import Rope, append_variant
 from gpu_actors.kernels.copy_pages import page_copy_geometry
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.variants import kv_variants, standard_variants
 
 

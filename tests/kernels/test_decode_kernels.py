@@ -20,7 +20,7 @@ from gpu_actors.kernels.decode_mma import DECODE, pack_pointers
 from gpu_actors.kernels.decode_simple import DECODE_SIMPLE, SIMPLE, SIMPLE_COMBINE
 from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.dispatch import dispatch_key, program_of
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.occupancy import shared_mem_limit
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import capability, example_problem

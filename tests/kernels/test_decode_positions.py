@@ -14,7 +14,7 @@ from support.gate import code_faults, code_of, kernel_source, register_limit
 import gpu_actors as ga
 from gpu_actors.kernels.decode_mma import decode_keys
 from gpu_actors.kernels.dispatch import program_of
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.program import Target
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.kernels.variants import block_threads

@@ -18,7 +18,7 @@ from support.gate import code_faults, code_of, kernel_source, register_limit
 
 import gpu_actors as ga
 from gpu_actors.kernels.dispatch import FAMILIES, dispatch_key, program_of
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.shared_gradients import SUM
 from gpu_actors.kernels.support import example_problem
 from gpu_actors.reference import attention_backward, attention_forward

@@ -21,7 +21,7 @@ from gpu_actors.kernels.decode_sm90 import NAME
 from gpu_actors.kernels.decode_tiles import decode_tile
 from gpu_actors.kernels.dispatch import FAMILIES, REFERENCE, answering_key, dispatch_key, explain, family_of, program_of
 from gpu_actors.kernels.forward_sm90 import COUNTER, sm90_packer
-from gpu_actors.kernels.keys import check_key
+from gpu_actors.kernels.key_checks import check_key
 from gpu_actors.kernels.merge import (
     GRADIENT_TERM_FIELDS,
     TERM_FIELDS,

@@ -1,4 +1,4 @@
-"""Adoption: the one place that takes in the arrays of a request, whatever actor answers it.
+"""The arrays of a request: the one place that takes them in, whatever actor answers it.
 
 A message is a dataclass, and `array_fields` says which of its fields hold arrays.
 """
