@@ -263,6 +263,26 @@ def test_a_step_ends_once_a_capture_of_its_stream_has_ended() -> None:
         made.finish()
 
 
+@pytest.mark.parametrize("end", ["commit", "abort", "drop"])
+def test_a_step_whose_stream_was_destroyed_ends(end: str) -> None:
+    with program("eager", 3) as made:
+        graphs, handle = Graphs(made), made.api.create_stream()
+        step: ga.KvStep | None = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        assert step is not None
+        graphs.attend(step, handle)
+        event = made.api.create_event()
+        made.api.record_event(event, handle)
+        made.api.synchronize_event(event)
+        made.api.destroy_stream(handle)
+        if end != "drop":
+            with pytest.raises(ga.LaunchError, match="handle"):
+                (step.commit() if end == "commit" else step.abort()).result(20)
+        step = None
+        gc.collect()
+        made.append(made.rows(1), made.rows(1))
+        assert made.same()
+
+
 def test_a_prepared_request_that_is_dropped_as_its_stream_is_captured_leaves_the_capture_alone() -> None:
     with program("eager", 4) as made:
         handle = made.streams[0]

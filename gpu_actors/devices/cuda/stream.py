@@ -516,7 +516,11 @@ class CudaSeries(Series):
         self._cuda.upload(self, stream)
 
     def capturing(self) -> int | None:
-        return self.last if self.last != self._cuda.handle and self._cuda.is_capturing(self.last) else None
+        try:
+            captured = self.last != self._cuda.handle and self._cuda.is_capturing(self.last)
+        except GpuActorsError:  # of a stream that was destroyed: the end says so too
+            return None
+        return self.last if captured else None
 
     def mark(self) -> Event:
         return self._cuda.end(self, stays=True)
