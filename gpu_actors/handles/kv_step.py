@@ -47,6 +47,8 @@ class BegunStep(Protocol):
     @property
     def replaying(self) -> bool: ...
 
+    def capturing(self) -> int | None: ...
+
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any: ...
 
     def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None: ...
@@ -196,13 +198,19 @@ class KvStep(Local):
 
     # Where these raise, the context is gone or going, and the cache with it.
 
+    # What would end a capture of the step's stream may come behind the block, so that it is not waited for.
+
     async def _leave(self) -> None:
         with anyio.CancelScope(shield=True), contextlib.suppress(GpuActorsError):
-            await self.abort()
+            captured, aborted = self._step.capturing() is not None, self.abort()
+            if not captured:
+                await aborted
 
     def _leave_at_once(self) -> None:
         with contextlib.suppress(GpuActorsError):
-            self.abort().result()
+            captured, aborted = self._step.capturing() is not None, self.abort()
+            if not captured:
+                aborted.result()
 
     def _end(self, commit: bool, **limits: Any) -> Reply[Any]:
         message, handle = EndStep(self._step.cache_number, self._step, commit), self._cache._handle

@@ -52,6 +52,9 @@ class RemoteStep:
         """Whether it may have to be ended. The worker alone knows of steps that have failed."""
         return not self._ended and self.client.has(self.generation)
 
+    def capturing(self) -> None:
+        """None: the device's streams are the worker's."""
+
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
         """As `OpenStep.attend`. Raises `InvalidRequest` for a stream too, and what `RpcClient.attend` does."""
         if self._over is not None:

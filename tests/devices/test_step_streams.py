@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -261,6 +263,37 @@ def test_a_step_ends_once_a_capture_of_its_stream_has_ended() -> None:
             assert behind.result(20).lengths == [7, 7]
             behind.result(20).abort().result(20)
         made.finish()
+
+
+@pytest.mark.parametrize("waits", ["a thread", "a task"])
+def test_a_block_that_ends_while_its_stream_is_captured_does_not_wait_for_the_capture(waits: str) -> None:
+    """The end of the capture may come behind it."""
+    with program("eager", 3) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.write(handle)
+
+        def block(step: ga.KvStep) -> None:
+            graphs.attend(step, handle)
+            made.api.begin_capture(handle)
+
+        def in_a_thread() -> None:
+            with made.cache.step(made.seqs, heads_q=HEADS_Q).result(20) as step:
+                block(step)
+
+        async def in_a_task() -> None:
+            async with await made.cache.step(made.seqs, heads_q=HEADS_Q) as step:
+                block(step)
+
+        ended = ThreadPoolExecutor(1)
+        ending = ended.submit(in_a_thread) if waits == "a thread" else ended.submit(asyncio.run, in_a_task())
+        try:
+            with pytest.raises(ga.InvalidRequest, match="commit the step once the capture has ended"):
+                ending.result(20)
+        finally:
+            made.api.destroy_graph(made.api.end_capture(handle))
+            ended.shutdown()
+        made.append(made.rows(1), made.rows(1))
+        assert made.same()
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "drop"])
