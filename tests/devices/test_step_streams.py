@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 from collections.abc import Callable
@@ -263,6 +264,30 @@ def test_a_step_ends_once_a_capture_of_its_stream_has_ended() -> None:
             assert behind.result(20).lengths == [7, 7]
             behind.result(20).abort().result(20)
         made.finish()
+
+
+@pytest.mark.parametrize("waits_for", ["the layer before", "an array"])
+def test_a_layer_does_not_wait_for_a_stream_that_is_captured(waits_for: str) -> None:
+    """Its own stream would become part of the capture."""
+    with program("eager", 3) as made:
+        graphs, (first, second) = Graphs(made), made.streams
+        values = graphs.write(first)
+        made.finish()
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        (q, *others, out), *_ = graphs.arrays
+        step.attend(0, q, *others, out=out, stream=first if waits_for == "the layer before" else second)
+        made.api.begin_capture(first)
+        if waits_for == "an array":
+            q = dataclasses.replace(q, stream=first)
+        with pytest.raises(ga.InvalidRequest, match=f"would wait for stream {first}, which is being captured"):
+            step.attend(0, q, *others, out=out, stream=second)
+        assert not made.api._streams[first].captured
+        made.api.destroy_graph(made.api.end_capture(first))
+        graphs.attend(step, second)
+        assert step.commit().result(20) == [6, 6]
+        made.finish()
+        for (*_, out), wanted in zip(graphs.arrays, graphs.wanted(made.twins, values), strict=True):
+            np.testing.assert_array_equal(host_view(out), wanted)
 
 
 @pytest.mark.parametrize("waits", ["a thread", "a task"])

@@ -239,6 +239,7 @@ class CudaStream(Stream):
         """Enqueue a launch of the series on ``target``, a caller's stream, or on this one.
 
         arrays: of the caller's. Those that another stream made are held until the series is over.
+        Raises `InvalidRequest` where it would wait for a stream that is being captured.
         """
         driver, api = self._driver, self._driver.api
         driver.enter()
@@ -250,7 +251,7 @@ class CudaStream(Stream):
                     if made_on != here:
                         series.held.append(array)
                         if made_on is not None:
-                            self._events.order_after(made_on, here)
+                            self._order_after(made_on, here)
                 self._upload(series, operands, here)
                 operands.launch(api, here)
             except CudaFailure as failure:
@@ -287,10 +288,16 @@ class CudaStream(Stream):
             if self.handle in (last, here):
                 self._follow()
             if last != here:
-                self._events.order_after(last, here)
+                self._order_after(last, here)
         self._open.add(series)
         series.last = here
         return here
+
+    def _order_after(self, producer: int, here: int) -> None:
+        """Raises `InvalidRequest` where a caller captures ``producer``, and `CudaFailure`."""
+        if producer != self.handle and self._driver.api.is_capturing(producer):  # a record there would be of the graph
+            raise InvalidRequest("stream", here, f"would wait for stream {producer}, which is being captured")
+        self._events.order_after(producer, here)
 
     def _is_idle(self) -> bool:
         """Whether all work of this stream, and what it follows, is known to be over."""
