@@ -290,6 +290,17 @@ def test_a_layer_does_not_wait_for_a_stream_that_is_captured(waits_for: str) -> 
             np.testing.assert_array_equal(host_view(out), wanted)
 
 
+def test_a_context_that_is_closed_leaves_a_capture_alone() -> None:
+    with program("eager", 3) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        graphs.attend(step, handle)
+        made.api.begin_capture(handle)
+        made.context.close()
+        assert not made.api._streams[handle].captured
+        assert made.device.driver.abandoned  # nothing says when the layers are over
+
+
 @pytest.mark.parametrize("waits", ["a thread", "a task"])
 def test_a_block_that_ends_while_its_stream_is_captured_does_not_wait_for_the_capture(waits: str) -> None:
     """The end of the capture may come behind it."""

@@ -119,7 +119,8 @@ class CudaStream(Stream):
     def close(self) -> None:
         for series in list(self._open):
             with contextlib.suppress(GpuActorsError):
-                self.end(series)  # its work may go on, on a stream of the caller's
+                if series.capturing() is None:  # else its end would be of the graph, and nothing says when it is over
+                    self.end(series)  # its work may go on, on a stream of the caller's
         with self._lock:
             if self._closed:
                 return
@@ -135,7 +136,7 @@ class CudaStream(Stream):
                 return False
             while self._flights and self._flights[0].settle_if_over():
                 self._flights.popleft()
-            if self._flights or self._driver.lost:
+            if self._flights or self._open or self._driver.lost:
                 return False
             if self.handle is not None:
                 try:
@@ -232,6 +233,16 @@ class CudaStream(Stream):
         driver = self._driver
         driver.enter()
         return target is not None and driver.call(driver.api.is_capturing, target)
+
+    def captured_end(self, series: CudaSeries) -> int | None:
+        """See `Series.capturing`. Also where the device is being closed."""
+        last = series.last
+        if last is None or last == self.handle:
+            return None
+        try:
+            return last if self._driver.call(self._driver.api.is_capturing, last) else None
+        except GpuActorsError:  # of a stream that was destroyed: the end says so too
+            return None
 
     def enqueue(
         self, series: CudaSeries, operands: Operands, arrays: Iterable[DeviceArray], target: int | None
@@ -523,11 +534,7 @@ class CudaSeries(Series):
         self._cuda.upload(self, stream)
 
     def capturing(self) -> int | None:
-        try:
-            captured = self.last != self._cuda.handle and self._cuda.is_capturing(self.last)
-        except GpuActorsError:  # of a stream that was destroyed: the end says so too
-            return None
-        return self.last if captured else None
+        return self._cuda.captured_end(self)
 
     def mark(self) -> Event:
         return self._cuda.end(self, stays=True)
