@@ -386,6 +386,25 @@ def test_a_stream_that_is_destroyed_fails_no_other_request() -> None:
         assert made.flash_attn.forward(value, value, value).result(30).out.shape == value.shape
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kept", ["a prepared request", "a capture", "a step"])
+def test_a_context_releases_its_memory_though_what_ran_on_a_callers_stream_is_kept(order: HostOrder, kept: str) -> None:
+    with program(order, 1) as made:
+        handle, alive = made.streams[0], list[Any]()
+        if kept == "a capture":
+            alive += Graphs(made).capture()
+        elif kept == "a step":
+            alive.append(made.cache.step(made.seqs, heads_q=HEADS_Q).result(20))
+            Graphs(made).attend(alive[0], handle)
+        else:
+            q, out = (made.device.memory.empty((1, 64, 2, DIM), "float16") for _ in range(2))
+            alive.append(made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30))
+            alive[0].run(q, out=out, stream=handle)
+        made.finish()
+        made.context.close()
+        assert not made.device.driver.abandoned
+
+
 def test_packed_rows_of_one_step_after_the_other() -> None:
     sizes: dict[str, Any] = {"num_blocks": 16, "page_size": 4, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
     with ga.open_context("mock") as ctx, ctx.kv_cache(**sizes, layers=2) as cache:

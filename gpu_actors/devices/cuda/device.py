@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import re
 import threading
+import time
 
 from gpu_actors.arrays.adopt import CallerNotes, caller_streams
 from gpu_actors.arrays.device_array import DeviceArray
@@ -30,6 +31,9 @@ __all__ = ["CudaDevice", "attention_obstacle", "cuda_usable"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _CAPABILITY = 75, 76
+
+_ENDING, _PAUSE = 5e-2, 1e-3
+"""Seconds that a device that is closed waits for the ends of its last launches, and between two looks."""
 """cudaDevAttrComputeCapabilityMajor and -Minor, which CuPy does not name."""
 
 
@@ -174,7 +178,12 @@ class CudaDevice(Device):
             streams, self._streams = self._streams, []
         for stream in streams:
             stream.close()
-        busy = [stream for stream in streams if not stream.retire()]
+        # Launches on streams of callers end as the streams are closed. The device takes a moment to say so.
+        latest = time.monotonic() + _ENDING
+        while (busy := [stream for stream in streams if not stream.retire()]) and not self.driver.lost:
+            if time.monotonic() >= latest:
+                break
+            time.sleep(_PAUSE)
         hung = self._prober is not None and not self._prober.close()
         if self.driver.lost or busy or hung:
             self._abandon(streams)
