@@ -405,6 +405,32 @@ def test_a_context_releases_its_memory_though_what_ran_on_a_callers_stream_is_ke
         assert not made.device.driver.abandoned
 
 
+def test_two_threads_end_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's, as it launches the first layer, and the actor's."""
+    with program("eager", 1) as made:
+        q = made.device.memory.empty((1, 64, 2, DIM), "float16")
+        plans = [made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30) for _ in range(2)]
+        for plan in plans:
+            plan.run(q, out=made.device.memory.empty(q.shape, "float16"), stream=made.streams[0])
+        series: Any = plan._launches.series
+        stream = series._cuda
+        capturing = type(series).capturing
+
+        def slow(self: Any) -> int | None:
+            other = threading.Thread(target=stream._end_dropped)
+            other.start()
+            other.join(20)
+            return capturing(self)
+
+        monkeypatch.setattr(type(series), "capturing", slow)
+        del plan, plans, series
+        gc.collect()
+        value = np.ones((1, 64, 2, DIM), np.float16)
+        assert made.flash_attn.forward(value, value, value).result(30).out.shape == value.shape
+        assert not stream._open
+        made.finish()
+
+
 def test_packed_rows_of_one_step_after_the_other() -> None:
     sizes: dict[str, Any] = {"num_blocks": 16, "page_size": 4, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
     with ga.open_context("mock") as ctx, ctx.kv_cache(**sizes, layers=2) as cache:

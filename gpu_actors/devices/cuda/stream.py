@@ -363,7 +363,10 @@ class CudaStream(Stream):
 
     def _end_dropped(self) -> None:
         for _ in range(len(self.dropped)):
-            series = self.dropped.popleft()
+            try:
+                series = self.dropped.popleft()
+            except IndexError:  # another thread ends them too
+                return
             if series not in self._open:
                 series.release()
                 continue
