@@ -196,9 +196,8 @@ class KvStep(Local):
         if hasattr(self, "_step") and self._step.open:
             self._end(False, priority=self._priority)  # behind a commit that has not been taken
 
-    # Where these raise, the context is gone or going, and the cache with it.
-
-    # What would end a capture of the step's stream may come behind the block, so that it is not waited for.
+    # Where these raise, the context is gone or going, and the cache with it. What ends a capture of the step's stream
+    # may come behind the block, so that it is not waited for.
 
     async def _leave(self) -> None:
         with anyio.CancelScope(shield=True), contextlib.suppress(GpuActorsError):

@@ -31,10 +31,10 @@ __all__ = ["CudaDevice", "attention_obstacle", "cuda_usable"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _CAPABILITY = 75, 76
+"""cudaDevAttrComputeCapabilityMajor and -Minor, which CuPy does not name."""
 
 _ENDING, _PAUSE = 5e-2, 1e-3
 """Seconds that a device that is closed waits for the ends of its last launches, and between two looks."""
-"""cudaDevAttrComputeCapabilityMajor and -Minor, which CuPy does not name."""
 
 
 def cuda_usable(index: int = 0) -> str | None:
