@@ -159,7 +159,8 @@ class KvStep(Local):
     def abort(self) -> Reply[None]:
         """Leave every sequence as it was before the step. It takes effect whether or not the reply is awaited.
 
-        While the stream of its layers is being captured, the reply waits for the end of the capture.
+        While the stream of its layers is being captured, the reply waits for the end of the capture, but the end of the
+        step's block does not.
         """
         return self._end(False)
 
