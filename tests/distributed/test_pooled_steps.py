@@ -356,7 +356,7 @@ async def test_the_begin_and_the_end_of_a_step_count_as_requests() -> None:
         for layer in range(LAYERS):
             step.attend(layer, *draw.layer(1, 1))
         committing = step.commit()
-        assert counts() == (1, first + 2)
+        assert counts()[1] == first + 2  # it may be over already
         await committing
         assert counts() == (0, first + 2)
         step = await cache.step([seq], heads_q=HEADS_Q)
