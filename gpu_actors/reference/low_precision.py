@@ -118,8 +118,8 @@ def attention_backward_low(
 ) -> ReferenceGradients:
     """`attention_backward` with every intermediate result rounded to ``dtype``: "pt" of the rule for gradients.
 
-    Sums over rows, keys, heads and batch are taken in float32 (float64 for float64) and rounded once. dtype: as in
-    `attention_forward_low`.
+    Shapes and options are those of `attention_backward`. Sums over rows, keys, heads and batch are taken in float32
+    (float64 for float64) and rounded once. dtype: as in `attention_forward_low`.
     """
     dtype = intermediate_dtype(q.dtype.name) if dtype is None else dtype
     work = np.dtype(np.float64 if dtype == "float64" else np.float32)
