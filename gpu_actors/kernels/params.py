@@ -213,6 +213,7 @@ class Binder(NamedTuple):
     """How the operands of a problem become the bytes of a struct. values: of every field, those of operands still 0.
 
     Packers make theirs with the first launch (`functools.cache`), because a device that runs no kernels needs none.
+    They raise InvalidRequest for an operand that is missing or not as described.
     """
 
     layout: ParamsLayout

@@ -183,6 +183,7 @@ def tile_for(
 ) -> Tile:
     """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: of v, by default the same.
     block_size: rows and keys of a block of a block mask, which the tile divides. Further ones: as in `_TileRow`.
+    Raises Unsupported where the table has no row for it.
     """
     sm = capability(arch)
     limit = shared_mem_limit(sm)
