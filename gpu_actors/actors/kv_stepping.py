@@ -149,14 +149,15 @@ class Stepping:
             return
         try:
             capturing = step.capturing()
-            if capturing is not None:  # a record of an event there would be of the graph
-                if message.commit and step.open:
-                    reason = "is being captured: commit the step once the capture has ended"
-                    raise InvalidRequest("stream", capturing, reason)
-                self._store.order.hold(call)
-                environment = self._actor.cell.environment
-                environment.timers.at(environment.clock.now() + _CAPTURE_PAUSE, self._store.order.look_again)
+            if capturing is not None and not message.commit:  # a record of an event there would be of the graph
+                mailbox, environment = self._actor.cell.mailbox, self._actor.cell.environment
+                mailbox.park(call)  # alone: requests on other sequences need not wait for the program's capture
+                later = environment.clock.now() + _CAPTURE_PAUSE
+                environment.timers.at(later, functools.partial(mailbox.requeue, [call]))
                 return
+            if capturing is not None and step.open:
+                reason = "is being captured: commit the step once the capture has ended"
+                raise InvalidRequest("stream", capturing, reason)
             if not call.claim():
                 return
             closed = step.close(message.commit)

@@ -17,6 +17,7 @@ from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, CallerD
 from emulated.memory import host_view
 from inside.cuda import NullApi, Operation, WorkFailed
 from inside.handles import start_context
+from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.devices.cuda import stream
@@ -350,6 +351,23 @@ def test_a_step_whose_stream_was_destroyed_ends(end: str) -> None:
         gc.collect()
         made.append(made.rows(1), made.rows(1))
         assert made.same()
+
+
+def test_a_step_that_is_late_while_its_stream_is_captured_keeps_no_other_request_waiting() -> None:
+    with program("eager", 6) as made:
+        graphs, handle = Graphs(made), made.streams[0]
+        graphs.write(handle)
+        made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).abort().result(20)  # which builds the kernels
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, timeout=1).result(20)
+        graphs.attend(step, handle)
+        made.api.begin_capture(handle)
+        eventually(lambda: not step._step.open)
+        with pytest.raises(ga.DeadlineExceeded):
+            step.commit().result(5)
+        assert made.cache.length(made.cache.create().result(5)) == 0
+        made.api.destroy_graph(made.api.end_capture(handle))
+        assert made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).lengths == [6, 6]
+        made.finish()
 
 
 def test_a_prepared_request_that_is_dropped_as_its_stream_is_captured_leaves_the_capture_alone() -> None:
