@@ -25,6 +25,7 @@ from support.openai_server import CHAT, STREAM, events_of
 from support.serve_process import Process
 from support.service import eventually, runs
 from support.streams import asking
+from support.timing import below, yardsticks
 
 from gpu_actors import TraceEvent
 from gpu_actors.cli.serve import serve
@@ -38,17 +39,24 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.perf
-@pytest.mark.parametrize(("model", "seconds"), [("tiny", 5.0), ("smollm2", 10.0)])
-def test_the_first_token_of_a_stream_comes_soon(model: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that."""
+@pytest.mark.parametrize(("model", "limit"), [("tiny", 6_000), ("smollm2", 16_000)])
+def test_the_first_token_of_a_stream_comes_soon(model: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4 and 10 s on a machine whose yardstick is 0.63 ms.
+
+    Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that.
+    """
     # As a user has it, with the bytecode that pip compiled: with the tests' own, Transformers is compiled first.
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    with Process("--model", model) as server:
-        body = json.dumps({**CHAT, "model": model, "stream": True}).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body, JSON)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert answer.readline().startswith(b"data: ")
-        assert time.monotonic() - server.began < seconds
+
+    def first_token() -> float:
+        with Process("--model", model) as server:
+            body = json.dumps({**CHAT, "model": model, "stream": True}).encode()
+            asked = urllib.request.Request(f"http://127.0.0.1:{server.port}{CHATS}", body, JSON)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert answer.readline().startswith(b"data: ")
+            return yardsticks(time.monotonic() - server.began)
+
+    below(limit, first_token, tries=5)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.sweep)])
