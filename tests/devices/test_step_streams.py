@@ -280,7 +280,7 @@ def test_a_layer_does_not_wait_for_a_stream_that_is_captured(waits_for: str) -> 
         made.api.begin_capture(first)
         if waits_for == "an array":
             q = dataclasses.replace(q, stream=first)
-        with pytest.raises(ga.InvalidRequest, match=f"would wait for stream {first}, which is being captured"):
+        with pytest.raises(ga.InvalidRequest, match=f"stream={first}: is being captured"):
             step.attend(0, q, *others, out=out, stream=second)
         assert not made.api._streams[first].captured
         made.api.destroy_graph(made.api.end_capture(first))
@@ -289,6 +289,33 @@ def test_a_layer_does_not_wait_for_a_stream_that_is_captured(waits_for: str) -> 
         made.finish()
         for (*_, out), wanted in zip(graphs.arrays, graphs.wanted(made.twins, values), strict=True):
             np.testing.assert_array_equal(host_view(out), wanted)
+
+
+@pytest.mark.parametrize("kind", ["forward", "append", "attend", "out"])
+def test_a_request_does_not_wait_for_a_stream_that_is_captured(kind: str) -> None:
+    """The service's own stream would become part of the capture, with the requests of other programs."""
+    with program("eager", 3) as made:
+        captured, cache = made.streams[0], made.cache
+
+        def there(*shape: int) -> Any:
+            array = made.produced(np.ones((*shape, DIM), np.float16), None)
+            return dataclasses.replace(array, stream=captured, owner=array)
+
+        q, k = (made.produced(np.ones((2, 1, heads, DIM), np.float16), None) for heads in (HEADS_Q, HEADS))
+        asked: dict[str, Callable[[], ga.Reply[Any]]] = {
+            "forward": lambda: made.flash_attn.forward(q, there(2, 1, HEADS), k, timeout=20),
+            "append": lambda: cache.append(made.seqs, *[there(LAYERS, 2, 1, HEADS)] * 2, timeout=20),
+            "attend": lambda: cache.attend(there(2, 1, HEADS_Q), made.seqs, timeout=20),
+            "out": lambda: cache.attend(q, made.seqs, out=there(2, 1, HEADS_Q), timeout=20),
+        }
+        made.api.begin_capture(captured)
+        with pytest.raises(ga.InvalidRequest, match=f"stream={captured}: is being captured"):
+            asked[kind]().result(20)
+        assert not made.api._streams[captured].captured
+        assert cache.attend(q, made.seqs, timeout=20).result(20).out.shape == q.shape
+        made.api.destroy_graph(made.api.end_capture(captured))
+        asked[kind]().result(20)
+        made.finish()
 
 
 def test_a_context_that_is_closed_leaves_a_capture_alone() -> None:

@@ -186,7 +186,7 @@ class CudaStream(Stream):
             try:
                 self._follow()
                 for producer in operands.producers:
-                    self._events.order_after(producer, self.handle)
+                    self._order_after(producer, self.handle)
                 _compute(api, self.handle, operands)
                 api.record_event(flight.event, self.handle)
             except CudaFailure as failure:
@@ -307,7 +307,8 @@ class CudaStream(Stream):
     def _order_after(self, producer: int, here: int) -> None:
         """Raises `InvalidRequest` where a caller captures ``producer``, and `CudaFailure`."""
         if producer != self.handle and self._driver.api.is_capturing(producer):  # a record there would be of the graph
-            raise InvalidRequest("stream", here, f"would wait for stream {producer}, which is being captured")
+            reason = "is being captured: another stream can wait for its work only once the capture has ended"
+            raise InvalidRequest("stream", producer, reason)
         self._events.order_after(producer, here)
 
     def _is_idle(self) -> bool:
