@@ -125,13 +125,26 @@ def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
     assert all(np.array_equal(answer, wanted) for answer in answers)
 
 
-def test_a_loop_that_polls_leaves_a_capture_of_another_thread_whole(context: Any) -> None:
+@pytest.mark.parametrize("kind", ["out", "forward", "step", "prepared"])
+def test_a_callers_thread_leaves_a_capture_of_another_thread_whole(context: Any, kind: str) -> None:
+    """It launches, asks for events and, without ``out``, allocates memory."""
     cupy = pytest.importorskip("cupy")
     rng, side = np.random.default_rng(5), cupy.cuda.Stream(non_blocking=True)
     q, k, v = (cupy.asarray(array) for array in rows(rng, 3, 1, 64, 4))
-    out = cupy.empty_like(q)
-    wanted = context.flash_attn.forward(q, k, v).result(60).out.get()
+    out = cupy.empty_like(q) if kind == "out" else None
+    answers = []
     began, over = threading.Event(), threading.Event()
+
+    async def ask() -> None:
+        if kind == "step":
+            async with await cache.step([await cache.create()], rows=64, heads_q=4, causal=False) as step:
+                answer = step.attend(0, q, k, v)
+        elif kind == "prepared":
+            plan = await context.flash_attn.prepare(ga.FlashForward(q, k, v))
+            answer = plan.run(q, k, v).out
+        else:
+            answer = (await context.flash_attn.forward(q, k, v, out=out)).out
+        answers.append(answer)
 
     def capture() -> None:
         with side:
@@ -146,20 +159,22 @@ def test_a_loop_that_polls_leaves_a_capture_of_another_thread_whole(context: Any
 
     async def program() -> None:
         for _ in range(3):
-            await context.flash_attn.forward(q, k, v, out=out)
+            await ask()
         captured = asyncio.create_task(asyncio.to_thread(capture))
         assert await asyncio.to_thread(began.wait, 60.0)
         try:
-            for _ in range(5):
-                await context.flash_attn.forward(q, k, v, out=out)
+            for _ in range(20):
+                await ask()
         finally:
             over.set()
             await captured
 
     # A thread of its own: the main one has a handler of SIGALRM here, which keeps an actor's work from it.
-    with ThreadPoolExecutor(1) as pool:
+    sizes: Any = {**SIZES, "num_blocks": 256, "kv_heads": 4}
+    with context.kv_cache(**sizes) as cache, ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, program()).result(60)
-    assert np.array_equal(out.get(), wanted)
+    wanted = answers[0].get()
+    assert all(np.array_equal(answer.get(), wanted) for answer in answers)
 
 
 def test_a_graph_of_torch_replays_a_step_over_other_sequences(context: Any) -> None:

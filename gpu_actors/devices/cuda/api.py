@@ -7,6 +7,7 @@ for the device, and a hung kernel would block them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from gpu_actors.compiling.source import KernelSource
@@ -73,6 +74,9 @@ class CudaApi(Protocol):
         In CUDA's global mode of capture, torch's default, an event's query or an allocation by any other thread would
         fail and break the capture (cudaThreadExchangeStreamCaptureMode).
         """
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """A block in which a caller's thread may do what `allow_captures` allows. The calls here need no such block."""
 
     def is_current(self) -> bool:
         """Whether the device is current on the calling thread, or would be the first to be."""

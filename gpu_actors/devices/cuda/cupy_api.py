@@ -33,6 +33,23 @@ def _exchange_capture_mode(mode: ctypes.c_int) -> None:
         library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+class _Relaxed:
+    """See `CudaApi.relaxed`."""
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
+        _exchange_capture_mode(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        _exchange_capture_mode(self._mode)
+
+
+def _malloc(nbytes: int) -> Any:
+    """What CuPy's pool asks for where it has no block of the size."""
+    with _Relaxed():
+        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+
+
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
     """Turn CuPy's exceptions into `CudaFailure`."""
 
@@ -65,7 +82,7 @@ class CupyApi:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._pool = cupy.cuda.MemoryPool()
+        self._pool = cupy.cuda.MemoryPool(_malloc)
 
     @_checked
     def bind(self) -> None:
@@ -74,6 +91,9 @@ class CupyApi:
 
     def allow_captures(self) -> None:
         _exchange_capture_mode(ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED))
+
+    def relaxed(self) -> contextlib.AbstractContextManager[None]:
+        return _Relaxed()
 
     @_checked
     def is_current(self) -> bool:
@@ -98,16 +118,18 @@ class CupyApi:
 
     @_checked
     def trim(self) -> None:
-        with cupy.cuda.Device(self._index):
+        with _Relaxed(), cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
     @_checked
     def allocate_pinned(self, nbytes: int) -> int:
-        return int(runtime.hostAlloc(nbytes, runtime.hostAllocPortable))
+        with _Relaxed():
+            return int(runtime.hostAlloc(nbytes, runtime.hostAllocPortable))
 
     @_checked
     def free_pinned(self, address: int) -> None:
-        runtime.freeHost(address)
+        with _Relaxed():
+            runtime.freeHost(address)
 
     @_checked
     def create_stream(self) -> int:
@@ -168,15 +190,9 @@ class CupyApi:
 
     @_checked
     def event_done(self, event: int) -> bool:
-        # A loop's thread asks too, whose mode of captures is the program's: while another thread captures, the query
-        # would fail and break the capture.
-        mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
-        _exchange_capture_mode(mode)
-        try:
+        with _Relaxed():
             # CuPy returns this one status instead of raising it.
             status = runtime.eventQuery(event)
-        finally:
-            _exchange_capture_mode(mode)
         if status not in (0, NOT_READY):
             runtime.check_status(status)
         return bool(status == 0)
@@ -191,11 +207,13 @@ class CupyApi:
 
     @_checked
     def load_module(self, image: Hashable) -> int:
-        return int(driver.moduleLoadData(image))
+        with _Relaxed():
+            return int(driver.moduleLoadData(image))
 
     @_checked
     def unload_module(self, module: int) -> None:
-        driver.moduleUnload(module)
+        with _Relaxed():
+            driver.moduleUnload(module)
 
     @_checked
     def get_function(self, module: int, name: str) -> int:

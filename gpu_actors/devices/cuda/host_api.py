@@ -5,6 +5,7 @@ A copy reads its source when it runs, not when it is enqueued. A subclass has th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -170,6 +171,9 @@ class HostApi(ABC):
 
     def allow_captures(self) -> None:
         return  # no thread breaks another one's capture here
+
+    def relaxed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_current(self) -> bool:
         return True

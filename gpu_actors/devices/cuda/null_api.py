@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import time
@@ -52,6 +53,9 @@ class NullApi:
 
     def allow_captures(self) -> None:
         self.calls["allow_captures"] += 1
+
+    def relaxed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_current(self) -> bool:
         return True  # not counted: the runtime looks at a variable of the thread

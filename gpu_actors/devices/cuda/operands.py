@@ -497,7 +497,8 @@ class Operands:
                     found[name] = self._results[name] = spec.into
             elif first is not None:
                 make = first.make or self._pools.empty
-                found[name] = self._results[name] = make(spec.shape, spec.dtype)
+                with self._pools.driver.api.relaxed():
+                    found[name] = self._results[name] = make(spec.shape, spec.dtype)
         for name, array in found.items():
             if array.device != index:
                 raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
