@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -150,6 +151,16 @@ def test_outputs_lie_where_the_first_input_does_in_memory_of_its_library(bench: 
     own = bench.run(on_device(bench, floats(5)))
     assert isinstance(own, DeviceArray)
     assert isinstance(bench.run(floats(5)), np.ndarray)
+
+
+def test_a_library_that_cannot_allocate_fails_the_launch_alone(bench: Bench) -> None:
+    def make(shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        raise RuntimeError("device-side assert")
+
+    x = on_device(bench, floats(4))
+    with pytest.raises(LaunchError, match=r"out could not be allocated: RuntimeError\('device-side assert'\)"):
+        bench.launch(dataclasses.replace(x, make=make))
+    bench.run(x)
 
 
 def test_an_array_on_another_device_is_refused_by_name(bench: Bench) -> None:

@@ -33,7 +33,7 @@ from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.memory import BlockLayout, DeviceMemory, MemoryPools, StagingBlock
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.interface import Buffer, Launch, LaunchGeometry, OutputSpec, Params, ScratchSpec
-from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.errors import GpuActorsError, InvalidRequest, LaunchError
 
 __all__ = ["Bound", "Operands", "Placement", "StreamMemory", "first_on_device"]
 
@@ -496,15 +496,27 @@ class Operands:
                 if isinstance(spec.into, DeviceArray):
                     found[name] = self._results[name] = spec.into
             elif first is not None:
-                make = first.make or self._pools.empty
-                with self._pools.driver.api.relaxed():
-                    found[name] = self._results[name] = make(spec.shape, spec.dtype)
+                found[name] = self._results[name] = self._make(first, name, spec)
         for name, array in found.items():
             if array.device != index:
                 raise InvalidRequest(name, f"an array on cuda:{array.device}", f"must lie on cuda:{index} or the host")
             if array.stream is not None:
                 self.producers.add(array.stream)
         return found
+
+    def _make(self, first: DeviceArray, name: str, spec: OutputSpec) -> DeviceArray:
+        """Allocate an output, with the library of the first array if it has one.
+
+        Raises `OutOfDeviceMemory`, and `LaunchError` for another error of the library.
+        """
+        make = first.make or self._pools.empty
+        try:
+            with self._pools.driver.api.relaxed():
+                return make(spec.shape, spec.dtype)
+        except GpuActorsError:
+            raise
+        except Exception as error:  # the library is the caller's: its error is no defect of the actor
+            raise LaunchError(f"{name} could not be allocated: {error!r}") from error
 
     def _allocate(self, memory: StreamMemory) -> None:
         placement = self._placement
