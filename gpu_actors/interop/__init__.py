@@ -1,1 +1,1 @@
-"""Arrays of other libraries, taken in and given back."""
+"""Attention for the arrays and engines of other libraries."""

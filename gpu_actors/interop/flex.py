@@ -1,8 +1,8 @@
 """flex_attention: torch's FlexAttention through a context.
 
-``score_mod`` and ``mask_mod`` are traced with `torch.fx` on scalars, as torch does it (Dong et al., "Flex Attention",
-arXiv 2412.05496), into operations of ATen. Each becomes an operation of an `gpu_actors.OperationGraph`, which kernels
-compile between the product and the softmax. A captured tensor that is read at an index becomes a tensor beside the
+``score_mod`` and ``mask_mod`` are traced with `torch.fx` on scalars into operations of ATen, as in torch (Dong et al.,
+"Flex Attention", arXiv 2412.05496). Each becomes an operation of a `gpu_actors.OperationGraph`. Kernels compile these
+operations between the product and the softmax. A captured tensor that is read at an index becomes a tensor beside the
 scores, with the axes on which that index depends. Needs torch, which nothing else of this package imports.
 """
 
@@ -45,8 +45,8 @@ _DTYPES = {
     torch.bool: "bool",
 }
 _Q, _K, _V, _OUT, _STATS, _DOUT = range(6)
-_CAPTURED, _GRADIENTS = 100, 200  # uids of the first of each
-_BLOCK = 128  # kernels walk along blocks of multiples of it
+_CAPTURED, _GRADIENTS = 100, 200  # the first uids of captured tensors and of gradients
+_BLOCK = 128  # kernels iterate over blocks whose sizes are multiples of it
 _LISTS = tuple(
     f"{full}{axis}_{what}" for axis in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
 )
@@ -68,26 +68,28 @@ def flex_attention(
     """``torch.nn.attention.flex_attention.flex_attention`` through a running context, with its arguments and shapes.
 
     query: (batch, heads, L, E); key: (batch, heads_kv, S, E); value: (batch, heads_kv, S, Ev), of one dtype, float16,
-    bfloat16, float32 or float64. With ``enable_gqa`` heads_kv divides heads, else it is equal.
-    score_mod: ``(score, b, h, q_idx, kv_idx)`` to the score; block_mask: a BlockMask, or a
-    ``mask_mod(b, h, q_idx, kv_idx)``, True for keys that are seen. Of a BlockMask the ``mask_mod`` is taken, and
-    its lists where blocks are multiples of 128 rows and keys: kernels skip what is not listed, and Hopper's forward
-    kernel the ``mask_mod`` in full blocks.
+    bfloat16, float32 or float64. With ``enable_gqa`` heads_kv divides heads, else it equals heads.
+    score_mod: maps ``(score, b, h, q_idx, kv_idx)`` to the score. block_mask: a BlockMask, or a
+    ``mask_mod(b, h, q_idx, kv_idx)``, True for keys that are seen. A BlockMask's ``mask_mod`` is used. Its lists are
+    used if blocks are multiples of 128 rows and keys: kernels skip blocks that are not listed, and Hopper's forward
+    kernel skips the ``mask_mod`` in full blocks.
     scale: None takes 1 / sqrt(E).
 
     Both functions are traced at their first call, and again once a number, a tensor or a function that they read has
     changed. They may read captured tensors at indices that do not depend on the score: all axes in one ``[]``, as in
-    ``slopes[h]`` or ``ids[b, q_idx]``. What is read is written out along the axes that its indices depend on. Kernels
-    compute with integers of 32 bits: what could leave them, by the values that captured tensors have, is refused.
-    Differentiable once, backwards, by query, key, value and captured tensors.
+    ``slopes[h]`` or ``ids[b, q_idx]``. The values read are written out along the axes that their indices depend on.
+    Kernels compute with integers of 32 bits. An operation that could exceed them, given the values of the captured
+    tensors, is refused.
+    Differentiable once, backwards, with respect to query, key, value and captured tensors.
 
-    Returns (batch, heads, L, Ev); with ``return_lse`` also the natural LSE (batch, heads, L), float32 or of float64
-    inputs float64, which has no gradient; with ``return_aux`` an ``AuxOutput`` in its place. A row that sees no key is
-    0, its LSE -inf.
+    Returns (batch, heads, L, Ev). With ``return_lse`` also returns the natural-log LSE (batch, heads, L), float32, or
+    float64 for float64 inputs, which has no gradient. With ``return_aux`` returns an ``AuxOutput`` in its place. A row
+    that sees no key is 0 and has LSE -inf.
 
-    Blocks the calling thread, and raises `WouldBlock` on that of a running event loop. Raises `InvalidRequest` for
-    shapes that do not fit and an index outside of its tensor, `Unsupported` for an operation that no graph has and for
-    Python control flow on a traced value, with the operation and its line, and what ``ctx.cudnn.execute`` raises.
+    Blocks the calling thread, and raises `WouldBlock` on the thread of a running event loop. Raises `InvalidRequest`
+    for shapes that do not fit and an index outside of its tensor. Raises `Unsupported`, with the operation and its
+    line, for an operation that no graph has and for Python control flow on a traced value. Also raises what
+    ``ctx.cudnn.execute`` raises.
     """
     _check(query, key, value, context)
     flag("enable_gqa", enable_gqa)
@@ -115,7 +117,7 @@ def flex_attention(
         tuple(getattr(block_mask, "BLOCK_SIZE", (_BLOCK, _BLOCK))),
     )
     if not context.info.runs_kernels:
-        match_attention(program.forward)  # what kernels refuse, no device answers
+        match_attention(program.forward)  # a program that kernels refuse is refused on every device
     out, lse = _Flex.apply(context, program, *given, *program.captured)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
@@ -150,7 +152,7 @@ def _mask_of(block_mask: Any, scores: tuple[int, ...]) -> ScoreMod | None:
         )
         return block_mask
     batch, heads, rows, keys = block_mask.shape
-    # A BlockMask of one block says nothing of lengths.
+    # A BlockMask of one block does not state the lengths.
     if block_mask.seq_lengths != scores[2:] and min(block_mask.BLOCK_SIZE) < 1 << 30:
         raise InvalidRequest("block_mask", (rows, keys), f"must be made for {scores[2:]} rows and keys")
     for name, made, given in (("batch", batch, scores[0]), ("heads", heads, scores[1])):
@@ -163,7 +165,7 @@ def _mask_of(block_mask: Any, scores: tuple[int, ...]) -> ScoreMod | None:
 
 
 def _lists_of(block_mask: Any, scores: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The lists of a BlockMask that kernels walk along, by the names that graphs give them. Empty where they do not."""
+    """The lists of a BlockMask that kernels iterate over, by their names in graphs. Empty if kernels use none."""
     if not isinstance(block_mask, BlockMask) or block_mask.q_indices is None:
         return {}
     blocks = tuple(-(-extent // step) for extent, step in zip(scores[2:], block_mask.BLOCK_SIZE, strict=True))
@@ -177,9 +179,9 @@ def _lists_of(block_mask: Any, scores: tuple[int, ...]) -> dict[str, torch.Tenso
 
 
 class _Places(TorchDispatchMode):  # type: ignore[misc]
-    """Notes at each traced operation the line of the caller's code that asked for it.
+    """Notes for each traced operation the line of the caller's code that called it.
 
-    folded: whether an operation was computed now, because it reads captured tensors alone.
+    folded: whether an operation was computed during the trace, because it reads captured tensors alone.
     """
 
     def __init__(self) -> None:
@@ -209,7 +211,7 @@ def _caller() -> str:
 
 
 def _traced(name: str, function: ScoreMod, query: torch.Tensor, *, with_score: bool) -> torch.fx.GraphModule:
-    """The operations of a score_mod or mask_mod on scalars. Raises Unsupported where it cannot be traced."""
+    """The operations of a score_mod or mask_mod on scalars. Raises Unsupported if it cannot be traced."""
     wide = query.dtype == torch.float64
     traced: torch.fx.GraphModule = cached(
         function, (wide, query.device, with_score), lambda: _trace(name, function, query, with_score=with_score)
@@ -220,7 +222,7 @@ def _traced(name: str, function: ScoreMod, query: torch.Tensor, *, with_score: b
 def _trace(
     name: str, function: ScoreMod, query: torch.Tensor, *, with_score: bool
 ) -> tuple[torch.fx.GraphModule, bool]:
-    """The operations, and whether they hold for as long as what the function reads is the same."""
+    """The operations, and whether they stay valid until something that the function reads changes."""
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     indices = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
     given = [torch.zeros((), dtype=kind, device=query.device), *indices] if with_score else indices
@@ -247,7 +249,7 @@ def _trace(
 
 
 def _place_of(error: BaseException) -> str:
-    """The caller's own line in an error's traceback, the deepest one."""
+    """The deepest line of the caller's own code in an error's traceback."""
     place = "unknown"
     frame = error.__traceback__
     while frame is not None:
@@ -262,7 +264,10 @@ def _place_of(error: BaseException) -> str:
 
 
 class _Program:
-    """What a call computes. captured: what score_mod and mask_mod read, of four axes, in the order of their uids."""
+    """The operation graphs of a call.
+
+    captured: the tensors that score_mod and mask_mod read, with four axes, and the block mask's lists, in uid order.
+    """
 
     def __init__(
         self,
@@ -289,7 +294,7 @@ class _Program:
         _prune(self.forward)
 
     def backward(self, operands: Sequence[torch.Tensor], out: torch.Tensor, wanted: Sequence[int]) -> OperationGraph:
-        """The graph of the gradients by the operands of these numbers, under uids that begin at _GRADIENTS."""
+        """The graph of the gradients of the ``wanted`` operands. The uid of operand n's gradient is _GRADIENTS + n."""
         graph = OperationGraph()
         scores, v = self._modified(graph, operands)
         again = graph.matmul(graph.softmax(scores), v)
@@ -312,7 +317,7 @@ class _Program:
             score_mod = self._lowering("score_mod", graph, (scores, *indices))
             found = score_mod.result()
             if not score_mod.depends_on_score or not isinstance(found, GraphTensor):
-                # Attention has a product of q and k, whether or not it counts.
+                # Attention needs the product of q and k in its graph, even if the scores do not depend on it.
                 found = graph.select(rows >= 0, found, scores)
             scores = found
         causal = False
@@ -340,9 +345,10 @@ class _Program:
         return scores, v
 
     def _bounds_of(self, number: int) -> tuple[int, int]:
-        """Between what the integers of a captured tensor lie, by powers of two, so that few graphs differ in it.
+        """The bounds of the integers of a captured tensor, as powers of two, so that few graphs differ in them.
 
-        Kernels compute with 32 bits, and refuse what could leave them. Any int32 could, in a sum with an index.
+        Kernels compute with 32 bits, and refuse operations that could exceed them. Without bounds, the sum of an int32
+        and an index could.
         """
         if number not in self._bounds:
             least, most = (int(end) for end in self.captured[number].aminmax())
@@ -374,7 +380,7 @@ class _Program:
 
 
 def _prune(graph: OperationGraph) -> None:
-    """Take out what the lowering made and nothing reads, which a sound graph does not have."""
+    """Remove what the lowering made and nothing reads. A sound graph has no such nodes."""
     kept: list[Any] = []
     read: set[int] = set()
     for node in reversed(graph.nodes):
@@ -387,7 +393,7 @@ def _prune(graph: OperationGraph) -> None:
 
 
 def _uid(number: int) -> int:
-    """Of the operands q, k, v and the captured ones, in this order."""
+    """The uid of an operand. Operands are numbered in this order: q, k, v, the captured tensors."""
     return number if number < 3 else _CAPTURED + number - 3
 
 
@@ -397,7 +403,7 @@ def _declared(graph: OperationGraph, number: int, tensor: torch.Tensor) -> Graph
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels read whole rows, and an expanded tensor has one element in many places."""
+    """The tensor in a layout that kernels read: rows are contiguous, and no axis is expanded."""
     spread = any(step == 0 and extent > 1 for step, extent in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.contiguous() if spread or tensor.stride(-1) != 1 else tensor
 

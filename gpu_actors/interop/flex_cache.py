@@ -1,4 +1,4 @@
-"""What a traced score_mod or mask_mod reads: it is traced again only once that has changed."""
+"""A cache of traced score_mods and mask_mods. One is traced again only once something that it reads has changed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["cached"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _FIXED = ("torch", "math", "builtins", "operator")
-"""Modules whose names stand for the same thing at each call."""
+"""Modules whose names refer to the same objects at each call."""
 
 _Entries = dict[Any, tuple[Any, list[Any], Any]]
 _known: weakref.WeakKeyDictionary[Any, _Entries] = weakref.WeakKeyDictionary()
 
 
 class _Opaque(Exception):
-    """Something may change without a sign of it."""
+    """The function reads a value whose changes cannot be noticed."""
 
 
 def cached(function: Callable[..., Any], kind: Any, trace: Callable[[], tuple[Any, bool]]) -> Any:
-    """What ``trace()`` gave for a function, its captured values and ``kind``, or what it gives now.
+    """The result of ``trace()`` for a function, its captured values and ``kind``: the cached one, or a new one.
 
-    trace: also says whether it may be kept. What cannot be compared is traced at each call.
+    trace: also returns whether its result may be kept. A function that reads what cannot be compared is always traced.
     """
     held: list[Any] = []
     try:
@@ -39,7 +39,7 @@ def cached(function: Callable[..., Any], kind: Any, trace: Callable[[], tuple[An
         return found[2]
     traced, lasts = trace()
     if lasts:
-        # What is held keeps its id, which another object could have otherwise.
+        # An object that is held keeps its id. Another object could get the id of a freed one.
         entries[kind] = (read, held, traced)
     return traced
 
@@ -49,7 +49,7 @@ def _read(value: Any, held: list[Any], above: tuple[Any, ...]) -> Iterator[Any]:
         held.append(value)
         yield (id(value), value._version, tuple(value.shape), value.dtype, value.device)
     elif type(value) in _PLAIN:
-        yield (type(value), repr(value))  # 0.0 and -0.0 are equal and NaN is not
+        yield (type(value), repr(value))  # not the value: 0.0 equals -0.0, and NaN does not equal itself
     elif type(value) is tuple:
         yield len(value)
         for item in value:
@@ -80,7 +80,7 @@ def _fixed(value: Any) -> bool:
 def _read_function(function: types.FunctionType, held: list[Any], above: tuple[Any, ...]) -> Iterator[Any]:
     try:
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # a cell that is empty still
+    except ValueError:  # a cell that is still empty
         raise _Opaque from None
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     names = sorted(_names(function.__code__))

@@ -1,7 +1,8 @@
-"""Operations of ATen on scalars of a traced score_mod or mask_mod, as operations of an OperationGraph.
+"""Lowering: turns a traced score_mod's or mask_mod's ATen operations on scalars into those of an OperationGraph.
 
-What depends on neither score nor place is computed by torch as it stands. An index into such a tensor is computed by
-torch too, for every place at once, and becomes a tensor beside the scores.
+A place is the position (b, h, q_idx, kv_idx) of a score. Torch computes values that depend on neither the score nor its
+place. It also computes an index into such a tensor, for every place at once. The result becomes a tensor beside the
+scores.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from gpu_actors.graph.tensor import GraphTensor
 __all__ = ["Lowering"]
 
 aten = torch.ops.aten
-# Reads a tensor of four axes beside the scores: (the place that reads it, what makes it, whether integers need bounds).
+# Reads a tensor of four axes beside the scores: (name of the node that reads it, its maker, whether ints need bounds).
 Read = Callable[[str, Callable[[], torch.Tensor], bool], GraphTensor]
 
 
 class Lowering:
-    """The operations of one function, added to a graph.
+    """Adds the operations of one function to a graph.
 
-    name: "score_mod" or "mask_mod". inputs: of the graph, in the order of the function's arguments. dims: of the
-    scores.
+    name: "score_mod" or "mask_mod". inputs: the graph's tensors for the function's arguments, in their order.
+    dims: the shape of the scores.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Lowering:
                 self._of_score.add(node)
 
     def result(self) -> Any:
-        """What the function returns: a tensor of the graph, or a number. Raises as `flex_attention`."""
+        """What the function returns: a tensor of the graph, or a number. Raises what `flex_attention` raises."""
         returned = self._returned()
         return self.value(returned) if isinstance(returned, torch.fx.Node) else returned
 
     @property
     def depends_on_score(self) -> bool:
-        """Whether what the function returns is made of its score."""
+        """Whether the function's result depends on its score."""
         return self._returned() in self._of_score
 
     def conjuncts(self) -> list[Any]:
-        """The nodes all of which must hold for the function to be true."""
+        """The nodes whose logical AND is the function's result."""
         found: list[Any] = []
         waiting = [self._returned()]
         while waiting:
@@ -88,14 +89,14 @@ class Lowering:
         )
 
     def value(self, node: Any) -> Any:
-        """A tensor of the graph, a number, or a tensor of torch that depends on no place."""
+        """The value of a node: a tensor of the graph, or a number."""
         for before in self._needed_by(node):
             if before not in self._values:
                 self._values[before] = self._lowered(before)
         return self.operand(node, self._values[node])
 
     def operand(self, node: Any, value: Any) -> Any:
-        """A value as an operation of the graph takes it."""
+        """A value as an operand: a torch tensor becomes a tensor beside the scores."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.dim():
@@ -161,7 +162,7 @@ class Lowering:
         return self._everywhere[node]
 
     def _needed_by(self, node: Any) -> list[Any]:
-        """A node and all that it reads, in the order of the graph: there may be more than Python has frames."""
+        """A node and all nodes before it that it needs, in order. Not recursive: they may outnumber Python's frames."""
         needed = {node}
         for before in reversed(self._traced.graph.nodes):
             if before in needed:
@@ -177,13 +178,13 @@ class Lowering:
 
 
 def _only_compared(node: Any) -> bool:
-    """Whether a node's integers are compared with integers, and nothing is computed with them."""
+    """Whether a node's integers are only compared with integers, and not used in arithmetic."""
     beside = [arg.meta["val"] for user in node.users for arg in user.args if isinstance(arg, torch.fx.Node)]
     return all(user.target in _COMPARISONS for user in node.users) and not any(x.is_floating_point() for x in beside)
 
 
 def _narrow(fault: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a dtype that graphs have: integers become int32."""
+    """The tensor in a dtype that graphs have: integers become int32."""
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dtype == torch.int32:
         return tensor
     if tensor.is_complex():
@@ -193,15 +194,15 @@ def _narrow(fault: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32)
 
 
-# Operations: (graph, operands) to a tensor of the graph, or a number
+# Operations: functions from (graph, operands) to a tensor of the graph or a number
 
 
 class _Refusal(Exception):
-    """(reason, nearest)."""
+    """An operation cannot be lowered: (reason, nearest)."""
 
 
 def _number(graph: OperationGraph, x: Any) -> Any:
-    """A condition as 1 or 0, as torch computes with it."""
+    """A condition as 1 or 0, as in torch's arithmetic; another value as it is."""
     if isinstance(x, bool):
         return int(x)
     return graph.select(x, 1, 0) if isinstance(x, GraphTensor) and x.dtype == "bool" else x
@@ -323,7 +324,7 @@ def _cast(graph: OperationGraph, x: Any, dtype: torch.dtype | None = None, **_: 
 
 
 def _filled(value: Any, node: Any) -> Any:
-    """A constant in the dtype that torch gives it."""
+    """A constant as a bool, float or int, according to the dtype that torch gives it."""
     dtype = node.meta["val"].dtype
     return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
 

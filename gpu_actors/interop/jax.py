@@ -1,7 +1,7 @@
 """attention: the service as a function of JAX arrays, under jit, grad and vmap.
 
-A request forward and one backward are host callbacks of XLA (`jax.pure_callback`) behind a `jax.custom_vjp`. Arrays on
-the host are handed over without a copy; those on a GPU come to the host and go back. Needs jax (the extra "jax").
+Forward and backward requests are made in host callbacks of XLA (`jax.pure_callback`) of a `jax.custom_vjp`. Arrays on
+the host are passed without a copy. Arrays on a GPU are copied to the host and back. Needs jax (the extra "jax").
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["attention", "typed_errors"]
 _GRADIENTS = ("q", "k", "v", "bias", "sinks")
 _Arrays = dict[str, Any]
 _FIELDS = {field.name for field in dataclasses.fields(FlashForward)}
-# The others are arguments of their own, or belong to packed sequences, positions and fp8.
+# The other fields are arguments of their own, or belong to packed sequences, positions and fp8.
 _OPTIONS = {
     *("causal", "alignment", "window_size", "attention_chunk", "sink_tokens", "softmax_scale", "softcap"),
     *("alibi_slopes", "alibi_signed", "sinks", "dropout_p", "seqused_q", "seqused_k", "compute"),
     *("out_dtype", "lse_dtype"),
 }
-_LSE, _OUT = "lse_dtype", "out_dtype"  # of forward alone
+_LSE, _OUT = "lse_dtype", "out_dtype"  # options of forward alone
 
 
 class _Call(NamedTuple):
-    """What of a call is no array. options: of `gpu_actors.FlashForward`, as pairs. context: its number."""
+    """The part of a call that is not arrays. options: pairs, of `gpu_actors.FlashForward`. context: its number."""
 
     context: int
     options: tuple[tuple[str, Any], ...]
@@ -69,21 +69,22 @@ def attention(
     """Attention of q to k and v through a running context: an array, or (array, LSE) with ``return_lse``.
 
     q: (batch, seqlen_q, heads_q, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim), of float16, bfloat16, float32,
-    or float64 where JAX has it; one of a batch of 1 stands for each sequence. bias: (batch or 1, heads or 1, rows or 1,
-    keys). options: the masks, scales, sinks, slopes, lengths (seqused) and dtypes of `gpu_actors.FlashForward`, with
-    its names, shapes and dtypes; packed rows, places and fp8 are not taken. dropout_seed: an int, or under jit an
-    integer or key of JAX. deterministic: the gradients, too, are the same bits every time.
+    or float64 if JAX has it enabled; an array with a batch of 1 serves every sequence. bias: (batch or 1, heads or 1,
+    rows or 1, keys). options: the masks, scales, sinks, slopes, lengths (seqused) and dtypes of
+    `gpu_actors.FlashForward`, with its names, shapes and dtypes; packed rows, positions and fp8 are not taken.
+    dropout_seed: an int, or under jit an integer or key of JAX. deterministic: whether the gradients, too, have the
+    same bits every time.
 
-    Works under ``jit``, ``vmap`` and, once, ``grad`` by q, k, v, a bias that is no bool, and sinks. The LSE (batch,
-    heads_q, seqlen_q), of ``lse_dtype``, and slopes have no gradient. Gradients of ``out_dtype="float32"`` are those of
-    the output rounded to q's dtype. ``vmap`` makes one request of a larger batch; with sinks or dropout, and for the
-    gradients of an operand that sequences share, one for each element, all at once. An element drops what it drops
-    alone with its seed.
+    Works under ``jit`` and ``vmap``, and once under ``grad`` with respect to q, k, v, sinks and a bias that is not
+    bool. The LSE (batch, heads_q, seqlen_q), of ``lse_dtype``, and slopes have no gradient. With
+    ``out_dtype="float32"`` gradients are computed from the output rounded to q's dtype. ``vmap`` makes one request with
+    a larger batch. With sinks or dropout, and for the gradients of an operand that sequences share, it makes one
+    request for each element, all at once. An element drops the same places as alone with its seed.
 
-    Shapes, dtypes and options are checked when the call is traced: `InvalidRequest`, and `Unsupported` for fields of
-    `gpu_actors.FlashForward` that are not taken. What the service raises while the program runs comes as an error of
-    XLA, from which `typed_errors` recovers it. On the thread of a running event loop the program fails with
-    `WouldBlock`.
+    Shapes, dtypes and options are checked when the call is traced. The checks raise `InvalidRequest`, and `Unsupported`
+    for fields of `gpu_actors.FlashForward` that are not taken. An error of the service while the program runs arrives
+    as an error of XLA, from which `typed_errors` recovers it. On the thread of a running event loop the program fails
+    with `WouldBlock`.
     """
     check_context(context)
     flag("deterministic", deterministic)
@@ -117,14 +118,14 @@ def attention(
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raises errors of the service, which XLA turns into errors of its own, as what they are.
+    """Raise the service's own errors in place of the errors of XLA that report them.
 
     Wait for the program's results inside (``jax.block_until_ready``), because errors come with them. Other errors pass.
-    The last 64 errors of the process are kept for it.
+    The last 64 errors of the process are kept for this.
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # a ValueError where they come with a result
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # a ValueError if it comes with a result
         found = re.search(r"gpu_actors error (\d+)\b", str(error))
         with _errors_lock:
             original = None if found is None else _errors.get(int(found[1]))
@@ -134,7 +135,7 @@ def typed_errors() -> Iterator[None]:
 
 
 def _check(operands: _Arrays, options: dict[str, Any], return_lse: bool) -> None:
-    """The service's own checks, of arrays that have no data yet."""
+    """Apply the service's own checks to arrays that have no data yet."""
     for name in ("q", "k", "v"):
         expect(operands[name].ndim == 4, name, operands[name].shape, "must be (batch, rows, heads, head_dim)")
         if (dtype := operands[name].dtype.name) in FP8:
@@ -155,7 +156,7 @@ def _posed(kind: type[FlashForward], operands: _Arrays, options: dict[str, Any])
 
 
 def _words(seed: Any) -> Any:
-    """A seed as two words of 32 bits: JAX has 64 only where it is told to."""
+    """A seed as two words of 32 bits, because JAX has 64-bit integers only if they are enabled."""
     if isinstance(seed, int | np.integer):
         check_seed(seed)
         return np.array([int(seed) & 0xFFFFFFFF, int(seed) >> 32], np.uint32)
@@ -176,7 +177,7 @@ def _words(seed: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, operands: _Arrays) -> tuple[Any, Any]:
-    """The output and the LSE, float64 for float64 operands, whose gradients would be lost in fewer bits."""
+    """The output and the LSE. The LSE of float64 operands is float64, else their gradients would lose precision."""
     problem = forward_problem(_posed(FlashForward, operands, dict(call.options)))
     out = jax.ShapeDtypeStruct((*operands["q"].shape[1:-1], problem.head_dim_v), problem.out_dtype)
     out = out.update(shape=(problem.batch, *out.shape))
@@ -202,7 +203,7 @@ def _differentiate(call: _Call, kept: tuple[_Arrays, Any, Any], gradients: tuple
     shapes = tuple(jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in names)
     made = dict(zip(names, _callback(call, {**operands, **of_out}, shapes), strict=True))
     for name in operands.keys() - made.keys():
-        # A float that is left has none that anything asks for: _without_gradient refuses it.
+        # Nothing reads the gradient of another float: _without_gradient refuses to compute it.
         dtype = operands[name].dtype if _is_float(operands[name]) else jax.dtypes.float0
         made[name] = np.zeros(operands[name].shape, dtype)
     return (made,)
@@ -237,7 +238,7 @@ def _callback(call: _Call, operands: _Arrays, results: tuple[Any, ...]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _answering(call: _Call, names: tuple[str, ...], results: tuple[Any, ...]) -> Callable[..., tuple[np.ndarray, ...]]:
-    """JAX compiles a program anew for another function, so equal calls get the same."""
+    """The callback of a call. Equal calls get the same function, because JAX compiles a program anew for another."""
 
     def answer(*arrays: Any) -> tuple[np.ndarray, ...]:
         try:
@@ -257,7 +258,7 @@ _error_numbers = itertools.count(1)
 
 
 def _carried(error: BaseException) -> RuntimeError:
-    """An error whose text, all that XLA keeps of it, says which one it was."""
+    """An error for XLA, which keeps only the text. The text has the number of the original error."""
     number = next(_error_numbers)
     with _errors_lock:
         _errors[number] = error
@@ -267,7 +268,7 @@ def _carried(error: BaseException) -> RuntimeError:
 
 
 def _answer(call: _Call, operands: dict[str, np.ndarray], results: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
-    """The results for operands with the axes of `vmap` before their own, of extent 1 where they are not mapped."""
+    """The results for operands that begin with the axes of `vmap`. An axis that is not mapped has extent 1."""
     refuse_on_loop("attention()", "a worker thread for the program, as with asyncio.to_thread")
     context = open_context_of(call.context)
     mapped = operands["q"].ndim - 4
@@ -278,7 +279,7 @@ def _answer(call: _Call, operands: dict[str, np.ndarray], results: tuple[Any, ..
         return tuple(np.zeros(lead + result.shape, result.dtype) for result in results)
     batches = {operands[name].shape[mapped] for name in ("q", "k", "v")}
     if "seed" in operands or "sinks" in operands or ("dout" in operands and len(batches) > 1):
-        # Draws are counted by the place in the batch; gradients of sinks and of a shared operand are summed over it.
+        # Dropout depends on the index in the batch; gradients of sinks and of a shared operand are sums over the batch.
         return _one_by_one(context, call, operands, lead)
     return _folded(context, call, operands, lead, max(batches))
 
@@ -297,7 +298,7 @@ def _one_by_one(
 def _folded(
     context: GpuContext, call: _Call, operands: dict[str, np.ndarray], lead: tuple[int, ...], batch: int
 ) -> tuple[np.ndarray, ...]:
-    """One request, whose batch is the mapped axes and the batch."""
+    """The results of one request whose batch combines the mapped axes and the batch."""
     summed = "dout" in operands and "bias" in operands and _is_float(operands["bias"])
 
     def fold(name: str, array: np.ndarray) -> np.ndarray:
@@ -321,7 +322,7 @@ def _folded(
 
 
 def _submit(context: GpuContext, call: _Call, operands: Mapping[str, Any]) -> Callable[[], tuple[np.ndarray, ...]]:
-    """Send the request, forward or backward; gives what waits for it."""
+    """Send the request, forward or backward. Returns a function that waits for its results."""
     arrays = dict(operands)
     options = dict(call.options)
     if "seed" in arrays:

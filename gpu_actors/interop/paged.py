@@ -1,7 +1,7 @@
-"""What the doors of engines share: the context of an engine's process, and blocking attention over its pages.
+"""What the backends of other engines share: the context of an engine's process, and blocking attention over its pages.
 
-An engine keeps the pages of its cache and the tables that name them, and calls attention from a thread of its own.
-Needs torch.
+An engine keeps the pages of its cache and their block tables, and calls attention from a thread of its own. Needs
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ atexit.register(_closing.close)
 
 
 def use_context(context: GpuContext | None) -> None:
-    """Let the engines of this process use this context; None: one that `context_for` opens. Raises `InvalidRequest`."""
+    """Set the context that the engines of this process use. None: `context_for` opens one. Raises `InvalidRequest`."""
     global _given
     if context is not None:
         check_context(context)
@@ -37,10 +37,10 @@ def use_context(context: GpuContext | None) -> None:
 
 
 def context_for(device: torch.device) -> GpuContext:
-    """The context for tensors on ``device``: the one of `use_context`, or one on that GPU.
+    """The context for tensors on ``device``: the one given to `use_context`, or one opened on that GPU.
 
-    A context that is opened here stays open until the process ends. Raises `Unsupported` for the host without a context
-    of `use_context`, and what `open_context` raises.
+    A context that is opened here stays open until the process ends. Raises `Unsupported` for tensors on the host if
+    `use_context` got no context, and what `open_context` raises.
     """
     if _given is not None:
         return _given
@@ -62,14 +62,14 @@ def paged_attention(
     out: torch.Tensor,
     **options: Any,
 ) -> None:
-    """Write to ``out`` the attention of the last rows of each sequence to pages.
+    """Compute the attention of the last rows of each sequence to its pages, into ``out``.
 
     q, out: (total_q, heads_q, head_dim) with ``cu_seqlens_q``, or (batch, rows, heads_q, head_dim). k_pages, v_pages:
-    (num_blocks, page_size, heads_kv, head_dim) with any strides but for the last axis, which is contiguous. options:
-    those of `gpu_actors.PagedForward`.
+    (num_blocks, page_size, heads_kv, head_dim). Their last axis is contiguous, and other axes have any strides.
+    options: those of `gpu_actors.PagedForward`.
 
-    Blocks the calling thread until ``out`` is complete. Raises `WouldBlock` on the thread of a running event loop,
-    before anything is submitted, and the request's error.
+    Blocks the calling thread until ``out`` is complete. Raises the request's error, and `WouldBlock` on the thread of a
+    running event loop, before anything is submitted.
     """
     refuse_on_loop("an engine's attention", "another thread for the engine")
     context.flash_attn.paged_forward(q, k_pages, v_pages, out=out, **options).result()
@@ -78,8 +78,8 @@ def paged_attention(
 def write_rows(pages: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write new rows, (n, heads_kv, head_dim), into pages (num_blocks, page_size, heads_kv, head_dim).
 
-    slots: integers (n or fewer,), where each row goes: block * page_size + row of the block. A row whose slot is
-    negative or missing is left out.
+    slots: integers (n or fewer,), the place of each row: block * page_size + row in the block. A row without a slot, or
+    with a negative one, is not written.
     """
     kept = slots >= 0
     slots, rows = slots[kept], rows[: len(kept)][kept]

@@ -29,11 +29,11 @@ _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 def register(context: GpuContext | None = None, name: str = "gpu_actors") -> str:
-    """Make the service the attention backend ``name`` of SGLang in this process; gives the name.
+    """Make the service the attention backend ``name`` of SGLang in this process. Returns the name.
 
-    context: computes the attention of this process. None, as the engine calls it: that of an earlier call, else a
-    worker opens one on the GPU of its tensors, at the first batch, and keeps it until the process ends. Raises
-    `InvalidRequest` for what is no context.
+    context: computes the attention of this process. None, as the engine passes it: the context of an earlier call, or
+    else one that a worker opens on the GPU of its tensors, at the first batch, and keeps until the process ends.
+    Raises `InvalidRequest` for an object that is no context.
     """
     if context is not None:
         use_context(context)
@@ -44,7 +44,7 @@ def register(context: GpuContext | None = None, name: str = "gpu_actors") -> str
 
 
 class SglangBackend(AttentionBackend):  # type: ignore[misc]
-    """The attention of a model runner. Raises `Unsupported` for a pool or model that `PagedForward` does not state."""
+    """The attention of a model runner. Raises `Unsupported` for a pool or model that `PagedForward` cannot express."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
         self._slots = model_runner.req_to_token_pool.req_to_token
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Raises `Unsupported`."""
+        """Raises `Unsupported`, because a layer waits for its result."""
         raise Unsupported(
             "cuda_graph", True, "a layer waits for its result: set --cuda-graph-backend-decode disabled", False
         )
@@ -106,7 +106,10 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of one new row of each sequence: (batch, heads * v_head_dim). Raises as `paged_attention`."""
+        """Attention of one new row of each sequence: (batch, heads * v_head_dim).
+
+        Raises what `paged_attention` raises.
+        """
         rows = q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._attend(rows, k, v, layer, forward_batch, save_kv_cache, **options)
 
@@ -120,7 +123,10 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of the new rows of all sequences: (rows, heads * v_head_dim). Raises as `paged_attention`."""
+        """Attention of the new rows of all sequences: (rows, heads * v_head_dim).
+
+        Raises what `paged_attention` raises.
+        """
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return self._attend(rows, k, v, layer, forward_batch, save_kv_cache, **options)
 
@@ -136,10 +142,10 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> torch.Tensor:
         _check_layer(layer, others)
-        if save_kv_cache and k is not None:  # a layer that shares the keys of another has none
+        if save_kv_cache and k is not None:  # a layer that shares another layer's keys has none
             self._pool.set_kv_buffer(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
-        reach = layer.sliding_window_size  # without the row's own key
+        reach = layer.sliding_window_size  # does not count the row's own key
         paged_attention(
             context_for(q.device),
             q,
@@ -161,7 +167,7 @@ class SglangBackend(AttentionBackend):  # type: ignore[misc]
 
 
 def _check_layer(layer: Any, others: dict[str, Any]) -> None:
-    """Raise `Unsupported` for a layer's attention that is no causal attention over the pages."""
+    """Raise `Unsupported` for a layer that does not compute causal attention over the pages."""
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
         kind = "cross-attention" if layer.is_cross_attention else layer.attn_type.value
         raise Unsupported("attn_type", kind, "rows see the keys before them", AttentionType.DECODER.value)

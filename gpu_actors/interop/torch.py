@@ -1,7 +1,7 @@
 """attention: the service as a differentiable function of torch tensors, and torch's own function and modules over it.
 
-Tensors are handed over without a copy: by their addresses on a GPU, as NumPy views on the host. Needs torch, which
-nothing else of this package imports.
+Tensors are passed without a copy: by their addresses on a GPU, as NumPy views on the host. Needs torch, which nothing
+else of this package imports.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` through a running context, with its arguments and shapes.
 
     query: (..., heads, L, E); key: (..., heads, S, E); value: (..., heads, S, Ev). Leading axes broadcast, and may be
-    absent, heads included. All but those of heads and the last ones may be of 0. With ``enable_gqa`` key and value may
-    have fewer heads, a divisor of the query's.
-    attn_mask: broadcast to (..., heads, L, S); bool, True for keys that are seen, or a number that is added to the
-    score, of the query's dtype or float32, which may require a gradient. A `torch.nn.attention.bias.CausalBias` too.
-    is_causal: aligned to the first row and key, whatever L and S. scale: None takes 1 / sqrt(E).
+    absent, heads included. Axes may have length 0, except those of heads and the last ones. With ``enable_gqa`` key and
+    value may have fewer heads, a divisor of the query's.
+    attn_mask: broadcasts to (..., heads, L, S). Bool: True for keys that are seen. The query's dtype or float32: added
+    to the scores, and may require a gradient. May also be a `torch.nn.attention.bias.CausalBias`.
+    is_causal: aligned to the first row and key, for any L and S. scale: None takes 1 / sqrt(E).
     dropout_p: applied as torch does, whether or not a module trains. dropout_seed: None draws one from torch's default
     generator, in compiled graphs too, so ``torch.manual_seed`` decides it; the dropped places are not those of torch's
     own function.
 
-    Returns (..., heads, L, Ev). A row that sees no key is 0. Differentiable, blocks and raises as `attention` does;
-    `InvalidRequest` for shapes that do not broadcast and for a mask beside ``is_causal``.
+    Returns (..., heads, L, Ev). A row that sees no key is 0. It is differentiable, blocks and raises as `attention`
+    does. It also raises `InvalidRequest` for shapes that do not broadcast and for a mask beside ``is_causal``.
     """
     flag("is_causal", is_causal)
     flag("enable_gqa", enable_gqa)
@@ -131,7 +131,7 @@ _routes = 0
 
 
 class _Calls(TorchFunctionMode):  # type: ignore[misc]
-    """Takes calls of torch's function by whatever name, as of a module that imported it."""
+    """Takes calls of torch's function under any name, such as calls in a module that imported it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         context = _route.get()
@@ -141,7 +141,7 @@ class _Calls(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _dispatch(*args: Any, **kwargs: Any) -> Any:
-    """Stands for torch's function in ``torch.nn.functional`` while there are routes, for functions that look it up."""
+    """Replaces torch's function in ``torch.nn.functional`` while there are routes, for callers that look it up."""
     context = _route.get()
     if context is None:
         return _torch_sdpa(*args, **kwargs)
@@ -152,12 +152,13 @@ def _dispatch(*args: Any, **kwargs: Any) -> Any:
 def routed(context: GpuContext, module: torch.nn.Module | None = None) -> Iterator[None]:
     """While entered, calls of ``torch.nn.functional.scaled_dot_product_attention`` go through a context.
 
-    Those of this thread; given a module, those in its ``forward`` alone, in any thread. `torch.nn.MultiheadAttention`
-    calls it where it is asked for no weights (``need_weights=False``), and Transformers' models with
-    ``attn_implementation="sdpa"``. What a call asks for and the service does not do raises: nothing falls back.
+    Without a module these are the calls of this thread. With a module they are the calls in its ``forward``, in any
+    thread. `torch.nn.MultiheadAttention` calls the function if it is asked for no weights (``need_weights=False``), and
+    so do Transformers' models with ``attn_implementation="sdpa"``. A call that the service cannot answer raises;
+    nothing falls back.
 
-    For eager calls; `torch.compile` traces `scaled_dot_product_attention` of this module itself. Raises
-    `InvalidRequest` for what is no context or module.
+    Only eager calls are routed. For `torch.compile`, call `scaled_dot_product_attention` of this module. Raises
+    `InvalidRequest` for an object that is no context or module.
     """
     check_context(context)
     if module is None:

@@ -33,7 +33,7 @@ __all__ = [
     "seed_for",
 ]
 
-# An operator takes tensors, numbers and strings, so a context goes by its number.
+# An operator takes tensors, numbers and strings, so a context is passed by its number.
 _OPERANDS = {
     "q": "Tensor",
     "k": "Tensor",
@@ -66,7 +66,7 @@ _SCALARS = {
     "deterministic": "bool",
     "context": "int",
 }
-# A seed that a traced program draws: it is no number while the program is traced.
+# A seed that a traced program draws is a tensor, because it has no value while the program is traced.
 _DRAWN = {"drawn_seed": "Tensor?"}
 _NAMES = tuple(_OPERANDS | _SCALARS | _DRAWN)
 _SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_OPERANDS | _SCALARS).items()) + ", Tensor? drawn_seed=None"
@@ -109,21 +109,22 @@ def attention(
     """Attention of q to k and v through a running context: a tensor, or (tensor, LSE) with ``return_lse``.
 
     q: (batch, seqlen_q, heads_q, head_dim); k, v: (batch, seqlen_k, heads_kv, head_dim), or packed (total, heads,
-    head_dim) with cu_seqlens, whose max_seqlen must be given where they lie on a GPU. Tensors of float16, bfloat16,
+    head_dim) with cu_seqlens. If cu_seqlens lie on a GPU, max_seqlen must be given. Tensors of float16, bfloat16,
     float32, float64, or fp8 without gradients; on the host, or on the context's own GPU. The other arguments, and all
-    shapes and dtypes, are those of `gpu_actors.FlashForward`. deterministic: the gradients, too, are the same bits
-    every time.
+    shapes and dtypes, are those of `gpu_actors.FlashForward`. deterministic: whether the gradients, too, have the same
+    bits every time.
 
     Under ``torch.autocast`` q, k, v and bias are cast as for torch's own attention, unless they are float64 or fp8.
-    float32 sinks stay; ``compute`` is then about the dtype that q was cast to.
+    float32 sinks are not cast. ``compute`` then refers to the dtype that q was cast to.
 
-    Differentiable once, backwards, by q, k, v, a bias that is no bool, and sinks; the LSE, float32 or of float64 inputs
-    float64, has no gradient. Dropout draws from dropout_seed alone: give another one each step, and torch's own
-    generators stay untouched. It may be an integer tensor of no axes, as `torch.randint` draws it in a compiled graph.
+    Differentiable once, backwards, with respect to q, k, v, sinks and a bias that is not bool. The LSE has no gradient;
+    it is float32, or float64 for float64 inputs. Dropout draws from dropout_seed alone, and torch's own generators stay
+    untouched, so pass another seed each step. The seed may be an integer tensor of no axes, as `torch.randint` draws it
+    in a compiled graph.
 
-    Blocks the calling thread until the result is there. Safe from any thread but that of a running event loop, where
-    it raises `WouldBlock`: run the model in a worker thread there. Raises the request's error (`InvalidRequest`,
-    `Unsupported`, ...), from ``backward()`` too; `ActorStopped` where the context is closed.
+    Blocks the calling thread until the result is ready. Any thread may call it, except the thread of a running event
+    loop, where it raises `WouldBlock`: run the model in a worker thread instead. Raises the request's error
+    (`InvalidRequest`, `Unsupported`, ...), from ``backward()`` too, and `ActorStopped` if the context is closed.
     """
     flag("causal", causal)
     flag("alibi_signed", alibi_signed)
@@ -137,7 +138,7 @@ def attention(
         for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest is not None:
                 integer(name, longest, 1)
-    else:  # what a compiled call would lose before the service sees it; numbers may be symbols
+    else:  # check what a compiled call would change before the service sees it; numbers may be symbols
         if not isinstance(dropout_seed, torch.Tensor) and not 0 <= dropout_seed < 1 << 64:
             check_seed(dropout_seed)
         sound = isinstance(window_size, tuple | list) and len(window_size) == 2
@@ -190,7 +191,7 @@ def attention(
 def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    """The operands in the dtype of the autocast for their device, cast as torch casts those of its own attention."""
+    """The operands, cast to the autocast dtype of their device as torch casts those of its own attention."""
     kind = q.device.type if isinstance(q, torch.Tensor) else "cpu"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return q, k, v, sinks, bias
@@ -199,7 +200,7 @@ def _autocast(
     def cast(operand: Any, kinds: tuple[torch.dtype, ...] = _AUTOCAST) -> Any:
         return operand.to(dtype) if isinstance(operand, torch.Tensor) and operand.dtype in kinds else operand
 
-    # Sinks of float32 go with every dtype of q and keep their precision.
+    # float32 sinks fit every dtype of q, so they keep their precision.
     return cast(q), cast(k), cast(v), cast(sinks, _AUTOCAST[1:]), cast(bias)
 
 
@@ -213,7 +214,7 @@ def _check(
     dropout_p: object,
     compute: object,
 ) -> None:
-    """What the operator's own signature would refuse without saying what is wanted; the service checks the rest."""
+    """Check what the operator's signature would refuse without saying what is accepted. The service checks the rest."""
     check_context(context)
     one_of("alignment", alignment, ("bottom_right", "top_left"), 'must be "bottom_right" or "top_left"')
     window(window_size)
@@ -227,7 +228,7 @@ def _check(
 
 
 def check_not_dual(**tensors: object) -> None:
-    """Operators without a forward-mode rule drop tangents, which would be derivatives of 0."""
+    """Raise `Unsupported` for dual tensors. Operators without a forward-mode rule would drop their tangents."""
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         # A compiler traces tensors without their tangents. Calls that it does not trace run eagerly and are checked.
         reason = "is not compiled where forward-mode derivatives are taken: it has none"
@@ -243,7 +244,7 @@ def check_not_dual(**tensors: object) -> None:
 
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     context, options = _request(arguments)
-    del options["deterministic"]  # forward always is
+    del options["deterministic"]  # forward always is deterministic
     with torch.no_grad():  # the operator has a derivative of its own
         dtype = str(lse_dtype(options["q"])).removeprefix("torch.")
         result = context.flash_attn.forward(**options, return_lse=True, lse_dtype=dtype).result()
@@ -251,7 +252,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
-    """Gradients are computed from the LSE, and would be no more exact than it is."""
+    """The dtype of the LSE. Gradients are computed from the LSE, and are no more exact than it is."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -259,12 +260,12 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = _named(arguments)
     q, k, v = (given[name] for name in ("q", "k", "v"))
     *batch, rows, heads, _ = q.shape
-    if batch:  # one sequence stands for each; a number that no tracer knows is of several
+    if batch:  # a batch of 1 serves every sequence; a batch whose size the tracer does not know counts as several
         batch = [next((x.shape[0] for x in (q, k, v) if guard_or_true(x.shape[0] != 1)), 1)]
     out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=torch.bfloat16 if q.dtype in _FP8 else q.dtype)
     if given["seqused_q"] is None and given["seqused_k"] is None:
         return out, q.new_empty((*batch, heads, rows), dtype=lse_dtype(q))
-    # Padded sequences are packed ones, whose heads come first.
+    # Padded sequences are computed as packed ones, and heads come first in the LSE of packed sequences.
     return out, q.new_empty((heads, *batch, rows), dtype=lse_dtype(q)).transpose(0, 1)
 
 
@@ -273,7 +274,7 @@ def _backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *argumen
     with torch.no_grad():
         gradients = context.flash_attn.backward(dout=rows_of(dout), out=out, lse=lse, **options).result()
     found = (getattr(gradients, f"d{name}") for name in _GRADIENTS)
-    # Operators cannot return None. A gradient of padded sequences' bias is a part of a larger one.
+    # Operators cannot return None. The gradient of padded sequences' bias is a part of a larger array.
     return tuple(dout.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
 
 
@@ -303,12 +304,12 @@ def _differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[An
 
 
 def refuse_second(ctx: Any, *gradients: torch.Tensor) -> Any:
-    """The derivative of gradients. Raises `Unsupported`."""
+    """Raises `Unsupported`, in place of the derivative of gradients."""
     raise Unsupported("create_graph", True, "attention is differentiable once: its gradients have none", False)
 
 
 def _named(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments by name. torch leaves out the last one where it is the default."""
+    """The arguments by name. torch leaves out the last argument if it has the default value."""
     return dict.fromkeys(_NAMES) | dict(zip(_NAMES, arguments, strict=False))
 
 
@@ -326,7 +327,7 @@ def _request(arguments: tuple[Any, ...]) -> tuple[GpuContext, dict[str, Any]]:
 
 
 def check_open(number: int) -> GpuContext:
-    """The open context of that number, for a call that blocks. Raises `WouldBlock` and `ActorStopped`."""
+    """The open context with that number, for a call that blocks. Raises `WouldBlock` and `ActorStopped`."""
     expect_no_loop()
     return open_context_of(number)
 
@@ -337,12 +338,12 @@ def expect_no_loop() -> None:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor with whole rows, which kernels read. Autograd makes gradients by expanding a single number."""
+    """The tensor with contiguous rows, as kernels read them. Autograd may make a gradient by expanding one number."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def seed_for(dropout_p: float) -> int | torch.Tensor:
-    """A seed of torch's default generator, drawn in the graph where one is traced, or 0 where nothing drops."""
+    """A seed from torch's default generator, or 0 without dropout. A graph that is traced draws its seeds itself."""
     return torch.randint(1 << 62, (), device="cpu") if dropout_p else 0
 
 
@@ -366,7 +367,7 @@ def bias_of(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lead: tuple[in
         one = all(count == 1 for count in mask.shape[:-3])
         heads = mask.shape[-3:]
         mask = mask.reshape(1, *heads) if one else mask.expand(*full[:-3], *heads).reshape(q.shape[0], *heads)
-    # Kernels read rows of a bias as they lie, so what is broadcast along rows or keys is written out.
+    # Kernels read each row of a bias in memory, so a mask that broadcasts along rows or keys is written out.
     return mask.expand(*mask.shape[:2], rows, keys).contiguous()
 
 
@@ -391,11 +392,11 @@ _operator_backward.register_autograd(refuse_second)
 class Attention(torch.nn.Module):  # type: ignore[misc]
     """Self- or cross-attention with its projections, through a context.
 
-    dim: of the input and output. heads: query heads, which divide dim. kv_heads: of keys and values, a divisor of
-    heads. bias: of the projections. causal, window_size, softcap, alignment: as for `attention`. dropout_p: while it
-    trains.
+    dim: of the input and output. heads: query heads, which divide dim. kv_heads: heads of keys and values, a divisor of
+    heads. bias: whether the projections have one. causal, window_size, softcap, alignment: as for `attention`.
+    dropout_p: applied in training mode alone.
 
-    Parameters are those of the four `torch.nn.Linear` layers ``q``, ``k``, ``v`` and ``out``. The module keeps the
+    Parameters are those of the four `torch.nn.Linear` layers ``q``, ``k``, ``v`` and ``out``. The module keeps only the
     context's number, so it can be copied and pickled. Raises `InvalidRequest` for numbers that do not divide.
     """
 
@@ -440,7 +441,7 @@ class Attention(torch.nn.Module):  # type: ignore[misc]
         self.out = torch.nn.Linear(dim, dim, **made)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (batch, rows, dim). memory: (batch, keys, dim) to attend to; None: x itself. Returns x's shape.
+        """Attend from x (batch, rows, dim) to memory (batch, keys, dim); None: to x itself. Returns x's shape.
 
         Raises what `attention` raises, and `ActorStopped` once the context is closed.
         """

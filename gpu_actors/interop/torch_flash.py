@@ -6,7 +6,7 @@
     torch.nn.attention.restore_flash_attention_impl()
 
 While it is active, torch's dispatcher calls the functions here for aten's operators of flash attention, forward and
-backward, on tensors of the context's device. torch decides which calls come to them. Needs torch 2.13.
+backward, on tensors of the context's device. torch decides which calls reach these operators. Needs torch 2.13.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ __all__ = ["register_flash_attention"]
 
 
 def register_flash_attention(context: GpuContext, name: str = "gpu_actors") -> str:
-    """Make a running context known to torch as the flash attention implementation ``name``; gives the name.
+    """Register a running context with torch as the flash attention implementation ``name``. Returns the name.
 
-    `torch.nn.attention.activate_flash_attention_impl` switches to it, for the whole process, and
-    `torch.nn.attention.restore_flash_attention_impl` back. Registering a name again replaces its context from the next
-    activation on.
+    `torch.nn.attention.activate_flash_attention_impl` switches the whole process to it, and
+    `torch.nn.attention.restore_flash_attention_impl` switches back. Registering a name again replaces its context from
+    the next activation on.
 
-    On the context's device these come here then: `torch.nn.attention.varlen.varlen_attn` and ``varlen_attn_out``, with
-    windows, GQA, pages (``block_table`` beside ``seqused_k``) and ``num_splits`` of pages, and
-    `torch.nn.functional.scaled_dot_product_attention` where torch chooses flash attention. On the CPU that may have a
-    mask. Gradients and dropout work; the dropped places are not those of torch's own kernels.
+    While it is active, these calls on the context's device go through the context:
+    `torch.nn.attention.varlen.varlen_attn` and ``varlen_attn_out``, with windows, GQA, pages (``block_table`` beside
+    ``seqused_k``) and ``num_splits`` of pages; and `torch.nn.functional.scaled_dot_product_attention` if torch chooses
+    flash attention, on the CPU also with a mask. Gradients and dropout work; the dropped places are not those of
+    torch's own kernels.
 
-    A call blocks its thread, and raises `WouldBlock` on the thread of a running event loop. What no kernel computes
-    raises `Unsupported`, as ``explain`` of the service says it; nothing falls back. Once the context is closed, calls
-    raise `ActorStopped`. Raises `InvalidRequest` itself for a context or name that is none.
+    A call blocks its thread, and raises `WouldBlock` on the thread of a running event loop. A call that no kernel
+    computes raises `Unsupported` in the words of the service's ``explain``; nothing falls back. Once the context is
+    closed, calls raise `ActorStopped`. This function raises `InvalidRequest` for an unusable context or name.
     """
     check_context(context)
     if not isinstance(name, str) or not name:
@@ -51,7 +52,7 @@ def register_flash_attention(context: GpuContext, name: str = "gpu_actors") -> s
 
 
 class _Active:
-    """The functions in torch's dispatcher, from its making until `remove`."""
+    """Keeps the functions in torch's dispatcher, from its creation until `remove`."""
 
     def __init__(self, context: GpuContext) -> None:
         key = "CPU" if context.info.device_name == "cpu" else "CUDA"
@@ -67,7 +68,7 @@ class _Active:
             operators["_scaled_dot_product_flash_attention_for_cpu_backward"] = _sdpa_cpu_backward
         self._library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            # To activate an implementation is to replace torch's own kernels, of which torch warns.
+            # Activation replaces torch's own kernels on purpose, but torch warns of it.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for operator, function in operators.items():
                 self._library.impl(operator, functools.partial(function, context), key)
@@ -76,7 +77,7 @@ class _Active:
         self._library = None
 
 
-# aten's operators. Arguments that this package has under the same name keep torch's order.
+# aten's operators, with the names and the order of torch's arguments
 
 
 def _forward(
@@ -103,7 +104,7 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     """query: (batch, rows, heads, dim), or (total, heads, dim) with cum_seq_q. key, value: likewise, or pages.
 
-    Raises `Unsupported` for options that torch's backward would lose, where gradients are recorded.
+    If gradients are recorded, raises `Unsupported` for options that torch does not pass to backward.
     """
     if return_debug_mask:
         raise Unsupported("return_debug_mask", True, "the dropped places are not given", False)
@@ -260,7 +261,7 @@ def _sdpa_cpu_backward(
     return _dense_backward(context, operands, logsumexp, is_causal, scale, bias=_bias(attn_mask, query, key))
 
 
-# What they share
+# What the operators share
 
 
 def _dense(
@@ -272,7 +273,7 @@ def _dense(
     scale: float | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # torch promises that the output lies in memory as the query does.
+    # torch promises that the output has the query's memory layout.
     out = torch.empty_like(query)
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     found = _ask(
@@ -328,7 +329,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
 
 
 def _dropout_state(query: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What torch hands on to backward: the seed, an offset that is not used, and a mask that is not given."""
+    """What torch passes on to backward: the seed, an unused offset, and an empty mask of dropped places."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     if seed:
         state[0] = seed

@@ -3,21 +3,20 @@
     register(context)
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="gpu_actors")
 
-Transformers asks twice: once a forward pass for a mask, once a layer for attention. The mask says what is no plain
-causal or sliding window:
+Transformers asks for a mask once per forward pass, and for attention once per layer. The mask has one of three forms:
 
-    None                       nothing: every key counts
-    int32 (keys, batch, 1, 1)  which keys count, and that there are no others behind them: padding, or a static cache's
-                               end. 0 for a hidden key, 1 for one that counts; -1 - n for one that counts where rows see
-                               no further than n keys, 1 + n where they see those of their own chunk of n
-    bool (batch, 1, q, k)      anything else, written out and given to the kernels as a bias
+    None                       every key counts, but for the causal order
+    int32 (keys, batch, 1, 1)  which keys count, with padding, a static cache, a window or chunks; later keys do not
+                               count. 0: a hidden key. Others count: 1 if rows see any distance, -1 - n if they see no
+                               further than n keys, 1 + n if they see their own chunk of n keys alone
+    bool (batch, 1, q, k)      any other mask, written out and given to the kernels as a bias
 
-A window or a chunk comes with its mask because only some models tell attention of it, and not all of those count as the
-mask does.
-All masks have four axes, by which Transformers knows one that is ready: `generate` hands in masks that it asked for
-before. Keys come first, so that a model that computes with masks itself, as with one that is written out, fails loudly.
+The mask carries the window or the chunk because only some models pass it to attention, and some of these count it
+differently.
+All masks have four axes, by which Transformers recognises a finished mask: `generate` passes masks that it asked for
+before. Keys come first, so that a model fails loudly if it takes the mask for one that is written out.
 
-Gradients flow. Needs torch and transformers, which nothing else of this package imports.
+Gradients are computed. Needs torch and transformers, which nothing else of this package imports.
 """
 
 from __future__ import annotations
@@ -45,20 +44,21 @@ from gpu_actors.isolation.context import IsolatedContext
 __all__ = ["continuous_batching", "register"]
 
 _numbers = itertools.count(1)
-"""For the names of implementations."""
+"""Numbers in the names of implementations."""
 _FEW_ROWS = 8
-"""Of a sequence in a step of decoding, drafts included. The kernel that skips padding in place is made for these."""
-# By the cache, which ends with its generation; the prepared requests end with it.
+"""The most rows of a sequence in a decoding step, drafts included, for which the kernel that skips padding is made."""
+# By cache. When a generation ends, its cache is freed, and with it the prepared requests.
 _PAGED: weakref.WeakKeyDictionary[PagedAttentionCache, PagedAttention] = weakref.WeakKeyDictionary()
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
-    """Make a running context known as the attention implementation ``name``; gives the name.
+    """Register a running context as the attention implementation ``name``. Returns the name.
 
-    Models take it by ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Registering a name again
-    replaces its context. model: is switched to it at once. A model may compute attention in code of its own (GPT-J,
-    Falcon, BLOOM, MPT and others): Transformers' ``set_attn_implementation`` only logs that it stays as it is, and this
-    raises `Unsupported`. So does the forward pass of one that was loaded with the name and asks for a mask.
+    Models use it with ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Registering a name
+    again replaces its context. model: is switched to it at once. Some models compute attention in code of their own
+    (GPT-J, Falcon, BLOOM, MPT and others). For these Transformers' ``set_attn_implementation`` only logs that nothing
+    changes, and this function raises `Unsupported`. Their forward pass raises it too, if they were loaded with the name
+    and ask for a mask.
 
     Masks, GQA, sliding windows, softcap, learned sinks (``s_aux``), position biases, packed rows
     (``cu_seq_lens_q``), static caches and dropout work as in Transformers' own implementations; attention weights are
@@ -66,7 +66,7 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
 
     A forward pass blocks the calling thread, so it must not run on the thread of a running event loop: it raises
     `WouldBlock` there. It raises `ActorStopped` once the context is closed, and what
-    `gpu_actors.interop.torch.attention` raises. Raises InvalidRequest itself for a context or name that is none.
+    `gpu_actors.interop.torch.attention` raises. This function raises InvalidRequest for an unusable context or name.
     """
     check_context(context)
     if not isinstance(name, str) or not name or "|" in name:
@@ -84,26 +84,26 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
 def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator[None]:
     """While entered, the model's continuous batching (``generate_batch``) computes attention through a context.
 
-    Transformers keeps its paged cache and writes the new keys there. The context reads its pages where they lie,
-    through block tables that it makes once a forward pass, on torch's current stream. Transformers copies keys first:
+    Transformers keeps its paged cache and writes the new keys there. The context reads the pages in place, through
+    block tables that it makes once per forward pass, on torch's current stream. Transformers copies keys first:
 
-    - in a layer with a sliding window, where a sequence that is longer than the window has several new rows, such as a
+    - in a layer with a sliding window, if a sequence that is longer than the window has several new rows, such as a
       chunk of its prompt;
     - in a context with ``isolation="process"``, for a model on the host whose context has a GPU, with dropout, and
       before Transformers 5.23.
 
     Windows, softcap and sinks work as with `register`. For continuous batching Transformers takes its own
-    implementations and those that are named after flash-attn, which it imports when a model is switched to them. The
-    model is therefore switched here, to a name of its own. Several models may generate at once, each through another
-    context.
+    implementations and those that are named after flash-attn, and imports flash-attn when a model is switched to one of
+    these. This function therefore switches the model itself, to a name of its own. Several models may generate at once,
+    each through another context.
 
-    Leave it once the model generates nothing more; the model then has its own implementation again. Transformers'
-    thread computes, so an error of the context is the ``error`` of each request that it concerns. Raises
-    `InvalidRequest` for what is no context or model, and `Unsupported` as `register`.
+    Leave it once the model generates nothing more; the model then has its former implementation again. Transformers
+    computes on a thread of its own, so an error of the context becomes the ``error`` of each request that it concerns.
+    Raises `InvalidRequest` for an object that is no context or model, and `Unsupported` as `register` does.
     """
     _check_switched(context, model)
     former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
-    # Transformers reads a number behind "flash" as the version of flash-attn.
+    # Transformers reads a number after "flash" as the version of flash-attn.
     name = register(context, f"gpu_actors_{next(_numbers)}_flash")
     try:
         for part in _parts_of(model):
@@ -134,9 +134,9 @@ _OWN_ATTENTION = "computes attention in code of its own, which asks no attention
 
 @functools.lru_cache(maxsize=256)
 def _own_attention(config: type) -> str | None:
-    """The model with that type of config, if it computes attention in code of its own, as far as its source tells.
+    """The model with that type of config, if its source shows that it computes attention in code of its own, or None.
 
-    It would take the mask that is meant for another: without one, it attends to later keys too.
+    Such a model would misread this module's masks: with None, it attends to later keys too.
     """
     classes = [kind for kind in _subclasses(PreTrainedModel) if kind.config_class is config]
     verdicts = {kind.__name__: (kind._can_set_attn_implementation(), _source_was_read(kind)) for kind in classes}
@@ -150,7 +150,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _source_was_read(kind: type) -> bool:
-    """Transformers takes a model of a notebook, whose source it cannot read, for one that cannot be switched."""
+    """Whether Transformers read the model's source. Without it, as in a notebook, it reports that no switch works."""
     return isinstance(getattr(kind, "_can_set_attn_implementation_cached_value", None), bool)
 
 
@@ -184,7 +184,7 @@ def _attend(
             reason = "is for flash-attn's own kernels"
             raise Unsupported("block_table", "a table", reason, "max_blocks_per_request=0")
         given = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **rest}
-        # Versions of Transformers before 5.23 lay the cache out otherwise.
+        # Versions of Transformers before 5.23 have another layout of the cache.
         in_place = hasattr(cache, "layer_to_allocator") and _reaches(context, query)
         if in_place and not dropout and position_bias is None:
             check_open(context.number)
@@ -197,7 +197,7 @@ def _attend(
                 paged = _PAGED[cache] = PagedAttention(context)
             allocator = cache.layer_to_allocator[module.layer_idx]
             return paged.attend(allocator, module.layer_idx, q, k, v, s_aux, options, given)[None], None
-        # It writes the new keys, and gives those of each sequence one after the other.
+        # This writes the new keys, and returns the keys of all sequences, one sequence after the other.
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
         cu_seq_lens_k, max_length_k, is_causal = given["cu_seq_lens_k"], given["max_length_k"], True
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -237,19 +237,19 @@ def _attend(
 
 
 def _reaches(context: GpuContext, query: torch.Tensor) -> bool:
-    """Whether the context can read a cache, which lies where the query does, without copying it whole.
+    """Whether the context can read a cache without copying it whole. The cache lies where the query does.
 
-    The process of an isolated context does not have the memory, and a GPU does not have that of the host.
+    The process of an isolated context cannot read this process's memory, and a GPU cannot read the host's.
     """
     copied = context.info.kind == "cuda" and not query.is_cuda
     return not copied and not isinstance(context, IsolatedContext)
 
 
 def _read(mask: torch.Tensor | None, sliding_window: int | None) -> tuple[torch.Tensor | None, int | None, int]:
-    """The mask, bool (batch, keys) where it says which keys count, how far a row sees, and the keys of a chunk.
+    """The mask, how far a row sees (None: any distance), and the keys of a chunk (0: no chunks).
 
-    None for a row that sees all the way, 0 for no chunks. Of a window that the mask does not know the model may tell,
-    whose ``sliding_window`` counts the row's own key.
+    A mask that says which keys count becomes bool (batch, keys). If the mask has no window, the window is the model's
+    ``sliding_window``, which counts the row's own key.
     """
     reach = None if sliding_window is None else sliding_window - 1
     if mask is None or mask.ndim != 4 or mask.dtype != torch.int32:
@@ -300,12 +300,12 @@ def _packed(
 def _padded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, placed: bool, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Leave out what a mask (batch, keys) hides, and attend to the rest.
+    """Attend to the keys that a mask (batch, keys) does not hide.
 
-    The few rows of a step read the keys where they lie, if those that count have no hidden ones between them. Else the
-    keys that count are copied, as packed sequences.
-    placed: the rows are the last ones of their sequence, and what they see depends on that. Those that are padding are
-    left out, too, and stay 0. Other rows may belong to another sequence than the keys, and all count.
+    If the rows are few and no hidden key lies between two that count, the keys are read in place. Else the keys that
+    count are copied, as packed sequences.
+    placed: whether the rows are the last ones of their sequence, and what they see depends on it. Rows of padding are
+    then left out too, and stay 0. If not placed, rows may belong to another sequence than the keys, and all rows count.
     """
     batch, rows = q.shape[:2]
     keys = mask.shape[1]
@@ -329,12 +329,12 @@ def _padded(
 
 
 def _ends(mask: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of what counts in a mask (batch, n)."""
+    """The cu_seqlens of the elements that count in a mask (batch, n)."""
     return torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _reads_in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether a call needs its numbers alone: `attention` has gradients, tangents, casts, tracing and dropout too."""
+    """Whether a call can do without `attention`, which has gradients, tangents, casts, tracing, dropout and copies."""
     operands = (q, k, v, options.get("sinks"))
     return _reaches(options["context"], q) and not (
         options.get("dropout_p")
@@ -348,7 +348,7 @@ def _reads_in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
 def _in_place(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of packed rows to keys (batch, keys, heads, dim) of which a mask without holes says which count."""
+    """Attention of packed rows to keys (batch, keys, heads, dim), in place. A mask without holes says which count."""
     options = dict(options)
     context = check_open(options.pop("context").number)
     first = mask.int().argmax(1)
@@ -368,7 +368,7 @@ def _in_place(
 
 
 def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to the scores. It may be a tensor to add already."""
+    """What is added to the scores for a mask and a bias. A mask that is not bool is added as it is."""
     if mask.dtype == torch.bool:
         hidden = torch.full((), float("-inf"), dtype=dtype, device=mask.device)
         added = torch.where(mask, hidden.new_zeros(()), hidden)
@@ -383,8 +383,9 @@ def _added(mask: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torc
 class _Known(NamedTuple):
     """A pattern that kernels know.
 
-    causal: rows see no later keys. reach: how far they see, None for all the way. chunk: keys of a chunk, of which rows
-    see their own alone, 0 for none. begins: the hidden keys (batch,) before the first chunk of each sequence.
+    causal: rows see no later keys. reach: how many keys away they see, None for any distance. chunk: keys of a chunk, 0
+    for no chunks; rows see their own chunk alone. begins: (batch,), how many hidden keys each sequence has before its
+    first chunk.
     """
 
     causal: bool
@@ -397,7 +398,7 @@ class _Known(NamedTuple):
         return 1 + self.chunk if self.reach is None else -1 - self.reach
 
     def holds_without(self, columns: torch.Tensor) -> bool:
-        """Whether rows see the same keys once those that do not count, in a mask (batch, keys), are left out."""
+        """Whether rows still see the same keys if the keys that a mask (batch, keys) hides are left out."""
         if self.reach is None and not self.chunk:
             return True
         leading = columns.int().cumsum(1).eq(0).sum(1)
@@ -415,7 +416,7 @@ def _mask(
     device: Any = "cpu",
     **given: Any,
 ) -> torch.Tensor | None:
-    """What Transformers asks of an implementation: see the module. attention_mask: bool (batch, all keys so far)."""
+    """The mask that Transformers asks for, see the module's docstring. attention_mask: bool (batch, keys so far)."""
     config: Any = type(given.get("config"))
     own = _own_attention(config)
     if own is not None:
@@ -430,7 +431,7 @@ def _mask(
             columns = torch.ones(batch_size, keys, dtype=torch.bool, device=device)
         else:
             columns = attention_mask[:, kv_offset : kv_offset + keys].bool()
-        # A window would reach further without the hidden keys between, and chunks would begin elsewhere.
+        # If hidden keys were left out, a window over them would reach further, and chunks would begin elsewhere.
         moved = known.chunk > 0 and kv_offset > 0
         if columns.shape[1] == keys and not moved and known.holds_without(columns):
             if known.value == 1 and keys == kv_length and columns.all():
@@ -452,14 +453,14 @@ def _mask(
 
 
 def _has_holes(mask: torch.Tensor) -> bool:
-    """Whether a row has a hidden key between two that count."""
+    """Whether a sequence has a hidden key between two that count."""
     return bool((mask.int().diff(dim=1, prepend=mask.new_zeros(len(mask), 1).int()).eq(1).sum(1) > 1).any())
 
 
 def _recognise(mask_function: Callable[..., Any]) -> _Known | None:
-    """The pattern of a mask function of Transformers, or None where it is another.
+    """The pattern of a mask function of Transformers, or None if kernels do not know its pattern.
 
-    Its functions are closures, so that those made of others are told by what they were made of.
+    The functions are closures, so a function made of others is recognised by the functions that it closes over.
     """
     if mask_function is masking_utils.causal_mask_function:
         return _Known(causal=True)
@@ -480,12 +481,12 @@ def _recognise(mask_function: Callable[..., Any]) -> _Known | None:
         return _Known(causal=True, reach=length - 1)
     bidirectional = parts[1] is masking_utils.bidirectional_mask_function
     if overlay == "sliding_window_bidirectional_overlay" and bidirectional:
-        return _Known(causal=False, reach=length)  # which counts no row's own key
+        return _Known(causal=False, reach=length)  # this length does not count the row's own key
     return None
 
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Any, ...]:
-    """What an intersection was made of; nothing where it is none."""
+    """The mask functions of an intersection (``and_masks``). Empty for another function."""
     if getattr(mask_function, "__qualname__", "").split(".")[0] != "and_masks":
         return ()
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())

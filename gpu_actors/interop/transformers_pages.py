@@ -1,10 +1,10 @@
-"""PagedAttention: attention over the pages of Transformers' continuous batching, where they lie.
+"""PagedAttention: attention over the pages of Transformers' continuous batching, in place.
 
     new keys ──Transformers' own write──> its pages <──block table, lengths── a prepared request, on torch's stream
 
-The layers of a group (full attention, or sliding windows) have their keys in the same places. Transformers gives a
-forward pass the place of each key that a group reads. The first layer of the group makes block tables of these places,
-and its other layers use them too.
+The layers of a group (full attention, or sliding windows) have their keys in the same places. For each forward pass
+Transformers passes the place of each key that a group reads. The first layer of the group makes block tables of these
+places, and its other layers use them too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MOST_PLANS = 64
 class _Step:
     """What the layers of a group share in one forward pass.
 
-    read_index: Transformers' list of the pass. It is kept, so that another one cannot have its identity.
-    page_size: keys of a page of the block table, 0 where the keys do not come from pages.
+    read_index: Transformers' list of the pass. It is kept, so that another list cannot have its identity.
+    page_size: keys of a page of the block table, 0 if the keys do not come from pages.
     arrays: cu_seqlens and tables, by the names of the request's fields.
     """
 
@@ -53,22 +53,22 @@ class _Plan:
 
 
 class PagedAttention:
-    """The attention of a context over one paged cache. For one thread at a time.
+    """The attention of a context over one paged cache. One thread at a time may use it.
 
     Keys come from one of three places:
 
     - The new rows alone, where no sequence has older keys.
     - The pages. A sliding window is a ring of keys, whose first one may lie anywhere in a page. Its block table
       therefore has each key as a page of one.
-    - A copy that Transformers makes, for layers with a sliding window, where a sequence that is longer than the window
-      has several new rows. Its new keys then overwrite older ones that the first of these rows see.
+    - A copy that Transformers makes, for layers with a sliding window, if a sequence that is longer than the window has
+      several new rows. Its new keys then overwrite older ones that the first of these rows see.
     """
 
     def __init__(self, context: GpuContext) -> None:
         self.context = context
         self._steps: dict[int, _Step] = {}
         self._plans: dict[Any, _Plan] = {}
-        # A CUDA graph has the addresses of the plans that it was captured with.
+        # A CUDA graph reads the memory of the plans that it was captured with, so they are kept.
         self._captured: set[_Plan] = set()
 
     def attend(
@@ -85,9 +85,9 @@ class PagedAttention:
         """Write a layer's new keys and values, and attend to all of them: (rows, heads, dim) like q.
 
         allocator: Transformers' `CacheAllocator` of the layer's group. q, k, v: the new rows (rows, heads, dim).
-        sinks: (heads,). options: of the requests. given: what Transformers gives to attention, by its names:
-        ``read_index`` and ``write_index`` have a tensor for each group, ``cu_seq_lens_k`` and ``max_length_k`` one for
-        each type of layer. Raises what `FlashAttnHandle.prepare` and `PreparedAttention.run` raise.
+        sinks: (heads,). options: of the requests. given: what Transformers passes to attention, by its names:
+        ``read_index`` and ``write_index`` have a tensor for each group, ``cu_seq_lens_k`` and ``max_length_k`` an entry
+        for each type of layer. Raises what `FlashAttnHandle.prepare` and `PreparedAttention.run` raise.
         """
         read_index, write = given["read_index"], given["write_index"][allocator.index]
         read = read_index[allocator.index]
@@ -153,7 +153,7 @@ class PagedAttention:
 
 
 def _step(allocator: Any, given: dict[str, Any]) -> _Step:
-    """What the layers of an allocator share in the pass with these arguments. The tensors are its own."""
+    """What the layers of an allocator's group share in the pass with these arguments. The step owns its tensors."""
     read_index, write = given["read_index"], given["write_index"][allocator.index]
     read, ends_k = read_index[allocator.index], given["cu_seq_lens_k"][allocator.layer_type]
     longest_k = given["max_length_k"][allocator.layer_type]
@@ -171,24 +171,24 @@ def _step(allocator: Any, given: dict[str, Any]) -> _Step:
 
 
 def _read_each_run(q: torch.Tensor) -> bool:
-    """Whether runs read a request's arrays anew. Those on the host are read when the request is prepared."""
+    """Whether each run reads a request's arrays anew. Arrays on the host are read when the request is prepared."""
     return bool(q.is_cuda)
 
 
 def _page_size(allocator: Any, read: torch.Tensor, longest_k: int) -> int:
-    """Keys of a page that a group's keys can be read from; 0 where they are not read from pages."""
+    """The keys of a page, if a group's keys can be read from pages, else 0."""
     if read.numel() == 0:
         return 0
     if allocator.layer_type == "sliding_attention":
-        # All keys that the rows of a sequence see are in its ring after the write if so many fit into it.
+        # If a sequence's keys fit into its ring, all that its rows see are there after the write.
         return 1 if longest_k <= allocator.sliding_window else 0
     return int(allocator.tokens_per_page) if allocator.supports_block_table else 0
 
 
 def _block_table(read: torch.Tensor, ends_k: torch.Tensor, longest_k: int, page_size: int) -> torch.Tensor:
-    """The pages of each sequence, int32 (sequences, most pages), from the places of its keys, one behind the other.
+    """The pages of each sequence, int32 (sequences, columns). read: the places of the keys, sequence after sequence.
 
-    A power of two of columns, so that few plans serve all steps.
+    The number of columns is a power of two, so that few plans serve all steps.
     """
     columns = 1 << (-(-longest_k // page_size) - 1).bit_length()
     firsts = ends_k[:-1, None] + torch.arange(0, columns * page_size, page_size, device=read.device)
@@ -196,7 +196,7 @@ def _block_table(read: torch.Tensor, ends_k: torch.Tensor, longest_k: int, page_
 
 
 def _pages(allocator: Any, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values (pages, page_size, heads, dim), without a copy. Those of layers lie side by side."""
+    """A layer's keys and values (pages, page_size, heads, dim), without a copy. Layers lie side by side in memory."""
     keys, values = allocator._kv_token_views[layer]
     count = min(len(keys), len(values)) // page_size
     k, v = (x[: count * page_size].view(count, page_size, *x.shape[1:]) for x in (keys, values))

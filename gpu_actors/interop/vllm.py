@@ -35,9 +35,9 @@ __all__ = ["VllmBackend", "VllmImpl", "VllmMetadata", "VllmMetadataBuilder", "re
 def register(context: GpuContext | None = None) -> None:
     """Make the service the backend ``CUSTOM`` of vLLM in this process.
 
-    context: computes the attention of this process. None, as the engine calls it: that of an earlier call, else a
-    worker opens one on the GPU of its tensors, at the first batch, and keeps it until the process ends. Raises
-    `InvalidRequest` for what is no context.
+    context: computes the attention of this process. None, as the engine passes it: the context of an earlier call, or
+    else one that a worker opens on the GPU of its tensors, at the first batch, and keeps until the process ends.
+    Raises `InvalidRequest` for an object that is no context.
     """
     if context is not None:
         use_context(context)
@@ -45,16 +45,16 @@ def register(context: GpuContext | None = None) -> None:
 
 
 class VllmBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it builds a model: what the backend takes, and its classes."""
+    """Tells vLLM, before it builds a model, what the backend supports and which classes it has."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
-    # Layers that share the keys of another write none, which vLLM knows: it asks for the two apart.
+    # vLLM asks for the writes separately, because it knows which layers share another's keys and write none.
     forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the backend up by it
+        return "CUSTOM"  # vLLM looks the backend up by this name
 
     @staticmethod
     def get_impl_cls() -> type[VllmImpl]:
@@ -89,7 +89,7 @@ class VllmBackend(AttentionBackend):  # type: ignore[misc]
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why no kernel answers a model's attention on a GPU, in the words of `FlashAttn.explain`, or None."""
+        """Why no kernel computes a model's attention on a GPU, in the words of `FlashAttnHandle.explain`, or None."""
         name = str(dtype).removeprefix("torch.")
         kept = name if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         arch = exact_arch(10 * device_capability[0] + device_capability[1])
@@ -103,9 +103,9 @@ class VllmBackend(AttentionBackend):  # type: ignore[misc]
 
 @dataclass
 class VllmMetadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch, for every layer.
+    """A batch, as all layers share it.
 
-    rows: new tokens of all sequences, without padding. options: of `PagedForward`, the arrays on the layers' device.
+    rows: new tokens of all sequences, without padding. options: of `PagedForward`, with arrays on the layers' device.
     """
 
     rows: int
@@ -113,13 +113,13 @@ class VllmMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class VllmMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """From vLLM's description of a batch to ours. It lets vLLM capture no attention: a layer waits for its result."""
+    """Makes `VllmMetadata` of vLLM's batches. It lets vLLM capture no attention: a layer waits for its result."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> VllmMetadata:
-        """Raises `Unsupported` for a batch that is not causal."""
+        """The metadata of a batch. Raises `Unsupported` for a batch that is not causal."""
         common = common_attn_metadata
         if common.causal is not True:
             raise Unsupported("causal", common.causal, "the tokens of a batch see none after them here", True)
@@ -133,7 +133,7 @@ class VllmMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class VllmImpl(AttentionImpl):  # type: ignore[misc]
-    """The attention of one layer. Raises `Unsupported` for a layer that `PagedForward` does not state."""
+    """The attention of one layer. Raises `Unsupported` for a layer that `PagedForward` cannot express."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
             reason = "keys and values are written to the pages as they are, unscaled"
             raise Unsupported("kv_cache_dtype", kv_cache_dtype, reason, "auto")
         for name, value in others.items():
-            # vLLM's words for an option that is not used. 0 is a value, though it equals False.
+            # vLLM marks an unused option with None, False or -1. 0 is a value, though it equals False.
             if not (value is None or value is False or (isinstance(value, int) and value == -1)):
                 raise Unsupported(name, value, "PagedForward has no such option", None)
         self.num_heads = num_heads
@@ -177,7 +177,7 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value, (rows, kv_heads, head_size), to the pages, as `write_rows`."""
+        """Write key and value, (rows, kv_heads, head_size), to the pages with `write_rows`."""
         for pages, rows in zip(self._pages(kv_cache), (key, value), strict=True):
             write_rows(pages, slot_mapping, rows)
 
@@ -193,14 +193,14 @@ class VllmImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of query (rows, heads, head_size), whose keys are in the pages, into ``output`` of its shape.
+        """Compute the attention of query (rows, heads, head_size) to the keys in the pages, into ``output`` like query.
 
         kv_cache: (num_blocks, kv_heads, block_size, 2 * head_size), keys before values, with any outer strides.
-        Rows of padding are left as they are. Raises as `paged_attention`.
+        Rows of padding are not written. Raises what `paged_attention` raises.
         """
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("output_scale", "a tensor", "outputs have the dtype of the query", None)
-        if attn_metadata is None:  # vLLM measures its memory, and has no pages yet
+        if attn_metadata is None:  # vLLM is measuring its memory, and has no pages yet
             return output.zero_()
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(query.device)

@@ -1,9 +1,9 @@
-"""Workers in Ray actors, and contexts behind Ray Serve. Ray is the engine: it places, starts and watches processes.
+"""Workers in Ray actors, and contexts in Ray Serve's replicas. Ray places, starts and watches the processes.
 
 async with ray_pool(2, num_gpus=1) as pool:  # a ContextPool
     reply = await pool.ask(lambda ctx: ctx.flash_attn.forward(q, k, v))
 
-Needs ray (the extra "ray"). `router` is imported by itself, for it needs Serve (the extra "ray-serve").
+Needs ray (the extra "ray"). Import `router` separately, because it needs Serve (the extra "ray-serve").
 """
 
 from __future__ import annotations

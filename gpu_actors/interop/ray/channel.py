@@ -1,7 +1,7 @@
 """Records as arguments and results of calls to a Ray actor.
 
-Ray carries a parcel as it carries any value: small ones in the call, large ones through its object store. Pickling is
-this package's own, so that a request that cannot be read has an answer of its own and its call does not fail.
+Ray carries a parcel like any value: small ones in the call, large ones through its object store. This package pickles
+records itself, so that a request that cannot be read gets an answer of its own and the call does not fail.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gpu_actors.isolation.records import Request
 __all__ = ["BATCH", "Crate", "Parcel", "Parcels", "RayChannel", "fill", "first_line"]
 
 BATCH = 32 << 20
-"""Bytes of parcels from which on no more go into one call."""
+"""A call takes no more parcels once it has this many bytes."""
 
-# Calls with records that have not returned: a worker that takes nothing more has to be noticed here.
+# The most calls with records in flight. More records wait here, where a worker that takes nothing more is noticed.
 _CALLS = 4
 
 _SPAN = 1 << 44  # addresses of one block
 
 
 class Parcel(NamedTuple):
-    """A record as it travels. about: the request that it makes or answers. blocks: its arrays, as bytes."""
+    """A record as Ray carries it. about: the request that it makes or answers. blocks: its arrays, as bytes."""
 
     sequence: int
     about: int
@@ -49,7 +49,7 @@ class Parcel(NamedTuple):
 class Crate:
     """The memory of one record's arrays, which is copied to the other side. A `gpu_actors.isolation.packing.Memory`.
 
-    blocks: those that came. What Ray's object store holds is read-only, and copied before it is used.
+    blocks: the received blocks. A block in Ray's object store is read-only, and is copied before it is used.
     """
 
     shared = False
@@ -72,7 +72,7 @@ class Crate:
         raise AssertionError(start)
 
     def give(self, _: int) -> None:
-        """A block goes with its last array."""
+        """Do nothing: a block is freed with its last array."""
 
     def memory(self, start: int, nbytes: int) -> Host:
         block = self.blocks[start // _SPAN]
@@ -95,7 +95,7 @@ class Parcels:
         return Parcel(0, about, packed.places, packed.body, tuple(crate.blocks))
 
     def unpack(self, parcel: Parcel) -> Any:
-        """The record, or `Unreadable`."""
+        """The record, or `Unreadable` if it cannot be read."""
         about = parcel.about
         own = self._requests.pop(about, ()) if self._asks else ()
         try:
@@ -112,7 +112,7 @@ class Parcels:
 
 
 class RayChannel(Parcels):
-    """The program's end: `gpu_actors.remote.Channel` over calls of ``actor.post``. Parcels that wait go together.
+    """The program's end: a `gpu_actors.remote.Channel` that calls ``actor.post``. Waiting parcels share a call.
 
     failed: called once, on any thread, with the error of a call that failed.
     """
@@ -169,7 +169,7 @@ class RayChannel(Parcels):
 
 
 def fill(waiting: Any) -> list[Parcel]:
-    """Parcels for one call, taken from the left of a deque that has some."""
+    """Take parcels for one call from the left of a deque."""
     batch, size = [], 0
     while waiting and size < BATCH:
         parcel = waiting.popleft()
@@ -179,13 +179,13 @@ def fill(waiting: Any) -> list[Parcel]:
 
 
 def first_line(error: BaseException) -> str:
-    """What Ray says, without its traceback."""
+    """An error's type and first line, without Ray's traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _by_value(request: Request) -> Request:
-    """Functions that a worker cannot import travel by value, as Ray sends its own."""
+    """The request, with its function pickled by value, as Ray does it, if the worker cannot import the function."""
     if request.actor or not isinstance(request.message, tuple) or request.message[0] != "run":
         return request
     name, function, arguments = request.message

@@ -22,23 +22,23 @@ from gpu_actors.options import ContextOptions
 
 __all__ = ["ray_pool"]
 
-# Seconds after which one that waits for the cluster looks whether it is cancelled.
+# Seconds between checks for cancellation while a pool waits for the cluster.
 _LOOK = 0.5
 
 
 class ray_pool(open_pool):
-    """Open a pool of workers in Ray actors: ``async with ray_pool(2, num_gpus=1) as pool`` gives a `ContextPool`.
+    """Open a pool of workers in Ray actors: ``async with ray_pool(2, num_gpus=1) as pool`` opens a `ContextPool`.
 
     num_workers: how many, each in a bundle of one placement group. device: of each worker.
-    num_gpus, num_cpus: that Ray reserves for each. None is one GPU, and none for "mock" and "emulated".
+    num_gpus, num_cpus: what Ray reserves for each worker. None: one GPU, or no GPU for "mock" and "emulated".
     strategy: of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
     start_timeout: seconds for the group to be placed, and then for each worker to start; at most 300.
     actor_options: further options of Ray's ``.options(...)`` for the actors.
     others: those of `open_pool`.
 
-    A worker that ends is followed by another actor in its bundle. Leaving closes the workers and removes the group.
-    Entering raises what `open_pool` raises; `StartTimeout`, with what was asked and what the cluster has; and
-    `GpuActorsError` where Ray is not initialised. Then neither a worker nor the group stays.
+    If a worker ends, another actor replaces it in its bundle. Leaving closes the workers and removes the group.
+    Entering raises what `open_pool` raises; `StartTimeout`, with the requested resources and those of the cluster; and
+    `GpuActorsError` if Ray is not initialised. After an error neither workers nor the group remain.
     """
 
     def __init__(

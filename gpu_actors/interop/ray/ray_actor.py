@@ -22,22 +22,22 @@ from gpu_actors.options import ContextOptions
 
 __all__ = ["RayActor", "StartTimeout", "resources_for", "start_worker"]
 
-# Calls of `fetch` at once: while one returns, the other waits.
+# Calls of `fetch` in flight: while one returns, the other waits for records.
 _FETCHES = 2
 
-# Seconds until Ray says that an actor has ended, and until its process has.
+# Seconds to wait until Ray reports the end of an actor, and then until its process has ended.
 _DYING = 10.0
 _OBEYING = 1.0
 
-# The context gives up a worker that has said nothing for so long while it opens.
+# The context gives up a worker that sends nothing for this many seconds while it opens.
 _LONGEST_START = 300.0
 
 
 class StartTimeout(DeadlineExceeded):
     """Ray has not started a worker in time.
 
-    asked: resources of each worker. count: of the workers. timeout: seconds.
-    total, free: resources of the cluster, all of them and those that are free, by Ray's names.
+    asked: resources of each worker. count: how many workers. timeout: seconds.
+    total, free: all resources of the cluster, and the free ones, by Ray's names.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ def resources_for(device: str, num_gpus: float | None, num_cpus: float) -> dict[
 
 
 def check_connected() -> None:
-    """Raise `GpuActorsError` where Ray is not initialised: a call would start a cluster of its own."""
+    """Raise `GpuActorsError` if Ray is not initialised, because a call would start a new cluster."""
     if not ray.is_initialized():
         raise GpuActorsError("Ray is not initialised in this process: call ray.init() first")
 
 
 class RayActor(Launcher):
-    """A `gpu_actors.remote.Workplace`: each generation of a worker is a Ray actor. Ray restarts none of them, the
-    context does, as its `RestartPolicy` allows.
+    """A `gpu_actors.remote.Workplace`: each generation of a worker is a Ray actor. The context restarts them, as its
+    `RestartPolicy` allows. Ray does not.
 
     asked: "CPU" and "GPU" that Ray reserves for each. start_timeout: seconds until `StartTimeout`, at most 300.
-    actor_options: further options of Ray's ``.options(...)`` for an actor, such as ``scheduling_strategy``; a function
-    is called for them at each start.
+    actor_options: further options of Ray's ``.options(...)`` for an actor, such as ``scheduling_strategy``, or a
+    function that returns them. The function is called at each start.
     """
 
     noun: str = "Ray actor"
-    patience: float = 60.0  # large records are overtaken by small ones, and may come from another machine
+    patience: float = 60.0  # small records overtake large ones, which may come from another machine
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class RayActor(Launcher):
 
 
 class _Connection:
-    """One actor. What its calls give arrives in one inbox."""
+    """The connection to one actor. The results of all calls to it arrive in one inbox."""
 
     def __init__(self, workplace: RayActor, order: WorkerSpec, received: Received, options: dict[str, Any]) -> None:
         self.pid: int | None = None
@@ -123,7 +123,7 @@ class _Connection:
         self._received = received
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._place: Place | None = None
-        self._process: Process | None = None  # of an actor on this machine
+        self._process: Process | None = None  # known for an actor on this machine alone
         self._start_by = time.monotonic() + workplace.start_timeout
         asked = workplace.asked
         amounts = {"num_cpus": asked.get("CPU", 0), "num_gpus": asked.get("GPU", 0)}
@@ -163,7 +163,7 @@ class _Connection:
                 continue
             self._fetching -= 1
             if arrived is None:
-                ended = True  # the other call may still bring the last records: Ray keeps no order between two
+                ended = True  # the other call may still bring the last records: Ray does not order the two
                 continue
             if not ray.is_initialized():
                 self.name = "its Ray actor (Ray was shut down)"
@@ -191,13 +191,13 @@ class _Connection:
             self._wait_for_end(_DYING)
         self.channel.close()
         if self._process is not None:
-            if not self._process.wait(_OBEYING):  # a process that is stopped obeys no word of Ray's
+            if not self._process.wait(_OBEYING):  # a stopped process does not react to Ray
                 self._process.kill()
             os.close(self._process.pidfd)
             self._process = None
 
     def _wait_for_end(self, seconds: float) -> None:
-        """Wait for a call to fail, as all do that a dead actor has."""
+        """Wait until a call fails. All calls of a dead actor fail."""
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while not isinstance(self._inbox.get(timeout=max(0.0, end - time.monotonic())), BaseException):
@@ -247,18 +247,17 @@ def start_worker(
     name: str | None = None,
     actor_options: Mapping[str, Any] | None = None,
 ) -> open_remote:
-    """Open a context that a Ray actor has: ``async with start_worker("cuda:0") as ctx``, in all ways of `open_remote`.
+    """Open a context in a Ray actor: ``async with start_worker("cuda:0") as ctx``, or any other way of `open_remote`.
 
-    It gives a `RemoteContext`, which starts another actor where one ends, as the options' ``restart`` allows.
-    device, options, name: as for `open_remote`. Ray chooses the GPU, so the device is "cuda:0" of those that the worker
-    sees.
-    num_gpus, num_cpus: what Ray reserves. None is one GPU, and none for "mock" and "emulated".
+    Entering returns a `RemoteContext`. If its actor ends, it starts another one, as the options' ``restart`` allows.
+    device, options, name: as for `open_remote`. Ray chooses the GPU, so "cuda:0" is the first GPU that the worker sees.
+    num_gpus, num_cpus: what Ray reserves. None: one GPU, or no GPU for "mock" and "emulated".
     start_timeout: seconds, at most 300.
     actor_options: further options of Ray's ``.options(...)``, such as ``resources``, ``runtime_env`` or
     ``scheduling_strategy``.
 
-    Entering raises what `open_remote` raises; `StartTimeout`, with what was asked and what the cluster has; and
-    `GpuActorsError` where Ray is not initialised.
+    Entering raises what `open_remote` raises; `StartTimeout`, with the requested resources and those of the cluster;
+    and `GpuActorsError` if Ray is not initialised.
     """
     workplace = RayActor(resources_for(device, num_gpus, num_cpus), start_timeout, actor_options)
     return open_remote(device, options, workplace=workplace, name=name)

@@ -20,7 +20,7 @@ __all__ = ["Place", "RayWorker"]
 
 
 class Place(NamedTuple):
-    """Where a worker runs. gpus: the ids that Ray gave it."""
+    """Where a worker runs. gpus: the ids of the GPUs that Ray gave it."""
 
     pid: int
     host: str
@@ -29,10 +29,10 @@ class Place(NamedTuple):
 
 
 class RayWorker:
-    """An async actor: the program sends records by `post` and waits for others in `fetch`, two calls at a time.
+    """An async actor. The program sends records with `post`, and waits for records in two calls of `fetch` at a time.
 
-    The context opens on a thread of its own, which then takes one record after the other. So a request that keeps that
-    thread busy does not keep the actor from answering Ray.
+    The context opens on a thread of its own, which then takes one record after the other. The actor therefore answers
+    Ray while a request keeps that thread busy.
     """
 
     def __init__(self, order: tuple[Any, ...]) -> None:
@@ -51,11 +51,11 @@ class RayWorker:
             self._arrived.put(Parcel(*parcel))
 
     async def fetch(self) -> list[tuple[Any, ...]] | None:
-        """Records for the program, as soon as there are some; None when the worker has ended."""
+        """Return records for the program as soon as there are some, or None once the worker has ended."""
         return await self._answers.take()
 
     async def stay(self) -> None:
-        """Never return: that the call fails says that the actor has ended."""
+        """Never return. The call fails when the actor ends."""
         await asyncio.Event().wait()
 
     def _work(self) -> None:
@@ -92,7 +92,7 @@ class _Answers(Parcels):
 
     async def take(self) -> list[tuple[Any, ...]] | None:
         loop = self._loop = asyncio.get_running_loop()
-        while not self._out and not self._ended:  # `post` looks for the loop after it has left something
+        while not self._out and not self._ended:  # `post` appends before it looks for the loop
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters.append(waiter)
             try:

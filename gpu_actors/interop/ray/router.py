@@ -1,7 +1,7 @@
-"""CacheAffineRouter: a request router of Ray Serve that sends a prompt where the pages of its beginning are.
+"""CacheAffineRouter: a request router of Ray Serve that sends a prompt to the replica with the pages of its beginning.
 
-Serve calls the router, and counts and limits requests; which replica comes first is `gpu_actors.distributed.Homes`'
-choice, as in a pool.
+Serve calls the router, and counts and limits requests. `gpu_actors.distributed.Homes` chooses the first replica, as in
+a pool.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class CacheAffineRouter(RequestRouter):  # type: ignore[misc]
     """For ``serve.deployment(request_router_config=RequestRouterConfig(request_router_class=CacheAffineRouter))``.
 
     A request with the keyword ``digests``, such as `gpu_actors.distributed.prefix_digests` of its prompt, goes to the
-    replica that had the longest beginning of it, unless that has too many requests; a new prefix to its place on a ring
-    of hashes. Others go to the less loaded of two. What it remembers is a hint: a wrong entry costs a prefill.
+    replica that had the longest beginning of the prompt, unless that replica has too many requests. A new prefix goes
+    to its place on a ring of hashes. Other requests go to the less loaded of two replicas. The router's memory is a
+    hint: a wrong entry costs a prefill.
 
-    Its ``request_router_kwargs``: slots, requests at once that a replica is good for; bound, how far above the mean of
-    all a replica may be loaded, from half of its slots on.
+    Its ``request_router_kwargs``: slots, how many requests a replica should have at most; bound, the highest load of a
+    replica relative to the mean of all. It does not apply below half of the slots.
     """
 
     def initialize_state(self, slots: int = 16, bound: float = 1.25) -> None:
@@ -45,7 +46,7 @@ class CacheAffineRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Called by Serve: the replica to try first, then the others."""
+        """The replica to try first, then the others. Called by Serve."""
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not found:
             return []
@@ -57,7 +58,7 @@ class CacheAffineRouter(RequestRouter):  # type: ignore[misc]
         return [[first], list(found.values())] if found else [[first]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Called by Serve: the replica that has the request may not be the one that was to be tried first."""
+        """Note which replica has the request: maybe not the one that was chosen first. Called by Serve."""
         digests = _digests(pending_request)
         if digests:
             self._homes.directory.note(digests, replica_id.unique_id)

@@ -1,7 +1,7 @@
-"""Contexts behind Ray Serve: `ContextDeployment` in the replica, `ask` where a program calls it.
+"""Contexts in Ray Serve: `ContextDeployment` in the replica, and `ask` in the program that calls it.
 
-Errors travel as values. What a replica raises reaches Serve's callers as a mix of two types, whose text is a traceback
-and which cannot be pickled. So methods marked with `as_value` give an `Outcome`, and `ask` raises the error in it.
+Errors travel as values. Serve would turn a replica's error into a mix of two types, whose text is a traceback and which
+cannot be pickled. Methods marked with `as_value` therefore return an `Outcome`, and `ask` raises the error in it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """What a method marked with `as_value` gives: a value, or the error that it raised."""
+    """The result of a method marked with `as_value`: a value, or the error that the method raised."""
 
     value: Any
     error: BaseException | None
 
 
 def as_value(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Outcome]]:
-    """Mark an ``async`` method of a deployment: what it raises travels as a value. Call it by `ask`."""
+    """Mark an ``async`` method of a deployment, so that its errors travel as values. Call it through `ask`."""
 
     @functools.wraps(method)
     async def answered(*arguments: Any, **options: Any) -> Outcome:
@@ -69,10 +69,10 @@ class ContextDeployment:
         handle = serve.run(Attention.bind("cuda:0"))
         out = await ask(handle.attend.remote(q, k, v), timeout=2.0)
 
-    device, options, isolation: as for `open_context`. drain_timeout: seconds that a replica which ends waits for
-    launches; Serve has waited for its requests before, as long as its ``graceful_shutdown_timeout_s`` allows.
+    device, options, isolation: as for `open_context`. drain_timeout: seconds that an ending replica waits for launches.
+    Serve waits for its requests before that, as long as ``graceful_shutdown_timeout_s`` allows.
 
-    Serve replaces a replica whose context is failed, stopped or stalled. Let ``max_ongoing_requests`` be at most the
+    Serve replaces a replica whose context is failed, stopped or stalled. Set ``max_ongoing_requests`` to at most the
     options' ``mailbox_capacity``, so that requests wait in Serve's queue, which other replicas share.
     """
 
@@ -90,25 +90,28 @@ class ContextDeployment:
         self._side_tasks = SideTasks(self.context)
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
-        """Enter what the replica needs, such as ``self.context.kv_cache(...)``, from ``__init__``. It is left when the
-        replica ends."""
+        """Enter a context manager that the replica needs, such as ``self.context.kv_cache(...)``, in ``__init__``. It
+        is left when the replica ends."""
         return _in_a_thread(lambda: self._entered.enter_context(manager))
 
     async def run(self, function: Callable[..., Any], *arguments: Any, digests: Any = ()) -> Outcome:
-        """Call ``function(context, *arguments)`` beside the context, as `RemoteContext.run` does. For `ask`.
+        """Call ``function(context, *arguments)`` beside the context, as `RemoteContext.run` does. Call it by `ask`.
 
         digests: of the prompt's pages, by which `CacheAffineRouter` chooses the replica.
         """
         return await self._ran(function, *arguments)
 
     def check_health(self) -> None:
-        """Asked by Serve, which replaces the replica where this raises several times. Raises `ContextLost`."""
+        """Raise `ContextLost` if the context is failed, stopped or stalled. Called by Serve.
+
+        Serve replaces a replica for which this raises several times.
+        """
         health = self.context.health()
         if health.state in ("failed", "stopped", "stalled"):
             raise ContextLost(f"the context has {health.state}: {health.reason}", health.generation)
 
     def __del__(self) -> None:
-        """Called by Serve once the replica's requests have ended."""
+        """Drain and close the context. Called by Serve once the replica's requests have ended."""
         entered, self._entered = getattr(self, "_entered", None), contextlib.ExitStack()
         if entered is not None and hasattr(self, "context"):
             _in_a_thread(lambda: self._end(entered))
@@ -128,9 +131,9 @@ class ContextDeployment:
 async def ask(response: Awaitable[Any], *, timeout: float | None = None) -> Any:
     """Await a response of a deployment's handle: ``await ask(handle.attend.remote(q, k, v), timeout=2.0)``.
 
-    Gives the value. Raises the error that the replica's method raised, and for what Serve itself says:
-    `Overloaded` where its queue is full; `WorkerLost` where the replica has died, ``happened`` "unknown";
-    `ActorStopped` where there is no such deployment any more; `RequestCancelled`.
+    Returns the value. Raises the error that the replica's method raised, and for errors of Serve itself:
+    `Overloaded` if its queue is full; `WorkerLost`, ``happened`` "unknown", if the replica has died;
+    `ActorStopped` if the deployment no longer exists; `RequestCancelled`.
     timeout: seconds, after which the request is cancelled and `DeadlineExceeded` raised. Cancelling the task cancels
     the request.
     """
@@ -165,7 +168,7 @@ def _translated(error: Exception) -> GpuActorsError | None:
 
 
 def _in_a_thread(function: Callable[[], T]) -> T:
-    """Call what blocks: Serve makes and ends a replica on the thread of its event loop."""
+    """Call a blocking function in a thread: Serve makes and ends a replica on the thread of its event loop."""
     return start_thread(function, "gpu-actors-replica").result()
 
 
