@@ -4,7 +4,7 @@ async with Engine.open(ctx, Llama(config, weights), Settings()) as engine:
     async for token in engine.submit(prompt, max_new_tokens=32):
         ...
 
-torch_engine has the same interface over a model that Transformers runs by torch; nothing else imports torch.
+torch_engine has the same interface for a model that Transformers runs with torch; no other module imports torch.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ the step has room for, so a long prompt does not delay the others:
 Most of that room goes to the prompts with the fewest tokens left, and a share of it to the oldest ones, so that short
 prompts do not wait for long ones, and long ones progress in every step.
 
-While a text waits for pages, another one may start before it if it ends before the first could begin, or if it takes
-none of its pages. Batch systems call this backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995).
+While the first waiting text lacks pages, another text may start before it if it ends before the first could begin, or
+if it takes pages that the first does not need. Batch systems call this backfilling (Lifka, "The ANL/IBM SP scheduling
+system", 1995).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 __all__ = ["Batcher", "Rows", "Text"]
 
 _FIFO_SHARE = 4
-"""One in so many of a step's rows for prompts goes to the oldest prompts."""
+"""One in this many of a step's rows for prompts goes to the oldest prompts."""
 
 _BACKFILL_WINDOW = 256
 """How many waiting texts are considered for backfilling."""
@@ -42,8 +43,8 @@ class Text:
     pages: reserved for it until it ends.
     new: how many tokens it may generate.
     computed: how many of its tokens are computed.
-    cached: how many were computed by other texts when it began.
-    sequences: in the cache, one a layer. Empty until it runs.
+    cached: how many of its tokens other texts had computed when it began.
+    sequences: in the cache, one for each layer. Empty until it runs.
     """
 
     tokens: list[int]
@@ -59,7 +60,7 @@ class Text:
         self._longest = len(self.tokens) + self.new
 
     def steps(self, rows: int) -> int:
-        """How many steps it still takes at most, with so many rows in each."""
+        """How many steps the text still takes at most, if each computes up to ``rows`` of its rows."""
         return -(-(len(self.tokens) - self.computed - 1) // rows) + self._longest - len(self.tokens)
 
 
@@ -75,7 +76,7 @@ class Rows(NamedTuple):
 
     @property
     def ends(self) -> NDArray[np.int32]:
-        """int32 (texts + 1,), as cu_seqlens."""
+        """The bounds of the texts' rows as cu_seqlens, int32 (texts + 1,)."""
         return np.cumsum([0, *self.counts], dtype=np.int32)
 
     @property
@@ -126,13 +127,13 @@ class Batcher:
         return admitted
 
     def _next(self) -> Text | None:
-        """The first waiting text, or while it has no room another one that does not delay it."""
+        """The first waiting text, or if there is no room for it, another text that does not delay it."""
         if not self._waiting or len(self._running) >= self._rows:
             return None
         first = self._waiting[0]
         if first.pages <= self._free:
             return first
-        # When there will be pages for the first, and how many beside them.
+        # When the first text will have its pages, and how many pages are spare then.
         spare, until = self._free - first.pages, 0
         for text in sorted(self._running, key=lambda text: text.steps(self._rows)):
             spare, until = spare + text.pages, text.steps(self._rows)

@@ -20,7 +20,7 @@ class Chat(Protocol):
 
 
 class PlainChat:
-    """For a model that was not trained on conversations: one line for each message."""
+    """Makes prompts for a model that was not trained on conversations: one line for each message."""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return "".join(f"{each['role']}: {each['content']}\n" for each in messages) + "assistant: "
@@ -60,9 +60,9 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a folder's tokenizer: of several the one named "default", None if there is none.
+    """The chat template of a folder's tokenizer, None if it has none. Of several it is the one named "default".
 
-    Raises `InvalidRequest` for one that cannot be parsed.
+    Raises `InvalidRequest` for a template that cannot be parsed.
     """
     if not isinstance(tokenizer, FolderTokenizer) or not getattr(tokenizer.transformers, "chat_template", None):
         return None

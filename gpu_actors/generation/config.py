@@ -29,7 +29,7 @@ class LlamaConfig:
     """The sizes of a model.
 
     hidden: columns of the residual stream.
-    inv_freq: the rotation of each pair of a head's columns, in radians a position.
+    inv_freq: the rotation of each pair of a head's columns, in radians per position.
     stop_tokens: each of them ends a text.
     begin_token: the first token of a text, or None. The tokenizer decides whether a prompt gets it.
 
@@ -73,7 +73,7 @@ class LlamaConfig:
         kv_heads: int = 2,
         head_dim: int = 32,
     ) -> LlamaConfig:
-        """A small model for tests and demonstrations. Its vocabulary is that of `ByteTokenizer`."""
+        """A small model for tests and demonstrations, with the vocabulary of `ByteTokenizer`."""
         return cls(
             vocab=vocab,
             hidden=hidden,
@@ -97,7 +97,7 @@ class LlamaConfig:
         path = folder / "config.json"
         entries = read_json(path, dict)
         generation_config = folder / "generation_config.json"
-        # Only there is the token that ends a message, for a model that was trained on conversations.
+        # Of a model that was trained on conversations, only this file names the token that ends a message.
         if generation_config.is_file() and (end := read_json(generation_config, dict).get("eos_token_id")) is not None:
             entries["eos_token_id"] = end
         expect_entries(entries, _FIXED)
@@ -137,7 +137,7 @@ def _from_json(entries: dict[str, Any]) -> LlamaConfig:
 
 
 def frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[float, ...]:
-    """The rotation of each pair of columns in radians a position, scaled as ``rope_type`` says.
+    """The rotation of each pair of columns in radians per position, scaled as ``rope_type`` says.
 
     Raises `Unsupported` for an unknown scaling, `InvalidRequest` for impossible numbers.
     """

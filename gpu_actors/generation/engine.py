@@ -1,4 +1,4 @@
-"""Engine: generates many texts at the same time. They share every step, whatever their arrival and length.
+"""Engine: generates many texts at the same time. Texts of any length and time of arrival share every step.
 
     submit() -> waiting -> running -> step: embed, for each layer [NumPy in a thread, attend in the service], sample
                               ^_______________________________________________________________________|
@@ -59,8 +59,8 @@ class Settings:
     page_size: tokens of a page.
     blocks: pages of the cache, for all layers together.
     dtype: of attention's operands, "float16", "bfloat16" or "float32".
-    cache_dtype: of the cache, the same or an fp8. If one of the two is None it is the other's, and if both are None
-        they are the weights' own (`Weights.dtype`).
+    cache_dtype: of the cache, the same as dtype or an fp8. None takes the other one's value, or the weights' own
+        (`Weights.dtype`) if that is None or fp8. Beside fp8 this is float16 for float32 weights.
     share_prefixes: whether prompts with the same beginning share its pages.
     """
 
@@ -138,7 +138,7 @@ class Engine:
     def longest(self) -> int:
         """How many tokens a text may have, prompt included. The model's positions and the cache's pages limit it."""
         pages_a_layer = self._settings.blocks // self._model.config.layers
-        # A prompt that is scored computes its last token too, so each has a row.
+        # A prompt that is scored computes its last token too, so each token has a row.
         return min(self._model.config.positions, pages_a_layer * self._settings.page_size)
 
     @property
@@ -252,7 +252,7 @@ class Engine:
             replies = [self._cache.create(prompt if shares else None) for prompt in prompts]
             for reply in replies:
                 text.sequences.append(await reply)
-            # A page of one layer may be evicted while that of another is still cached.
+            # One layer's page may be evicted while another layer's page is still cached.
             shared = min(sequence.cached for sequence in text.sequences)
             for sequence in text.sequences:
                 if sequence.cached > shared:
@@ -318,7 +318,7 @@ class Engine:
             return x, self._model.before_attention(layer + 1, x) if more else None
 
     def _draw(self, texts: list[Text], x: Matrix) -> list[_Drawn]:
-        """The next token of each text, or the error why it has none."""
+        """The next token of each text; None if it needs no more, or the error why it has none."""
         with host_span("sample", texts=len(texts)):
             drawn: list[_Drawn] = []
             for text, row in zip(texts, self._model.logits(x), strict=True):
@@ -373,7 +373,7 @@ class Engine:
 
 
 def as_service_error(error: Exception) -> GpuActorsError:
-    """The exception as an error of this package. Another exception is the engine's fault."""
+    """The exception as an error of this package. An exception that is none is a fault of the engine."""
     if isinstance(error, StaleBuffer):
         # The cache belongs to the engine: a client has no buffer that could be stale.
         return ActorStopped(f"the engine has lost its cache: {error}")

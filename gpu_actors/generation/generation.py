@@ -25,8 +25,8 @@ class Generation:
 
     prompt: its tokens.
     made: the tokens generated so far.
-    scores: of each token, if the sampling requests them.
-    prompt_scores: of the prompt's tokens from the second on, likewise. Complete with the first token or the end.
+    scores: of each generated token, if the sampling requests them.
+    prompt_scores: of the prompt's tokens from the second on, if requested. Complete with the first token or the end.
     logits: of each generated token, float32 (vocab,), if the engine stores them.
     reason: why it ended: "stop" (the model's end of text), "length", "deadline", "cancelled" or "error"; "" until then.
     cached: rows of the prompt that other texts had computed.
@@ -127,7 +127,7 @@ class Generation:
         self._notify()
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, TokenScores | None] | None:
-        """The next token from its logits. None for a text with no token left. For one thread at a time."""
+        """The next token from its logits. None for a text with no token left. One thread at a time may call it."""
         return self._sampler.draw(logits) if self._tokens_left else None
 
     def score(self, logits: Sequence[NDArray[np.float32]], begin: int) -> None:

@@ -41,7 +41,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""The parts of tensors' names in Hugging Face's layout, and here."""
+"""The parts of tensors' names in Hugging Face's layout, and in GGUF files."""
 
 _FACTORS = "rope_freqs.weight"
 """A tensor of Llama 3.1 and later with the divisor of each frequency."""
@@ -49,7 +49,7 @@ _FACTORS = "rope_freqs.weight"
 _CUT_OFF = "the file ends before what its header says is there"
 
 _BLOCK = 65536
-"""About so many elements are dequantized at a time."""
+"""About how many elements are dequantized at a time."""
 
 # Metadata of the architecture that this module reads.
 _READ = (
@@ -179,8 +179,8 @@ class GgufFile:
             raise self._invalid(f"has the tensor {name} of shape {stored_shape} where its metadata ask for {shape}")
         from gguf import dequantize
 
-        # A block of rows at a time, into memory whose transpose, which is returned, is contiguous: the first access to
-        # new memory costs more than the arithmetic. The block is one row, because the package iterates over 16 rows.
+        # Dequantize a block of rows at a time: the first access to new memory costs more than the arithmetic. The
+        # result's transpose is contiguous. A block is passed as one row, because the package iterates over 16 rows.
         matrix: Matrix = np.empty(shape[::-1], np.float32).T
         rows = max(64, _BLOCK // shape[-1]) if len(shape) == 2 else shape[0]
         try:
@@ -245,7 +245,7 @@ def _open(path: Path) -> Any:
         raise InvalidRequest("model", str(path), missing(error, "serve")) from error
 
     class Reader(GGUFReader):  # type: ignore[misc]  # which has no types here
-        """Three times as fast as the package's own reader, and it refuses a truncated file."""
+        """Reads three times as fast as the package's own reader, and refuses a truncated file."""
 
         @property
         def data(self) -> NDArray[np.uint8]:
@@ -263,7 +263,7 @@ def _open(path: Path) -> Any:
             return super()._get(offset, *arguments, **options)
 
         def _get_field_parts(self, offset: int, kind: int) -> tuple[int, list[Any], list[int], list[Any]]:
-            # A vocabulary and its merges are most of a header: 150,000 calls with one call for each item.
+            # A vocabulary and its merges are most of a header. With one call for each item they take 150,000 calls.
             of = GGUFValueType(self._get(offset, np.uint32)[0]) if kind == GGUFValueType.ARRAY else None
             if of in (None, GGUFValueType.ARRAY) or self.byte_order != "I":
                 return super()._get_field_parts(offset, kind)  # type: ignore[no-any-return]

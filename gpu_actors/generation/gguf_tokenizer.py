@@ -13,7 +13,7 @@ __all__ = ["adds", "build_tokenizer"]
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # token_type: never split in a text; others are merged from characters
 
-# Published with GPT-2, Llama 3, Qwen 2 and Mistral's Tekken: the pieces that a merge never crosses.
+# Patterns published with GPT-2, Llama 3, Qwen 2 and Mistral's Tekken. A merge never crosses the pieces that they match.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,8 +31,8 @@ class _Split(NamedTuple):
     """How a text is split into pieces before merges.
 
     patterns: applied in order, each to the pieces of the one before.
-    whole: a piece that is a token is not merged from characters.
-    begins: whether a text begins with a token if the file does not say.
+    whole: whether a piece that is a token is taken whole, and not merged from characters.
+    begins: whether a text begins with the "bos" token, if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -57,7 +57,7 @@ _SPLITS = {
     "qwen2": _Split((_QWEN2,)),
     "tekken": _Split((_TEKKEN,), whole=True, begins=True),
 }
-"""By the name in the metadata, tokenizer.ggml.pre."""
+"""The splits by their names in the metadata, tokenizer.ggml.pre."""
 
 
 def adds(metadata: Mapping[str, Any], kind: str) -> int | None:
@@ -101,7 +101,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
         _add_surrounding_tokens(tokenizer, metadata, tokens)
         named = {f"{kind}_token": metadata.get(f"{_PREFIX}{name}_token_id") for kind, name in _NAMED.items()}
         texts = {name: tokens[token] for name, token in named.items() if token is not None}
-        # By its class: AutoTokenizer would search the folders of all models that Transformers has.
+        # Not by AutoTokenizer, which would search the folders of all models that Transformers has.
         return transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             clean_up_tokenization_spaces=False,
@@ -118,7 +118,7 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _byte_level(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
-    """Byte pairs in GPT-2's spelling of bytes."""
+    """A tokenizer of byte pairs with GPT-2's spelling of bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = metadata.get(f"{_PREFIX}pre", "default")
@@ -128,7 +128,7 @@ def _byte_level(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
     # A space separates the two tokens. The first may begin with a space.
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{_PREFIX}merges"] for cut in [merge.index(" ", 1)]]
     for left, right in pairs:
-        # The library panics, which `except Exception` does not catch.
+        # The library would panic, and `except Exception` does not catch a panic.
         if not {left, right, left + right} <= numbers.keys():
             raise InvalidRequest(f"{_PREFIX}merges", f"{left} {right}", "must join two tokens of the file to a third")
     tokenizer = Tokenizer(models.BPE(numbers, pairs, ignore_merges=split.whole))
@@ -143,7 +143,7 @@ def _byte_level(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], numbers: dict[str, int]) -> Any:
-    """Byte pairs of SentencePiece: of two neighbours that make a token, those are merged whose token scores highest."""
+    """SentencePiece's tokenizer of byte pairs: neighbours that form a token are merged, the highest score first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = metadata.get(f"{_PREFIX}unknown_token_id")

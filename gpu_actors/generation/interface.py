@@ -1,6 +1,6 @@
-"""TextEngine: what a server calls of an engine that generates texts.
+"""TextEngine: the part of an engine that a server uses to generate texts.
 
-`Engine` computes a Llama in NumPy, `TorchEngine` has Transformers run a model by torch.
+`Engine` computes a Llama in NumPy. `TorchEngine` runs a model of Transformers with torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["EngineStats", "TextEngine", "checked_prompt"]
 class EngineStats:
     """Counts since the engine was opened.
 
-    steps, rows: computed.
-    tokens: generated.
+    steps, rows: how many were computed.
+    tokens: how many were generated.
     cached: rows of prompts that were cached and not computed.
     most_texts: the most texts of one step.
     ended: texts by the reason of their end (`Generation.reason`).
@@ -48,7 +48,7 @@ class EngineStats:
 
 
 class TextEngine(Protocol):
-    """Generates many texts at the same time. For the tasks of one event loop."""
+    """Generates many texts at the same time. The tasks of one event loop may use it."""
 
     @property
     def stats(self) -> EngineStats:
@@ -72,7 +72,7 @@ class TextEngine(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why the engine generates no texts any more, "" while it does."""
+        """Why the engine no longer generates texts, "" while it does."""
 
     def pages(self) -> tuple[int, int, int]:
         """Pages of the cache: all, free and shared ones. Raises `StaleBuffer` once the engine is left."""
@@ -86,14 +86,14 @@ class TextEngine(Protocol):
         asked: float | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Begin a text: as `Engine.submit`. Raises `Unsupported` for a sampling that the engine does not do."""
+        """Begin a text, as `Engine.submit` does. Raises `Unsupported` for a sampling that the engine does not do."""
 
     def stop(self, why: str) -> None:
         """End every text with `ActorStopped`, and refuse new ones."""
 
 
 def checked_prompt(prompt: Sequence[int], vocab: int) -> list[int]:
-    """The tokens of a prompt. Raises `InvalidRequest` if it is empty or has one that the vocabulary lacks."""
+    """The tokens of a prompt. Raises `InvalidRequest` if it is empty or has a token that the vocabulary lacks."""
     reason = f"must be token ids from 0 to {vocab - 1}, at least one"
     try:
         ids = np.array(prompt)

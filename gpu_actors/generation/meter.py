@@ -11,14 +11,14 @@ _WEIGHT = 0.02
 
 
 class EngineMeter:
-    """Histograms of one engine, for the thread of its loop.
+    """Histograms of one engine. The thread of its loop fills them.
 
     queue: seconds from a text's request to its admission.
     first: seconds from a text's request to its first token.
     between: seconds between two of its tokens.
     rows, texts: of a step.
-    row_share: the measured cost of a row of a prompt relative to a token, which takes a step: the share by which one
-        more row makes a step longer.
+    row_share: the share by which one more row makes a step longer, as measured. It is the cost of a prompt's row
+        relative to a generated token, which takes a step.
     """
 
     def __init__(self) -> None:

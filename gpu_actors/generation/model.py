@@ -48,7 +48,7 @@ class Llama:
         self._pool = ThreadPoolExecutor(threads - 1, "llama") if threads > 1 else None
 
     def embed(self, tokens: NDArray[np.integer]) -> Matrix:
-        """(rows, hidden). Raises `InvalidRequest` for a token that the vocabulary lacks."""
+        """The embeddings of tokens, (rows, hidden). Raises `InvalidRequest` for a token that the vocabulary lacks."""
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab:
             raise InvalidRequest("tokens", tokens, f"must be ids from 0 to {self.config.vocab - 1}")
         return np.asarray(self.weights.embedding[tokens])
@@ -74,11 +74,11 @@ class Llama:
         return np.asarray(x + self._products(silu(gate) * up, weights.down)[0], np.float32)
 
     def logits(self, x: Matrix) -> Matrix:
-        """(rows, vocab) of the last layer's output."""
+        """The logits (rows, vocab) of the last layer's output."""
         return self._products(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)[0]
 
     def _products(self, x: Matrix, *matrices: Matrix) -> list[Matrix]:
-        """x times each matrix, a share of the columns to each thread."""
+        """x times each matrix. Each thread computes a share of the columns."""
         if self._pool is None or len(x) * sum(matrix.size for matrix in matrices) < _WORTH_SPLITTING:
             return [np.asarray(x @ matrix) for matrix in matrices]
         outs = [np.empty((len(x), matrix.shape[1]), np.float32) for matrix in matrices]
@@ -96,7 +96,7 @@ class Llama:
 
 
 def rms_norm(x: Matrix, weight: Matrix, eps: float) -> Matrix:
-    """Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4."""
+    """RMSNorm of rows (Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4)."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True)
     return np.asarray(x / np.sqrt(mean + np.float32(eps)) * weight, np.float32)
 
@@ -107,7 +107,7 @@ def silu(x: Matrix) -> Matrix:
 
 
 def plain_logits(model: Llama, tokens: NDArray[np.integer], dtype: DTypeLike = np.float32) -> Matrix:
-    """(rows, vocab): the logits after each token of one sequence, all rows at once, without the service.
+    """The logits (rows, vocab) after each token of one sequence, all rows at once, without the service.
 
     dtype: attention's operands and output are rounded to it, as in a cache of that dtype.
     """

@@ -21,7 +21,7 @@ class TokenScores(NamedTuple):
     """Natural logarithms of probabilities before temperature and top_p.
 
     chosen: of the chosen token.
-    top: the likeliest tokens with theirs.
+    top: the likeliest tokens with their logarithms.
     """
 
     chosen: float
@@ -80,7 +80,7 @@ class Sampler:
         return token, None if top is None else _scores(logits, token, top)
 
     def score(self, logits: NDArray[np.float32], token: int) -> TokenScores:
-        """The scores of a given token. Raises as `draw` does."""
+        """The scores of a given token. Raises what `draw` raises."""
         _expect_finite(logits)
         return _scores(logits, token, self._sampling.top_logprobs or 0)
 
@@ -88,7 +88,7 @@ class Sampler:
         temperature, top_p = self._sampling.temperature, self._sampling.top_p
         if temperature == 0:
             return int(logits.argmax())
-        # Differences first: a temperature near 0 would make infinities of the logits themselves.
+        # Subtract the maximum first: logits divided by a temperature near 0 would be infinite.
         shifted = logits.astype(np.float64) - float(logits.max())
         with np.errstate(over="ignore"):
             weights = np.exp(shifted / temperature)

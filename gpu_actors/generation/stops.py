@@ -10,10 +10,10 @@ __all__ = ["StopStrings"]
 class StopStrings:
     """Takes a text in pieces and returns it up to the first complete stop string, which is left out.
 
-    found: whether there was one.
-    Text that may be the beginning of a stop string is held back until that is decided. If two are complete at the same
-    character, the longer one counts. Pieces that are not shown, such as special tokens, may be a part of a stop string
-    and are not returned.
+    found: whether there was a stop string.
+    Text that may begin a stop string is held back until more text decides it. If two stop strings are complete at the
+    same character, the longer one counts. Pieces that are not shown, such as special tokens, may be a part of a stop
+    string and are not returned.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -23,7 +23,7 @@ class StopStrings:
         self._hidden: list[tuple[int, int]] = []  # ranges of the held text that are not shown
 
     def feed(self, piece: str, *, shown: bool = True) -> str:
-        """The text that is decided by this piece. Empty after a stop string."""
+        """Add a piece. Returns the text that can no longer begin a stop string. Empty after a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -39,7 +39,7 @@ class StopStrings:
         return self._shown(text[: len(text) - count])
 
     def end(self) -> str:
-        """The text that was held back. The text has ended without a stop string."""
+        """End the text, which had no stop string. Returns what was held back."""
         text, self._held = self._held, ""
         return self._shown(text)
 

@@ -33,15 +33,16 @@ _NO_SENTENCEPIECE = "; to read a tokenizer.model, Transformers needs `pip instal
 class TextStream:
     """Makes a text from its tokens, one after another.
 
-    A character of several tokens is returned with the last of them, so that at most 3 bytes wait.
+    A character of several tokens is returned with the last of them, so at most 3 bytes wait.
 
-    pieces: the bytes that a token adds, from the token before it and itself, None for no token.
+    pieces: called with the token before (None: no token) and a token. Returns the bytes that the token adds, or None if
+        the token has no text.
     """
 
     def __init__(self, pieces: Callable[[int | None, int], bytes | None]) -> None:
         self._pieces = pieces
         self._previous: int | None = None
-        # It buffers the bytes of an incomplete character, and decodes bytes that are not UTF-8 as U+FFFD.
+        # The decoder buffers the bytes of an incomplete character, and decodes bytes that are not UTF-8 as U+FFFD.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
@@ -58,7 +59,7 @@ class TextStream:
 
 
 class Tokenizer(Protocol):
-    """The methods that the engine's callers use. Safe to call from several threads.
+    """The methods that the engine's callers use. Several threads may call them.
 
     special: the tokens that no text shows, with their names.
     end_tokens: each of them ends a text, beside those of the model's configuration.
@@ -83,9 +84,9 @@ class Tokenizer(Protocol):
         """The UTF-8 bytes that a token adds to a text that it continues. They may be a part of a character."""
 
     def stream(self, begins: bool = False) -> TextStream:
-        """A new text. It shows special tokens too.
+        """A stream for a new text. It shows special tokens too.
 
-        begins: the text continues no other one, so it lacks the space that the tokenizer puts before a text.
+        begins: whether the text continues no other one. It then lacks the space that the tokenizer puts before a text.
         """
 
 
@@ -127,7 +128,7 @@ class FolderTokenizer:
         exact = self._byte_level or self._has_byte_tokens
         names = transformers.get_vocab()
         self.longest_token: float = max(len(name.encode()) for name in names) if exact else math.inf
-        # The first call removes the truncation and the padding of the training, which is not thread-safe.
+        # The first call removes the truncation and the padding of the training. This removal is not thread-safe.
         self.encode("")
 
     def encode(self, text: str) -> list[int]:
@@ -162,7 +163,7 @@ class FolderTokenizer:
         return self._piece(None, token) or b""
 
     def _piece(self, previous: int | None, token: int) -> bytes | None:
-        """The bytes that ``token`` adds to a text that ends with ``previous``, or to any text if that is None.
+        """The bytes that ``token`` adds to a text that ends with ``previous``, or to any text if ``previous`` is None.
 
         None for a token that only the model has: its vocabulary may be larger than the tokenizer's.
         """
@@ -173,7 +174,7 @@ class FolderTokenizer:
             return _byte_level_bytes(name)
         if self._is_byte(name):
             return bytes.fromhex(name[3:5])
-        # Decoders treat the first token of a text differently, as by removing its space. Here it is never the first.
+        # Decoders treat the first token of a text differently, and may remove its space. So another one comes first.
         context = ["a"]
         if previous is not None and (previous_name := self._name(previous)) and not self._is_byte(previous_name):
             context.append(previous_name)
@@ -203,14 +204,14 @@ class FolderTokenizer:
 def load_tokenizer(folder: Path | None) -> Tokenizer:
     """The tokenizer of a model's folder, or a `ByteTokenizer` for None.
 
-    It is `transformers.AutoTokenizer`'s, without code from the folder. Raises `InvalidRequest` for a folder without
-    one, and if Transformers (extra "serve") is missing or cannot read it.
+    `transformers.AutoTokenizer` loads it and runs no code from the folder. Raises `InvalidRequest` for a folder without
+    a tokenizer, and if Transformers (extra "serve") is missing or cannot read it.
     """
     return ByteTokenizer() if folder is None else FolderTokenizer(_load(folder))
 
 
 def ended_by(config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
-    """The configuration whose texts also end at the tokenizer's ``end_tokens``."""
+    """The configuration, with texts that also end at the tokenizer's ``end_tokens``."""
     return replace(config, stop_tokens=tuple(dict.fromkeys([*config.stop_tokens, *tokenizer.end_tokens])))
 
 

@@ -6,7 +6,7 @@
     Generation.take()  <-- tokens --    draw
 
 Transformers decides which rows a step has and where their keys lie, and shares the pages of equal prefixes. This module
-draws the tokens, because its own sampling has no seeds of single texts, and turns what happens into `Generation`s.
+draws the tokens, because Transformers' sampling has no seed for each text, and reports the results in `Generation`s.
 
 Needs torch and transformers (extra "serve-torch").
 """
@@ -67,21 +67,21 @@ __all__ = ["LOGGERS", "TorchEngine", "TorchModel", "load_torch_model"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 LOGGERS = ("transformers", "ContinuousBatchingLogger")
-"""Those of Transformers."""
+"""Transformers' loggers."""
 
 _SMALLEST_PAGE = 4
-"""Tokens, of Transformers' cache."""
+"""The fewest tokens of a page of Transformers' cache."""
 
 
 # Loading
 
 
 class TorchModel(NamedTuple):
-    """A model of Transformers on its device, with its tokenizer. template: None for one that knows no conversations.
+    """A model of Transformers on its device, with its tokenizer. template: None if the tokenizer has none.
 
     vocab: how many tokens it has.
     stop_tokens: each of them ends a text.
-    stored, dtype: of its weights in the file and on the device.
+    stored, dtype: the dtypes of its weights in the file and on the device.
     device: "cpu" or "cuda:N".
     """
 
@@ -100,11 +100,11 @@ def load_torch_model(
 ) -> TorchModel:
     """Load the model of a folder in Hugging Face's layout onto the context's device. No code of the folder runs.
 
-    dtype: of the weights, "float16", "bfloat16" or "float32". None: on a GPU that of the file if it has 16 bits and
-        else bfloat16, on the CPU float32.
-    cache_dtype: None, or the same.
-    Raises `InvalidRequest` for a folder that Transformers cannot load, that lacks weights or that has none of them, and
-    `Unsupported` for a model that is in no such folder or a cache of another dtype.
+    dtype: of the weights, "float16", "bfloat16" or "float32". None: float32 on the CPU; on a GPU the file's dtype if it
+        has 16 bits, else bfloat16.
+    cache_dtype: None, or the same as dtype.
+    Raises `InvalidRequest` for a folder that Transformers cannot load, or that lacks weights or has them in another
+    shape, and `Unsupported` for a source that is no folder and for a cache of another dtype.
     """
     folder, device = Path(source), context.info.device_name
     if not folder.is_dir():
@@ -149,15 +149,15 @@ _NOT_DONE = (
     *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     *("min_length", "min_new_tokens", "exponential_decay_length_penalty"),
 )
-"""Entries of generation_config.json that change logits. What it says about sampling, each request says for itself."""
+"""Entries of generation_config.json that change logits. Entries for sampling are absent: each request has its own."""
 
 _NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
-"""Values that ask for nothing."""
+"""Values of these entries that have no effect."""
 
 
 def _loaded(folder: Path, auto: Any, **options: Any) -> Any:
     bars = is_progress_bar_enabled()
-    disable_progress_bar()  # it would stand between the lines of a log
+    disable_progress_bar()  # a bar would stand between the lines of a log
     try:
         return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # Transformers and safetensors raise many kinds
@@ -173,7 +173,7 @@ def _loaded(folder: Path, auto: Any, **options: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A text under way. generator: the numbers that it draws from, None for the likeliest token or shared ones."""
+    """A text under way. generator: of its random numbers. None: it takes the likeliest token or shares a generator."""
 
     text: Text
     generation: Generation
@@ -183,7 +183,7 @@ class _Request:
 
 
 class _Output(NamedTuple):
-    """What a step gives a request. tokens: all that it has generated."""
+    """The result of a step for a request. tokens: all that the request has generated."""
 
     name: str
     tokens: Sequence[int] = ()
@@ -197,9 +197,9 @@ _Report: TypeAlias = Callable[..., object]
 
 
 class _Draw(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
-    """Draws the tokens of a step, and makes each the likeliest of its row, which Transformers then takes.
+    """Draws the tokens of a step, and makes each the likeliest of its row, so that Transformers takes it.
 
-    requests: those under way, by Transformers' name for them. The event loop adds and removes them.
+    requests: the texts under way, by their names in Transformers. The event loop adds and removes them.
     rows, texts: of the step.
     """
 
@@ -213,7 +213,7 @@ class _Draw(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         self._outcomes: dict[str, TokenScores | GpuActorsError] = {}
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
-        """Look at the step that Transformers has scheduled. It needs no argument on the device."""
+        """Note the texts of the step that Transformers has scheduled. No argument is needed on the device."""
         self.rows = sum(each.query_length for each in requests_in_batch)
         self.texts = len(requests_in_batch)
         self._drawing = [each.state.request_id for each in requests_in_batch if each.has_new_token]
@@ -228,7 +228,7 @@ class _Draw(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         return arg_storage
 
     def __call__(self, input_ids: Any, scores: torch.Tensor, logits_processor_args: Any) -> torch.Tensor:
-        """scores: logits, float32 (texts, vocab), of which the first rows are those of the texts with a new token."""
+        """Draw the tokens. scores: logits, float32 (texts, vocab), the texts with a new token first."""
         requests = [self._requests.get(name) for name in self._drawing]
         tokens = scores.argmax(1)
         finite = scores[: len(requests)].isfinite().all(1).tolist()
@@ -246,7 +246,7 @@ class _Draw(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         return scores.scatter_(1, tokens[:, None], math.inf)
 
     def output(self, output: Any) -> _Output:
-        """Transformers' output of a request with what was computed beside its last token."""
+        """Transformers' output for a request, with the scores or the error of its last token."""
         outcome = self._outcomes.pop(output.request_id, None)
         error = outcome if isinstance(outcome, GpuActorsError) else None
         scores = outcome if isinstance(outcome, TokenScores) else None
@@ -254,12 +254,12 @@ class _Draw(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[_Request]) -> torch.Tensor:
-    """A token for each row of logits (texts, vocab), as `Sampler` draws it, from other random numbers."""
+    """A token for each row of logits (texts, vocab), drawn as `Sampler` does, but from other random numbers."""
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32)[:, None].to(logits.device)
 
-    # Differences first: a temperature near 0 would make infinities of the logits themselves.
+    # Subtract the maximum first: logits divided by a temperature near 0 would be infinite.
     temperatures = column([max(each.sampling.temperature, 1e-30) for each in requests])
     weights = ((logits - logits.amax(1, keepdim=True)) / temperatures).softmax(1)
     if any(each.sampling.top_p < 1 for each in requests):
@@ -268,7 +268,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[_Request]) -> torch.Tensor:
         dropped = ordered.cumsum(1) - ordered >= column([each.sampling.top_p for each in requests])
         dropped[:, 0] = False
         weights = weights.masked_fill(dropped.scatter(1, order, dropped), 0.0)
-    # The largest weight over an exponential number is a draw by the weights. Each text has numbers of its own.
+    # The largest quotient of weight and exponential number is a draw by the weights. Each text has numbers of its own.
     noise = torch.empty_like(weights).exponential_()
     for row, each in zip(noise, requests, strict=True):
         if each.generator is not None:
@@ -285,7 +285,7 @@ def _scores(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> 
 
 
 class _Router(OutputRouter):  # type: ignore[misc]
-    """Sends all outputs of a step to the engine at once, and errors as they are."""
+    """Sends all outputs of a step to the engine at once, and errors as exceptions."""
 
     def __init__(self, draw: _Draw, deliver: Callable[[list[_Output]], object]) -> None:
         super().__init__()
@@ -304,11 +304,11 @@ class _Router(OutputRouter):  # type: ignore[misc]
 
 
 class _StepFailed(Exception):
-    """A step raised its cause."""
+    """A step raised the error that is the cause of this one."""
 
 
 class _Manager(ContinuousBatchingManager):  # type: ignore[misc]
-    """A manager whose step may fail without an end of its thread: the texts of that step fail alone."""
+    """A manager whose thread goes on if a step fails. Only the texts of that step fail."""
 
     def __init__(self, engine: TorchEngine, report: _Report, *options: Any) -> None:
         super().__init__(*options)
@@ -373,14 +373,14 @@ class TorchEngine:
         page_size: int = 16,
         cache_mib: int = 512,
     ) -> AsyncIterator[TorchEngine]:
-        """A context manager with a running engine, which has answered once. Leaving it cancels the texts that are left.
+        """A context manager with a running engine that has answered once. Leaving it cancels the texts under way.
 
         texts, rows: the most of a step.
         page_size: tokens of a page, at least 4.
-        cache_mib: memory of the cache, no more of which is taken than ``texts`` texts of full length need.
+        cache_mib: memory of the cache in MiB. No more is taken than ``texts`` texts of full length need.
 
-        Raises `Unsupported` for a model that Transformers' continuous batching does not run, and `InvalidRequest` for a
-        cache that finds no memory.
+        Raises `Unsupported` for a model that Transformers' continuous batching does not run, and `InvalidRequest` if
+        the cache finds no memory.
         """
         integer("page_size", page_size, _SMALLEST_PAGE)
         engine, loop = cls(loaded), asyncio.get_running_loop()
@@ -390,7 +390,7 @@ class TorchEngine:
             num_blocks=_blocks(loaded.model, page_size, cache_mib, texts * -(-positions // page_size)),
             max_batch_tokens=rows,
             max_requests_per_batch=texts,
-            # The service makes block tables of its own. None of its launches here was captured on a GPU yet.
+            # The service makes block tables of its own. Its launches here have not been captured on a GPU yet.
             max_blocks_per_request=0,
             use_cuda_graph=False,
             use_async_batching=False,
@@ -416,7 +416,7 @@ class TorchEngine:
                     await anyio.to_thread.run_sync(partial(manager.stop, hard_stop=True))
 
     async def _answer_once(self) -> None:
-        """Compile the kernels of the first requests, and import what they need."""
+        """Generate a short text, to compile the kernels of the first requests and import what they need."""
         try:
             await self.submit([0], max_new_tokens=min(2, self.longest - 1)).tokens()
         except GpuActorsError as error:
@@ -434,8 +434,8 @@ class TorchEngine:
     def pages(self) -> tuple[int, int, int]:
         """Pages of the cache: all, free and shared ones.
 
-        Kinds of layers have pages of their own sizes, which are counted in the smallest of them. Pages that are kept
-        for equal prefixes alone are free.
+        Each kind of layer has pages of its own size; all are counted in pages of the smallest size. Pages that are only
+        kept for equal prefixes count as free.
         """
         allocators, pool = self._cache.cache_allocators.values(), self._cache.pool
         most = max(each.blocks_per_sector for each in allocators)
@@ -455,7 +455,7 @@ class TorchEngine:
         asked: float | None = None,
         deadline: float | None = None,
     ) -> Generation:
-        """Begin a text: as `Engine.submit`. Raises `Unsupported` for a prompt that is to be scored."""
+        """Begin a text, as `Engine.submit` does. Raises `Unsupported` for a prompt that should be scored."""
         if self._stopped:
             raise ActorStopped(self._stopped)
         sampling = sampling or Sampling()
@@ -491,7 +491,7 @@ class TorchEngine:
             self._end(name, "error", ActorStopped(why))
 
     def _end(self, name: str, reason: str = "", error: GpuActorsError | None = None) -> None:
-        """End a text that Transformers may still generate. Does nothing if it has ended here."""
+        """End a text that Transformers may still generate. Does nothing if the engine has ended it already."""
         if self._forget(name, reason, error):
             self._manager.cancel_request(name)
 
@@ -506,7 +506,7 @@ class TorchEngine:
     # Reports of Transformers' thread
 
     def _begin(self, begun: list[tuple[str, int]]) -> None:
-        """begun: texts of a step that were in none before, with their rows that other texts had computed."""
+        """Admit texts. begun: texts in their first step, with how many of their rows other texts had computed."""
         for name, cached in begun:
             request = self._requests.get(name)
             if request is None:
@@ -545,7 +545,7 @@ class TorchEngine:
 
 
 def _blocks(model: PreTrainedModel, page_size: int, mib: int, most: int) -> int:
-    """How many pages of all layers together fit into ``mib``, at least 1."""
+    """How many pages of all layers together fit into ``mib``: at least 1, at most ``most``."""
     config = model.config.get_text_config()
     token = 2 * find_num_key_value_heads(config) * find_head_dim(config) * model.dtype.itemsize
     page: int = config.num_hidden_layers * token * page_size
@@ -558,6 +558,6 @@ def _prepare(manager: Any) -> None:
         manager.warmup()
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise InvalidRequest("cache_mib", None, f"the cache finds no memory: {error}") from error
-    except Exception as error:  # a kind of layer that has no cache there, and others
+    except Exception as error:  # such as for a kind of layer that has no cache there
         name = type(manager.model).__name__
         raise Unsupported("model", name, f"does not run in Transformers' continuous batching: {error}") from error

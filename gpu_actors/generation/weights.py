@@ -38,9 +38,9 @@ class Weights(NamedTuple):
     """The weights of a model.
 
     embedding: (vocab, hidden).
-    head: (hidden, vocab). If the model ties them, it is the same memory.
+    head: (hidden, vocab). If the model ties head and embedding, they share memory.
     stored: the format of the matrices in the file, such as "bfloat16" or "Q4_1, Q8_0", or "random".
-    dtype: the dtype in which attention loses no precision of them (see `dtype_of`).
+    dtype: of attention's operands, to lose no precision of the matrices (see `dtype_of`).
     """
 
     embedding: Matrix
@@ -81,7 +81,7 @@ def tensor_names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(config: LlamaConfig, seed: int = 0) -> Weights:
-    """Weights that keep activations near 1, the same for the same seed."""
+    """Random weights that keep activations near 1. The same seed makes the same weights."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> Matrix:
