@@ -1,6 +1,6 @@
-"""The layers of a cache: kernels know one layer, and launches that move whole rows run them for each.
+"""The layers of a cache: a kernel handles one layer, and a launch that moves whole rows runs its steps for each layer.
 
-Layers that differ have operands of their own, so such a launch is joined from one for each of them or of their groups.
+Layers that differ have operands of their own. Their launch is joined from one launch for each layer or group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYERED = tuple(f"{side}{of}" for side in "kv" for of in ("", "_cache", "_pages
 
 
 def each_layer(steps: Iterable[Step], layers: int) -> tuple[Step, ...]:
-    """The steps, run for each of the layers. Operands that layers have of their own have an axis of them first."""
+    """The steps, run for each of the layers. Operands that differ between layers begin with an axis of the layers."""
     if layers == 1:
         return tuple(steps)
     pairs = itertools.product(steps, range(layers))
@@ -32,9 +32,9 @@ def each_layer(steps: Iterable[Step], layers: int) -> tuple[Step, ...]:
 
 
 def join_launches(parts: Iterable[tuple[Launch, Mapping[str, str]]]) -> Launch:
-    """One launch that does what these do, in order. Each has a mapping from its own operands to names in the whole.
+    """Join launches into one that runs them in order. Each part maps its operands' names to those in the whole.
 
-    Operands of several parts may have one name, where they are the same array. No part has scratch memory.
+    Operands of several parts may share a name if they are the same array. No part has scratch memory.
     """
     inputs: dict[str, Any] = {}
     outputs: dict[str, OutputSpec] = {}
@@ -53,18 +53,18 @@ def join_launches(parts: Iterable[tuple[Launch, Mapping[str, str]]]) -> Launch:
 
 
 def pages_shape(pool: AppendProblem, count: int, dim: int, layers: int) -> tuple[int, ...]:
-    """The shape of so many pages with rows of ``dim`` columns, in all layers."""
+    """The shape of ``count`` pages with rows of ``dim`` columns, in all layers."""
     of_layer = count, pool.page_size, pool.heads_kv, dim
     return of_layer if layers == 1 else (layers, *of_layer)
 
 
 def by_page(array: Any, layers: int) -> Any:
-    """An array of pages with their axis first."""
+    """An array of pages, with the axis of pages first."""
     return array if layers == 1 else np.moveaxis(array, 1, 0)
 
 
 def before_pages(layers: int) -> tuple[slice, ...]:
-    """What stands before a page in the index of an array of pages."""
+    """The part of an index into an array of pages that comes before the page."""
     return () if layers == 1 else (slice(None),)
 
 

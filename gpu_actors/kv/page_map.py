@@ -17,7 +17,7 @@ class PageMap(NamedTuple):
     """The pages of a cache as cells, in order. All pages that no field counts are free.
 
     per_cell: how many pages a cell stands for. The last cell may have fewer.
-    used, shared, kept: a digit for each cell, from "0" for none of its pages to "9" for all; "1" if there is any.
+    used, shared, kept: a digit for each cell, from "0" for none of its pages to "9" for all; at least "1" for any.
     used: pages that one sequence reads.
     shared: pages that several sequences read.
     kept: cached pages: no sequence reads them, but the index of prefixes has them.
@@ -32,7 +32,7 @@ class PageMap(NamedTuple):
 def page_map(references: Sequence[int], indexed: Sequence[bool], most_cells: int = _MOST_CELLS) -> PageMap:
     """The map of a pool.
 
-    references: of each page. indexed: whether the index of prefixes has the page. most_cells: an upper bound.
+    references: of each page. indexed: whether the index of prefixes has the page. most_cells: of the map, at most.
     """
     counts, in_index = np.array(references, np.int64), np.array(indexed, bool)
     per_cell = max(1, -(-len(counts) // most_cells))

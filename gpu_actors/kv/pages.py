@@ -1,4 +1,4 @@
-"""PagePool: which pages of a KV cache are free, and how many references each of the others has.
+"""PagePool: which pages of a KV cache are free, and how many references each other page has.
 
 A page is free, referenced (by tables of sequences, and by writes that may be undone), or cached. A cached page has no
 reference, but the index of prefixes has its content, so the next sequence with that prefix can begin with it. Cached
@@ -16,7 +16,7 @@ __all__ = ["PagePool"]
 
 
 class PagePool:
-    """Pages 0 to blocks - 1. Every operation takes constant time a page.
+    """Pages 0 to blocks - 1. Every operation takes constant time per page.
 
     on_evict: called with a cached page that is evicted.
     """
@@ -46,7 +46,7 @@ class PagePool:
         return self._shared
 
     def snapshot(self) -> tuple[list[int], list[bool]]:
-        """Of each page: its references, and whether the index of prefixes has it."""
+        """For each page: how many references it has, and whether the index of prefixes has it."""
         return list(self._references), list(self._indexed)
 
     def references(self, page: int) -> int:
@@ -57,7 +57,7 @@ class PagePool:
         return self._references[page] == 1 and not self._indexed[page]
 
     def check(self, count: int) -> None:
-        """Raise `CacheFull` where `take` would."""
+        """Raise `CacheFull` if `take` would."""
         if count > self.free_blocks:
             raise CacheFull(f"{count} pages are needed, and {self.free_blocks} of {self.blocks} are free")
 
@@ -84,7 +84,7 @@ class PagePool:
         self._references[page] = count + 1
 
     def release(self, page: int) -> None:
-        """Remove a reference. Without the last one the page is free, or cached if the index has it."""
+        """Remove a reference. After the last one the page is free, or cached if the index has it."""
         count = self._references[page] - 1
         self._references[page] = count
         if count == 1:

@@ -25,7 +25,7 @@ def token_ids(tokens: Any, shape: tuple[int, ...] | None = None, most: int | Non
     """Token ids as int64, with one axis.
 
     shape: the shape that they must have. most: how many there may be.
-    Raises `InvalidRequest` for anything else, before memory is allocated for more than that.
+    Raises `InvalidRequest` for anything else, before memory is allocated for more than ``most`` ids.
     """
     expected = "one axis" if shape is None else f"shape {shape}"
     if most is not None:
@@ -55,7 +55,10 @@ def extend_digests(digests: list[bytes], ids: Tokens, page_size: int) -> Tokens:
 
 
 def prompt_digests(tokens: Any, page_size: int, most: int | None = None) -> list[bytes]:
-    """The names of a prompt's pages that a cache may have. most: how many tokens it holds. Raises as `token_ids`."""
+    """The names of a prompt's pages that a cache may have. most: how many tokens the cache holds.
+
+    Raises what `token_ids` raises.
+    """
     digests: list[bytes] = []
     # Never the last token: a sequence needs at least one new row to attend with.
     extend_digests(digests, token_ids(tokens, most=most)[:-1], page_size)
@@ -83,7 +86,7 @@ class PrefixIndex:
         return pages
 
     def add(self, digest: bytes, page: int) -> bool:
-        """Name a page. False where another page has that name already."""
+        """Name a page. False if another page has that name already."""
         if digest in self._pages:
             return False
         self._pages[digest] = page

@@ -43,10 +43,10 @@ class KvLayer:
 
     Layers that are equal form a group, which has pools of ``num_blocks`` pages for all of its layers.
 
-    window: keys to the left of its own that a row sees at most. The sequence then gives back the pages that hold none
+    window: the most keys to the left of its own that a row sees. The sequence then gives back the pages that hold none
         of its last window + 1 + slack rows, once these are written. None: a row may see all earlier keys.
-    slack: rows that `KvCache.truncate` may take back after they were committed, such as drafts, beside a window.
-    Each other field is that of `KvCacheSpec`, and None means the cache's own.
+    slack: with a window, rows that `KvCache.truncate` may take back after they were committed, such as drafts.
+    Each other field is as in `KvCacheSpec`, and None means the cache's own value.
     """
 
     kv_heads: int | None = None
@@ -65,18 +65,18 @@ class KvLayer:
 class KvCacheSpec:
     """A paged pool: K (num_blocks, page_size, kv_heads, head_dim) and V with head_dim_v of its own.
 
-    page_size: keys a page, at least 1. dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
+    page_size: keys per page, at least 1. dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
         float8_e5m2. Rows of float64 are not rotated.
     k_descale, v_descale: fp32 (kv_heads,), positive: the factors of an fp8 pool's elements.
-    latent_dim: in place of V and head_dim_v: values are the first so many columns of keys, as in `PagedForward`. The
-        rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale is that of whole
-        rows then, and there is no v_descale.
-    cascade: whether a launch reads pages that neighbours in its batch share once for all of them. "auto": where
-        at least 8 of them share at least 256 keys, which is vLLM's rule. True: wherever it is exact. False: nowhere.
-    layers: pools of this layout, one for each layer of a model. A sequence has the same rows and pages in all of them.
-        The pools are K (layers, num_blocks, ...) and V alike where there is more than one. Or a list of `KvLayer`, in
-        the model's order, where layers differ: a sequence has the same rows in all of them, and pages in each group of
-        equal ones. kv_heads and head_dim may be left out if each entry of the list has its own.
+    latent_dim: in place of V and head_dim_v: the first latent_dim columns of keys are the values, as in `PagedForward`.
+        The rows of a DeepSeek-V3 layer have kv_heads=1, head_dim=512 + 64 and latent_dim=512. k_descale then applies to
+        whole rows, and there is no v_descale.
+    cascade: whether a launch reads a page only once that neighbours in its batch share. "auto": if at least 8 of them
+        share at least 256 keys, which is vLLM's rule. True: wherever it is exact. False: nowhere.
+    layers: how many layers of a model have a pool of this layout. A sequence has the same rows and pages in all layers.
+        Several layers have pools K (layers, num_blocks, ...) and V likewise. If layers differ, a list of `KvLayer` in
+        the model's order: a sequence then has the same rows in all layers, and pages in each group of equal layers.
+        kv_heads and head_dim may be left out if each entry of the list has its own.
     """
 
     num_blocks: int
@@ -113,11 +113,11 @@ class KvCacheKeywords(_PoolKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class KvSequence:
-    """A sequence in a KvCache, as `KvCache.create` gives it. It holds no memory by itself.
+    """A sequence in a KvCache, as `KvCache.create` returns it. The object itself holds no memory.
 
-    cached: the rows that it began with, of a prompt with the same beginning or of the sequence that was forked.
+    cached: how many rows it began with, from a prompt with the same beginning or from the sequence that was forked.
     generation: of its context. incarnation: of its process (see `gpu_actors.process`); requests with a sequence of
-    another process, or of before a fork of the process, raise `StaleBuffer`.
+    another process, or from before a fork of the process, raise `StaleBuffer`.
     """
 
     cache: int
@@ -136,7 +136,7 @@ class OpenCache:
 
 @dataclass(slots=True, eq=False)
 class CloseCache:
-    """Give the pool back. A full mailbox takes it too, and no default deadline applies to it."""
+    """Free the pool. A full mailbox takes this message too, and no default deadline applies to it."""
 
     frees_memory: ClassVar[bool] = True
     no_deadline: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class CloseCache:
 
 @dataclass(slots=True, eq=False)
 class CreateSequence:
-    """Begin a sequence. tokens: ids of its whole prompt; the cache may have its first pages already."""
+    """Begin a sequence. tokens: ids of its whole prompt; the cache may have the prompt's first pages already."""
 
     cache: int
     tokens: Sequence[int] | Any = None
@@ -171,7 +171,7 @@ class TruncateSequence:
 
 @dataclass(slots=True, eq=False)
 class FreeSequence:
-    """Forget a sequence. A full mailbox takes it too, and no default deadline applies to it."""
+    """Forget a sequence. A full mailbox takes this message too, and no default deadline applies to it."""
 
     frees_memory: ClassVar[bool] = True
     no_deadline: ClassVar[bool] = True
@@ -182,7 +182,7 @@ class FreeSequence:
 
 @dataclass(slots=True, eq=False)
 class ExportSequence:
-    """Read the pages of a sequence, and hold them by a lease. Answered with `SequencePages`."""
+    """Read the pages of a sequence, and keep them with a lease. Answered with `SequencePages`."""
 
     cache: int
     seq: Any
@@ -198,21 +198,22 @@ class ImportSequence:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AppendRows:
-    """Write new rows behind those of one or several sequences.
+    """Write new rows after those of one or several sequences.
 
-    seqs: a `KvSequence` with k (rows, kv_heads, head_dim) and v (rows, kv_heads, head_dim_v), or a list of them, each
-        once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
+    seqs: a `KvSequence` with k (rows, kv_heads, head_dim) and v (rows, kv_heads, head_dim_v), or a list of sequences,
+        each once, with (batch, rows, ...), or (total, ...) and ``cu_seqlens``.
     c_kv, k_pe: in place of k and v for a latent cache: the latents (rows, kv_heads, latent_dim) and the rotated keys
-        (rows, kv_heads, head_dim - latent_dim), or with the first axes that k has for a list. A rope rotates k_pe.
-        Each of the four has an axis of the layers before all others where the cache has several, or is a list of one
-        array a layer. In a list, None stands for a layer that has the other two.
-    tokens: ids, one a row, shaped like k's first axes. The keys and values of a row must follow from its token and all
-        tokens before it. A sequence created for a prompt with the same beginning shares whole pages of such rows.
-    rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one a row. rope_cos, rope_sin: fp32
-        (table_rows, rope.dim / 2), for a rope that takes tables; a place beyond them is refused.
-    expect_length: rows that the sequence must have before this request, or a list of them for a list; `InvalidRequest`
-        otherwise, and nothing is written. A request that is repeated after an answer got lost so takes effect once.
-    The reply gives the new length of the sequence, or a list of lengths.
+        (rows, kv_heads, head_dim - latent_dim), or with k's first axes for a list of sequences. A rope rotates k_pe.
+        In a cache of several layers each of the four begins with an axis of the layers, or is a list of one array per
+        layer. In such a list, None stands for a layer that has the other two arrays.
+    tokens: ids, one per row, shaped like k's first axes. A row's token and all tokens before it must determine its keys
+        and values. A sequence created for a prompt with the same beginning shares whole pages of such rows.
+    rope: rotates K by each row's place in its sequence, or by ``positions``, int32, one per row. rope_cos, rope_sin:
+        fp32 (table_rows, rope.dim / 2), for a rope that takes tables; a position beyond them is refused.
+    expect_length: rows that the sequence must have before this request, or a list of them for a list. Otherwise nothing
+        is written, and the reply raises `InvalidRequest`. So a request that is repeated because its answer got lost
+        takes effect once.
+    The reply returns the new length of the sequence, or a list of lengths.
     """
 
     __repr__ = brief
@@ -249,23 +250,23 @@ class AppendKeywords(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttendCache(CacheOptions):
-    """Attention of the last rows of each sequence to its keys and values, after appending them where k and v are given.
+    """Attention of the last rows of each sequence to its keys and values. Appends k and v first, if they are given.
 
-    seqs: a list of `KvSequence`, or one, which is a batch of one.
+    seqs: a list of `KvSequence`, or a single one, which is a batch of one.
     q: (batch, rows, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
     k, v: new rows' keys and values, (batch, new_rows, kv_heads, dim), or (total, kv_heads, dim) with q's
-        ``cu_seqlens_q`` or with ends of their own, ``cu_seqlens_k_new``; None where they are in the cache already. q
-        may have more rows of a sequence than are new, or fewer: its rows are the last ones that the sequence has then.
-    c_kv, k_pe: in place of k and v for a latent cache, as for `AppendRows`. q is what absorption makes of the queries,
-        latent_dim columns, beside their rotated part. softmax_scale must be given; rope must not.
-    rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`. Without
-        ``positions`` rows are rotated by their q_positions where those are given, which lie on the host then.
-    positions_q: int32 (total_q,), what q's rows are rotated by. None: the new rows' positions where q has those rows,
-        else q_positions, else where the rows stand, which are the last ones of their sequence.
-    layer: of a cache of several, whose keys and values are attended to. Its rows are appended by a step, or by
-        `AppendRows`, so k and v are not given there.
+        ``cu_seqlens_q`` or with ends of their own, ``cu_seqlens_k_new``; None if they are in the cache already. q may
+        have more or fewer rows of a sequence than are new: its rows are the sequence's last ones after the append.
+    c_kv, k_pe: in place of k and v for a latent cache, as for `AppendRows`. q has the latent_dim columns of absorbed
+        queries beside their rotated columns. softmax_scale must be given; rope must not.
+    rope: goes with k and v, and rotates q too; tokens, positions, rope_cos and rope_sin as for `AppendRows`. If
+        q_positions are given without ``positions``, rows are rotated by q_positions, which must then lie on the host.
+    positions_q: int32 (total_q,), the positions that q's rows are rotated by. None: the new rows' positions if q has
+        the same rows, else q_positions, else the places of the rows at the end of their sequence.
+    layer: in a cache of several layers, the one whose keys and values are attended to. A step or `AppendRows` appends
+        its rows, so k and v are not given here.
     expect_length: as for `AppendRows`, a list of lengths, or one for one sequence.
-    q_descale: fp32 (batch, kv_heads), of an fp8 q, which has the dtype of its fp8 cache and is not rotated.
+    q_descale: fp32 (batch, kv_heads), for an fp8 q. Such a q has the dtype of its fp8 cache and is not rotated.
     Other options as in `PagedForward`.
     """
 
@@ -303,23 +304,23 @@ class AttendCache(CacheOptions):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BeginStep:
-    """Begin one pass of a model over all layers of a cache. `KvCache.step` sends it, and gives the `KvStep`.
+    """Begin one pass of a model over all layers of a cache. `KvCache.step` sends it, and returns the `KvStep`.
 
-    seqs: a list of `KvSequence`, each once. rows: of q for each of them, one number for all or a list of numbers. They
-        are the last rows of their sequences.
-    heads_q: of q, (batch, rows, heads_q, head_dim), or (total, heads_q, head_dim) where ``rows`` is a list. A list has
-        the number of each layer.
-    append: whether every layer gets keys and values of these rows, which are appended before it is attended to. k and v
-        are (batch, rows, kv_heads, dim), or (total, kv_heads, dim).
+    seqs: a list of `KvSequence`, each once. rows: how many rows q has of each sequence, one number for all or a list.
+        They are the last rows of their sequences.
+    heads_q: of q, (batch, rows, heads_q, head_dim), or (total, heads_q, head_dim) if ``rows`` is a list. A list of
+        heads_q has the number of each layer.
+    append: whether every layer gets keys and values of these rows and appends them before it attends. k and v are
+        (batch, rows, kv_heads, dim), or (total, kv_heads, dim).
     dtype: of q, k and v, by name. None: the cache's own, which must not be fp8 then.
-    like: arrays by the names q, k, v (c_kv and k_pe of a latent cache) and out, of the kind, strides and alignment that
-        each layer's have. Default: contiguous, on a GPU where the context has one, at multiples of 16 bytes. Where
-        layers differ, {layer: {name: array}} gives each its own.
+    like: arrays by the names q, k, v (c_kv and k_pe of a latent cache) and out, with the kind, strides and alignment of
+        each layer's arrays. Default: contiguous, on a GPU if the context has one, at multiples of 16 bytes. If layers
+        differ, {layer: {name: array}} gives each its own.
     options: those of `AttendCache` for all layers. layer_options: for single layers, in place of these.
     on_host: whether arrays lie on the host by default on a GPU too, as for a context in another process.
-    max_length: rows that a sequence may have with those of the step. The step is planned for as many, so that steps
+    max_length: the most rows of a sequence, with those of the step. The step is planned for this length, so that steps
         over longer sequences may replay what this one captures. Default: what the block table has room for.
-    captured: of the step whose captured layers this one replays, by `KvCapture.step`.
+    captured: the capture that this step replays, passed by `KvCapture.step`.
     """
 
     __repr__ = brief
@@ -348,10 +349,10 @@ class BeginStep:
 
 @dataclass(slots=True, eq=False)
 class EndStep:
-    """End a step. A full mailbox takes it too, and no default deadline applies to it.
+    """End a step. A full mailbox takes this message too, and no default deadline applies to it.
 
-    step: an `OpenStep`, or what stands for it in another process. commit: whether its rows stay. If not, every sequence
-        is as before.
+    step: an `OpenStep`, or its stand-in in another process. commit: whether its rows stay. If not, every sequence is as
+        before the step.
     """
 
     frees_memory: ClassVar[bool] = True
@@ -366,7 +367,7 @@ class EndStep:
 class AttendLayer:
     """Attend to one layer of a step in another process: the arguments of `KvStep.attend`. Answered with its output.
 
-    It waits in no mailbox, so that none is too full for it.
+    A full mailbox takes this message too, because it does not wait there.
     """
 
     __repr__ = brief

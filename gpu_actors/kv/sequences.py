@@ -45,7 +45,7 @@ __all__ = [
 
 
 class KvCacheStats(NamedTuple):
-    """Counts of pages and sequences. Where the layers of a cache are in several groups, of the pages of one group.
+    """Counts of pages and sequences. If the layers of a cache are in several groups, the pages are those of one group.
 
     blocks: all pages.
     free_blocks: pages that are free, or cached for the next prompt with their prefix.
@@ -66,7 +66,7 @@ class KvCacheStats(NamedTuple):
 
 
 class GroupSize(NamedTuple):
-    """blocks: pages of the pool of a group. window, slack: as in `KvLayer`."""
+    """The size of a group of layers. blocks: pages of its pool. window, slack: as in `KvLayer`."""
 
     blocks: int
     window: int | None = None
@@ -77,9 +77,9 @@ class GroupSize(NamedTuple):
 class GroupPages:
     """The pages of one sequence in the pool of one group of layers.
 
-    pages: int32, so that a block table takes them in at once.
-    named: how many of them the index of prefixes has.
-    first: the pages before these, which were given back.
+    pages: int32, so that they can be copied to a block table at once.
+    named: how many pages, from the sequence's first on, the index of prefixes has been given.
+    first: how many pages came before these. The sequence does not have them any more.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -93,8 +93,8 @@ class PageTable:
 
     groups: its pages in each group of layers.
     digests: names of the pages whose tokens are known, from the first on.
-    tail: the known tokens behind them.
-    users: requests in flight that read or write the sequence. While there are any, rows may be appended and nothing
+    tail: the known tokens after those pages.
+    users: how many requests in flight read or write the sequence. While there are any, rows may be appended and nothing
         else may change.
     """
 
@@ -107,7 +107,7 @@ class PageTable:
 
 
 class PageCopy(NamedTuple):
-    """A shared page that a write copies first. slot: its place in the sequence. destination: the page in its place."""
+    """A shared page that a write copies first. slot: its place in the sequence. destination: its replacement."""
 
     slot: int
     source: int
@@ -130,7 +130,7 @@ class Write:
 
 
 class _Group:
-    """The pool of one group of layers, and which of its pages prompts begin with."""
+    """The pool of one group of layers, and the index of its pages that prompts begin with."""
 
     def __init__(self, size: GroupSize) -> None:
         self.prefixes = PrefixIndex()
@@ -141,13 +141,13 @@ class _Group:
         self.slack = size.slack
 
     def first_page(self, length: int, page_size: int) -> int:
-        """The first page that a sequence of so many rows needs for the rows behind them."""
+        """The first page that a sequence of ``length`` rows needs for later rows."""
         return first_page(length, page_size, self.window, self.slack)
 
     def release(self, pages: Sequence[int]) -> None:
         """Release pages of a sequence, the last first, so that prefixes are evicted from their end.
 
-        With a window the first one first: a longer prompt needs the later ones alone.
+        With a window, release the first page first: a longer prompt needs only the later ones.
         """
         for page in reversed(pages) if self.window is None else pages:
             self.pool.release(page)
@@ -173,12 +173,12 @@ class CacheTables:
         self._sharing = False  # whether a page ever was shared
 
     def stats(self) -> KvCacheStats:
-        """Of the fullest group, which has the smallest part of its pages free."""
+        """The counts of the fullest group, which has the smallest share of its pages free."""
         with self._lock:
             return self._stats(self._groups[self._fullest()])
 
     def group_stats(self) -> list[KvCacheStats]:
-        """Of each group."""
+        """The counts of each group."""
         with self._lock:
             return list(map(self._stats, self._groups))
 
@@ -206,7 +206,7 @@ class CacheTables:
             return table
 
     def most_shared(self, tables: Sequence[PageTable], group: int) -> int:
-        """An upper bound of how many pages are read again for other sequences that share them with these."""
+        """At most how many page reads are repeated because other sequences share the pages of these."""
         shared: dict[int, int] = {}
         if not self._sharing:
             return 0
@@ -221,13 +221,13 @@ class CacheTables:
         return sum(shared.values())
 
     def enter(self, tables: Sequence[PageTable]) -> None:
-        """A request uses these sequences until `leave`."""
+        """Note that a request uses these sequences until `leave`."""
         with self._lock:
             for table in tables:
                 table.users += 1
 
     def leave(self, tables: Sequence[PageTable]) -> None:
-        """The request has ended."""
+        """Note that the request has ended."""
         with self._lock:
             for table in tables:
                 table.users -= 1
@@ -253,10 +253,10 @@ class CacheTables:
                 own.pages = array("i")
 
     def adopt(self, length: int, firsts: Sequence[int], digests: Sequence[bytes], tail: Sequence[int]) -> Write:
-        """A new sequence of ``length`` rows: it begins with the indexed pages of ``digests``, and has new ones behind.
+        """A new sequence of ``length`` rows. It begins with the indexed pages of ``digests``; new pages follow.
 
         firsts: of each group, the first page that the sequence has: `first_page` of its length at least.
-        tail: the known tokens behind those of the digests.
+        tail: the known tokens after those of the digests.
         Only `commit` or `free` may follow. Raises `CacheFull`, and then nothing has changed.
         """
         with self._lock:
@@ -282,7 +282,7 @@ class CacheTables:
             self._cut(table, length)
 
     def check_cut(self, table: PageTable, length: int) -> None:
-        """Raise `InvalidRequest` where `truncate` would."""
+        """Raise `InvalidRequest` if `truncate` would."""
         with self._lock:
             self._check_cut(table, length)
 
@@ -331,13 +331,13 @@ class CacheTables:
             return writes
 
     def commit(self, writes: Sequence[Write]) -> None:
-        """The launch has carried out these writes."""
+        """Commit writes that the launch has carried out."""
         with self._lock:
             for write in writes:
                 if write.copies:
                     for index, copy in write.copies.items():
                         self._groups[index].pool.release(copy.source)
-                if self._tables.get(write.table.number) is write.table:  # and not one whose import was given up
+                if self._tables.get(write.table.number) is write.table:  # an import that was given up has freed it
                     self._index_pages(write)
                     self._give_back(write)
 
@@ -347,7 +347,7 @@ class CacheTables:
             for write in reversed(writes):
                 table = write.table
                 self._cut(table, write.length_before)
-                table.tail = write.tail  # the tokens of a page that the write ended are known again
+                table.tail = write.tail  # the tokens of a page that the write completed are known again
                 for index, copy in write.copies.items():
                     own = table.groups[index]
                     own.pages[copy.slot - own.first] = copy.source
@@ -374,9 +374,9 @@ class CacheTables:
     def _find_prefix(
         self, digests: Sequence[bytes], firsts: Sequence[int] | None = None
     ) -> tuple[int, list[GroupPages]]:
-        """Retain the pages that a prompt may begin with. Gives how many there are, and those of each group.
+        """Retain the pages that a prompt may begin with. Returns how many there are, and each group's pages.
 
-        firsts: the first page that the sequence has in each group. None: the first one that rows behind these need.
+        firsts: the first page that the sequence has in each group. None: the first page that later rows need.
         """
         count = self._known(digests)
         found: list[GroupPages] = []
@@ -391,7 +391,7 @@ class CacheTables:
         return count, found
 
     def _known(self, digests: Sequence[bytes]) -> int:
-        """The first pages that all groups still have, as far as the rows behind them need these."""
+        """How many first pages all groups still have. A group with a window needs only those that later rows need."""
         count = len(digests)
         for group in self._groups:
             if group.window is None:
@@ -407,7 +407,7 @@ class CacheTables:
         return max(pages for pages, fit in enumerate(fits) if fit)
 
     def _take(self, counts: Sequence[int]) -> list[list[int]]:
-        """Take so many pages of each group. Raises `CacheFull`, and then none is taken."""
+        """Take ``counts`` pages of the groups. Raises `CacheFull`, and then none is taken."""
         if len(counts) > 1:
             for index, (group, count) in enumerate(zip(self._groups, counts, strict=True)):
                 try:
@@ -436,7 +436,7 @@ class CacheTables:
         table.length = length
         whole = len(table.digests) * self.page_size
         if length < whole:
-            # The tokens of a page that is begun are dropped: it gets no name.
+            # The tokens of a page that is no longer whole are dropped, so it gets no name.
             del table.digests[length // self.page_size :]
             for own in table.groups:
                 own.named = min(own.named, len(table.digests))
@@ -455,7 +455,7 @@ class CacheTables:
                 raise InvalidRequest("length", length, reason)
 
     def _give_back(self, write: Write) -> None:
-        """Release the pages behind the windows. Later writes may be undone, so the next row may follow this one."""
+        """Release the pages that windows have left. The next row may follow this write: later ones may be undone."""
         for index, group in self._windowed:
             own = write.table.groups[index]
             first = group.first_page(write.stop, self.page_size)
@@ -478,14 +478,14 @@ class CacheTables:
 
 
 def first_page(length: int, page_size: int, window: int | None, slack: int) -> int:
-    """The first page that a sequence of so many rows needs for the rows behind them. window, slack: as in `KvLayer`."""
+    """The first page that a sequence of ``length`` rows needs for later rows. window, slack: as in `KvLayer`."""
     return 0 if window is None else max(0, length - 1 - window - slack) // page_size
 
 
 def table_width(pages: int, most: int) -> int:
-    """The columns of a block table for sequences of at most so many pages: a power of two, and at most ``most``.
+    """The columns of a block table for sequences of at most ``pages`` pages: a power of two, and at most ``most``.
 
-    A plan belongs to a width, so that most new pages of a growing sequence keep the plan. most: where it is less than
+    A plan belongs to a width, so a growing sequence keeps its plan for most of its new pages. If ``most`` is less than
     ``pages``, there are as many columns as pages.
     """
     return max(1, pages, min(most, 1 << max(0, pages - 1).bit_length()))
@@ -494,9 +494,10 @@ def table_width(pages: int, most: int) -> int:
 def block_table(
     tables: Sequence[PageTable], group: int, most: int, least: int = 0, begins: Sequence[int] | None = None
 ) -> Any:
-    """int32 (batch, columns), as wide as `table_width` says, or ``least``. Behind a sequence's last page it is -1.
+    """A block table, int32 (batch, columns), as wide as `table_width` says and at least ``least``.
 
-    group: of layers, whose pages these are. begins: of each sequence, the first page in the table. None: page 0.
+    After a sequence's last page it is -1.
+    group: of layers, by number. begins: of each sequence, the first page in the table. None: page 0.
     """
     owned = [table.groups[group].pages for table in tables]
     if begins is not None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 __all__ = ["SharedPrefixes", "shared_prefixes"]
 
-_DEEPEST = 64  # cuts inside cuts, after which a run stays whole
+_DEEPEST = 64  # nested cuts, after which a run stays whole
 
 
 class SharedPrefixes(NamedTuple):
@@ -34,7 +34,7 @@ class SharedPrefixes(NamedTuple):
 def shared_prefixes(table: Any, most: Any) -> SharedPrefixes | None:
     """The groups of a batch that save the most pages, or None if no neighbours begin with the same page.
 
-    table: int32 (batch, columns), the pages of each sequence. most: (batch,), pages of each that may be shared.
+    table: int32 (batch, columns), the pages of each sequence. most: (batch,), how many pages of each may be shared.
     """
     shared = np.minimum(most[1:], most[:-1])
     alike = np.flatnonzero((shared > 0) & (table[1:, 0] == table[:-1, 0]))
@@ -52,9 +52,9 @@ def shared_prefixes(table: Any, most: Any) -> SharedPrefixes | None:
 
 
 def _groups(common: npt.NDArray[np.int64], end: int, depth: int) -> tuple[int, list[tuple[int, int]]]:
-    """The pages that a run saves, and its groups as (end, pages). common: of each two neighbours in it.
+    """The pages that a run saves, and its groups as (end, pages). common: how many pages each two neighbours share.
 
-    A run is cut at its shortest common prefix where its parts save more than the whole.
+    A run is cut at its shortest common prefix if its parts save more than the whole.
     """
     if not common.size:
         return 0, [(end, 0)]

@@ -1,7 +1,7 @@
 """The transfer of a sequence from one cache to another: its pages, and the launches that read and write them.
 
 Pages are copied as they are, so a sequence has the same bits at its new home, fp8 elements included. Each group of
-layers has pages of its own; of a group with a window, those that the sequence still holds move.
+layers has pages of its own. In a group with a window only the pages that the sequence still holds are copied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "prefix_digests_of",
 ]
 
-# The fields that `LayerPages` and `SequencePages` both have, and what they are where the latter has groups.
+# The fields that both `LayerPages` and `SequencePages` have, and their values in `SequencePages` with groups.
 _NONE: dict[str, Any] = {
     "pages": (), "kv_heads": 0, "head_dim": 0, "head_dim_v": 0, "dtype": "", "latent_dim": 0,
     "k": None, "v": None, "checks": (), "k_descale": None, "v_descale": None,
@@ -48,7 +48,7 @@ _PAGES = tuple(_NONE)
 
 
 class PagedGroup(Protocol):
-    """A group of layers, as a `PoolGroup` has it."""
+    """A group of layers, such as a `PoolGroup`."""
 
     @property
     def layers(self) -> Sequence[int]: ...
@@ -74,10 +74,10 @@ class LayerPages:
     """The pages of an exported sequence in one group of equal layers.
 
     layers: their numbers in the cache. window, slack: as in `KvLayer`.
-    first: the pages before these, which the source has given back. 0 without a window.
+    first: how many pages before these the source has given back. 0 without a window.
     pages: their ids in the source's pool of the group, in order.
     kv_heads, head_dim, head_dim_v, dtype, latent_dim, k, v, checks, k_descale, v_descale: as in `SequencePages`, of
-        these layers. k and v have an axis of the layers first where there are several.
+        these layers. k and v of several layers begin with an axis of the layers.
     """
 
     __repr__ = brief
@@ -101,18 +101,18 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SequencePages:
-    """A sequence that has been exported, as `KvCache.export_pages` gives it. It can be pickled and sent anywhere.
+    """A sequence that has been exported, as `KvCache.export_pages` returns it. It can be pickled and sent anywhere.
 
     lease: a sequence of the source, which holds the pages there until it is freed (`KvCache.release`).
     length: rows. pages: their ids in the source's pool, in order.
     page_size, kv_heads, head_dim, head_dim_v, dtype, latent_dim, layers: the layout of a page, as in `KvCacheSpec`.
-    k, v: (pages, page_size, kv_heads, head_dim) and (..., head_dim_v), in the pool's dtype; behind the last row 0. Of a
-        latent cache k has whole rows, and v is None. Of several layers both have an axis of them first.
+    k, v: (pages, page_size, kv_heads, head_dim) and (..., head_dim_v), in the pool's dtype; 0 after the last row. For a
+        latent cache k has whole rows, and v is None. For several layers both begin with an axis of the layers.
     k_descale, v_descale: fp32 (kv_heads,), of an fp8 pool that has them.
     checks: of each page, a digest of its bytes in all layers (BLAKE2b, 16 bytes).
-    digests: the names of the whole pages whose tokens are known (`prefix_digests`). tail: the known tokens behind them.
-    groups: where layers differ or have a window, the pages of each group, in the order of the first layer of each.
-        layers is their number in all groups then. pages, kv_heads, head_dim, head_dim_v, dtype, latent_dim, k, v,
+    digests: the names of the whole pages whose tokens are known (`prefix_digests`). tail: the known tokens after them.
+    groups: if layers differ or have a window, the pages of each group, in the order of the groups' first layers. layers
+        is then the number of layers of all groups, and pages, kv_heads, head_dim, head_dim_v, dtype, latent_dim, k, v,
         checks and the descales are empty, 0 or None.
     """
 
@@ -155,8 +155,8 @@ def page_checks(*pools: Any) -> tuple[bytes, ...]:
 
 
 def check_pages(pages: Any, groups: Sequence[PagedGroup]) -> Sequence[LayerPages]:
-    """The pages of each group of a cache. Raises `InvalidRequest` for those that do not fit it, or have changed since
-    their export."""
+    """The pages of each group of a cache. Raises `InvalidRequest` for pages that do not fit the cache, or have changed
+    since their export."""
     expect(isinstance(pages, SequencePages), "pages", show(pages), "must be SequencePages, as export_pages() gives")
     expect(type(pages.length) is int and pages.length >= 0, "length", show(pages.length), "must be a number of rows")
     sound = isinstance(pages.groups, tuple) and all(isinstance(each, LayerPages) for each in pages.groups)
@@ -176,7 +176,7 @@ def check_pages(pages: Any, groups: Sequence[PagedGroup]) -> Sequence[LayerPages
 
 
 def _check_group(prefix: str, part: LayerPages, group: PagedGroup, length: int) -> None:
-    """Check the pages of one group. prefix: of the names of fields."""
+    """Check the pages of one group. prefix: of the fields' names in errors."""
     pool, layers = group.pool, len(group.layers)
     _expect_same(prefix, part, _layout(group))
     least, most = (first_page(length, pool.page_size, group.window, slack) for slack in (group.slack, 0))
@@ -202,7 +202,7 @@ def _check_group(prefix: str, part: LayerPages, group: PagedGroup, length: int) 
 def prefix_digests_of(pages: SequencePages) -> tuple[bytes, ...]:
     """The digests of the longest prompt that can begin with the pages of this sequence alone.
 
-    Behind a shorter one, rows may need pages that a group with a window has given back.
+    After a shorter prompt, rows may need pages that a group with a window has given back.
     """
     size = pages.page_size
     for count in range(len(pages.digests), 0, -1):
@@ -212,7 +212,7 @@ def prefix_digests_of(pages: SequencePages) -> tuple[bytes, ...]:
 
 
 def export_launch(groups: Sequence[PagedGroup], pages: Sequence[Sequence[int]], kernels: Sequence[Kernel]) -> Launch:
-    """Copies these pages of each group's pools to the host, as `exported` takes them."""
+    """A launch that copies ``pages`` of each group's pools to the host, for `exported`."""
     parts = []
     for index, (group, ids) in enumerate(zip(groups, pages, strict=True)):
         pool, layers = group.pool, len(group.layers)
@@ -220,7 +220,7 @@ def export_launch(groups: Sequence[PagedGroup], pages: Sequence[Sequence[int]], 
             f"{side}_pages": OutputSpec(pages_shape(pool, len(ids), dim, layers), pool.cache_dtype)
             for side, dim in pool.sides.items()
         }
-        # The pairs come first: outputs are in the memory of the first input, on the host.
+        # The pairs come first: outputs lie where the first input lies, on the host.
         inputs = {"page_pairs": np.array([(page, place) for place, page in enumerate(ids)], np.int32), **group.pools}
         steps = each_layer(_steps(pool, len(ids), kernels, "cache", "pages"), layers)
         launch = Launch(None, inputs, outputs, functools.partial(_read, before_pages(layers)), steps)
@@ -234,7 +234,7 @@ def import_launch(
     pages: Sequence[Sequence[int]],
     kernels: Sequence[Kernel],
 ) -> Launch:
-    """Copies the last pages of ``contents`` to these pages of each group's pools. A group may get none."""
+    """A launch that copies the last pages of ``contents`` to ``pages`` of each group's pools. A group may get none."""
     parts = []
     for index, (group, content, ids) in enumerate(zip(groups, contents, pages, strict=True)):
         if not ids:
@@ -306,7 +306,7 @@ def _alone(pages: SequencePages) -> LayerPages:
 
 
 def _expect_same(prefix: str, pages: object, expected: Mapping[str, Any]) -> None:
-    """Check fields that are those of the cache. prefix: of their names."""
+    """Check that fields have the cache's values. prefix: of the fields' names in errors."""
     for name, value in expected.items():
         other = getattr(pages, name)
         same = type(other) is type(value) and other == value
@@ -329,7 +329,7 @@ def _layout(group: PagedGroup) -> dict[str, Any]:
 
 
 def _names(index: int, launch: Launch) -> dict[str, str]:
-    """What the operands of a group's launch are called where it is joined with those of others."""
+    """The names of the operands of a group's launch in the joined launch, by their own names."""
     return {name: f"group{index}.{name}" for name in (*launch.inputs, *launch.outputs)}
 
 
