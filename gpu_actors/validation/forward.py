@@ -73,9 +73,9 @@ class Sizes(NamedTuple):
 
 
 def forward_problem(request: FlashForward) -> AttentionProblem:
-    """The problem that a request poses, by its shapes, dtypes and options.
+    """The problem that a request states with its shapes, dtypes and options.
 
-    `check_cu_seqlens` looks at the sequence bounds of each request, and `check_seed` at its seed.
+    `check_cu_seqlens` checks the sequence bounds of each request, and `check_seed` its seed.
     """
     check_beside_blocks(request)
     if request.pack_gqa is not None:
@@ -128,7 +128,7 @@ def backward_problem(request: FlashBackward) -> AttentionProblem:
     return dataclasses.replace(problem, direction="backward", deterministic=deterministic, lse_dtype=lse_dtype)
 
 
-# Options that no kernel has beside a block mask: what they are where they are left, and why.
+# Options that no kernel has beside a block mask: their value if they are left out, and the reason.
 _BESIDE_BLOCKS: dict[str, tuple[Any, str]] = {
     "softcap": (0.0, "a cap would make hidden scores finite"),
     "bias": (None, "a block mask hides by lists, and a bias by its values: say both in mask_mod"),
@@ -150,7 +150,7 @@ def score_options(
 ) -> dict[str, Any]:
     """The fields of a problem that decide which scores count and how large they grow.
 
-    Those of the mask go as they are: `AttentionProblem` checks them.
+    The options of the mask are passed on unchecked: `AttentionProblem` checks them.
     """
     softcap, scale = real("softcap", request.softcap), request.softmax_scale
     expect(softcap >= 0, "softcap", softcap, "must be >= 0; 0 leaves the scores as they are")
@@ -170,7 +170,7 @@ def score_options(
 def check_descales(
     request: FlashForward | PagedForward | BatchedDecode, dtypes: dict[str, str], shape: tuple[int, int]
 ) -> bool:
-    """Whether descales are given. dtypes: of the operands, by name. shape: (batch, heads_kv)."""
+    """Check the descales. Returns whether any is given. dtypes: of the operands, by name. shape: (batch, heads_kv)."""
     given = False
     for side, dtype in dtypes.items():
         field = f"{side}_descale"
@@ -187,7 +187,10 @@ def check_descales(
 
 
 def longest(field: str, cu_seqlens: Any) -> int:
-    """The longest sequence of cu_seqlens on the host. Elsewhere it must be given, for reading it would wait."""
+    """The length of the longest sequence of cu_seqlens on the host.
+
+    Raises `InvalidRequest` for cu_seqlens on a device, because reading them would wait.
+    """
     if not isinstance(cu_seqlens, np.ndarray):
         name = field.replace("cu_seqlens", "max_seqlen")
         raise InvalidRequest(name, None, f"must be given where {field} is not a NumPy array")
@@ -196,7 +199,7 @@ def longest(field: str, cu_seqlens: Any) -> int:
 
 
 def sequences(field: str, cu_seqlens: Any) -> int:
-    """How many sequences cu_seqlens bounds, wherever it lies."""
+    """How many sequences cu_seqlens bounds, on the host or on a device."""
     shape = tuple(getattr(cu_seqlens, "shape", ()))
     sound = len(shape) == 1 and 0 <= shape[0] - 1 <= _MOST_SEQUENCES and dtype_name(cu_seqlens) == "int32"
     expect(sound, field, None if cu_seqlens is None else describe(cu_seqlens), _CU_SEQLENS)
@@ -219,7 +222,7 @@ def check_total(side: str, total: int, batch: int, longest: int, given: int | No
 
 
 def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -> None:
-    """Check sequence bounds on the host against the rows that there are. Bounds on a device are the kernel's care."""
+    """Check sequence bounds on the host against the number of rows. Bounds on a device are not checked."""
     if not isinstance(cu_seqlens, np.ndarray):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -234,21 +237,21 @@ def check_cu_seqlens(field: str, cu_seqlens: Any, total: int, max_seqlen: int) -
 
 
 def check_positions(problem: AttentionProblem, request: FlashForward) -> None:
-    """Check positions on the host. Those on a device are the kernel's care."""
+    """Check positions on the host. Positions on a device are not checked."""
     for side, longest_length in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         lengths = lengths_of(getattr(request, f"cu_seqlens_{side}"), longest_length)
         check_steps(f"{side}_positions", getattr(request, f"{side}_positions"), lengths)
 
 
 def lengths_of(ends: Any, length: int) -> Any:
-    """The lengths that cu_seqlens say; 1 for those on a device, and ``length`` without any."""
+    """The lengths of the sequences of cu_seqlens: 1 if they lie on a device, ``length`` if they are None."""
     if ends is None:
         return length
     return np.diff(ends.astype(np.int64)) if isinstance(ends, np.ndarray) else 1
 
 
 def check_steps(field: str, array: Any, lengths: Any) -> None:
-    """Check the positions of so many rows or keys a sequence, where they lie on the host."""
+    """Check positions on the host. lengths: how many rows or keys each sequence has."""
     if not isinstance(array, np.ndarray) or not array.size:
         return
     first, step = steps_of(array)
@@ -259,7 +262,7 @@ def check_steps(field: str, array: Any, lengths: Any) -> None:
 
 
 def steps_of(positions: Any) -> tuple[Any, Any]:
-    """The first position and the step of each sequence, int64 (batch,), of positions on the host."""
+    """The first position and the step of each sequence, int64 (batch,). The positions lie on the host."""
     given = positions.astype(np.int64)
     return (given, np.ones_like(given)) if given.ndim == 1 else (given[:, 0], given[:, 1])
 
@@ -270,7 +273,7 @@ def check_seed(seed: object) -> None:
 
 
 SEEDS = 1 << 64  # Philox has a key of 64 bits
-_MOST_SEQUENCES = 1 << 24  # bounds are looked at one by one, and a broadcast array has any number of them
+_MOST_SEQUENCES = 1 << 24  # bounds are checked one by one, and a broadcast array may have any number of them
 _CU_SEQLENS = (
     f"must be an int32 array (batch + 1,) with batch <= {_MOST_SEQUENCES}, rising from 0 to the number of rows"
 )
@@ -345,7 +348,7 @@ def check_out(request: FlashForward | PagedForward | BatchedDecode, head_dim_v: 
 
 
 def compute_of(dtype: str, value: object = None) -> str:
-    """The precision of the products: fp32 inputs choose, others compute in their own."""
+    """The precision of the products. fp32 inputs may choose it, and other inputs compute in their own."""
     own = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}.get(dtype, "fp8")
     if value is None:
         return own
@@ -362,15 +365,15 @@ def _lse_dtype(request: FlashForward) -> str:
 
 
 def _alibi_signed(request: FlashForward) -> bool:
-    """Whether the sign of a distance counts: not where all distances have the same."""
+    """Whether the sign of a distance counts. It does not if causal gives all distances the same sign."""
     signed = flag("alibi_signed", request.alibi_signed)
     return signed and request.alibi_slopes is not None and not flag("causal", request.causal)
 
 
 def bias_fields(bias: Any, shape: Sizes, dtype: str, keys: int | None = None, one_row: bool = False) -> dict[str, Any]:
-    """The fields of a problem for its bias. keys: that it must have; None: seqlen_k.
+    """The fields of a problem for its bias. keys: how many the bias must have; None: seqlen_k.
 
-    one_row: it has no axis of rows.
+    one_row: whether the bias has no axis of rows.
     """
     if bias is None:
         return {}
@@ -401,7 +404,7 @@ def position_words(request: Any, batch: int) -> dict[str, Any]:
 
 
 def _places(request: FlashForward, shape: Sizes) -> dict[str, Any]:
-    """The fields of a problem that say where its rows, keys and heads stand in a larger one."""
+    """The fields of a problem that say where its rows, keys and heads stand in a larger problem."""
     places: dict[str, Any] = position_words(request, shape.batch)
     positioned = places["q_positions"] or places["k_positions"]
     if positioned and isinstance(request.alignment, str) and request.alignment == "top_left":

@@ -1,6 +1,7 @@
-"""Checks of a cache's lengths and block tables against the memory that there is, where they lie on the host.
+"""Checks of a cache's lengths and block tables on the host against the memory of the cache.
 
-What lies on a device is not read here, which would wait for it: kernels hold lengths within the capacity themselves.
+Arrays on a device are not read here, because that would wait for the device: kernels limit lengths to the capacity
+themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def check_lengths(field: str, lengths: Any, capacity: int | Sequence[int]) -> No
 
 
 def _all_within(numbers: Any, most: int) -> bool:
-    """Whether each lies in [0, most]: as an unsigned number, a negative one is larger than any limit."""
+    """Whether each number lies in [0, most]. Read as unsigned, a negative number is larger than any limit."""
     return int(numbers.view(f"u{numbers.itemsize}").max(initial=0)) <= most
 
 
@@ -58,7 +59,7 @@ def check_batch_idx(places: Any, sequences: int) -> None:
 def check_block_table(block_table: Any, lengths: Any, page_size: int, blocks: int, leftpad: Any = None) -> None:
     """Raise `InvalidRequest` unless each page that a sequence's keys reach lies in a pool of ``blocks`` pages.
 
-    leftpad: rows before each sequence's first key, whose pages are not read.
+    leftpad: how many rows lie before each sequence's first key. Pages of such rows alone are not read.
     """
     if not isinstance(block_table, np.ndarray) or not isinstance(lengths, np.ndarray):
         return

@@ -1,4 +1,4 @@
-"""Checks of where an output lies: it must not share memory with what is still read, nor with itself."""
+"""Checks of an output's memory: no element may share it with an input, which is still read, or with another element."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_output_memory(out: Any, inputs: dict[str, Any]) -> None:
         raise InvalidRequest("out", describe(out), reason)
     if isinstance(out, np.ndarray):
         for name, array in inputs.items():
-            if isinstance(array, np.ndarray):  # and not on the device, while out is on the host
+            if isinstance(array, np.ndarray):  # an input on the device lies apart from an out on the host
                 _check_host(out, name, array)
         return
     start = out.address
@@ -53,7 +53,7 @@ def _check_host(out: np.ndarray[Any, Any], name: str, array: np.ndarray[Any, Any
 
 @functools.lru_cache(maxsize=1024)
 def _lies_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """True if each axis steps over all that the shorter steps reach: then no two positions are the same."""
+    """True if each axis steps over all memory that the shorter steps reach. Then no two elements share memory."""
     if 0 in shape:
         return True  # NumPy gives empty arrays strides of 0
     reach = itemsize

@@ -42,7 +42,7 @@ from gpu_actors.validation.forward import (
 __all__ = ["MAX_TREE_ROWS", "check_bias", "check_cache_positions", "decode_problem", "own_positions", "paged_problem"]
 
 MAX_TREE_ROWS = 64
-MAX_SPLITS = 256  # more than any device has use for, and partial results take memory
+MAX_SPLITS = 256  # more than any device can use; partial results take memory
 
 _LEAST = 1 << 30
 _OF_THE_CACHE = ("cache_batch_idx", "cache_leftpad")
@@ -53,9 +53,9 @@ _QUERY = "batch, rows, heads, head_dim"
 
 
 def paged_problem(request: PagedForward) -> AttentionProblem:
-    """The problem that a request poses, by its shapes, dtypes and options.
+    """The problem that a request states with its shapes, dtypes and options.
 
-    `check_lengths` and `check_block_table` look at each request's data.
+    `check_lengths` and `check_block_table` check each request's data.
     """
     check_beside_blocks(request)
     sizes = _paged_sizes(request)
@@ -136,7 +136,7 @@ def _bias(request: PagedForward | BatchedDecode, sizes: Sizes, dtype: str) -> di
     if request.bias is None:
         return {}
     shape = tuple(getattr(request.bias, "shape", ()))
-    # The lengths of sequences are data: `check_bias` holds them against its keys.
+    # The lengths of sequences are data: `check_bias` compares the bias's keys with them.
     keys = int(shape[-1]) if shape else sizes.seqlen_k
     reason = "must have at least the keys of the longest sequence, and one where all are empty"
     expect(keys >= 1 or not sizes.seqlen_k, "bias", describe(request.bias), reason)
@@ -160,7 +160,7 @@ def check_bias(problem: AttentionProblem, request: PagedForward | BatchedDecode)
 
 
 def check_cache_positions(problem: AttentionProblem, request: PagedForward | BatchedDecode) -> None:
-    """Check what lies on the host of the positions of rows and keys."""
+    """Check the positions of rows and keys, as far as they lie on the host."""
     keys: Any
     if isinstance(request, PagedForward):
         keys, rows = request.cache_seqlens, lengths_of(request.cu_seqlens_q, problem.seqlen_q)
@@ -180,9 +180,9 @@ def check_cache_positions(problem: AttentionProblem, request: PagedForward | Bat
 
 
 def own_positions(k_positions: Any, keys: Any, rows: Any) -> tuple[Any, Any]:
-    """The first position and the step of rows that stand where the last keys of their sequence do, int64 (batch,).
+    """The first position and the step of rows at the positions of their sequence's last keys, int64 (batch,).
 
-    All on the host. Rows before the first key continue its steps, below 0 too.
+    All arrays lie on the host. Rows before the first key continue the steps of the keys, also below 0.
     """
     first, step = steps_of(k_positions)
     return first + (keys - rows) * step, step
@@ -243,7 +243,7 @@ def _paged_sizes(request: PagedForward) -> Sizes:
 
 
 def _check_latent(request: PagedForward, head_dim: int) -> None:
-    """Check a cache whose first columns are values."""
+    """Check a latent cache, in which the first columns of keys are the values."""
     latent = request.latent_dim
     expect(request.v_cache is None, "v_cache", describe(request.v_cache), "and latent_dim both say what values are")
     expect(latent <= head_dim, "latent_dim", latent, f"must be at most k_cache's head_dim, {head_dim}")
@@ -277,10 +277,10 @@ def _check_heads_and_dims(sizes: Sizes, head_dim_k: int, field: str, cache: Any)
 
 
 def _caches(field: str, caches: Any, q: Any) -> tuple[Any, list[tuple[int, ...]], bool]:
-    """(an array with the caches' dtype, the shapes of all, whether they differ in capacity or strides).
+    """Return (an array with the caches' dtype, the shapes of all caches, whether they differ in capacity or strides).
 
-    All of a list must have the first's heads, head_dim and dtype; of none, they are like q. One array stands for alike
-    ones, of which one shape is given.
+    All caches of a list must have the heads, head_dim and dtype of the first one. An empty list counts as one cache
+    like q. A single array holds a cache of the same shape for each sequence.
     """
     batch, heads, head_dim = q.shape
     if not isinstance(caches, list | tuple):
