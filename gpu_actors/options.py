@@ -1,4 +1,4 @@
-"""Everything that can be set when a context is opened."""
+"""The options of a context, which are set when it is opened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Qualify: TypeAlias = Literal["off", "first-use", "all"]
 
 
 class ActorType:
-    """The type of ``ContextOptions(actors=...)``. Only `ServiceActor` derives from it: name subclasses of that."""
+    """The type of ``ContextOptions(actors=...)``. Only `ServiceActor` derives from it: pass its subclasses."""
 
     label: ClassVar[str] = ""
     vital: ClassVar[bool] = False
@@ -37,9 +37,10 @@ class ActorType:
 class MockOptions:
     """How the mock device answers.
 
-    compute: run the NumPy oracle; False answers `MockModeError` to every launch. Default True.
-    dtype: what the oracle accumulates in, "float64" (default) or "float32".
-    latency: seconds that each launch takes on top of the oracle, one after the other as on a stream. Default 0.
+    compute: whether to run the NumPy oracle. If False, every launch raises `MockModeError`. Default True.
+    dtype: the dtype in which the oracle accumulates, "float64" (default) or "float32".
+    latency: seconds that each launch takes besides the oracle. Launches run one after the other, as on a stream.
+        Default 0.
     """
 
     compute: bool = True
@@ -54,18 +55,19 @@ class MockOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationOptions:
-    """How the emulated device orders events whose order a GPU leaves open.
+    """How the emulated device orders events whose order a GPU leaves open, and how it rounds.
 
     delivery: when asynchronous copies land: as late as allowed (default), at once, or at random.
     schedule: which warp or lane runs next. Default "greedy".
-    seed: of the random deliveries and schedules, and of the order in which blocks start. Default 0: upwards.
+    seed: the seed of random deliveries and schedules, and of the order in which blocks start. Default 0: in ascending
+        order.
     threads: CPU threads that run independent blocks. Default 2.
-    contraction: let the compiler fuse products into sums, as ptxas does, which saves a rounding. A kernel whose results
-        depend on it gives other numbers on a GPU. "random" fuses them only in blocks of code that ``seed`` picks, and
-        needs clang++ or zig. Default False: each operation is rounded.
-    arithmetic: with "nearest" (default) approximate functions are next to the truth, and tensor cores sum 16-bit
-        products in fp32. "hardware" lets such functions err by all that NVIDIA documents, at random by ``seed``, and
-        cuts sums of tensor cores off as measured on Ampere and Hopper.
+    contraction: whether the compiler may fuse a product and a sum, as ptxas does; this saves a rounding. A kernel whose
+        results depend on it returns other numbers on a GPU. "random" fuses them only in blocks of code that ``seed``
+        picks, and needs clang++ or zig. Default False: each operation is rounded.
+    arithmetic: with "nearest" (default) approximate functions are close to exact, and tensor cores sum 16-bit products
+        in fp32. With "hardware" such functions have random errors, by ``seed``, up to the bounds that NVIDIA documents,
+        and sums of tensor cores are cut off as measured on Ampere and Hopper.
     """
 
     delivery: Delivery = "late"
@@ -89,11 +91,11 @@ class EmulationOptions:
 class RestartPolicy:
     """What the ContextActor does when a child raises.
 
-    strategy: "one_for_one" restarts the child alone, "all_for_one" its siblings with it. Default "one_for_one".
-    max_restarts: restarts within ``window`` seconds, of all vital actors together and of each other actor alone. One
-        more failure fails the context, or stops the actor that is not vital. Defaults 5 in 60 s.
-    backoff, backoff_factor, backoff_max: seconds before the first restart in a window, the factor from each to the
-    next, and the ceiling. Defaults 0.02 s, 2, 5 s.
+    strategy: "one_for_one" restarts the child alone, "all_for_one" its siblings too. Default "one_for_one".
+    max_restarts: the restarts allowed within ``window`` seconds. Vital actors are counted together, each other actor
+        alone. One more failure fails the context, or stops the actor if it is not vital. Defaults 5 in 60 s.
+    backoff, backoff_factor, backoff_max: seconds before the first restart in a window, the factor from each delay to
+    the next, and the longest delay. Defaults 0.02 s, 2, 5 s.
     """
 
     strategy: Literal["one_for_one", "all_for_one"] = "one_for_one"
@@ -114,16 +116,16 @@ class RestartPolicy:
         expect(longest >= self.backoff, "backoff_max", self.backoff_max, f"must be >= backoff, {self.backoff}")
 
     def delay(self, restarts: int) -> float:
-        """Seconds to wait before the next restart when ``restarts`` lie in the window already."""
+        """Seconds to wait before the next restart, after ``restarts`` earlier ones in the window."""
         try:
             return min(self.backoff_max, self.backoff * float(self.backoff_factor) ** restarts)
         except OverflowError:
             return self.backoff_max if self.backoff else 0.0
 
     def grant(self, restarts: deque[float], now: float) -> float | None:
-        """Count a restart, and give the seconds to wait before it. None if the window has as many as are allowed.
+        """Count a restart, and return the seconds to wait before it. None if the window has ``max_restarts`` already.
 
-        restarts: when those before it were granted, which gets ``now``. Those that have left the window are removed.
+        restarts: the times of earlier restarts. ``now`` is added, and times that have left the window are removed.
         """
         while restarts and now - restarts[0] > self.window:
             restarts.popleft()
@@ -146,43 +148,45 @@ class ContextOptions:
 
     Raises `InvalidRequest` (`Unsupported` for an inexact arch), which names the setting.
 
-    arch: whose kernels to use ("sm_80", "sm_90a", ...). Default: the device's own; on mock and emulated "sm_90a".
-    max_in_flight: launches an actor may have unfinished at once. Default 8.
-    coalesce_max: requests over caches (decode, paged and of a KvCache) that may share a launch if they wait together
-        and agree; 1 gives each a launch of its own. Default 256.
-    coalesce_delay_us: microseconds that such a request waits for others before it is launched. Default 0: it joins
-        those that wait already.
-    record_launches: deprecated, without effect: nothing is recorded. Capture a step of a `KvCache`, or a request of
-        `flash_attn.prepare`, into a CUDA graph instead. True warns so, by a DeprecationWarning. Default False.
-    mailbox_capacity: requests that may wait for an actor; the next is answered `Overloaded`. Default 1024.
-    cache_dir: folder of the cubin cache; "~" is the home folder. With one that cannot be used, the context does
-        not open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
-    cache_max_bytes: its size bound; least recently used entries go first. Default 1 GiB.
+    arch: the architecture whose kernels are used ("sm_80", "sm_90a", ...). Default: the device's own; on mock and
+        emulated "sm_90a".
+    max_in_flight: the launches that an actor may have in flight at once. Default 8.
+    coalesce_max: the number of requests over caches (decode, paged and of a KvCache) that may share a launch if they
+        wait together and agree; with 1 each has its own launch. Default 256.
+    coalesce_delay_us: microseconds that such a request waits for others before its launch. Default 0: it joins only
+        requests that wait already.
+    record_launches: deprecated and without effect: nothing is recorded. Capture a step of a `KvCache`, or a request of
+        `flash_attn.prepare`, into a CUDA graph instead. True issues a DeprecationWarning. Default False.
+    mailbox_capacity: requests that may wait for an actor; the next raises `Overloaded`. Default 1024.
+    cache_dir: folder of the cubin cache; "~" is the home folder. If the folder cannot be used, the context does not
+        open. Default: $GPU_ACTORS_CACHE_DIR, or the user's cache folder; the first compile opens it.
+    cache_max_bytes: the cache's size bound; least recently used entries are evicted first. Default 1 GiB.
     prewarmed: read-only cache folders that are searched before ``cache_dir``. Default none.
-    offline: never compile; a variant that no cache holds is a `CompileError`. Default False.
+    offline: never compile; a variant that no cache holds raises `CompileError`. Default False.
     mock, emulation: how those devices behave. Default: `MockOptions()`, `EmulationOptions()`.
     fault_plan: faults to inject at launches (see `gpu_actors.testing.FaultPlan`). Default none.
     restart: the supervision policy of the children. Default: `RestartPolicy()`.
     actors: further actor types to start as children. Default none.
-    degraded_after: failures of an actor in a row, of launches or of its incarnations, after which health is "degraded",
-        and not ready if the actor is vital (see `ServiceActor`). A request's own fault does not count. Default 5.
-    probe_interval: seconds between the launches by which such a context tests itself: it is ready again once one of
-        them or of a request succeeds. Default 1.
-    default_timeout: seconds for a request with neither deadline nor timeout, unless it frees memory. Default None: no
-        limit.
-    qualify: whether each kernel proves on this machine that it computes right before a request is launched on it.
-        "first-use": the first time that this machine has it; the verdict is kept beside the cubin. "all": once in each
-        context, whatever was kept. "off": never. Default None: "first-use" on CUDA, "off" elsewhere.
-    invariant: a row of attention has the same bits in any batch, in a prompt, in a chunk of it and decoded, and
-        gradients have the same bits each time (docs/invariance.md). What cannot keep that is `Unsupported`. Default
-        False.
-    hang_timeout: seconds after which a launch that has not finished counts as hung and the context as lost. Default
-        None: 30 s on CUDA, 600 s elsewhere. A worker or child process that says nothing for so long is lost too, by
-        default after 30 s on any device: a long launch does not keep it from answering.
+    degraded_after: consecutive failures of an actor, of its launches or its incarnations, after which health is
+        "degraded". The context is then not ready if the actor is vital (see `ServiceActor`). A request's own fault does
+        not count. Default 5.
+    probe_interval: seconds between the launches by which a context that is not ready for that reason tests itself. It
+        is ready again once a probe's or a request's launch succeeds. Default 1.
+    default_timeout: the timeout, in seconds, of a request without deadline or timeout, unless it frees memory. Default
+        None: no limit.
+    qualify: when each kernel must prove that it computes correctly on this machine, before any request is launched on
+        it. "first-use": when this machine first uses it; the verdict is kept beside the cubin. "all": once in each
+        context, even if a verdict was kept. "off": never. Default None: "first-use" on CUDA, "off" elsewhere.
+    invariant: whether a row of attention has the same bits in any batch, in a prompt, in a chunk of it and decoded, and
+        gradients have the same bits each time (docs/invariance.md). Requests that cannot keep the same bits raise
+        `Unsupported`. Default False.
+    hang_timeout: seconds after which an unfinished launch counts as hung and the context as lost. Default None: 30 s on
+        CUDA, 600 s elsewhere. A worker or child process that sends nothing for this time is lost too, by default after
+        30 s on any device: a long launch does not keep it from answering.
     drain_timeout: seconds that leaving the context waits for unanswered requests before it stops them. Default 30.
-    compile_threads: compilations that may run at once. Default: the number of CPUs, at most 8.
-    compile_on_mock: compile each kernel that a request would use even though mock runs the oracle. Default False.
-    clock: where time is read. Default: ``time.monotonic``.
+    compile_threads: compiles that may run at once. Default: the number of CPUs, at most 8.
+    compile_on_mock: compile each kernel that a request would use, although mock runs the oracle. Default False.
+    clock: the source of time. Default: ``time.monotonic``.
     on_event: called with each `TraceEvent`, on the thread where it happens. Default none.
     """
 
@@ -238,7 +242,7 @@ class ContextOptions:
         duration("probe_interval", self.probe_interval, above_0=True)
         if self.default_timeout is not None:
             duration("default_timeout", self.default_timeout, above_0=True)
-        # An infinite limit is valid: a user can mean to wait without end.
+        # An infinite limit is valid: a user may want to wait without a limit.
         if self.hang_timeout is not None and not _endless(self.hang_timeout):
             duration("hang_timeout", self.hang_timeout, above_0=True)
         if not _endless(self.drain_timeout):
@@ -280,12 +284,12 @@ class ContextOptions:
 
     @property
     def cache_path(self) -> Path | None:
-        """``cache_dir`` in full, or None for the default."""
+        """``cache_dir`` as an absolute path, or None for the default."""
         return None if self.cache_dir is None else _path("cache_dir", self.cache_dir).absolute()
 
     @property
     def prewarmed_paths(self) -> tuple[Path, ...]:
-        """``prewarmed`` in full."""
+        """``prewarmed`` as absolute paths."""
         return tuple(_path("prewarmed", path).absolute() for path in self.prewarmed)
 
 
@@ -299,7 +303,7 @@ def _path(name: str, value: object) -> Path:
         if isinstance(text, str) and text and "\0" not in text:
             os.fsencode(text)
             return Path(text).expanduser()
-    except (TypeError, UnicodeError, RuntimeError):  # the last, of a "~user" that does not exist
+    except (TypeError, UnicodeError, RuntimeError):  # expanduser raises RuntimeError for an unknown "~user"
         pass
     raise InvalidRequest(name, value, "must name a folder: a str or os.PathLike, not empty")
 
