@@ -7,7 +7,7 @@ GpuActorsError
 ├── Overloaded                 a mailbox is full
 ├── DeadlineExceeded           not answered by its deadline
 ├── RequestCancelled           cancelled before its launch
-├── MockModeError              the mock device computes nothing here
+├── MockModeError              the mock device cannot compute this
 ├── CompileError               NVRTC refused the source
 ├── LaunchError                the launch or the kernel failed; the context is still good
 ├── Unqualified                each kernel that could answer has computed wrong numbers on this machine
@@ -15,7 +15,7 @@ GpuActorsError
 ├── CacheFull                  no page left in a KV cache; nothing was written
 ├── StaleBuffer                the buffer belongs to a closed cache, an earlier generation or another process
 ├── ContextLost                the device context is gone; everything in flight failed
-│   └── WorkerLost             with the worker that had it; says whether the request may have been carried out
+│   └── WorkerLost             its worker is gone too; says whether the request may have been carried out
 ├── ActorStopped               the actor is stopped, or stopped before it answered
 │   └── ActorFailed            the actor raised while it handled this request
 ├── WouldBlock                 a blocking call on the thread of a running event loop
@@ -68,7 +68,7 @@ class GpuActorsError(Exception):
 
 
 class _Described:
-    """Stands for a value that does not pickle, and reads the same in messages."""
+    """Stands for a value that cannot be pickled. Its text in messages is the same."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -88,7 +88,7 @@ def _portable(value: Any) -> Any:
 def _rebuilt(
     kind: type[GpuActorsError], args: tuple[Any, ...], fields: dict[str, Any], cause: BaseException | None
 ) -> GpuActorsError:
-    # Without __init__, whose parameters may differ from the args.
+    # __init__ is not called: its parameters may differ from the args.
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(fields)
@@ -98,7 +98,7 @@ def _rebuilt(
 
 
 def caused(error: E, cause: BaseException | None) -> E:
-    """``error``, which comes from ``cause``. The traceback of neither is touched."""
+    """Return ``error`` with ``cause`` as its cause. Neither traceback is changed."""
     error.__cause__ = cause
     return error
 
@@ -106,8 +106,8 @@ def caused(error: E, cause: BaseException | None) -> E:
 class RequestError(GpuActorsError):
     """A request that cannot be answered as asked.
 
-    field: the argument at fault, by its public name; or a size of several arrays, such as head_dim or page_size.
-    value: the argument (of an array, a description).
+    field: the public name of the argument at fault, or of a size of several arrays, such as head_dim or page_size.
+    value: the argument; for an array, its description.
     reason: a sentence that says what would be accepted.
     """
 
@@ -124,9 +124,9 @@ class RequestError(GpuActorsError):
         return f"{type(self).__name__}({', '.join(map(show, self.args))})"
 
     def named_for(self, message: object) -> RequestError:
-        """The same error, with the field named as the sender of ``message`` knows it.
+        """The same error, with the field's name as the sender of ``message`` knows it.
 
-        A message type maps the inner names that differ from its own to its own in ``argument_names``.
+        A message type's ``argument_names`` maps inner names to its own, where they differ.
         """
         name = getattr(type(message), "argument_names", {}).get(self.field)
         return self if name is None else type(self)(name, *self.args[1:])
@@ -139,7 +139,7 @@ class InvalidRequest(RequestError, ValueError):
 class Unsupported(RequestError):
     """A valid request that no kernel here computes.
 
-    nearest: the closest value of the same field that is supported, or None where there is none.
+    nearest: the closest value of the same field that is supported, or None if there is none.
     """
 
     def __init__(self, field: str, value: object, reason: str, nearest: object = None) -> None:
@@ -178,8 +178,8 @@ class RequestCancelled(GpuActorsError):
 
 
 class MockModeError(GpuActorsError):
-    """The mock device computes nothing: it was opened with ``MockOptions(compute=False)``, or the request is the launch
-    of a kernel of your own, for which it has no oracle."""
+    """The mock device cannot compute this: it was opened with ``MockOptions(compute=False)``, or the request launches a
+    kernel of your own, for which it has no oracle."""
 
 
 class CompileError(GpuActorsError):
@@ -198,14 +198,14 @@ class CompileError(GpuActorsError):
 
 
 class LaunchError(GpuActorsError):
-    """A launch failed and the context survived it."""
+    """A launch failed. The context is still usable."""
 
 
 class Unqualified(GpuActorsError):
-    """A kernel has failed the proof that it computes right on this machine, and no other one can answer.
+    """A kernel has failed the proof that it computes correctly on this machine, and no other kernel can answer.
 
-    kernel: its name. problem: the small problem that shows it. reason: how wrong the kernel was. evidence: the path of
-    the file with the arrays that show it, or None.
+    kernel: its name. problem: the small problem that it computed wrong. reason: how wrong the result was. evidence: the
+    path of the file with the arrays of that problem, or None.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class CacheFull(GpuActorsError):
 
 
 class StaleBuffer(GpuActorsError):
-    """A buffer is no longer there: its cache was closed, or an earlier generation or another process made it."""
+    """A buffer cannot be used: its cache was closed, or an earlier generation or another process made it."""
 
 
 class ContextLost(GpuActorsError):
@@ -248,10 +248,10 @@ class ContextLost(GpuActorsError):
 
 
 class WorkerLost(ContextLost):
-    """A worker is gone, and the device context with it. Everything that it held (caches, sequences, kernels) is lost.
+    """A worker is gone, and its device context too. Everything that it held (caches, sequences, kernels) is lost.
 
-    worker: its name. generation: the one that was lost. happened: "no" where the request never reached the worker,
-    "unknown" where it may have been carried out.
+    worker: its name. generation: the generation that was lost. happened: "no" if the request never reached the worker,
+    "unknown" if it may have been carried out.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class WouldBlock(GpuActorsError, RuntimeError):
 
 
 class AsyncioNeeded(GpuActorsError, RuntimeError):
-    """Something was awaited that only an asyncio event loop can wait for (uvloop's, and anyio on asyncio, too)."""
+    """An awaitable was awaited that needs an asyncio event loop (uvloop and anyio on asyncio work, too)."""
 
 
 class NotCopyable(GpuActorsError, TypeError):
