@@ -1,1 +1,1 @@
-"""What a program holds: a context, its KV caches and its health."""
+"""The objects that a program holds: a context, its KV caches and its health."""

@@ -1,4 +1,4 @@
-"""GpuContext: what a program holds of a running context, and the contexts that are open in this process."""
+"""GpuContext: a program's handle of a running context. Also the contexts that are open in this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _KV_CACHE = CallOptions(KvCacheSpec, KvCacheKeywords)
 
-# Seconds of real time that closing waits for children to stop, and again for what they leave behind.
+# Seconds of real time that closing waits for children to stop, and again after it gave up on them.
 _CLOSE_SECONDS = 5.0
 
 _NOT_DRAINED = "leaving the context: not drained within %s s, so what is unanswered gets ActorStopped"
@@ -64,7 +64,7 @@ class GpuContext(Local, CompilesKernels):
     """A running context. Safe to share between event loops and threads. Made by `open_context`.
 
     flash_attn, cudnn, nvrtc: the handles of the FlashAttnActor, the CudnnLikeActor and the NvrtcActor.
-    number: of the context in this process, from 1, for callers that can keep a number but no object.
+    number: the number of the context in this process, from 1, for callers that can keep a number but no object.
     """
 
     def __init__(self, children: Children, root: Any) -> None:
@@ -85,9 +85,9 @@ class GpuContext(Local, CompilesKernels):
         return f"<{type(self).__name__} #{self.number} on {self.info.name}, {self.health().state}>"
 
     def actor(self, actor_type: type[ServiceActor]) -> ActorHandle:
-        """The handle of a child by its type, as one named in ``ContextOptions(actors=...)``.
+        """The handle of a child by its type, such as one given in ``ContextOptions(actors=...)``.
 
-        Raises KeyError for a type that is no child of this context.
+        Raises KeyError if this context has no child of the type.
         """
         handle: ActorHandle = self._children.handle(actor_type)
         return handle
@@ -99,7 +99,7 @@ class GpuContext(Local, CompilesKernels):
 
     @property
     def generation(self) -> int:
-        """1 for a new context; one more after the device context was lost."""
+        """1 for a new context; one more each time the device context was lost."""
         return self._children.generation
 
     def health(self) -> Health:
@@ -107,15 +107,15 @@ class GpuContext(Local, CompilesKernels):
         return examine(self._children, self._stopped)
 
     def stats(self) -> dict[str, ActorStats]:
-        """Each actor's counts, by its label."""
+        """Each actor's counts, by the actor's label."""
         return {name: cell.mailbox.stats() for name, cell in self._children.cells.items()}
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """A NumPy array for the operands and the ``out`` of requests, not initialised.
+        """An uninitialised NumPy array for the operands and the ``out`` of requests.
 
-        With ``isolation="process"`` it lies in memory that the context's process shares, so requests use it, and write
-        into it, without a copy. It outlives that process, and is freed like any array. Otherwise it is ``np.empty``.
-        dtype: what NumPy or ml_dtypes knows; no objects.
+        With ``isolation="process"`` the array lies in memory that the context's process shares, so requests read and
+        write it without a copy. It outlives that process, and is freed like any array. Otherwise it is ``np.empty``.
+        dtype: a dtype of NumPy or ml_dtypes, but not object.
         """
         return np.empty(shape, dtype)
 
@@ -124,7 +124,7 @@ class GpuContext(Local, CompilesKernels):
         """A paged KV cache on this context's device. The arguments are those of `KvCacheSpec`.
 
         Entering it (``async with``, or ``with`` in a program without a loop) makes the pool, and raises
-        `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`; leaving it gives the pool back.
+        `InvalidRequest`, `Unsupported` or `OutOfDeviceMemory`. Leaving it frees the pool.
         """
         _KV_CACHE.check(options)
         return KvCache(self._children, self._children.handle(KvCacheActor), KvCacheSpec(**options))
@@ -132,10 +132,10 @@ class GpuContext(Local, CompilesKernels):
     def probe(self, timeout: float | None = None) -> Reply[None]:
         """Prove that the device makes progress: launch attention of one row by one key, ahead of waiting requests.
 
-        The reply is None once the launch has succeeded, else the error of the launch. The mock device need not compute
-        for it. An offline context whose caches lack the kernel fills and copies device memory instead. The launch
-        counts in ``stats()`` as any other; its success does not end a row of failed requests (``degraded_after``), but
-        makes a context that is not ready for them ready again, until one more fails.
+        The reply returns None once the launch has succeeded, else raises the error of the launch. On a mock device that
+        does not compute, the probe succeeds. An offline context whose caches lack the kernel fills and copies device
+        memory instead. ``stats()`` counts the launch. Its success does not reset the count of consecutive failures
+        (``degraded_after``), but makes a context that was not ready because of them ready until one more request fails.
 
         timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
         """
@@ -147,9 +147,9 @@ class GpuContext(Local, CompilesKernels):
     def drain(self, timeout: float | None = None) -> Reply[None]:
         """Refuse new requests (`ActorStopped`) and wait until every request made so far is answered.
 
-        Launches whose requests a deadline has answered are waited for too: they may still write to ``out``.
+        It also waits for launches whose requests have passed their deadlines: they may still write to ``out``.
 
-        timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining is not undone.
+        timeout: seconds (None: no limit) after which the reply raises `DeadlineExceeded`. Draining continues.
         """
         if timeout is not None and timeout != math.inf:
             try:
@@ -187,7 +187,7 @@ class GpuContext(Local, CompilesKernels):
         return call
 
     def _limit(self, call: Call[Any], timeout: float | None, late: str) -> None:
-        """Fail a call that is not answered within so many seconds with `DeadlineExceeded`."""
+        """Fail a call with `DeadlineExceeded` if it is not answered within ``timeout`` seconds. late: the message."""
         if timeout is not None and timeout != math.inf:
 
             def give_up() -> None:
@@ -198,24 +198,24 @@ class GpuContext(Local, CompilesKernels):
     async def aclose(self) -> None:
         """Wait until every request made so far is answered, at most ``drain_timeout`` seconds, then `close`.
 
-        A launch whose requests a deadline has answered is not waited for.
-        May be called again. For a context from ``await open_context()``, as in a notebook.
+        It does not wait for a launch whose requests have passed their deadlines.
+        May be called again. Use it for a context from ``await open_context()``, as in a notebook.
         """
         need_asyncio("aclose()")
         seconds = self._children.options.drain_timeout
         try:
-            # Real seconds, not the context's clock: a mock clock does not move on from here.
+            # Real seconds, not the context's clock: nothing moves a mock clock here.
             with anyio.move_on_after(seconds, shield=True) as scope:
                 await self._drain(None, launches=False)
             if scope.cancelled_caught:
                 logger.warning(_NOT_DRAINED, seconds)
         finally:
-            # A task that is cancelled while it drains still closes.
+            # A task that is cancelled while it drains still closes the context.
             with anyio.CancelScope(shield=True):
                 await run_in_thread(self.close)
 
     def _leave(self) -> None:
-        """What `aclose` does, in a program without a loop."""
+        """`aclose` for a program without a loop."""
         seconds = self._children.options.drain_timeout
         try:
             self._drain(None, launches=False).result(None if seconds == math.inf else seconds)
@@ -227,7 +227,7 @@ class GpuContext(Local, CompilesKernels):
     def close(self) -> None:
         """Answer every open request with `ActorStopped`, stop every actor and release the device. Blocks briefly.
 
-        May be called again, also from a signal handler while it runs: only the first call waits.
+        May be called again, also from a signal handler that interrupts it: only the first call waits.
         """
         with self._close_lock:
             if self._closing or (self._closed is not None and self._closed.is_set()):
@@ -235,12 +235,12 @@ class GpuContext(Local, CompilesKernels):
             self._closing = True
             try:
                 self._close()
-            finally:  # done or interrupted
+            finally:  # an interrupt may end it too
                 self._closing = False
                 _OPEN.pop(self.number, None)
 
     def after_fork(self) -> None:
-        """In a child process: no request or waiter there may wait for threads that stayed behind."""
+        """Called in a forked child: end all waiting there, because the context's threads exist only in the parent."""
         self._close_lock = threading.RLock()
         self._closing = self._stopped = True
         children = self._children
@@ -260,11 +260,11 @@ class GpuContext(Local, CompilesKernels):
         self._root.kill()
         if not self._closed.wait(_CLOSE_SECONDS):
             logger.error("the context did not close within %s s", 2 * _CLOSE_SECONDS)
-            self._closed.set()  # for later calls
+            self._closed.set()  # later calls must not wait again
 
 
 def start_context(open_device: Callable[[], Device], options: ContextOptions) -> GpuContext:
-    """Start a ContextActor in this process, and wait until its children are ready. Raises what opening raises.
+    """Start a ContextActor in this process, and wait until its children are ready. Raises the error of opening.
 
     open_device: called on the ContextActor's thread.
     """
@@ -276,27 +276,27 @@ def start_context(open_device: Callable[[], Device], options: ContextOptions) ->
 
 
 def registered(context: GpuContext) -> GpuContext:
-    """The context, which is kept until it is closed, with no other reference too: its requests may be waited for."""
+    """Keep the context until it is closed, even without another reference: a caller may wait for its requests."""
     _OPEN[context.number] = context
     return context
 
 
 class _Root:
-    """Closes a ContextActor, whether or not it still runs."""
+    """Closes a ContextActor. The actor may have stopped already."""
 
     def __init__(self, ref: Any) -> None:
         self._ref = ref
 
     def stop(self, done: threading.Event) -> None:
-        """Have ``done`` set when it has closed."""
+        """Tell the actor to close, and to set ``done`` afterwards."""
         try:
             self._ref.tell(Run(lambda actor: actor.begin_stop(done)))
-        except ActorDeadError:  # it has stopped already, so there is nothing left to wait for
+        except ActorDeadError:  # the actor has stopped already
             done.set()
 
     def kill(self) -> None:
-        """Have it leave children behind that do not stop."""
-        with contextlib.suppress(ActorDeadError):  # it has stopped already
+        """Tell the actor to leave children behind that do not stop."""
+        with contextlib.suppress(ActorDeadError):  # the actor has stopped already
             self._ref.tell(Run(ContextActor.give_up))
 
 
@@ -310,7 +310,7 @@ def open_contexts() -> Mapping[int, GpuContext]:
 
 
 def _close_all() -> None:
-    """Answer every request that still waits when the interpreter exits."""
+    """Close every context when the interpreter exits, so that no request waits for ever."""
     for context in list(_OPEN.values()):
         context.close()
 
@@ -324,7 +324,7 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-# atexit runs only after the interpreter has joined every non-daemon thread, and one of those may be waiting for a
-# reply of ours. Where the earlier hook of concurrent.futures is to be had, closing runs before that.
+# atexit runs only after the interpreter has joined every non-daemon thread, and such a thread may wait for a reply of a
+# context. The hook that concurrent.futures uses, where it exists, runs before those threads are joined.
 _at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
 _at_exit(_close_all)

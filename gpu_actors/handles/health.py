@@ -17,19 +17,20 @@ State: TypeAlias = Literal["ready", "degraded", "stalled", "draining", "failed",
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a context answers, and why not. The context fails with a vital actor, and all built-in actors are vital
+    """Whether a context answers, and why not. The context fails if a vital actor fails. All built-in actors are vital
     except the one for kernels of your own.
 
     state: "ready"; "degraded" (an actor is being restarted, has failed ``degraded_after`` times without a success, or
         is not vital and has stopped or is stuck; or a kernel is quarantined, and others answer in its place); "stalled"
-        (the oldest launch, or a vital actor with the requests that it took last, has taken half the hang timeout);
-        "draining"; "failed" (the device context is lost, or a vital actor has stopped); "stopped".
-    ready: send requests here. True in the state "ready", and in "degraded" unless a vital actor keeps failing.
-    reason: a sentence where the state is not "ready".
-    device: what the context runs on; ``device.kind`` is "cuda", "emulated" or "mock", ``device.name`` says more.
-    actors: each actor's own state. failures: of each actor, launches or incarnations that failed since one succeeded.
-    oldest_launch: seconds that the oldest unfinished launch has taken.
-    quarantined: a sentence for each kernel that has failed its proof: which, on which problem, and how wrong it was.
+        (the oldest launch, or the batch that a vital actor works on, has taken half the hang timeout); "draining";
+        "failed" (the device context is lost, or a vital actor has stopped); "stopped".
+    ready: whether to send requests here. True in the state "ready", and in "degraded" unless a vital actor keeps
+        failing.
+    reason: a sentence that says why the state is not "ready", else "".
+    device: the context's device; ``device.kind`` is "cuda", "emulated" or "mock", ``device.name`` says more.
+    actors: each actor's state. failures: each actor's launches or incarnations that failed since its last success.
+    oldest_launch: seconds that the oldest unfinished launch has taken. None without one.
+    quarantined: a sentence for each kernel that has failed its proof. It names kernel, problem and error.
     """
 
     state: State
@@ -54,7 +55,7 @@ def examine(children: Children, stopped: bool) -> Health:
     oldest = children.oldest_launch()
     age = None if oldest is None else children.clock.now() - oldest
     actors = {name: cell.state for name, cell in children.cells.items()}
-    # The actors change meanwhile, so everything below judges this one look at them.
+    # The actors change meanwhile, so everything below reads this one copy of their states.
     quarantined = () if children.kernels is None else tuple(map(_sentence, children.kernels.quarantine.failures()))
     verdict = _ended(children, stopped, actors) or _stalled(children, age) or _degraded(children, actors, quarantined)
     return Health(

@@ -64,14 +64,14 @@ class KvCache(Local):
     """A pool of pages and the sequences in it. Made by ``ctx.kv_cache``; enter it with ``async with`` or ``with``.
 
     Safe to share between tasks, loops and threads. Requests of equal priority on a sequence take effect in the order in
-    which they are made, whether or not one is awaited before the next; each happens wholly or leaves no trace. Where a
-    launch fails, requests that were launched behind it and build on its rows fail with the same error, and each
-    sequence is as long as after its last success. Leaving gives the pool back. If a task is cancelled before it
+    which they are made, whether or not one is awaited before the next; each takes effect completely or not at all. If
+    a launch fails, requests that were launched after it and build on its rows fail with the same error, and each
+    sequence has the length that its last success left. Leaving frees the pool. If a task is cancelled before it
     receives its new sequence, the sequence is freed.
 
-    Every call takes deadline, timeout and priority as `ActorHandle.submit` does. The replies raise, besides what is
-    said at each: `InvalidRequest` for a sequence that was freed or belongs to another cache, `StaleBuffer` once another
-    task has closed the cache, or the context that the cache was made in is lost.
+    Every call takes deadline, timeout and priority as `ActorHandle.submit` does. Besides the errors that each method
+    lists, its reply raises `InvalidRequest` for a sequence that was freed or belongs to another cache, and
+    `StaleBuffer` once another task has closed the cache, or the context that the cache was made in is lost.
     """
 
     def __init__(self, children: Children, handle: ActorHandle, spec: KvCacheSpec) -> None:
@@ -81,12 +81,12 @@ class KvCache(Local):
         self._number = 0
         self._generation = 0
         self._lock = threading.Lock()
-        # Of a pool, which counts the requests to its workers: a step ends without another call of the pool.
+        # Set by a pool, which counts the requests to its workers: a step ends without another call of the pool.
         self._count_of_step: Callable[[Reply[Any]], None] | None = None
 
     @classmethod
     def at(cls, children: Children, handle: ActorHandle, spec: KvCacheSpec, number: int, generation: int) -> KvCache:
-        """Another handle of a pool that is open, for functions that run beside its context."""
+        """Another handle of an open pool, for functions that run in the process of its context."""
         cache = cls(children, handle, spec)
         cache._number, cache._generation = number, generation
         return cache
@@ -114,7 +114,7 @@ class KvCache(Local):
             try:
                 await self._close()
             except GpuActorsError:
-                return  # the context is gone or going, and the pool with it
+                return  # the context, and so the pool, is closed or lost
 
     def __enter__(self) -> Self:
         refuse_on_loop("with ctx.kv_cache()", "async with")
@@ -143,9 +143,9 @@ class KvCache(Local):
     ) -> Reply[KvSequence]:
         """Begin a sequence.
 
-        tokens: the ids of its whole prompt, to begin with the pages of sequences that were appended with tokens and
-            begin alike: it has ``cached`` rows then, of whole pages and never of the last token, and goes on from
-            there. None: it begins empty.
+        tokens: the ids of its whole prompt. The sequence then shares the first pages of sequences that were appended
+            with the same first tokens, and begins with ``cached`` rows: those of whole pages, without the last token.
+            None: it begins empty.
         """
         return self._begin(CreateSequence(self._number, tokens), deadline, timeout, priority)
 
@@ -169,7 +169,7 @@ class KvCache(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[None]:
-        """Keep the first ``length`` rows, as after drafts that were not accepted."""
+        """Keep only the first ``length`` rows, for example after drafts that were not accepted."""
         return self._submit(TruncateSequence(self._number, seq, length), deadline, timeout, priority, seq)
 
     def free(
@@ -180,7 +180,7 @@ class KvCache(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[None]:
-        """Forget a sequence, as soon as what was asked about it before has ended."""
+        """Free a sequence, as soon as earlier requests on it have ended."""
         return self._submit(FreeSequence(self._number, seq), deadline, timeout, priority, seq)
 
     # Sequences that move
@@ -193,10 +193,10 @@ class KvCache(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[SequencePages]:
-        """Read the pages of a sequence, for `import_pages` of another cache, anywhere.
+        """Read the pages of a sequence, for `import_pages` of another cache, on any machine.
 
-        The sequence stays, and what is appended to it later is not in these pages. A lease holds them as they are until
-        `release`, or until the cache is closed. If no task receives the pages, the lease ends.
+        The sequence stays. Rows that are appended to it later are not in these pages: a lease keeps the pages unchanged
+        until `release`, or until the cache is closed. If no task receives the pages, the lease ends.
         """
         return _Begun(self._submit(ExportSequence(self._number, seq), deadline, timeout, priority, seq), self)
 
@@ -208,12 +208,12 @@ class KvCache(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[KvSequence]:
-        """Begin a sequence with exported pages. It has the same rows, and the same prefixes where tokens are known.
+        """Begin a sequence with exported pages. It has the same rows, and the same prefixes if their tokens are known.
 
-        Pages whose prefix this cache knows already are shared, and not written again: ``cached`` says how many rows.
-        The reply raises `InvalidRequest`, naming the field, where the cache has other layers, another layout, dtype,
-        window or descales, and for a page that is not what its digest says; `CacheFull` without room. Then nothing has
-        changed. Where layers differ, the field says which group of them it is of, as in "groups[1].window".
+        Pages whose prefix this cache knows already are shared, and not written again: ``cached`` is their number of
+        rows. The reply raises `InvalidRequest`, naming the field, if the cache has other layers, another layout, dtype,
+        window or descales, and for a page that does not match its digest; `CacheFull` if there is no room. In these
+        cases nothing has changed. If layers differ, the field names the group of layers, as in "groups[1].window".
         """
         return _Begun(self._submit(ImportSequence(self._number, pages), deadline, timeout, priority), self)
 
@@ -242,9 +242,10 @@ class KvCache(Local):
         priority: int = 0,
         **options: Unpack[AppendKeywords],
     ) -> Reply[Any]:
-        """Write rows behind those of a sequence, or of several at once. The arguments are those of `AppendRows`.
+        """Append rows to a sequence, or to several at once. The arguments are those of `AppendRows`.
 
-        The reply gives the new length, a list of them for a list; raises `CacheFull`, and then nothing is written.
+        The reply returns the new length, or a list of lengths for a list of sequences. It raises `CacheFull`, and then
+        nothing is written.
         """
         _APPEND.check(options)
         message = AppendRows(cache=self._number, seqs=seqs, k=k, v=v, **options)
@@ -262,10 +263,10 @@ class KvCache(Local):
         priority: int = 0,
         **options: Unpack[AttendKeywords],
     ) -> Reply[AttentionOutput]:
-        """Attention of q, the last rows of each sequence, to the sequences; k and v are appended first where given.
+        """Attention of q, the last rows of each sequence, to the sequences. If k and v are given, appends them first.
 
-        The arguments are those of `AttendCache`. q_pe: of a latent cache, the rotated columns of q, which has the
-        others then; raises `InvalidRequest` where the two do not belong together. The reply raises `CacheFull`, and
+        The arguments are those of `AttendCache`. q_pe: for a latent cache, the rotated columns of q; q then has only
+        the other columns. Raises `InvalidRequest` if q and q_pe do not fit together. The reply raises `CacheFull`, and
         then nothing is written.
         """
         _ATTEND.check(options)
@@ -292,11 +293,11 @@ class KvCache(Local):
         priority: int = 0,
         **options: Unpack[StepKeywords],
     ) -> Reply[KvStep]:
-        """Begin one pass of a model over all layers. The arguments are those of `BeginStep`, with its options beside.
+        """Begin one pass of a model over all layers. The arguments are those of `BeginStep`, its options as keywords.
 
-        Pages for the new rows are taken, everything is checked once, and kernels are compiled. The reply gives the
-        step; it raises `CacheFull`, and then nothing is taken. A deadline holds for the whole step, which is aborted
-        when it passes.
+        This takes pages for the new rows, checks everything once, and compiles kernels. The reply returns the step; it
+        raises `CacheFull`, and then no page is taken. A deadline applies to the whole step, which is aborted when it
+        passes.
         """
         _STEP.check(options)
         message = BeginStep(
@@ -305,10 +306,10 @@ class KvCache(Local):
         )  # fmt: skip
         return self._begin_step(message, deadline, timeout, priority)
 
-    # Looking on
+    # Inspection
 
     def length(self, seq: KvSequence) -> int:
-        """Rows of a sequence, those of launches in flight included. Raises `InvalidRequest` and `StaleBuffer`."""
+        """The rows of a sequence, rows of launches in flight included. Raises `InvalidRequest` and `StaleBuffer`."""
         stale = self._stale(seq)
         if stale is not None:
             raise stale
@@ -318,12 +319,12 @@ class KvCache(Local):
     def stats(self) -> KvCacheStats:
         """blocks, free_blocks, sequences, shared_blocks, and more. Raises `StaleBuffer` when closed.
 
-        Where layers differ, these are of the group that has the smallest part of its pages free.
+        If layers differ, these are the counts of the group of layers with the smallest fraction of free pages.
         """
         return self._find().tables.stats()
 
     def group_stats(self) -> list[KvCacheStats]:
-        """The same of each group of layers, in the order of the first layer of each."""
+        """`stats` of each group of layers, in the order of their first layers."""
         return self._find().tables.group_stats()
 
     # Inside
@@ -334,7 +335,7 @@ class KvCache(Local):
 
     def _open(self) -> Reply[int]:
         layers: object = self._spec.layers
-        if isinstance(layers, Iterator):  # it could not cross to another process, where the spec is checked
+        if isinstance(layers, Iterator):  # an iterator cannot be sent to another process, where the spec is checked
             raise InvalidRequest("layers", show(layers), "must be an int, or a list or tuple of KvLayer")
         with self._lock:
             if self._number:
@@ -344,7 +345,7 @@ class KvCache(Local):
         return self._handle.submit(OpenCache(self._spec))
 
     def _abandon(self, opening: Reply[int]) -> None:
-        """Give back a pool whose opener was cancelled or interrupted, whenever it is made."""
+        """Free a pool once it is made, because its opener was cancelled or interrupted."""
 
         def give_back(call: Call[int]) -> None:
             if call.error is None:
@@ -403,9 +404,9 @@ class KvCache(Local):
 
 
 class _Begun(Reply[T]):
-    """The reply that gives a new sequence, or a lease. If it is dropped before a task has taken that, it is freed.
+    """The reply with a new sequence or a lease, which is freed if the reply is dropped before any caller has taken it.
 
-    A task may be cancelled while its answer is on the way.
+    A task may be cancelled just before it receives the answer.
     """
 
     __slots__ = ("_cache", "_taken")
@@ -431,7 +432,7 @@ class _Begun(Reply[T]):
 
 
 class _Step(Reply[KvStep]):
-    """The reply that gives a step, the same to each reader. Dropped before one has taken that, it aborts the step."""
+    """The reply with a step, the same for each reader. If it is dropped before one took it, the step is aborted."""
 
     __slots__ = ("_begun", "_cache", "_step")
 
@@ -448,7 +449,7 @@ class _Step(Reply[KvStep]):
         return self._given(self._begun.result(timeout))
 
     def _given(self, begun: BegunStep) -> KvStep:
-        if not self._step:  # one alone, for a step ends with the last reference to it
+        if not self._step:  # all readers share one: a step is aborted with the last reference to it
             with self._cache._lock:
                 self._step = self._step or [KvStep(self._cache, begun)]
         return self._step[0]

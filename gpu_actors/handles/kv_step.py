@@ -33,7 +33,7 @@ _OPTIONS = CallOptions(AttendCache, StepKeywords)
 
 
 class BegunStep(Protocol):
-    """A step that has begun: an `OpenStep` of this process, or what stands for one in the context's process."""
+    """A step that has begun: an `OpenStep` of this process, or an object that stands for one in another process."""
 
     lengths: list[int]
     capture: StepCapture | None
@@ -66,24 +66,25 @@ class _Cache(Protocol):
 
 
 class KvStep(Local):
-    """One pass of a model over the layers of a cache, as `KvCache.step` begins it.
+    """One pass of a model over the layers of a cache. `KvCache.step` begins it.
 
-    `attend` to each layer, then `commit` or `abort`. Until then requests on its sequences wait, and later requests on
-    the cache behind them, so await none within the step. ``async with await cache.step(...)`` commits at the end of
-    its block, and aborts if the block raises or is cancelled. A step without a reference to it is aborted.
+    `attend` to each layer, then `commit` or `abort`. Until then requests on the step's sequences wait, and later
+    requests on the cache wait after them, so do not await any within the step. ``async with await cache.step(...)``
+    commits at the end of its block, and aborts if the block raises or is cancelled. A step that the program holds no
+    reference to is aborted.
     """
 
     def __init__(self, cache: _Cache, step: BegunStep) -> None:
         self._cache = cache
         self._step = step
-        self._priority = 0  # of the least urgent commit
+        self._priority = 0  # the priority of the least urgent commit
 
     def __repr__(self) -> str:
         return f"<KvStep over {len(self._step.lengths)} sequences>"
 
     @property
     def lengths(self) -> list[int]:
-        """The rows of each sequence, with those of the step."""
+        """The number of rows of each sequence, the step's rows included."""
         return list(self._step.lengths)
 
     def attend(
@@ -98,19 +99,19 @@ class KvStep(Local):
         out: Array | None = None,
         stream: Any = None,
     ) -> Any:
-        """Append k and v to a layer, and attend to it. Launches on the calling thread, and gives the output at once.
+        """Append k and v to a layer, and attend to it. Launches on the calling thread, and returns the output at once.
 
         The shapes and dtypes of the arrays are those of `BeginStep`. The output is (batch, rows, heads_q, head_dim_v),
-        or (total, heads_q, head_dim_v) for packed rows; where the step, or this layer, has ``return_lse=True``, it is
-        an `AttentionOutput` with the LSE. c_kv, k_pe: in place of k and v for a latent cache.
+        or (total, heads_q, head_dim_v) for packed rows; if the step, or this layer, has ``return_lse=True``, it is an
+        `AttentionOutput` with the LSE. c_kv, k_pe: take the place of k and v for a latent cache.
         stream: a CUDA stream as an int, or torch's or CuPy's object: the layer runs on it, in order. Default: the
-            stream that q belongs to, which is its library's current one. The output is complete in the order of that
-            stream; arrays on the host are waited for, and complete at once. All layers of a step are run in the order
-            of the calls. A context in another process takes none.
-        A layer may be attended again, with the same rows. Raises `InvalidRequest` for arrays that are not what the step
-        was begun for, and then the step goes on; `StaleBuffer` once it has ended; `DeadlineExceeded`, `LaunchError`,
-        `ContextLost` and other errors of a launch: then the step is aborted. A context in another process raises
-        `WouldBlock` in a callback of a reply, on the thread that receives its answers.
+            stream that q belongs to: its library's current stream. The output is complete in the order of the stream;
+            the call waits for arrays on the host, so they are complete when it returns. All layers of a step run in
+            the order of the calls. A context in another process takes no stream.
+        A layer may be attended again, with the same rows. Raises `InvalidRequest` for arrays that the step was not
+        begun for: the step then goes on. Raises `StaleBuffer` once the step has ended. Raises `DeadlineExceeded`,
+        `LaunchError`, `ContextLost` and other errors of a launch: the step is then aborted. A context in another
+        process raises `WouldBlock` in a callback of a reply, because that runs on the thread that receives answers.
         """
         arrays = {"q": q}
         if k is not None:
@@ -127,40 +128,41 @@ class KvStep(Local):
 
     @property
     def captured(self) -> KvCapture | None:
-        """What a CUDA graph has of this step, for later steps. None while no layer was captured."""
+        """The layers of this step that a CUDA graph has, for later steps. None while no layer was captured."""
         capture = self._step.capture
         return None if capture is None else KvCapture(self._cache, capture)
 
     def replay(self, run: Callable[[], object], *, layers: Collection[int] | None = None, stream: Any = None) -> None:
-        """Call ``run``, which launches the graph with the captured layers, behind the tables and lengths of this step.
+        """Call ``run`` to launch the graph of captured layers, after the tables and lengths of this step are in place.
 
         run: for example ``graph.replay`` of torch, or ``lambda: graph.launch(stream)`` of CuPy. It must not use the
             step, whose end waits for it: `attend`, `replay`, `commit` and `abort` raise `InvalidRequest` there.
-        stream: the one that it launches on, as in `attend`.
-        layers: those that the graph has, where they were captured into several. None: all that were captured.
-        These layers count as attended to. Raises `InvalidRequest` where they were not captured, and where the stream is
-        being captured; a `GpuActorsError` for what ``run`` raises, and then the step is aborted; else as `attend`.
+        stream: the stream that ``run`` launches on, as in `attend`.
+        layers: the layers of this graph, if they were captured into several graphs. None: all captured layers.
+        These layers count as attended to. Raises `InvalidRequest` for layers that were not captured, and while the
+        stream is being captured. Raises a `GpuActorsError` for an error of ``run``: the step is then aborted. Otherwise
+        it raises as `attend`.
         """
         self._step.replay(run, layers, stream)
 
     def commit(
         self, *, deadline: float | None = None, timeout: float | None = None, priority: int = 0
     ) -> Reply[list[int]]:
-        """Keep the rows. The reply gives the lengths of the sequences once the device has done all layers.
+        """Keep the rows. The reply returns the lengths of the sequences once the device has finished all layers.
 
-        Raises `InvalidRequest` where a layer has no new rows, and while the stream of its layers is being captured, and
-        then the step goes on. Where a launch of the step fails, it raises that error, and every sequence is as before
-        the step.
+        The reply raises `InvalidRequest` if a layer has no new rows, and while the stream of the layers is being
+        captured: the step then goes on. If a launch of the step fails, the reply raises its error, and every sequence
+        is as before the step.
         """
-        if type(priority) is int:  # the reply refuses others
+        if type(priority) is int:  # the reply raises for other types
             self._priority = min(self._priority, priority)
         return self._end(True, deadline=deadline, timeout=timeout, priority=priority)
 
     def abort(self) -> Reply[None]:
         """Leave every sequence as it was before the step. It takes effect whether or not the reply is awaited.
 
-        While the stream of its layers is being captured, the reply waits for the end of the capture, but the end of the
-        step's block does not.
+        While the stream of the layers is being captured, the reply waits for the end of the capture. The end of the
+        step's block does not wait for it.
         """
         return self._end(False)
 
@@ -195,10 +197,10 @@ class KvStep(Local):
 
     def __del__(self) -> None:
         if hasattr(self, "_step") and self._step.open:
-            self._end(False, priority=self._priority)  # behind a commit that has not been taken
+            self._end(False, priority=self._priority)  # after a commit that still waits in the mailbox
 
-    # Where these raise, the context is gone or going, and the cache with it. What ends a capture of the step's stream
-    # may come behind the block, so that it is not waited for.
+    # An error here means that the context, and so the cache, is closed or lost. The program may end a capture of the
+    # step's stream after the block, so the end of the block does not wait for that.
 
     async def _leave(self) -> None:
         with anyio.CancelScope(shield=True), contextlib.suppress(GpuActorsError):
@@ -220,7 +222,7 @@ class KvStep(Local):
             handle._cell.mailbox.refuse(call, InvalidRequest("step", repr(self), reason))
             return Reply(call)
         reply: Reply[Any] = handle.submit(message, **limits)
-        # A callback keeps the call alive where its reply is dropped.
+        # A callback keeps the call alive if its reply is dropped.
         reply._call.when_done(_ended)
         if self._cache._count_of_step is not None:
             self._cache._count_of_step(reply)
@@ -232,9 +234,9 @@ def _ended(_: Any) -> None:
 
 
 class KvCapture(Local):
-    """Layers of a step that a CUDA graph has, with the tables and the memory that it reads. `KvStep.captured` gives it.
+    """The layers of a step that a CUDA graph has, with the tables and memory that the graph reads: `KvStep.captured`.
 
-    Keep it as long as the graph. Its steps begin one after the other: each waits until the one before has ended.
+    Keep it as long as the graph. Its steps begin one after the other: each waits until the previous one has ended.
     """
 
     def __init__(self, cache: _Cache, capture: StepCapture) -> None:
@@ -254,12 +256,12 @@ class KvCapture(Local):
         priority: int = 0,
         **options: Unpack[StepKeywords],
     ) -> Reply[KvStep]:
-        """Begin a step over as many other sequences, or the same, whose layers are replayed: see `KvStep.replay`.
+        """Begin a step whose layers are replayed (see `KvStep.replay`), over the same or as many other sequences.
 
         Rows, options and layouts are those of the captured step. options: ``tokens`` and ``expect_length`` of this
-        step, and NumPy arrays in place of those of the captured one, such as ``positions``, shaped like them. The
-        others are in the graph. Raises as `KvCache.step`, and `InvalidRequest` for a sequence that is longer than the
-        step was planned for, and for an option that is in the graph.
+        step, and NumPy arrays that replace those of the captured step, such as ``positions``, in the same shapes. Other
+        options are in the graph. Raises as `KvCache.step`. Raises `InvalidRequest` also for a sequence that is longer
+        than the step was planned for, and for an option that is in the graph.
         """
         _OPTIONS.check(options)
         message = self._capture.message
