@@ -1,4 +1,4 @@
-"""BlockMask: which blocks of keys each block of rows sees, with the lists of torch's BlockMask."""
+"""BlockMask: the blocks of keys that each block of rows sees, as the lists of torch's BlockMask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array: TypeAlias = Any
 LISTS = tuple(
     f"{full}{axis}_{what}" for axis in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
 )
-"""The names of the lists, each counts and then indices: those of rows, and then the transposed ones."""
+"""The names of the lists, counts before indices: the lists of rows come first, then the transposed lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,17 +22,18 @@ class BlockMask:
 
     With R blocks of rows and C blocks of keys in the longest sequence,
 
-    kv_num_blocks, kv_indices: int32 (batch or 1, heads_q or 1, R) and (.., R, C), or larger: of each block of rows how
-        many blocks of keys it sees, and their numbers. They are the sequence's own, counted from its first row and its
-        first key, from 0 to C - 1, each listed once. What is listed behind the end of a sequence is passed over.
-    full_kv_num_blocks, full_kv_indices: likewise, further blocks, in which ``mask_mod`` shows every key.
+    kv_num_blocks, kv_indices: int32 (batch or 1, heads_q or 1, R) and (.., R, C), or larger: for each block of rows,
+        the number of blocks of keys that it sees, and their indices. Blocks are counted within the sequence, from its
+        first row and first key. Indices are 0 to C - 1, each listed once. Blocks after a sequence's end are ignored.
+    full_kv_num_blocks, full_kv_indices: the same for further blocks, in which ``mask_mod`` shows every key.
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: the transposed lists, (.., C) and (.., C, R), which
-        gradients read. Deterministic ones read both: a launch never ends whose lists name different blocks, so those on
-        the host are checked.
+        gradients read. Deterministic gradients read both kinds: if these name different blocks the launch never ends,
+        so lists on the host are checked.
     block_size: rows and keys of a block, multiples of 128.
-    mask_mod: ``(b, h, q_idx, kv_idx)`` to the bool tensor of `OperationGraph.mask_mod`: which keys of listed blocks
-        count. It is called when a request is planned, and must give the same each time. A device in another process
-        finds it by its name, so there it is a function of a module, and no lambda. None: all of them count.
+    mask_mod: a function of ``(b, h, q_idx, kv_idx)`` that returns the bool tensor of `OperationGraph.mask_mod`: which
+        keys of listed blocks count. It is called when a request is planned, and must return the same each time. A
+        device in another process imports it by name, so it must then be a function of a module, not a lambda. None: all
+        keys count.
     """
 
     kv_num_blocks: Array

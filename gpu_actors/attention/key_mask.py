@@ -1,7 +1,8 @@
-"""KeyMask: which keys of its sequence a query row sees, as one value.
+"""KeyMask: the keys of its sequence that a query row sees, as one value.
 
-Requests, problems and the oracle name its options alike. What they mean is here: for the oracle as a table of rows and
-keys, for the planner of decode launches as ranges of keys, and for kernels in kernels_cu/common/mask.cuh.
+Requests, problems and the oracle use the same names for its options. This module defines their meaning: for the oracle
+as a table of rows and keys, for the planner of decode launches as ranges of keys. For kernels it is in
+kernels_cu/common/mask.cuh.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class KeyRanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyMask:
-    """Which keys of its sequence a query row sees.
+    """The keys of its sequence that a query row sees.
 
     causal: keys after the row's own are hidden.
     alignment: "bottom_right" puts the last row on the last key, "top_left" the first row on the first key.
     window_size: (left, right), inclusive, in keys from the row's own; -1 is unbounded.
-    sink_tokens: the first n keys stay visible whatever the window; causal still hides them.
-    attention_chunk: n > 0 cuts the keys into chunks of n, from key 0 on: a row sees the chunk of its own key alone, as
+    sink_tokens: the first n keys stay visible outside of every window; causal still hides them.
+    attention_chunk: n > 0 cuts the keys into chunks of n, from key 0 on: a row sees only the chunk of its own key, as
         far as its window reaches. Sink tokens stay visible. 0: no chunks.
 
     Raises `InvalidRequest` for an option of another type or out of range.
@@ -68,7 +69,7 @@ class KeyMask:
 
     @property
     def mask(self) -> MaskKind:
-        """The mask's kind, which decides the loops a kernel needs."""
+        """The mask's kind, which decides which loops a kernel needs."""
         left, right = self.window_size
         chunked = self.attention_chunk > 0
         if self.causal:
@@ -76,7 +77,7 @@ class KeyMask:
         return "window" if left >= 0 or right >= 0 or chunked else "full"
 
     def visible_keys(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[np.bool_] | None:
-        """Which keys of a sequence each of its rows sees: bool (R, seqlen_k), or None where every row sees every key.
+        """The keys of a sequence that each of its rows sees: bool (R, seqlen_k), or None if every row sees every key.
 
         rows: (R,) row indices inside the sequence. The diagonal of row i is key i + seqlen_k - seqlen_q
         ("bottom_right") or key i ("top_left").
@@ -84,7 +85,7 @@ class KeyMask:
         return self.visible_positions(self._diagonal(rows, seqlen_q, seqlen_k), np.arange(seqlen_k))
 
     def visible_positions(self, diagonal: npt.NDArray[Any], keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
-        """As `visible_keys`, of keys at these positions (K,) and rows whose own positions are ``diagonal`` (R, 1)."""
+        """`visible_keys` for keys at the positions ``keys`` (K,) and rows at the positions ``diagonal`` (R, 1)."""
         if self.mask == "full":
             return None
         first, last = self._reach(diagonal)
@@ -99,15 +100,15 @@ class KeyMask:
         return visible
 
     def key_distance(self, rows: npt.NDArray[Any], seqlen_q: int, seqlen_k: int) -> npt.NDArray[Any]:
-        """(R, seqlen_k): how far each key is before a row's diagonal, which ALiBi multiplies (arXiv 2108.12409)."""
+        """(R, seqlen_k): each key's distance before a row's diagonal. ALiBi multiplies it (arXiv 2108.12409)."""
         return self._diagonal(rows, seqlen_q, seqlen_k) - np.arange(seqlen_k)
 
     def key_ranges(
         self, row_begin: npt.NDArray[Any], row_end: npt.NDArray[Any], offset: npt.NDArray[Any], seqlen_k: Any
     ) -> KeyRanges:
-        """The keys that some row of [row_begin, row_end) sees: Mask::tiles of kernels_cu/common/mask.cuh, in keys.
+        """The keys that any row of [row_begin, row_end) sees: Mask::tiles of kernels_cu/common/mask.cuh, in keys.
 
-        offset: of each sequence, the key on the diagonal of its row 0. The arrays are broadcast with each other.
+        offset: the key on the diagonal of row 0, for each sequence. The arrays are broadcast with each other.
         """
         last = np.minimum(row_end + offset, seqlen_k) if self.causal else np.broadcast_to(seqlen_k, row_end.shape)
         first = sinks = np.zeros((1, 1), np.int64)
@@ -122,7 +123,7 @@ class KeyMask:
         return KeyRanges(sinks, first, last)
 
     def _reach(self, own: npt.NDArray[Any]) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any] | None]:
-        """The first and the last key of the window and the chunk of rows whose own keys these are; None: unbounded."""
+        """The first and the last key in the window and chunk of rows whose own keys are ``own``. None: unbounded."""
         left, right = self.window_size
         first, last = own - left if left >= 0 else None, own + right if right >= 0 else None
         if self.attention_chunk:

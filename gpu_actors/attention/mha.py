@@ -1,4 +1,4 @@
-"""Attention as cuDNN describes it: over (batch, heads, seq, dim) with any strides, by params and a mask."""
+"""Attention as cuDNN describes it: arrays (batch, heads, seq, dim) with any strides, params and a mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WINDOWS = ("sliding_window", "causal_sliding_window")
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which keys a row sees. Use the constructors; i and j are row and key, aligned as the params say.
+    """The keys that a row sees. Use the constructors. Row i and key j are aligned as the params say.
 
     none: all. causal: j <= i. sliding_window(w): |i - j| < w. causal_sliding_window(w): the last w keys up to j = i.
     Raises `InvalidRequest` unless the kind is one of these, and width >= 1 for the windows and 0 for the others.
@@ -56,7 +56,7 @@ class Mask:
 
     @classmethod
     def causal_sliding_window(cls, width: int) -> Mask:
-        """A row sees the last ``width`` keys up to its own, which counts. Raises `InvalidRequest` unless width >= 1."""
+        """A row sees the last ``width`` keys up to and with its own. Raises `InvalidRequest` unless width >= 1."""
         return cls("causal_sliding_window", width)
 
     @property
@@ -83,7 +83,7 @@ class AttentionParams:
 
     batch, seq_q, seq_kv, heads_q, heads_kv, head_dim: sizes of q (batch, heads_q, seq_q, head_dim) and of k and v
         (batch, heads_kv, seq_kv, head_dim). heads_kv divides heads_q.
-    mask: who sees whom. Default: every row every key.
+    mask: the keys that each row sees. Default: every row sees every key.
     scale: default 1/sqrt(head_dim).
     dropout_p, dropout_seed: the probability in [0, 1) of dropping a weight, and the seed. Default 0.
     alignment: cuDNN's own default, "top_left", puts row 0 on key 0; "bottom_right" the last row on the last key.
@@ -124,11 +124,11 @@ class AttentionParams:
         return self.heads_q != self.heads_kv
 
     def with_mask(self, mask: Mask) -> AttentionParams:
-        """The same with another mask."""
+        """A copy with another mask."""
         return dataclasses.replace(self, mask=mask)
 
     def with_dropout(self, p: float, seed: int = 0) -> AttentionParams:
-        """The same with dropout of probability ``p``."""
+        """A copy with dropout of probability ``p``."""
         return dataclasses.replace(self, dropout_p=p, dropout_seed=seed)
 
 
@@ -141,7 +141,7 @@ class MhaForward:
 
     q: (batch, heads_q, seq_q, head_dim); k, v: (batch, heads_kv, seq_kv, head_dim); any strides; on a
     GPU the last axis must be contiguous. bias: (batch or 1, heads_q or 1, seq_q or 1, seq_kv), q's dtype or
-    fp32; of bool, True where a key counts.
+    fp32; a bool bias is True where a key counts.
     """
 
     __repr__ = brief
@@ -160,7 +160,7 @@ class MhaBackward:
     """The message of ``mha_backward``: the gradients of `MhaForward` at the same params and bias.
 
     q, k, v, bias: the forward's inputs. o, stats: its results, with ``return_stats=True``. do: the gradient of o.
-    deterministic: give bitwise the same gradients every time.
+    deterministic: whether gradients are bitwise the same every time.
     """
 
     __repr__ = brief

@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based generator behind dropout.
+"""Philox4x32-10, the counter-based random number generator of dropout.
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC'11), section 3.3. A draw is
 a pure function of a 128-bit counter and a 64-bit key, so every kernel, the mock device and the backward
@@ -67,12 +67,12 @@ def philox4x32(
 def dropout_bits(
     seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], keys: int | npt.NDArray[Any]
 ) -> npt.NDArray[np.uint32]:
-    """The 32 bits that decide on each probability of a tile of rows.
+    """The 32 bits that decide whether each probability of a tile of rows is kept.
 
     seed: 0 <= seed < 2^64, else InvalidRequest.
     sequence_head: integers b * heads_q + h, any shape S.
     rows: (R,) row indices inside the sequence.
-    keys: how many there are, from the first on; or (K,) their positions.
+    keys: the number of keys, from the first on; or (K,) their positions.
     Returns uint32 (*S, R, K).
     """
     if not 0 <= seed < 1 << 64:
@@ -91,7 +91,7 @@ def dropout_bits(
 def dropout_threshold(dropout_p: float) -> int:
     """The smallest 32-bit draw that is kept: round(p * 2^32), half to even.
 
-    The product is exact in float64, so every host computes the same threshold; kernels are given it as a
+    The product is exact in float64, so every host computes the same threshold; kernels get it as a
     uint32. Raises InvalidRequest unless 0 <= p < 1 and the threshold fits 32 bits (p so close to 1 that no
     draw would be kept).
     """
@@ -106,5 +106,5 @@ def dropout_threshold(dropout_p: float) -> int:
 def dropout_keep(
     dropout_p: float, seed: int, sequence_head: npt.NDArray[Any], rows: npt.NDArray[Any], keys: int | npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    """Which probabilities of a tile survive dropout: bool (*S, R, K), see `dropout_bits`."""
+    """Which probabilities of a tile dropout keeps: bool (*S, R, K), see `dropout_bits`."""
     return dropout_bits(seed, sequence_head, rows, keys) >= np.uint32(dropout_threshold(dropout_p))

@@ -1,8 +1,8 @@
-"""AttentionProblem: the one description of what an attention request asks for.
+"""AttentionProblem: the single description of an attention request.
 
-It holds shapes, dtypes and options but no data. Validation produces it; the dispatch table, the compile-time macros,
-the launch geometry, plan signatures, test names and the one-line repro are all derived from it, so that two requests
-with equal problems are answered by the same code in the same way.
+It holds shapes, dtypes and options but no data. Validation produces it. The dispatch table, the compile-time macros,
+the launch geometry, plan signatures, test names and the one-line repro are all derived from it, so the same code
+answers two requests with equal problems in the same way.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ class AttentionProblem(KeyMask):
     ``total_k`` the rows of all sequences together. dtypes are NumPy names (``bfloat16``, ``float8_e4m3fn`` and
     ``float8_e5m2`` as ml_dtypes spells them). The mask's options are those of `KeyMask`.
 
-    bias: None, or (dtype, broadcast over batch, broadcast over heads); bool hides keys. bias_row: one row is all rows'.
-    bias_keys: over caches, keys that the bias has; 0: as many as a sequence can have.
+    bias: None, or (dtype, broadcast over batch, broadcast over heads); a bool bias hides keys. bias_row: whether the
+    bias has one row for all rows. bias_keys: over caches, the keys of the bias; 0: as many as a sequence can have.
     alibi: None, "heads" for slopes (heads_q,) or "batch" for (batch, heads_q). alibi_signed: distances have a sign.
-    deterministic: whether backward gives bitwise the same gradients every time.
-    invariant: whether a row has the same bits whatever rows and sequences are beside it.
-    score_mod: what an operation graph does to the scaled scores before softcap, ALiBi and bias, or None.
+    deterministic: whether gradients are bitwise the same every time.
+    invariant: whether a row has the same bits beside any other rows and sequences.
+    score_mod: an operation graph's change of the scaled scores before softcap, ALiBi and bias, or None.
 
-    Of the layouts, "paged", "pointers" and "cache" keep K and V apart from the rows that attend: in pages of
-    ``page_size`` keys, in one array (heads_kv, seqlen_k, dim) a sequence, and in one array (batch, seqlen_k, heads_kv,
-    dim). There seqlen_k is the most keys that a sequence can have, total_k what the cache holds in all, and each
-    sequence's length comes with the data.
-    varlen_q: the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is False then.
-    num_splits: how many ranges the keys of a sequence are cut into; 0: the planner decides.
-    cache_batch_idx, cache_leftpad: see `PagedForward`; of a "cache" with an index total_k says how many sequences it
-    holds. own_layouts: the arrays of "pointers" have capacities and strides of their own.
+    The layouts "paged", "pointers" and "cache" keep K and V apart from the rows that attend: in pages of ``page_size``
+    keys, in one array (heads_kv, seqlen_k, dim) for each sequence, and in one array (batch, seqlen_k, heads_kv, dim).
+    For these seqlen_k is the most keys that a sequence can have, total_k the keys of the whole cache, and the data have
+    each sequence's length.
+    varlen_q: whether the rows of the sequences are packed, as in "varlen". tree_mask: see `PagedForward`; causal is
+    False with it. num_splits: the ranges that the keys of a sequence are cut into; 0: the planner decides.
+    cache_batch_idx, cache_leftpad: see `PagedForward`; for a "cache" with an index, total_k implies the number of its
+    sequences. own_layouts: whether each array of "pointers" has its own capacity and strides.
 
     latent: whether values are the first head_dim_v columns of keys, in one cache.
 
-    lse_dtype: of the LSE that forward gives, or backward reads. score_max, score_sum_exp: outputs of a row, its largest
-    score and the sum of exp(score - largest) over its keys.
+    lse_dtype: the dtype of the LSE that forward returns, or backward reads. score_max, score_sum_exp: whether a row's
+    largest score, and the sum of exp(score - largest) over its keys, are outputs.
 
-    summed: those of "q", "k" and "v" whose sequences are one and the same, so that backward gives the sum of their
-    gradients, as "kv".
+    summed: the operands of "q", "k" and "v" that all sequences share, such as "kv": backward returns the sum of their
+    gradients.
 
-    q_positions, k_positions: numbers a sequence that say where its rows, or keys, stand: none, its first position, or
-    that and the step. dropout_first_head, dropout_heads: of the heads that dropout counts; 0 heads: those of q.
+    q_positions, k_positions: how many numbers of each sequence say where its rows, or keys, stand: 0, 1 for the first
+    position, 2 for that and the step. dropout_first_head, dropout_heads: the number of the first head and the number of
+    heads that dropout counts; 0 heads: the heads of q.
     """
 
     direction: Direction = "forward"
@@ -105,7 +106,7 @@ class AttentionProblem(KeyMask):
 
     @property
     def wide_lse(self) -> bool:
-        """Whether the LSE that forward gives, or backward reads, has more than 32 bits."""
+        """Whether the LSE that forward returns, or backward reads, has more than 32 bits."""
         return self.lse_dtype == "float64"
 
     @property
@@ -115,7 +116,7 @@ class AttentionProblem(KeyMask):
 
     @property
     def positions(self) -> bool:
-        """Whether rows, keys or heads have places in a larger problem."""
+        """Whether rows, keys or heads have positions in a larger problem."""
         return bool(self.q_positions or self.k_positions or self.dropout_first_head or self.dropout_heads)
 
     @property
@@ -125,26 +126,26 @@ class AttentionProblem(KeyMask):
 
     @property
     def gqa_ratio(self) -> int:
-        """Query heads a KV head."""
+        """The number of query heads per KV head."""
         return self.heads_q // self.heads_kv
 
     @property
     def decoding(self) -> bool:
-        """K and V come from a cache with lengths of its own, whatever its form."""
+        """Whether K and V come from a cache of any layout, which has its own lengths."""
         return self.layout in ("paged", "pointers", "cache")
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Of the LSE of its rows, whether or not it is asked for."""
+        """The shape of the LSE, whether or not it is an output."""
         packed = self.layout == "varlen" or self.varlen_q
         return (self.heads_q, self.total_q) if packed else (self.batch, self.heads_q, self.seqlen_q)
 
     @property
     def vacuous(self) -> bool:
-        """Whether every element of the answer is 0 whatever the data, so that no kernel is needed.
+        """Whether every element of the answer is 0 for any data, so that no kernel is needed.
 
-        Without rows there is no output, and keys have no gradient; without keys outputs and gradients are 0, and the
-        LSE and the largest score are not.
+        Without rows there is no output, and the gradients of keys are 0. Without keys outputs and gradients are 0, but
+        the LSE and the largest score are not.
         """
         if self.total_q == 0:
             return True
@@ -156,12 +157,12 @@ class AttentionProblem(KeyMask):
 
     @property
     def dbias(self) -> bool:
-        """Whether its bias has a gradient."""
+        """Whether the bias has a gradient."""
         return self.bias is not None and self.bias[0] != "bool"
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
-        """Of its bias, where it has one."""
+        """The shape of the bias, if there is one."""
         _, one_batch, one_head = self.bias or ("", True, True)
         rows = 1 if self.bias_row else self.seqlen_q
         keys = self.bias_keys or self.seqlen_k
@@ -174,7 +175,7 @@ class AttentionProblem(KeyMask):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matrix products (two, five backward): twice their multiply-adds, and half of that for causal."""
+        """FLOPs of the matrix products (two, five backward): twice their multiply-adds, or half of that if causal."""
         pairs = self.total_q * self.seqlen_k
         backward = self.direction == "backward"
         dims = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
@@ -195,9 +196,9 @@ class AttentionProblem(KeyMask):
 class DispatchKey:
     """Names the kernel of a problem and its options: equal keys run the same cubin.
 
-    Problem sizes are absent on purpose: one cubin serves every batch, length and head count of its key.
+    It has no batch, lengths or head counts: one cubin serves all of them.
 
-    row_tile: of kernels over caches, the rows that a block takes, packed over the query heads of a KV head; else 0.
+    row_tile: for kernels over caches, the rows of a block, packed over the query heads of a KV head; else 0.
     """
 
     kernel: str
@@ -245,7 +246,7 @@ class DispatchKey:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the string form, hexadecimal: the same in every process, version of Python and machine."""
+        """The hexadecimal SHA-256 of the string form: the same in every process, Python version and machine."""
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     @property
@@ -260,7 +261,7 @@ class DispatchKey:
 
     @property
     def scale_only(self) -> bool:
-        """Whether nothing but the scale stands between a product and its score."""
+        """Whether a score is its product times the scale, with nothing else applied."""
         return self.plain and not (self.softcap or self.alibi)
 
     @property
@@ -280,7 +281,7 @@ class DispatchKey:
 
     @property
     def decoding(self) -> bool:
-        """K and V come from a cache with lengths of its own, whatever its form."""
+        """Whether K and V come from a cache of any layout, which has its own lengths."""
         return self.layout in ("paged", "pointers", "cache")
 
     @property
@@ -290,4 +291,4 @@ class DispatchKey:
 
 
 FLAGS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(DispatchKey) if field.type == "bool")
-"""Options of which a key says only whether they are used. Those that a problem has too have the same name there."""
+"""Options of which a key only says whether they are used. If a problem has one too, its name there is the same."""

@@ -1,7 +1,7 @@
-"""ScoreMod: a score modification as kernels take it, a generated header and what it reads.
+"""ScoreMod: a score modification as kernels take it: a generated header, and the tensors and numbers that it reads.
 
-It stands between the scaled product and the softmax. `gpu_actors.graph` writes it; problems and keys carry it, so that
-equal modifications share a cubin, whatever their numbers and tensors.
+It modifies the scaled scores before the softmax. `gpu_actors.graph` generates it. Problems and dispatch keys contain
+it, so equal modifications share a cubin, even with different numbers and tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ SCORE_HEADER = "common/score_mod.cuh"
 
 
 class ScoreTensor(NamedTuple):
-    """A tensor that is read at (batch, head, row, key). axes: those of "bhrk" that it is not broadcast along.
+    """A tensor that is read at (batch, head, row, key). axes: the axes of "bhrk" along which it is not broadcast.
 
-    blocks: of a list of a block mask, in place of "bhrk"; it has one axis for each: R of blocks of rows, K of keys.
+    blocks: for a list of a block mask, its axes, which replace "bhrk": R counts blocks of rows, K blocks of keys.
     """
 
     dtype: str
@@ -34,10 +34,11 @@ class ScoreScalar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """header: takes the place of kernels_cu/common/score_mod.cuh. tensors, scalars: what a launch passes, in order.
+    """A score modification as kernels take it.
 
-    real: "float" or "double", what scores are computed in. block_size: None, or rows and keys of a block of its block
-    mask, whose lists are the last tensors.
+    header: replaces kernels_cu/common/score_mod.cuh. tensors, scalars: the operands that a launch passes, in order.
+    real: "float" or "double", the type in which scores are computed. block_size: None, or rows and keys of a block of
+    the block mask, whose lists are the last tensors.
     """
 
     header: str = field(repr=False)
@@ -48,7 +49,7 @@ class ScoreMod:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the header, hexadecimal, which says everything."""
+        """The hexadecimal SHA-256 of the header, which determines the modification."""
         return hashlib.sha256(self.header.encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -59,5 +60,5 @@ class ScoreMod:
 
     @staticmethod
     def tensor_name(index: int) -> str:
-        """Under which a launch's inputs hold tensor ``index``."""
+        """The name of tensor ``index`` among a launch's inputs."""
         return f"score_tensor_{index}"
