@@ -34,7 +34,7 @@ __all__ = [
     "replay",
 ]
 
-# Names whose modules are slow to import, and which only tests of numbers need.
+# Names whose modules are slow to import. Only tests of numerical results need them.
 _LAZY = {
     "BackwardCase": "gpu_actors.testing.problems",
     "GradientBounds": "gpu_actors.reference.gradient_tolerance",

@@ -1,4 +1,4 @@
-"""MockClock: time that moves only by calls."""
+"""MockClock: a clock that moves only when a test advances it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["MockClock"]
 
 
 class MockClock:
-    """A clock for ``ContextOptions(clock=...)`` that stops between calls of `advance`.
+    """A clock for ``ContextOptions(clock=...)`` that stands still between calls of `advance`.
 
-    Deadlines, backoff, injected delays and latencies all follow it, so a test of an hour takes no time.
+    Deadlines, backoff, injected delays and latencies all follow it, so a test of a simulated hour takes no time.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class MockClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Advance by so many seconds and wake the threads that sleep on the clock."""
+        """Advance the clock, and wake the threads that sleep on it."""
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds={seconds!r}: a clock only moves forward, by a finite time")
         with self._lock:

@@ -1,7 +1,7 @@
 """Attention problems with data, drawn from a seed, for tests of kernels, devices and the oracle.
 
-A case is rebuilt from its one-line ``repro``. Every draw is made even if an argument overrides it, so an argument does
-not change the other choices.
+The one-line ``repro`` of a case rebuilds it. Every value is drawn even if an argument overrides it, so an argument does
+not change the other values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 Array: TypeAlias = npt.NDArray[Any]
 Kind: TypeAlias = Literal["gaussian", "peaked", "rising", "outlier"]
 
-# (seqlen_q, seqlen_k) around the edges of tiles: one row, multiples, one off, primes, either side longer.
+# (seqlen_q, seqlen_k) at the edges of tiles: one row, multiples, multiples +- 1, primes, and either side longer.
 SEQLENS = (
     (1, 1),
     (64, 128),
@@ -113,18 +113,18 @@ def random_forward(
     always: Collection[str] = (),
     alignment: str | None = None,
 ) -> ForwardCase:
-    """A problem and its data. The seed decides all that the arguments do not.
+    """A problem and its data. The seed decides everything that the arguments leave open.
 
-    dtype: of q, k and v. 8-bit floats are never drawn.
+    dtype: the dtype of q, k and v. 8-bit floats are never drawn.
     kind: one of INPUT_KINDS.
     seqlens: (seqlen_q, seqlen_k) of every dense sequence and of the longest varlen one. The other varlen sequences are
         shorter, and some are empty.
     heads: (heads_q, heads_kv).
     head_dim_v: head_dim by default.
     features: the options that may be drawn.
-    always: the options that are always there. Some depend on others and are left out without them: sink_tokens needs a
-        window, bias a dense layout, descales an 8-bit dtype.
-    alignment: an option, if it is given.
+    always: the options that are always set. Some are left out without what they need: sink_tokens needs a window, bias
+        a dense layout, descales an 8-bit dtype.
+    alignment: the option of that name. By default it is not set.
     """
     if unknown := {*features, *always} - set(FEATURES):
         raise ValueError(f"features {sorted(unknown)}: known are {FEATURES}")
@@ -238,12 +238,12 @@ def _gaussian(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int])
 
 
 def _peaked(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
-    """Scores of standard deviation 10, at the default scale."""
+    """Scores have a standard deviation of 10, at the default scale."""
     return q * _PEAKED_STD, k
 
 
 def _rising(rng: np.random.Generator, q: Array, k: Array, keys: Sequence[int]) -> tuple[Array, Array]:
-    """Scores that rise with the key's index, by about 24 in all: every tile has a new maximum."""
+    """Scores rise with the key's index, by about 24 in all, so every tile has a new maximum."""
     (_, heads_q, dim), heads_kv = q.shape, k.shape[1]
     signs = rng.choice([-1.0, 1.0], (heads_kv, dim))
     amount = np.sqrt(_RISE)
@@ -281,7 +281,7 @@ class BackwardCase:
 
     forward: q, k, v, options and lengths.
     dout: (batch, rows, heads, dim_v), or (total, heads, dim_v) for varlen, in the dtype of q.
-    out, lse: the oracle's, rounded to that dtype and to float32, as a forward kernel gives them.
+    out, lse: the oracle's, rounded to that dtype and to float32, as a forward kernel returns them.
     repro: the call that rebuilds the case.
     """
 
@@ -308,10 +308,10 @@ class BackwardCase:
 
 
 def random_backward(seed: int, *, compute: str | None = None, **choices: Any) -> BackwardCase:
-    """A problem and its data. The seed decides all that the arguments do not.
+    """A problem and its data. The seed decides everything that the arguments leave open.
 
-    compute: "f16", "bf16" or "tf32" for float32 operands whose forward was multiplied in it: of out and lse alone.
-    choices: arguments of `random_forward`. features are `BACKWARD_FEATURES` by default.
+    compute: "f16", "bf16" or "tf32": the forward of float32 operands multiplies in it. It changes only out and lse.
+    choices: arguments of `random_forward`. The default of features is `BACKWARD_FEATURES`.
     """
     from gpu_actors.reference import attention_forward
     from gpu_actors.reference.tolerance import round_inputs

@@ -1,4 +1,4 @@
-"""Replay: the experiment that put a kernel into quarantine, again, on the emulated device."""
+"""Replay: repeats the experiment that put a kernel into quarantine, on the emulated device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Replay", "replay"]
 
 
 class Replay(NamedTuple):
-    """What became of it.
+    """The result of a replay.
 
-    kernel, arch: that are replayed. problem: as text. reason: how wrong the kernel was on its machine.
-    emulated: how wrong the same source is on the emulated device, "" where it agrees with the oracle.
+    kernel, arch: the kernel's name and architecture. problem: the problem, as text. reason: how wrong the kernel was on
+    its machine. emulated: how wrong the same source is on the emulated device, "" if it agrees with the oracle.
     """
 
     kernel: str
@@ -40,8 +40,8 @@ def replay(path: str | os.PathLike[str], emulation: EmulationOptions | None = No
     """Repeat the experiment of a quarantined kernel's evidence, an .npz file, on the emulated device.
 
     If the kernel is wrong here too, its source is at fault; otherwise the compiler, the driver or the machine is.
-    emulation: how the device behaves. Raises `InvalidRequest` for a file that is no evidence, or of a kernel that this
-    version of the package has no such experiment for; OSError; and `CompileError`.
+    emulation: how the device behaves. Raises `InvalidRequest` for a file that is no evidence, or whose experiment does
+    not exist in this version of the package; OSError; and `CompileError`.
     """
     try:
         evidence = read_evidence(Path(path))
