@@ -177,7 +177,7 @@ __all__ = [
     "open_context",
 ]
 
-# What runs in a context is imported when the first one opens, or when one of these names is first used.
+# The modules that a context runs are imported when the first context opens, or when one of these names is first used.
 _LAZY = {
     "ActorHandle": "gpu_actors.runtime.handle",
     "ActorStats": "gpu_actors.runtime.mailbox",
@@ -216,7 +216,7 @@ _LAZY = {
     "WarmedVariant": "gpu_actors.actors.nvrtc",
 }
 
-if not TYPE_CHECKING:  # or a type checker would take any name for one of the package's
+if not TYPE_CHECKING:  # else a type checker would accept every name as an attribute of the package
 
     def __getattr__(name: str) -> object:
         import importlib

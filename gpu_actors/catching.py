@@ -1,16 +1,16 @@
-"""Catching: what is done about any error, one helper for each purpose.
+"""Catching: helpers that handle every error, one for each purpose.
 
-``except Exception`` lets three errors pass that may arrive anywhere: KeyboardInterrupt, which Ctrl-C raises on the main
-thread, asyncio's CancelledError, which an await raises, and SystemExit. What was opened would leak then, and a caller
-would wait for its answer for ever. So these helpers catch BaseException.
+``except Exception`` does not catch three errors that may arrive anywhere: KeyboardInterrupt, which Ctrl-C raises on the
+main thread, asyncio's CancelledError, which an await raises, and SystemExit. An open resource would then leak, and a
+caller would wait for its answer for ever. So these helpers catch BaseException.
 
-    with undo_on_error(os.close, fd): ...            undoes what was begun, and raises the error
+    with undo_on_error(os.close, fd): ...            calls the function, and raises the error again
     async with undo_on_error(self.aclose): ...       the same with a coroutine, which no later cancellation interrupts
-    with hand_error_to(future.set_exception): ...    gives the error to what waits for it, and goes on
-    with log_errors("closing %s raised", name): ...  logs the error, and goes on
+    with hand_error_to(future.set_exception): ...    passes the error to the function, and goes on after the block
+    with log_errors("closing %s raised", name): ...  logs the error, and goes on after the block
 
-A plain ``try`` is left where each request passes, since entering a context manager takes longer than its few lines, and
-where what is done depends on the error.
+Code that every request runs has a plain ``try`` instead, because entering a context manager takes longer than its few
+lines. So has code whose reaction depends on the error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 class undo_on_error:
     """Call a function if the block raises anything, and raise the error again.
 
-    With ``async with`` the function gives a coroutine, which runs to its end even if the task is cancelled again.
+    With ``async with`` the function returns a coroutine, which runs to its end even if the task is cancelled again.
     """
 
     def __init__(self, undo: Callable[..., Any], *arguments: Any) -> None:
@@ -51,7 +51,7 @@ class undo_on_error:
 
 
 class hand_error_to:
-    """Give whatever the block raises to a function, and go on behind the block."""
+    """Pass any error of the block to a function, and go on after the block."""
 
     def __init__(self, receive: Callable[[BaseException], Any]) -> None:
         self._receive = receive
@@ -66,7 +66,7 @@ class hand_error_to:
 
 
 def log_errors(message: str, *values: object) -> hand_error_to:
-    """Log whatever the block raises, with a message and its values as in logging, and go on behind the block."""
+    """Log any error of the block, with a message and its values as in logging, and go on after the block."""
     return hand_error_to(lambda error: logger.error(message, *values, exc_info=error))
 
 

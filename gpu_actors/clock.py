@@ -1,4 +1,4 @@
-"""Time as the actors read it, so that a test can control it.
+"""The clock that the actors read, so that a test can control time.
 
 Deadlines, restart backoff, injected delays and the hang check all read a `Clock`. `SystemClock` is
 ``time.monotonic``, which is also what ``anyio.current_time()`` shows on asyncio; `gpu_actors.testing.MockClock` moves
@@ -15,11 +15,11 @@ from typing import Protocol
 __all__ = ["SYSTEM_CLOCK", "TIMER_SLACK", "Clock", "SystemClock"]
 
 TIMER_SLACK = 0.002
-"""Seconds. A loop whose timers count milliseconds may cancel at a deadline so much before it."""
+"""Seconds by which a loop whose timers count milliseconds may cancel before a deadline."""
 
 
 class Clock(Protocol):
-    """A source of monotonic seconds that a thread can also sleep on."""
+    """A monotonic clock that a thread can also sleep on."""
 
     def now(self) -> float:
         """Seconds on this clock."""

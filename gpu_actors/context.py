@@ -1,4 +1,4 @@
-"""open_context: the way in.
+"""open_context: opens a context.
 
 async with gpu_actors.open_context("auto") as ctx:
     result = await ctx.flash_attn.forward(q, k, v, causal=True)
@@ -36,13 +36,13 @@ class open_context(Local):
     device: "auto" (CUDA where it is usable, else mock, which warns), "cuda", "cuda:1", "emulated" or "mock".
     options: see `ContextOptions`.
     isolation: "process" runs the device and its actors in a child process, so that a lost device context, a crash or a
-        hang costs that process alone: requests in flight get `ContextLost`, and the next ones meet its successor. None:
-        in this process. See docs/isolation.md.
+        hang ends only that process: requests in flight raise `ContextLost`, and a new process answers later ones. None:
+        this process runs them. See docs/isolation.md.
 
-    Leaving waits until everything is answered, at most ``drain_timeout`` seconds, then stops; what is unanswered then
-    gets `ActorStopped`. Entering raises `InvalidRequest` for a device that does not exist, `GpuActorsError` for one
-    that cannot be used, and `AsyncioNeeded` on a loop of another library, such as trio. "auto" without a GPU that can
-    be used issues a `MockDeviceWarning` and logs it: what is missing, and how to install it.
+    Leaving waits until every request is answered, at most ``drain_timeout`` seconds, then stops; requests that are
+    still unanswered raise `ActorStopped`. Entering raises `InvalidRequest` for a device that does not exist,
+    `GpuActorsError` for a device that cannot be used, and `AsyncioNeeded` on a loop of another library, such as trio.
+    "auto" without a usable GPU issues and logs a `MockDeviceWarning`: what is missing, and how to install it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class open_context(Local):
         return self._start(3).__await__()
 
     async def _start(self, stacklevel: int) -> GpuContext:
-        """Open a context in a thread. stacklevel: of the program's own frame, for a warning."""
+        """Open a context in a thread. stacklevel: the stacklevel of the program's own frame, for a warning."""
         warn_of_mock(None if self._isolated else await run_in_thread(self._choose), stacklevel)
         opening = Opening(self._open)
         with anyio.CancelScope(shield=True):
@@ -81,8 +81,8 @@ class open_context(Local):
                 context = await run_in_thread(opening.run)
                 warn_of_mock(self._obstacle, stacklevel)
             except BaseException:
-                # A context that opens after its opener was cancelled would never be closed. A task can be cancelled
-                # again at any await, so nothing is awaited before the opening is abandoned.
+                # A context that opens after its opener was cancelled would never be closed. Any await could be
+                # cancelled again, so nothing is awaited before the opening is abandoned.
                 opened = opening.abandon()
                 if opened is not None:
                     await shielded(run_in_thread(opened.close))
@@ -113,7 +113,7 @@ class open_context(Local):
         self._take()._leave()
 
     def make_device(self) -> Device:
-        """The device that the context will own. Called on the ContextActor's thread; for tools that wrap it."""
+        """Make the device that the context will own. Called on the ContextActor's thread. Tools may override it."""
         return open_device(self._spec, self._options)
 
     def _choose(self) -> str | None:
@@ -130,11 +130,11 @@ class open_context(Local):
                 return start_context(self.make_device, self._options)
             from gpu_actors.isolation.context import open_isolated
 
-            # That process decides what "auto" is: asking here would start CUDA in this one.
+            # The child process decides what "auto" means: deciding here would start CUDA in this process.
             context, self._obstacle = open_isolated(self._device, self._options)
         except GpuActorsError:
             raise
-        except RuntimeError as error:  # no thread can be had, for want of memory or at the interpreter's exit
+        except RuntimeError as error:  # no thread can be started, for lack of memory or at the interpreter's exit
             raise GpuActorsError(f"the context could not open: {error}") from error
         return context
 

@@ -1,4 +1,4 @@
-"""How to install an extra of this package from where the package itself came from, and what is installed."""
+"""How to install an extra of this package from the package's own origin, and which version is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs ``extra`` (a name such as "cuda13"), as a shell takes it. Never raises.
+    """The shell command that installs ``extra`` (a name such as "cuda13"). Never raises.
 
     No index holds this package, so its bare name would find nothing. The command names the clone that the package runs
     from, or the wheel or folder that it was installed from, or else the libraries of the extra. If the
@@ -38,7 +38,7 @@ def missing(error: ImportError, extra: str) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution, None without it."""
+    """The version of an installed distribution. None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -62,7 +62,7 @@ def _is_clone(folder: Path) -> bool:
 
 
 def _origin() -> Path | None:
-    """The wheel or folder that this package was installed from, where it still is (PEP 610)."""
+    """The wheel or folder that this package was installed from (PEP 610). None if it is unknown or gone."""
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""Checks of single fields, each ending in a sentence that says what would be accepted."""
+"""Checks of single fields. Each error ends with a sentence that says what would be accepted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "window",
 ]
 
-# A window bound beyond every distance of two rows, which fits wherever a row's index fits.
+# A window bound beyond every distance between two rows. It fits into the type of a row's index.
 FURTHEST = (1 << 31) - 1
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -45,9 +45,9 @@ def expect(condition: bool, field: str, value: object, reason: str) -> None:
 
 
 def describe(array: Any) -> str:
-    """An array in a message: its dtype and shape, never its data. What is no array: its type.
+    """Describe an array in a message by its dtype and shape, never its data. Other objects are described by their type.
 
-    The library of an array is not told, for an adopted array is no longer the caller's own.
+    The text omits an array's library, because an adopted array is no longer the caller's own.
     """
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         return type(array).__name__
@@ -58,13 +58,13 @@ def dtype_name(array: Any) -> str:
     dtype = getattr(array, "dtype", "no dtype")
     try:
         return _dtype_name(dtype)
-    except TypeError:  # of a dtype that cannot be hashed
+    except TypeError:  # the dtype cannot be hashed
         return str(dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _dtype_name(dtype: object) -> str:
-    # NumPy puts a name together anew each time.
+    # Cached because NumPy composes the name anew each time.
     return str(dtype).removeprefix("torch.")
 
 
@@ -79,7 +79,7 @@ def shape_of(field: str, array: Any, axes: str) -> tuple[int, ...]:
 
 
 def dtype_of(field: str, array: Any) -> str:
-    """The dtype of an operand, among those that attention is defined on here."""
+    """The name of an operand's dtype. Raises `Unsupported` for a dtype that attention does not take."""
     name = dtype_name(array)
     if name[:1] in (">", "<"):
         reason = "must be in this machine's byte order: array.astype(array.dtype.newbyteorder('='))"
@@ -91,7 +91,7 @@ def dtype_of(field: str, array: Any) -> str:
 
 
 def output_dtype(dtype: str, asked: object = None) -> str:
-    """The dtype of the output of inputs of a dtype: what was asked for, else their own, and bfloat16 for fp8."""
+    """The output's dtype for inputs of ``dtype``: ``asked`` if given, else ``dtype`` itself, or bfloat16 for fp8."""
     own = "bfloat16" if dtype in FP8 else dtype
     if asked is None:
         return own
@@ -112,7 +112,7 @@ def integer(field: str, value: object, low: int, high: int | None = None) -> int
 
 
 def one_of(field: str, value: object, choices: tuple[str, ...], reason: str = "") -> None:
-    # The type is asked first: comparing an array with a str gives an array.
+    # The type is checked first: comparing an array with a str gives an array.
     if not isinstance(value, str) or value not in choices:
         raise InvalidRequest(field, value, reason or f"must be one of {', '.join(choices)}")
 
@@ -120,7 +120,7 @@ def one_of(field: str, value: object, choices: tuple[str, ...], reason: str = ""
 def real(field: str, value: object, kind: str = "a finite number") -> float:
     number = math.nan
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
-        with contextlib.suppress(OverflowError):  # an int that no float holds
+        with contextlib.suppress(OverflowError):  # the int is too large for a float
             number = float(value)
     if not math.isfinite(number):
         raise InvalidRequest(field, value, f"must be {kind}")
@@ -128,7 +128,7 @@ def real(field: str, value: object, kind: str = "a finite number") -> float:
 
 
 def duration(field: str, value: object, *, above_0: bool = False) -> float:
-    """A finite number of seconds, which is not negative."""
+    """Check a finite number of seconds >= 0, or > 0 with ``above_0``."""
     kind = f"a finite number of seconds {'> 0' if above_0 else '>= 0'}"
     number = real(field, value, kind)
     expect(number > 0 if above_0 else number >= 0, field, value, f"must be {kind}")
@@ -151,16 +151,16 @@ def window(value: object) -> tuple[int, int]:
 
 
 def heads_ratio(heads_q: int, heads_kv: int, field: str, keys: Any) -> None:
-    """GQA: a whole number of query heads for each KV head. field, keys: what has the KV heads."""
+    """Check that heads_kv divides heads_q (GQA). field, keys: the name and the array of the KV heads, for the error."""
     ratio_holds = heads_kv >= 1 and heads_q >= heads_kv and heads_q % heads_kv == 0
     reason = f"has {heads_kv} heads, of which q's {heads_q} must be a whole multiple, at least 1"
     expect(ratio_holds, field, describe(keys), reason)
 
 
 def heads_of_layers(given: object, heads_kv: Sequence[int], most: int = FURTHEST) -> list[int]:
-    """The heads of q in each layer, of ``heads_q``, which is one number or a list.
+    """The heads of q in each layer. given: ``heads_q`` of a request, one number or a list.
 
-    heads_kv: of k in each. most: how many a layer may have. Raises `InvalidRequest`.
+    heads_kv: the heads of k in each layer. most: the most heads of a layer. Raises `InvalidRequest`.
     """
     layers = len(heads_kv)
     listed = isinstance(given, list | tuple)
@@ -176,7 +176,7 @@ def heads_of_layers(given: object, heads_kv: Sequence[int], most: int = FURTHEST
 def optional_array(
     field: str, array: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """The shape of an array that may be absent, else must have one of the shapes and one of the dtypes."""
+    """The shape of an array that must have one of the shapes and one of the dtypes. None if it is absent."""
     if array is None:
         return None
     wanted = f"must be an array of {' or '.join(dict.fromkeys(dtypes))}, shape {' or '.join(map(str, shapes))}"

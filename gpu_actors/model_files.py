@@ -1,6 +1,6 @@
-"""Files of models: a folder in Hugging Face's layout, and distributions that weights are installed from.
+"""Files of models: a folder in Hugging Face's layout, or of an installed distribution that has the weights.
 
-Such a distribution is located without being imported, which would import other libraries for models.
+Such a distribution is located without importing it, because it would import other libraries for models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def installed_folder(
     """The folder of an installed distribution that has a model's files.
 
     digests: sha256 of the files that are checked, by their paths in the folder.
-    absent: what is missing without the distribution. advice: ends each error.
+    absent: the error's text if the distribution is missing. advice: the end of each error's text.
     Raises `InvalidRequest` if the distribution is missing or of another version, or if a file is not the model's.
     """
     try:
@@ -75,9 +75,9 @@ def expect_entries(config: Mapping[str, Any], expected: Mapping[str, Any]) -> No
 class Tensors:
     """The tensors of safetensors files. Safe to use from several threads.
 
-    extra: names what has safetensors.
-    prefix: left out of the names.
-    stored: the dtypes of the matrices that were taken.
+    extra: the extra of this package that installs safetensors.
+    prefix: the beginning of the files' names that is removed.
+    stored: the dtypes of the matrices that were taken so far.
 
     Raises `InvalidRequest` if safetensors is missing or a file is broken.
     """
@@ -93,12 +93,12 @@ class Tensors:
         for path in paths:
             try:
                 file: Any = safe_open(path, framework="np")
-            except Exception as error:  # safetensors has one of its own, which derives from nothing else
+            except Exception as error:  # the error of safetensors derives from Exception alone
                 raise InvalidRequest("model", str(path), f"is not a readable safetensors file: {error}") from error
             self._files |= {name.removeprefix(prefix): (name, file) for name in file.keys()}  # noqa: SIM118
 
     def take(self, name: str, shape: tuple[int | None, ...]) -> NDArray[np.float32]:
-        """A tensor as float32. shape: what config.json says, None for any length of an axis.
+        """A tensor as float32. shape: the shape that config.json implies, with None for an axis of any length.
 
         Raises `InvalidRequest` if it is missing, of another shape, or not of floats.
         """

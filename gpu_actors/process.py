@@ -1,4 +1,4 @@
-"""What belongs to one process: its incarnation, folders, event loop and signals, and objects that cannot leave it."""
+"""The state of one process: its incarnation, folders, event loop and signals, and objects that cannot leave it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVICE_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""What ends a process by default, and what a terminal, a supervisor or a batch system may send to all of a service."""
+"""Signals that end a process by default. A terminal, supervisor or batch system may send them to a whole service."""
 
 _incarnation = os.urandom(8)
 
@@ -36,8 +36,8 @@ _incarnation = os.urandom(8)
 def incarnation() -> bytes:
     """8 random bytes that differ in every process, also in a forked child.
 
-    Numbers of caches, sequences and generations begin at 1 in every process, so a record that has one of these has
-    this as well.
+    Numbers of caches, sequences and generations begin at 1 in every process, so a record of such a number also has the
+    incarnation.
     """
     return _incarnation
 
@@ -52,12 +52,12 @@ os.register_at_fork(after_in_child=_renew)
 
 @functools.cache
 def process_folder(purpose: str) -> Path:
-    """A folder that this user alone can enter, removed when the process that asked first ends."""
+    """A folder that only this user can enter. It is removed when the process that made it ends."""
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-actors-{purpose}-"))
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # else a forked child, whose parent goes on
+        if os.getpid() == owner:  # a forked child must not remove its parent's folder
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -65,16 +65,16 @@ def process_folder(purpose: str) -> Path:
 
 
 def refuse_on_loop(call: str, instead: str) -> None:
-    """Raise `WouldBlock` on the thread of a running event loop. call, instead: what was done there, and what to do."""
+    """Raise `WouldBlock` on the thread of a running event loop. call: the refused call. instead: its replacement."""
     if asyncio._get_running_loop() is not None:
         raise WouldBlock(f"{call} would block the running event loop; use {instead}")
 
 
 @contextmanager
 def handling(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle a signal while this is entered: on the main thread, and unless the signal is ignored or has its default.
+    """Handle a signal within the block, on the main thread and unless the signal is ignored or has its default.
 
-    Leaving it puts the earlier handler back, unless another one has been set meanwhile.
+    Leaving the block restores the earlier handler, unless another one has been set meanwhile.
     """
     previous = signal.getsignal(number)
     if not callable(previous) or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""How values are shown, short and without raising."""
+"""Shows values as short texts, without raising."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Shown(reprlib.Repr):
         try:
             return _array(x) or super().repr1(x, level)
         except Exception:
-            # Python refuses to spell an int of more than a few thousand digits.
+            # Python refuses to convert an int of more than a few thousand digits.
             if isinstance(x, int):
                 return f"an int of {x.bit_length()} bits"
             return f"{_article(_type_name(x))} whose repr raises"
 
     def repr_instance(self, x: Any, level: int) -> str:
-        # Without the base class's guard, whose words hold an address.
+        # The base class would catch an error of repr and show an address instead.
         if isinstance(x, bytes | bytearray):
             x = x[:_WIDTH]
         text = builtins.repr(x)
@@ -41,7 +41,7 @@ class _Shown(reprlib.Repr):
 
 
 def _array(x: Any) -> str:
-    """An array's kind, dtype and shape. Its elements are not read: their device may be busy or lost."""
+    """An array's type, dtype and shape; "" for other values. It reads no elements: the device may be busy or lost."""
     if isinstance(x, type | numbers.Number) or any(base.__name__ == "generic" for base in type(x).__mro__):
         return ""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
@@ -51,7 +51,7 @@ def _array(x: Any) -> str:
 
 
 def _type_name(x: object) -> str:
-    """The type's name, whatever its metaclass overrides."""
+    """The name of a value's type, even if its metaclass overrides ``__name__``."""
     name: str = type.__dict__["__name__"].__get__(type(x))
     return name
 
@@ -64,24 +64,24 @@ _shown = _Shown()
 
 
 def show(value: object) -> str:
-    """``repr(value)``, cut where it is long, an array as its dtype and shape. Never raises."""
+    """``repr(value)``, cut if it is long. An array is shown as its dtype and shape. Never raises."""
     return cut(_shown.repr(value), 2 * _WIDTH)
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, or its beginning and three dots in so many characters."""
+    """The text if it has at most ``longest`` characters, else its beginning and three dots in as many."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def brief(record: Any) -> str:
-    """A short ``repr`` of a named tuple or dataclass: arrays by dtype and shape, no field that has its default."""
+    """A short ``repr`` of a named tuple or dataclass: arrays by dtype and shape, and no field at its default."""
     if isinstance(record, tuple):
         names, defaults = record._fields, record._field_defaults  # type: ignore[attr-defined]
     else:
-        # What every record of its type has comes first, also where a base class adds options.
+        # Required fields come first, even if a base class has options before them.
         fields = sorted(dataclasses.fields(record), key=lambda field: field.default is not dataclasses.MISSING)
         names, defaults = [field.name for field in fields], {field.name: field.default for field in fields}
     given = [(name, getattr(record, name)) for name in names]
-    # By identity: an array compares to an array.
+    # Compared by identity: comparing an array gives an array.
     told = [f"{name}={show(value)}" for name, value in given if value is not defaults.get(name, dataclasses.MISSING)]
     return f"{type(record).__name__}({', '.join(told)})"
