@@ -1,1 +1,1 @@
-"""From CUDA sources to cubins, in a cache that processes share."""
+"""Compiles CUDA sources to cubins, and caches them for all processes."""

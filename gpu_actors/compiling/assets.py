@@ -27,7 +27,7 @@ def asset_root() -> Path:
 
 @functools.cache
 def asset_texts() -> dict[str, str]:
-    """All sources and headers by their names, relative to ``kernels_cu``. A process reads them once."""
+    """All sources and headers, by name relative to ``kernels_cu``. A process reads them once."""
     root = asset_root()
     if root.is_file():
         with zipfile.ZipFile(root) as archive:
@@ -57,7 +57,7 @@ def kernel_file(kernel: str) -> str:
 def asset_headers(source: str) -> dict[str, str]:
     """The headers of ``kernels_cu`` that ``source`` reaches, by the name that its includes spell.
 
-    Names are relative to ``kernels_cu``, also in headers in its folders: NVRTC finds headers by their spelling.
+    Includes in the headers of subfolders also spell names relative to ``kernels_cu``: NVRTC finds headers by spelling.
     """
 
     def lookup(name: str, _place: str) -> Header | None:
@@ -68,5 +68,5 @@ def asset_headers(source: str) -> dict[str, str]:
 
 
 def completed_headers(source: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """``headers``, and the headers of ``kernels_cu`` that ``source`` and they reach."""
+    """``headers``, and the headers of ``kernels_cu`` that ``source`` and ``headers`` reach."""
     return asset_headers("\n".join((source, *headers.values()))) | dict(headers)

@@ -25,7 +25,8 @@ __all__ = ["CompileInputs", "Compiler", "compile_inputs", "supported_archs"]
 class CompileInputs(NamedTuple):
     """The inputs of NVRTC for a source and an architecture, besides the source and its macros.
 
-    headers: the text of every reachable header, by the name that includes spell. own_headers: those of the source.
+    headers: the text of every reachable header, by the name that includes spell. own_headers: those that the source
+    has, without the toolkit's.
     """
 
     options: tuple[str, ...]
@@ -35,7 +36,7 @@ class CompileInputs(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None) -> CompileInputs:
-    """The inputs of a compile. Without a toolchain, those of the source alone.
+    """The inputs of a compile. Without a toolchain, only the inputs that the source has.
 
     Raises CompileError if the source includes a file that no key can cover (see `include_closure`).
     """
@@ -49,12 +50,12 @@ def compile_inputs(source: KernelSource, arch: str, toolchain: Toolchain | None)
 def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str, ...]:
     """The package's options, then the source's own. Arithmetic stays IEEE: no option sets -ftz."""
     picked = [
-        # The exact architecture: wgmma and setmaxnreg exist in sm_90a, not in sm_90, and a cubin instead of
-        # PTX leaves the driver nothing to compile.
+        # The exact architecture: wgmma and setmaxnreg exist in sm_90a, not in sm_90, and the driver need not compile
+        # a cubin, as it would PTX.
         f"-arch={arch}",
         # The standard is fixed, because NVRTC's default changes with its version.
         "-std=c++17",
-        # Registers, spills and the C75xx notes; without it the log says nothing of them.
+        # Without it the log lacks registers, spills and the C75xx notes.
         "--ptxas-options=-v",
         # constexpr helpers in headers that the emulated device shares have no __device__.
         "-default-device",
@@ -64,7 +65,7 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
         "--modify-stack-limit=false",
     ]
     if toolchain.release >= (12, 9):
-        # NVRTC's own cache keeps a second copy in the home folder, unbounded by this package's limits.
+        # NVRTC's own cache keeps a second copy in the home folder, to which this package's limits do not apply.
         picked.append("--no-cache")
     if any(re.match(r"--?std\b", option) for option in source.options):
         picked.remove("-std=c++17")
@@ -73,7 +74,7 @@ def _options(source: KernelSource, arch: str, toolchain: Toolchain) -> tuple[str
 
 
 class Compiler:
-    """NVRTC. It has no state. Several threads may compile at the same time."""
+    """Compiles with NVRTC. It has no state: several threads may compile at the same time."""
 
     def compile(self, source: KernelSource, arch: str | None = None) -> Cubin:
         """Compile ``source`` for ``arch`` (default: the source's own), in 0.03 to 1 s.
@@ -122,8 +123,8 @@ def _run(nvrtc: Any, source: KernelSource, arch: str, inputs: CompileInputs) -> 
 
 
 def _file_name(source: KernelSource) -> str:
-    # No key covers the path as the caller spells it, so the cubin must not contain it. NVRTC reads a name that begins
-    # with a dash as an option, which may name a file to write.
+    # No key covers the caller's path, so the cubin must not contain it. NVRTC reads a name that begins with a dash as
+    # an option, which may name a file to write.
     return re.sub(r"[^\w.+-]", "_", PurePosixPath(source.name).name).lstrip("-") or "kernel.cu"
 
 

@@ -31,7 +31,7 @@ __all__ = ["CacheStats", "CubinCache", "default_cache_dir", "traced_compile"]
 
 Compile = Callable[[KernelSource, str], Cubin]
 T = TypeVar("T")
-Entry = tuple[Cubin, bool]  # the cubin, and whether it was cached rather than compiled
+Entry = tuple[Cubin, bool]  # the cubin, and whether it was found rather than compiled
 OnEvent = Callable[[str, dict[str, object]], None]
 
 _log = logging.getLogger("gpu_actors")
@@ -47,7 +47,7 @@ class CacheStats:
     compiles: compiles begun.
     corrupt: entries refused.
     evicted: entries removed to keep to the size bound.
-    entries, bytes: now in the folder, or in memory if there is no folder.
+    entries, bytes: the current size of the folder, or of the memory if there is no folder.
     """
 
     hits: int = 0
@@ -60,9 +60,9 @@ class CacheStats:
 
 
 def default_cache_dir() -> Path:
-    """The user's cubin folder: the environment's GPU_ACTORS_CACHE_DIR, or the platform's place for caches.
+    """The user's cubin folder: the environment's GPU_ACTORS_CACHE_DIR, or the platform's folder for caches.
 
-    Raises InvalidRequest for a GPU_ACTORS_CACHE_DIR below the home of a user who has none.
+    Raises InvalidRequest if GPU_ACTORS_CACHE_DIR begins with "~" and the home folder is unknown.
     """
     if setting := os.environ.get("GPU_ACTORS_CACHE_DIR"):
         try:
@@ -83,10 +83,10 @@ class CubinCache:
         cache.corrupt (path, reason), compile.started (arch) and compile.completed (seconds, error). By default they go
         to the logger "gpu_actors".
     toolchain: finds the compiler whose version is in the keys.
-    explicit: whether the user named the directory. The default one is opened at the first need.
+    explicit: whether the user named the directory. The default directory is opened when it is first needed.
 
     Raises InvalidRequest("cache_dir" or "prewarmed", ...) for a folder from which another user's code could be loaded,
-    and for a path that is not a folder. If the directory is the default one, each lookup that needs it raises instead.
+    and for a path that is not a folder. For the default directory, each lookup that needs it raises this instead.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CubinCache:
                 self._prune(self._folder)
 
     def key(self, variant: Variant) -> EntryName:
-        """The name of the variant's entry. Raises what `Variant.source` and `entry_name` raise."""
+        """The name of the variant's entry. Raises the errors of `Variant.source` and `entry_name`."""
         key = self._keys.get(variant)
         if key is None:
             if len(self._keys) >= _MAX_KEYS:
@@ -154,7 +154,7 @@ class CubinCache:
     def get_or_compile(self, variant: Variant, compile: Compile) -> Cubin:
         """The cubin. ``compile(source, arch)`` runs at most once for all threads and processes that need the variant.
 
-        Raises CompileError as ``compile`` does, to every waiter, or, offline, with the name of the missing variant.
+        Every waiter gets the CompileError of ``compile``. Offline, it raises one that names the missing variant.
         """
         key = self.key(variant)
         cubin = self._from_memory(key, variant)
@@ -170,7 +170,7 @@ class CubinCache:
             try:
                 cubin, at_once = joined.result()
             except Exception:
-                if joined.cancelled():  # the leading thread was interrupted, which is no fault of the kernel
+                if joined.cancelled():  # the leading thread was interrupted; the kernel may still compile
                     continue
                 self._miss(key, variant)
                 raise
@@ -186,7 +186,7 @@ class CubinCache:
             entries, size = self._folder.usage()
         else:
             entries, size = len(self._memory), self._memory_bytes
-        # Read without the lock: the caller may be a signal handler that interrupted its holder, or a forked process.
+        # Read without the lock: the caller may be a signal handler that interrupted its holder, or a forked child.
         return CacheStats(**self._counts, entries=entries, bytes=size)
 
     # One compile for many callers
@@ -226,7 +226,7 @@ class CubinCache:
             return key
         try:
             toolchain = self._toolchain(load=True)
-        except CompileError:  # compiling raises it too
+        except CompileError:  # the compile that follows raises it too
             return key
         compiled = entry_name(variant.source, variant.arch, toolchain)
         if compiled != key:
@@ -324,7 +324,7 @@ class CubinCache:
             self._emit(logging.DEBUG, "cache.corrupt", key, variant, path=str(path), reason=str(error))
             _log.warning("cubin cache entry %s is refused: %s", path, error)
         if folder.writable:
-            with contextlib.suppress(OSError):  # a miss either way
+            with contextlib.suppress(OSError):  # the lookup is a miss in any case
                 folder.quarantine(name, stored.inode)
         return None
 
@@ -354,7 +354,7 @@ class CubinCache:
         self._warn_once(error, text, folder, variant.source.name, error)
 
     def _warn_once(self, error: Exception, text: str, *values: object) -> None:
-        """Warn of the first failure of a kind: a read-only disk fails for every kernel."""
+        """Warn only of the first failure of a kind, because a read-only disk fails for every kernel."""
         kind = (text, error.errno if isinstance(error, OSError) else None)
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
@@ -384,7 +384,7 @@ class CubinCache:
             return
         try:
             self._on_event(event, fields)
-        except Exception:  # a listener's error must not lose a kernel
+        except Exception:  # a listener's error must not fail the lookup
             _log.exception("on_event raised at %s", event)
 
 

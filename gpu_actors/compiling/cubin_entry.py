@@ -31,7 +31,7 @@ __all__ = [
     "unseal",
 ]
 
-# Raise it when the key's parts, the entry's layout or the meaning of the cubins change.
+# Increase it when the key's parts, the entry's layout or the meaning of the cubins change.
 SCHEMA = 1
 
 _MAGIC = b"GACUBIN\x01"
@@ -46,8 +46,8 @@ class CorruptEntry(Exception):
 class EntryName(NamedTuple):
     """The name of a cubin's entry: the digests of its variant, 64 hexadecimal digits each.
 
-    variant: of the source's own parts.
-    build: of these, the compiler, its options and the toolkit's headers. None if no compiler is installed.
+    variant: the digest of the source's own parts.
+    build: the digest of these and the compiler, its options and the toolkit's headers. None without a compiler.
     """
 
     variant: str
@@ -67,7 +67,7 @@ class EntryName(NamedTuple):
 
 
 def entry_name(source: KernelSource, arch: str, toolchain: Toolchain | None) -> EntryName:
-    """The name of ``source`` compiled for ``arch`` by ``toolchain``. A process hashes each header once."""
+    """The entry's name of ``source`` compiled for ``arch`` by ``toolchain``. A process hashes each header once."""
     inputs = compile_inputs(source, arch, toolchain)
     variant = _digest(source, arch, "", source.options, inputs.own_headers.items())
     if toolchain is None:
@@ -137,7 +137,7 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
         )
         nvrtc = about["nvrtc"]
     except (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        # The checksum proves that the bytes are as written, and not that `encode_entry` wrote them.
+        # The checksum proves that the bytes are unchanged, but not that `encode_entry` wrote them.
         raise CorruptEntry(f"what it says of its cubin cannot be read: {type(error).__name__}: {error}") from error
     if cubin.arch != arch:
         raise CorruptEntry(f"it is for {cubin.arch!r} instead of {arch}")
@@ -149,12 +149,12 @@ def decode_entry(build: str, entry: bytes, arch: str, entry_points: tuple[str, .
 
 
 def seal(magic: bytes, build: str, payload: bytes) -> bytes:
-    """An entry of a cache folder. magic: 8 bytes, of its kind. build: its key, 64 hexadecimal digits."""
+    """An entry of a cache folder. magic: 8 bytes that name its kind. build: its key, 64 hexadecimal digits."""
     return _HEADER.pack(magic, bytes.fromhex(build), len(payload), hashlib.sha256(payload).digest()) + payload
 
 
 def unseal(kind: bytes, build: str, entry: bytes) -> memoryview:
-    """The payload of an entry of that kind and key. Raises CorruptEntry unless every byte is as `seal` wrote it."""
+    """The payload of an entry of this kind and key. Raises CorruptEntry unless every byte is as `seal` wrote it."""
     if len(entry) < _HEADER.size:
         raise CorruptEntry(f"{len(entry)} bytes are less than an entry's header")
     magic, key, length, checksum = _HEADER.unpack_from(entry)

@@ -1,7 +1,7 @@
 """One folder of cache entries on disk, shared by processes that may die at any instruction.
 
-Code is loaded from here into the GPU, so only its owner may write to the folder: it is opened without following links
-and checked at every operation, and files are opened relative to that handle, not by path.
+Code is loaded from the folder into the GPU, so only its owner may write to it. Every operation opens the folder without
+following links, checks it, and opens files relative to that handle, not by path.
 
 A user may name a folder that has other files too. So every file here has a name that no other program uses, and only
 files with such names are listed or removed.
@@ -45,7 +45,7 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 def user_cache_folder() -> Path:
     """The platform's folder for this package's caches.
 
-    A user without a home, as in a container that runs as a number, gets a temporary folder of the user's own.
+    A user without a home, as in a container that runs under a bare user id, gets a temporary folder of this user.
     """
     import platformdirs
 
@@ -59,8 +59,8 @@ def user_cache_folder() -> Path:
 class StoredEntry(NamedTuple):
     """An entry as read.
 
-    inode: of the file that was read, so that only that file is quarantined.
-    fault: why its data were not read, or "".
+    inode: the inode of the file that was read, so that only this file is quarantined.
+    fault: why the data were not read, or "".
     """
 
     data: bytes
@@ -71,13 +71,13 @@ class StoredEntry(NamedTuple):
 class CacheFolder:
     """A folder of entries.
 
-    writable: whether this process may add to it. A read-only folder may also belong to root, as in an image.
-    field: the setting that names the folder, for errors.
+    writable: whether this process may add entries. A read-only folder may also belong to root, as in an image.
+    field: the name of the setting that gives the folder, for errors.
     suffix: the end of an entry's name.
 
     A folder that does not exist is empty. The first `publish` creates it.
-    Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write or that
-    lies where others could replace it, and OSError if the disk fails.
+    Raises InvalidRequest(field, ...) for a folder that is a link, that another user owns, that others can write to or
+    could replace, and OSError if the disk fails.
     """
 
     def __init__(self, path: Path, *, writable: bool, field: str = "cache_dir", suffix: str = ENTRY) -> None:
@@ -104,7 +104,7 @@ class CacheFolder:
             pass
 
     def read(self, name: str) -> StoredEntry | None:
-        """The entry, or None if there is none. Its access time is set to now."""
+        """The entry, or None if there is none. In a writable folder its access time is set to now."""
         try:
             with self._opened() as folder:
                 handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=folder)
@@ -155,7 +155,7 @@ class CacheFolder:
     def quarantine(self, name: str, inode: int) -> None:
         """Rename a corrupt entry, so that it is not read again but can be examined."""
         with self._opened() as folder:
-            # Another process may have replaced it with a sound one since it was read.
+            # Another process may have replaced it with a valid entry since it was read.
             if os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino == inode:
                 os.replace(name, name + _QUARANTINED, src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -172,7 +172,8 @@ class CacheFolder:
         """Remove files of dead writers and old corrupt entries, then the least recently used entries until the rest
         fits ``max_bytes``. Returns how many entries were evicted.
 
-        A reader that has opened an entry can go on reading: removal unlinks the name only. ``keep`` is never removed.
+        A reader that has opened an entry can go on reading, since removal only unlinks its name. ``keep`` is never
+        removed.
         """
         with self._opened() as folder:
             for name, status in _listing(folder, self._temporary):
@@ -187,7 +188,7 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def locked(self, build: str, timeout: float) -> Iterator[None]:
-        """Hold the lock of ``build``, 64 hexadecimal digits, among all threads and processes.
+        """Hold the lock of ``build`` (64 hexadecimal digits), which excludes all other threads and processes.
 
         timeout: seconds to wait for another holder. The operating system frees the lock of a process that dies.
         Raises TimeoutError, and OSError if the disk fails or the file system has no locks.
@@ -201,13 +202,13 @@ class CacheFolder:
                 if os.getpid() == owner:  # a forked child shares its parent's lock
                     # A process that waits for this file sees that its name is gone and opens the next one.
                     _remove(name, folder)
-                    # Closing alone would leave the lock to a child that was forked meanwhile.
+                    # Closing alone would leave the lock with a child that was forked meanwhile.
                     with contextlib.suppress(OSError):
                         fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
 
     def _created(self) -> contextlib.AbstractContextManager[int]:
-        # The parent folders get this mode too: one that a lax umask opened to others would be refused the next time.
+        # Parent folders get this mode too: if a lax umask let others write to one, the next check would refuse it.
         for place in (*reversed(self.path.parents), self.path):
             with contextlib.suppress(FileExistsError):
                 if not place.exists():
@@ -237,7 +238,7 @@ class CacheFolder:
             self._refuse(f"others can write to it (mode {mode:04o}): chmod 700 it, or name another folder")
 
     def _check_above(self) -> None:
-        """Check the parent folders too, as ssh does: a user who can rename the folder can replace it."""
+        """Check the parent folders, as ssh does: a user who can rename the folder can replace it."""
         parent = self.path.absolute().parent
         for place in dict.fromkeys(folder for path in (parent, parent.resolve()) for folder in (path, *path.parents)):
             status = place.stat()
@@ -250,7 +251,7 @@ class CacheFolder:
                 )
 
     def _fault(self, status: os.stat_result) -> str:
-        """Why a file must not be read: another user may have put it there before the folder was closed to others."""
+        """Why a file must not be read, or "": another user may have put it there before the folder was private."""
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
             return f"it is no regular file of at most {MAX_ENTRY_BYTES} bytes"
         if status.st_uid not in self._owners() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -264,19 +265,19 @@ class CacheFolder:
         raise InvalidRequest(self.field, str(self.path), reason)
 
     def _new_temporary(self, name: str, folder: int) -> tuple[int, str]:
-        """A new file, locked while it is open: `prune` takes a free lock as a sign that the writer died."""
+        """Open a new file and lock it until it is closed: `prune` takes a free lock as a sign that the writer died."""
         while True:
             temporary = f"{name}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=folder)
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if os.fstat(handle).st_nlink:
                 return handle, temporary
-            os.close(handle)  # swept between its creation and its lock
+            os.close(handle)  # `prune` removed the file before it was locked
 
 
 def _acquire(name: str, folder: int, deadline: float) -> int:
-    """deadline: by `time.monotonic`."""
+    """Open and lock a file until ``deadline``, by `time.monotonic`. Returns its handle."""
     while True:
         handle = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=folder)
         try:
@@ -285,7 +286,7 @@ def _acquire(name: str, folder: int, deadline: float) -> int:
                     raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", name)
                 time.sleep(_LOCK_POLL)
             with contextlib.suppress(FileNotFoundError):
-                # Otherwise the last holder has removed the file, and a lock on it excludes no other process.
+                # If they differ, the last holder has removed the file, and its lock excludes no other process.
                 if os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(handle)):
                     return handle
         except BaseException:
@@ -334,7 +335,7 @@ def _remove(name: str, folder: int) -> bool:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether a user other than the owner may write. A group of the owner alone does not count (umask 002)."""
+    """Whether users besides the owner may write. A group with only the owner in it does not count (umask 002)."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid)
@@ -343,7 +344,7 @@ def _others_write(status: os.stat_result) -> bool:
 def _nobody_here(proc: Path = Path("/proc")) -> int | None:
     """The user id that stands for all users outside of this container, root included. None outside of a container.
 
-    A container that was started without privileges maps its user alone, and "/" belongs to this user id.
+    A container that was started without privileges maps only its own user, and "/" belongs to the returned user id.
     """
     try:
         nobody = int((proc / "sys/kernel/overflowuid").read_text())
@@ -367,13 +368,13 @@ def _is_old(status: os.stat_result) -> bool:
 
 
 def _sweep(name: str, status: os.stat_result, folder: int) -> None:
-    """Remove a file whose writer has died, which frees its lock. Without locks, remove an old one."""
+    """Remove a file whose lock is free, because its writer has died. If there are no locks, remove old files."""
     try:
         handle = os.open(name, os.O_RDWR | os.O_NONBLOCK | _OPEN, dir_fd=folder)
     except OSError:
         return
     try:
-        if _try_lock(handle):  # its writer has died
+        if _try_lock(handle):
             _remove(name, folder)
     except OSError:
         if _is_old(status):

@@ -1,4 +1,4 @@
-"""What is read of a cubin, which is a 64-bit ELF image."""
+"""Reads the length and the kernels' parameter sizes of a cubin, which is a 64-bit ELF image."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, -, -, offset, size, ...
 _NOBITS, _FIRST_VENDOR_TYPE = 8, 0x70000000
 
-# A section ".nv.info.KERNEL" is a list of attributes: format, number, and a value of two bytes or, in format 4, of the
-# length that precedes it. Number 0x17 describes one parameter: its index, its offset, and in the upper 14 bits of the
-# last word its size.
+# A section ".nv.info.KERNEL" is a list of attributes: format, number, and two bytes, the value. In format 4 these are
+# the length of the value that follows. Number 0x17 describes one parameter: its index, its offset, and its size in the
+# upper 14 bits of the last word.
 _SIZED, _PARAMETER = 4, 0x17
 _DESCRIPTION = struct.Struct("<IHHI")  # index, ordinal, offset, flags with the size
 
@@ -52,7 +52,7 @@ def parameter_sizes(cubin: bytes, entry: str) -> tuple[int, ...] | None:
 
 
 def _sections(image: bytes) -> Iterator[tuple[int, ...]]:
-    """The fields of `_SECTION` for each section. Raises struct.error behind the end of the image."""
+    """The fields of `_SECTION` for each section. Raises struct.error after the end of the image."""
     header = _HEADER.unpack_from(image)
     for index in range(header[12]):
         yield _SECTION.unpack_from(image, header[6] + index * header[11])
@@ -69,7 +69,7 @@ def _length(image: bytes) -> int:
             if kind != _NOBITS and kind < _FIRST_VENDOR_TYPE:
                 length = max(length, offset + size)
     except struct.error:
-        pass  # truncated inside the table, whose end is already counted
+        pass  # the image ends inside the table, whose end is already counted
     return length
 
 

@@ -1,7 +1,7 @@
 """The headers that a source reaches, so that NVRTC gets all of them in memory and the cache key covers each.
 
-Conditional includes are followed on every branch: a key that covers an unused header costs at most a compile, while one
-that misses a header is stale. A header that is not found is left to NVRTC, which refuses the source if the branch is
+Conditional includes are followed on every branch: a key that covers an unused header costs at most one compile, while a
+key that misses a header is stale. NVRTC handles a header that is not found: it refuses the source if the branch is
 taken.
 """
 
@@ -18,7 +18,7 @@ from gpu_actors.errors import CompileError
 
 __all__ = ["Header", "follow_includes", "include_closure", "includes_of", "leaves_closure", "toolkit_closure"]
 
-# A directive may follow a comment, spell # as %:, and hold comments between its words.
+# A directive may follow a comment, spell # as %:, and have comments between its words.
 _GAP = r"(?:[ \t]|/\*.*?\*/)*"
 _INCLUDE = re.compile(rf"^(?:.*\*/)?{_GAP}(?:#|%:){_GAP}include(?:_next)?\b{_GAP}(.*)$", re.M)
 _HAS_INCLUDE = re.compile(rf"__has_include(?:_next)?{_GAP}\({_GAP}(.*)$", re.M)
@@ -64,10 +64,10 @@ def includes_of(text: str) -> Includes:
 def include_closure(source: str, find: Callable[[str], str | None]) -> tuple[dict[str, str], tuple[str, ...]]:
     """The headers that ``source`` reaches, by name, and the names that it reaches but ``find`` lacks.
 
-    find: returns the text for a name, None if there is none.
+    find: returns the text for a name, or None.
 
-    Raises CompileError for an include that would leave the closure: of a path that a compiler reads from the disk in
-    any case (see `leaves_closure`), or of a macro.
+    Raises CompileError for an include that would leave the closure: of a path that a compiler always reads from the
+    disk (see `leaves_closure`), or of a macro.
     """
 
     def lookup(name: str, _place: str) -> Header | None:

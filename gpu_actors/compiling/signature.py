@@ -1,7 +1,7 @@
 """The parameters of a kernel, as its ``extern "C" __global__`` declaration spells them.
 
-The text gives names, C types and which pointers may be written through. The compiled kernel gives the size of a struct
-or a typedef (`gpu_actors.compiling.elf`).
+Names, C types and the pointers that may be written through come from the text. The size of a struct or a typedef comes
+from the compiled kernel (`gpu_actors.compiling.elf`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _DTYPES = {
 class KernelParameter:
     """A parameter of a kernel.
 
-    name: as the source spells it, "" if it has none.
-    type: its C type without qualifiers; of a pointer, the type that it points to.
-    dtype: the NumPy or ml_dtypes name of that type, None if the text does not say (structs, typedefs, void).
+    name: its name in the source, "" if it has none.
+    type: its C type without qualifiers; for a pointer, the type that it points to.
+    dtype: the NumPy or ml_dtypes name of that type, None if the text does not tell it (structs, typedefs, void).
     pointer: whether it takes an array.
     written: whether the kernel may write through it.
     """
@@ -70,7 +70,7 @@ def kernel_signature(source: str, entry: str) -> tuple[KernelParameter, ...]:
         raise InvalidRequest("source", f"{len(source)} characters", reason)
     if len({tuple((p.type, p.pointer, p.written) for p in parameters) for parameters in signatures}) > 1:
         raise InvalidRequest("source", f"{len(source)} characters", f"declares {entry} in more than one way")
-    # A declaration ahead of the kernel may leave names out.
+    # A forward declaration may omit names.
     return max(signatures, key=lambda parameters: sum(bool(parameter.name) for parameter in parameters))
 
 
@@ -92,7 +92,7 @@ def _declarations(text: str, entry: str) -> Iterator[list[str]]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The index behind the bracket that closes the one at ``opening``."""
+    """The index after the bracket that closes the bracket at ``opening``."""
     depth = 0
     for at in range(opening, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")
@@ -102,7 +102,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The texts between the commas that are in no brackets."""
+    """The texts between those commas that are outside of all brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{<") - (character in ")]}>")
@@ -115,7 +115,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parameter(text: str, entry: str) -> KernelParameter:
-    # The arguments of a template have commas and stars of their own.
+    # Template arguments may contain commas and stars.
     plain, templates = re.compile(r"<.*>").subn("", text)
     if re.search(r"[&(=]|\.\.\.", re.sub(r"\balignas\s*\([^)]*\)", "", plain)):
         reason = f"the parameter {text!r} of {entry} is neither a value nor a pointer"
@@ -147,7 +147,7 @@ def _type_and_name(text: str, unnamed: bool = False) -> tuple[str, str]:
 
 
 def _canonical(words: list[str]) -> str:
-    """ "unsigned long" for "long unsigned int"."""
+    """The usual spelling of a fundamental type: "unsigned long" for "long unsigned int"."""
     unsigned = "unsigned" in words
     core = [word for word in words if word not in ("unsigned", "signed", "int")] or ["int"]
     if "char" in core and "signed" in words:

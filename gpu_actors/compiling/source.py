@@ -37,7 +37,7 @@ _ARCH = re.compile(r"sm_([1-9]\d{1,2})[af]?", re.ASCII)
 # Options that NVRTC passes to ptxas, which has reserved options of its own.
 _PASSED_ON = re.compile(r"(?:-Xptxas|--ptxas-options)=")
 
-# Options that would read or write files, redefine what other fields state, or yield something other than a cubin.
+# Options that would read or write files, contradict other fields, or yield something other than a cubin.
 _RESERVED_OPTIONS = {
     ("-arch", "--gpu-architecture"): "the architecture is the arch argument",
     ("-D", "--define-macro", "-U", "--undefine-macro"): "macros belong in macros=",
@@ -81,7 +81,7 @@ class FrozenMap(Mapping[str, Value]):
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
-        # Mapping's own copies both, and variants are compared at every launch.
+        # Mapping's own comparison copies both, and variants are compared at every launch.
         return self._items == other._items if isinstance(other, FrozenMap) else super().__eq__(other)
 
     def __hash__(self) -> int:
@@ -92,13 +92,13 @@ class FrozenMap(Mapping[str, Value]):
 
 
 FIRST_CAPABILITY = 80
-"""The oldest compute capability that the package's own kernels are written for, times ten."""
+"""The oldest compute capability that the package's own kernels support, times ten."""
 
 
 def exact_arch(capability: int) -> str:
     """The architecture to compile for on a device of this compute capability: 80 (8.0) -> sm_80, 90 (9.0) -> sm_90a.
 
-    From 9.0 on it is the architecture-specific one: wgmma, setmaxnreg and tcgen05 do not exist without the suffix.
+    From 9.0 on it has the architecture-specific suffix: wgmma, setmaxnreg and tcgen05 do not exist without the suffix.
     """
     return f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
 
@@ -106,7 +106,7 @@ def exact_arch(capability: int) -> str:
 def check_arch(arch: str) -> str:
     """Return ``arch`` if it names an exact architecture, such as sm_80, sm_90a or sm_100a.
 
-    Raises InvalidRequest if it is no architecture, Unsupported if it lacks a suffix (sm_90) or has one too many.
+    Raises InvalidRequest if it is no architecture, Unsupported if a suffix is missing (sm_90) or too many.
     """
     match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
@@ -123,7 +123,7 @@ class KernelSource:
 
     name: names the source in logs and line information. Only its last path component is used, and no cache key depends
         on it.
-    source: the translation unit. A user's snippet is spliced into it or given as a header: either is in the key.
+    source: the translation unit. A user's snippet is part of it or a header, so the key covers it.
     entry_points: the ``extern "C"`` kernels that the cubin must contain.
     headers: text by the exact name that ``#include`` spells: ``{"ptx/mma.cuh": "..."}``. Only headers that the source
         reaches count. The toolkit's own (cuda_fp16.h, ...) need not be given.
@@ -209,7 +209,7 @@ def _checked_entry_points(names: object) -> tuple[str, ...]:
 def _checked_headers(headers: object) -> FrozenMap[str]:
     checked: dict[str, str] = {}
     for name, text in _mapping("headers", headers, "text by the name that #include spells").items():
-        # One name a text: "./a.h" and "a.h" would be two headers in memory and one on a disk.
+        # Each text has one name: "./a.h" and "a.h" would be two headers in memory, but one on a disk.
         if leaves_closure(name) or posixpath.normpath(name) != name or re.search(r'[\0\n"<>\\]', name):
             reason = "must be named as #include spells it, by a relative path without '.' and '..'"
             raise InvalidRequest("headers", name, reason)
@@ -260,10 +260,10 @@ def _checked_options(options: object) -> tuple[str, ...]:
 class KernelResources(NamedTuple):
     """The resources of one kernel of a cubin, as ptxas reports them.
 
-    registers: of a thread.
+    registers: registers of a thread.
     spill_bytes: bytes of spill stores plus spill loads. It counts instructions, not memory.
-    stack_bytes: local memory of a thread, callees included.
-    shared_bytes: static shared memory of a block.
+    stack_bytes: bytes of local memory of a thread, callees included.
+    shared_bytes: bytes of static shared memory of a block.
     """
 
     registers: int
@@ -278,7 +278,7 @@ class Cubin:
 
     data: the ELF image for the driver.
     arch: the exact architecture that it runs on.
-    entry_points: of the source.
+    entry_points: the kernels that the source names.
     log: the compiler's whole log, with the report of ptxas -v.
     resources: KernelResources of every kernel in the cubin, by name.
     """
@@ -297,7 +297,7 @@ class Cubin:
     def notes(self) -> tuple[str, ...]:
         """ptxas's C75xx notes in order, without their prefix.
 
-        They are informational to ptxas, but each means that wgmma was serialised or setmaxnreg ignored.
+        To ptxas they are only information, but each means that wgmma was serialised or setmaxnreg ignored.
         """
         lines = (line for line in self.log.splitlines() if re.search(r"\bC75\d\d\b", line))
         return tuple(re.sub(r"^ptxas\s+\w+\s*:\s*", "", line).strip() for line in lines)
@@ -314,7 +314,7 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
     """KernelResources by kernel, from a log of ``--ptxas-options=-v``.
 
     Spills of functions that are called rather than inlined count for every kernel: ptxas does not say which kernel
-    calls them, and a kernel that spills must never look free of spills.
+    calls them, and a kernel that spills must never seem to have no spills.
     """
     resources: dict[str, KernelResources] = {}
     called_spills = 0

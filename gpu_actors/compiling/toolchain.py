@@ -55,7 +55,7 @@ class Toolchain(NamedTuple):
 
 
 class FindToolchain(Protocol):
-    """Finds the compiler. load: load it first, which gives its exact version. Raises CompileError with it."""
+    """Finds the compiler. load: load it first, so that its version is exact; this may raise CompileError."""
 
     def __call__(self, *, load: bool = False) -> Toolchain | None: ...
 
@@ -63,7 +63,7 @@ class FindToolchain(Protocol):
 def find_toolchain(*, load: bool = False) -> Toolchain | None:
     """The toolchain of this process, or None if no NVRTC can be loaded.
 
-    load: load NVRTC first. Before that the result is `installed_toolchain`, afterwards the loaded one.
+    load: load NVRTC first. Before NVRTC is loaded, the result is `installed_toolchain`; afterwards the loaded one.
     Raises CompileError only with ``load``, as `load_nvrtc` does.
     """
     if load:
@@ -75,8 +75,8 @@ _loaded: Toolchain | None = None
 """The loaded toolchain, if it is not the installed one."""
 
 
-# Finding and loading a compiler imports many modules, and programs that compile nothing do not need them. So they are
-# not imported when a device opens. A fork waits for such an import: in a child, no thread would finish it.
+# Finding and loading a compiler imports many modules that programs without compiles do not need, so opening a device
+# does not import them. A fork waits for such an import, because no thread of the child would finish it.
 _importing = threading.RLock()
 os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
@@ -90,13 +90,13 @@ def installed_toolchain() -> Toolchain | None:
             return _toolchain(version)
         try:
             return _toolchain(".".join(map(str, _import_nvrtc().getVersion())))
-        except Exception:  # CuPy's loader may raise anything, and there is no compiler then
+        except Exception:  # CuPy's loader may raise anything if there is no compiler
             return None
 
 
 @functools.cache
 def load_nvrtc() -> Any:
-    """Load CuPy's NVRTC bindings. From then on `find_toolchain` gives the loaded release.
+    """Load CuPy's NVRTC bindings. From then on `find_toolchain` returns the loaded release.
 
     Raises CompileError, which says what to install, if they are missing.
     """
@@ -121,7 +121,7 @@ def _note_loaded(loaded: tuple[int, int]) -> None:
 
 
 def mismatch() -> str | None:
-    """Why the loaded toolchain is not the installed one."""
+    """Why the loaded toolchain is not the installed one. None if it is the same, or not loaded."""
     installed = installed_toolchain()
     if _loaded is None or installed is None:
         return None
@@ -142,10 +142,10 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def import_cupy(module: str = "cupy") -> Any:
-    """A module of CuPy, imported.
+    """Import a module of CuPy and return it.
 
-    CuPy creates the folder of its own kernel cache when it is imported, and the import fails if it cannot. So if there
-    is no writable home folder, that cache is a temporary folder. CUPY_CACHE_DIR has precedence.
+    CuPy creates the folder of its kernel cache at its import, and the import fails if it cannot. So without a writable
+    home folder that cache is a temporary folder. CUPY_CACHE_DIR has precedence.
     """
     with _importing:
         if "cupy" not in sys.modules and not _cupy_cache_can_be_made():
@@ -159,7 +159,7 @@ def import_cupy(module: str = "cupy") -> Any:
 
 def _cupy_cache_can_be_made() -> bool:
     if "CUPY_CACHE_DIR" in os.environ:
-        return True  # if it cannot, CuPy's error names the folder that the user named
+        return True  # if this is wrong, CuPy's error names the user's folder
     home = Path(os.path.expanduser("~"))
     if not home.is_absolute():
         return False
@@ -200,7 +200,7 @@ def _include_dirs(release: tuple[int, int]) -> tuple[Path, ...]:
     if not matching:
         return ()
     folder = next((folder for folder in matching if releases[folder] == release), matching[0])
-    # The C++ core libraries are in folders of their own, which one layout has below and the other beside.
+    # The C++ core libraries have folders of their own: below this one in one layout, beside it in the other.
     libraries = (folder / "cccl", folder.parent.parent / "cuda_cccl" / "include")
     return (folder, *(library for library in libraries if library.is_dir()))
 

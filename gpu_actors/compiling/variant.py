@@ -1,4 +1,4 @@
-"""Variant: what decides a cubin. Plans, caches, loaded kernels and events are told apart by it alone."""
+"""Variant: everything that decides a cubin. Plans, caches, loaded kernels and events are identified by it alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Variant"]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel as it is compiled: equal variants are one cubin, one compile and one loaded kernel.
+    """A kernel as it is compiled: equal variants share one cubin, one compile and one loaded kernel.
 
-    kernel: the entry point, after which the package's own source files are named.
+    kernel: the entry point. The package's own source files are named after it.
     arch: the exact architecture.
     macros: as in `KernelSource`.
-    headers: of the package's own kernels, text in place of the package's headers, by name.
+    headers: for the package's own kernels, texts that replace the package's headers, by name.
     own: the source of a user's kernel, None for the package's kernels.
-    example: what it was made for, such as a dispatch key, from which the problems that prove it follow; None where
-        nothing proves it. Equal variants may have different ones.
+    example: what it was made for, such as a dispatch key. It decides the problems that prove the kernel. None if
+        nothing proves it. Equal variants may have different examples.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Variant:
 
     @property
     def source(self) -> KernelSource:
-        """What is compiled. Raises InvalidRequest naming the field at fault, "kernel" for a name that has no file."""
+        """The source to compile. Raises InvalidRequest naming the field at fault: "kernel" if it has no file."""
         source = self._source
         if source is None:
             file = kernel_file(self.kernel)
@@ -73,5 +73,5 @@ class Variant:
         return ",".join(f"{name}={value}" for name, value in parts.items())
 
     def __reduce__(self) -> tuple[type[Variant], tuple[object, ...]]:
-        # It is rebuilt and not copied: string hashes differ between processes.
+        # It is rebuilt, so that its hash is computed anew: hashes of strings differ between processes.
         return Variant, (*self._fields, self.example)
