@@ -1,7 +1,7 @@
-"""Operation graphs: described by hand, planned onto the kernels here, computed by NumPy on the mock device.
+"""Operation graphs: a program describes them, kernels compute them on a GPU, and NumPy on the mock device.
 
     graph -> validate -> signature -> match -> plan -> launch
 
-Programs write with `graph` and `tensor`. `match` finds attention in a graph. `expression`, `derivative` and `cuda` turn
-its score modification into CUDA. `gpu_actors.reference.graph` computes any graph with NumPy.
+Programs use `graph` and `tensor`. `match` finds attention in a graph. `expression`, `derivative` and `cuda` turn its
+score modification into CUDA. `gpu_actors.reference.graph` computes any graph with NumPy.
 """

@@ -24,8 +24,8 @@ __all__ = ["Binding", "bind_arrays", "memory_order"]
 class Binding:
     """The arguments of one `execute`, by uid.
 
-    arrays: of every input.
-    numbers: of every scalar that is passed.
+    arrays: the array of every input.
+    numbers: the number of every scalar that is passed to `execute`.
     foreign: the arrays that are not NumPy's.
     """
 
@@ -78,7 +78,7 @@ def _array(tensor: GraphTensor, value: Any, device: str, notes: CallerNotes | No
 
 
 def memory_order(tensor: GraphTensor) -> tuple[int, ...]:
-    """A tensor's axes from the slowest to the fastest. InvalidRequest for an output that would have gaps."""
+    """A tensor's axes from the slowest to the fastest. Raises InvalidRequest for an output that would have gaps."""
     axes = sorted(range(len(tensor.dims)), key=lambda axis: (tensor.dims[axis] > 1, -tensor.strides[axis], axis))
     packed = contiguous_strides([tensor.dims[axis] for axis in axes], 1)
     for axis, step in zip(axes, packed, strict=True):

@@ -1,7 +1,7 @@
 """Generates the CUDA of a score modification: a header that replaces kernels_cu/common/score_mod.cuh.
 
-Its text depends on the operations and on how tensors broadcast, and not on extents, strides, numbers or uids, which are
-parameters. So equal modifications have equal headers, and share a cubin.
+Its text depends on the operations and on how tensors broadcast. Extents, strides, numbers and uids are parameters and
+not in the text. So equal modifications have equal headers, and share a cubin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["score_mod"]
 _C_TYPES = {**{name: element.c_type for name, element in ELEMENTS.items()}, "int32": "int32_t", "bool": "bool"}
 _INDICES = ("batch", "head", "row", "key")
 
-# {0}, {1}, .. stand for the arguments and {real} for the type of the arithmetic.
+# {0}, {1}, .. stand for the arguments, {real} for the type of the arithmetic.
 _CODE = {
     "score": "score",
     "dscore": "dscore",
@@ -68,11 +68,12 @@ def score_mod(
     block_size: tuple[int, int] | None = None,
     full_root: Expression | None = None,
 ) -> ScoreMod:
-    """The modification for an expression of the leaf ``score``.
+    """The modification that computes the expression ``root`` of the leaf ``score``.
 
-    tensors, scalars: the operands of its leaves with these names, by slot.
+    tensors, scalars: the operands of the leaves with these names, by slot.
     real: "float", or "double" for float64 scores.
-    block_size: of a block mask, whose lists are the last tensors. full_root: the expression in its full blocks.
+    block_size: rows and keys of a block of a block mask, whose lists are the last tensors. full_root: the expression
+        for its full blocks.
     """
     read = [tensor for tensor in tensors if not tensor.blocks]
     members = _members(read)
@@ -112,9 +113,9 @@ def _binding(tensors: Sequence[ScoreTensor]) -> Iterable[str]:
 
 
 def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[int, int], shows: bool) -> str:
-    """The lists of a block mask from tensor ``first`` on: counts and indices, and those of full blocks.
+    """The code of a block mask's lists from tensor ``first`` on: counts and indices, and those of full blocks.
 
-    The kernel iterates over the first ones. Deterministic gradients read those of keys too.
+    The kernel iterates over the first lists. Deterministic gradients also read the lists of keys.
     """
 
     def place(n: int) -> str:
@@ -134,7 +135,7 @@ def _block_lists(tensors: Sequence[ScoreTensor], first: int, block_size: tuple[i
 
 
 def _body(root: Expression, tensors: Sequence[ScoreTensor], real: str) -> str:
-    """Statements that end with the root's return. Every expression with arguments is computed once, into a variable."""
+    """Statements that end by returning the root. Every expression with arguments is computed once, into a variable."""
     names: dict[int, str] = {}
     lines: list[str] = []
     for expression in in_order((root,)):

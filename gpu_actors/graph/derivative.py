@@ -16,7 +16,7 @@ Adjoints = tuple["Expression | None", ...]
 
 
 def derivative(root: Expression, score: Expression) -> Expression:
-    """d(root)/d(score) * dscore. score: the leaf of that name in root."""
+    """d(root)/d(score) * dscore. score: the leaf "score" in root."""
     order = in_order((root,))
     depends = {id(score)}
     for expression in order:
@@ -89,7 +89,7 @@ def _select(g: Expression, y: Expression, condition: Expression, a: Expression, 
     return None, _where(condition, g, _ZERO), _where(condition, _ZERO, g)
 
 
-# From (gradient of the result, the result, its arguments) to the gradients of the arguments.
+# Each rule maps (gradient of the result, the result, its arguments) to the gradients of the arguments.
 _RULES: dict[str, Callable[..., Adjoints]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, _op("neg", g)),

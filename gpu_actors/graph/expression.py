@@ -1,8 +1,8 @@
-"""Expression: a pointwise subgraph for one element, for derivatives and CUDA.
+"""Expression: a pointwise subgraph as the formula of one element, from which derivatives and CUDA are made.
 
 Leaves are the scaled product ("score"), the incoming gradient ("dscore"), the element's indices, elements of tensors,
-scalars and literals. Integers have 32 bits in kernels, so each has a range of possible values. One that could exceed 32
-bits, or float32's exact integers when it becomes a float, is refused before it is compiled.
+scalars and literals. Integers have 32 bits in kernels, so each integer has a range of possible values. An integer that
+could exceed 32 bits, or float32's exact integers when it becomes a float, is refused before anything is compiled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _MAKES_BOOL = frozenset(("gt", "ge", "lt", "le", "eq", "ne", "logical_and", "log
 class Expression:
     """One node of an expression.
 
-    op: of `gpu_actors.graph.ops`, or score, dscore, index, tensor, scalar, literal, cast, sign, cdf, density.
-    kind: of its value.
-    args: its arguments.
-    slot: the axis, tensor or scalar of a leaf.
-    value: of a literal.
-    range: of an int.
+    op: an operation of `gpu_actors.graph.ops`, or score, dscore, index, tensor, scalar, literal, cast, sign, cdf,
+        density.
+    kind: the kind of the value.
+    args: the arguments.
+    slot: the number of a leaf's axis, tensor or scalar.
+    value: the value of a literal.
+    range: the least and the largest value of an int.
     """
 
     op: str
@@ -52,7 +53,7 @@ def literal(value: float) -> Expression:
 
 
 def real(node: str, expression: Expression) -> Expression:
-    """The expression as a floating-point number, unless float32 does not hold its integers."""
+    """The expression as a floating-point number. Raises `Unsupported` if float32 cannot hold all its integers."""
     if expression.kind == "real":
         return expression
     if max(map(abs, expression.range)) > _EXACT:
@@ -62,7 +63,7 @@ def real(node: str, expression: Expression) -> Expression:
 
 
 def combine(node: str, op: str, args: tuple[Expression, ...]) -> Expression:
-    """An operation on expressions, with its kind and range. node: the graph's node, for messages."""
+    """An operation on expressions, with its kind and range. node: the name of the graph's node, for messages."""
     if op in ("logical_and", "logical_or", "logical_not"):
         return Expression(op, "bool", args)
     numbers = args[1:] if op == "select" else args
@@ -83,7 +84,7 @@ def _checked_range(node: str, op: str, args: tuple[Expression, ...]) -> Range:
         raise Unsupported(node, op, reason, "a constant")
     ranges = [arg.range for arg in args]
     low, high = _range(op, ranges)
-    if op == "mod":  # it divides, and -2^31 by -1 is no int32
+    if op == "mod":  # the kernel divides, and -2^31 / -1 does not fit int32
         quotient = _range("floordiv", ranges)
         low, high = min(low, quotient[0]), max(high, quotient[1])
     if low < FULL[0] or high > FULL[1]:
@@ -109,7 +110,7 @@ def _range(op: str, ranges: list[Range]) -> Range:
             case "mod":
                 return min(0, c + 1), max(0, d - 1)
         ends = [x * y if op == "mul" else x // y for x in (a, b) for y in (c, d)]
-        if op == "floordiv":  # the divisor does not change its sign
+        if op == "floordiv":  # the divisor is never 0, so its range lies on one side of 0
             ends += [x // y for x in (a, b) for y in (-1, 1) if c <= y <= d]
         return min(ends), max(ends)
     ((a, b),) = ranges
@@ -124,7 +125,7 @@ _INTEGRAL = frozenset(
 
 
 def in_order(roots: Iterable[Expression]) -> list[Expression]:
-    """Every expression in the roots, each once and behind its arguments."""
+    """Every expression in the roots, each once and after its arguments."""
     order: list[Expression] = []
     done: set[int] = set()
     stack = [(root, False) for root in reversed(list(roots))]

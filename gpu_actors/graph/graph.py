@@ -76,15 +76,15 @@ class OperationGraph:
         return self._add_tensor(GraphTensor(self, uid, extents, checked, steps, virtual=virtual, name=name))
 
     def scalar(self, *, uid: int, dtype: str = "float32", value: float | None = None, name: str = "") -> GraphTensor:
-        """A number that is passed by value: here, or with every `execute` under ``uid``.
+        """A number that is passed by value: in this call, or with every `execute` under ``uid``.
 
-        A value from here is part of the signature, and one of `execute` is not. Neither is compiled into a kernel.
-        dtype: float32 (for values that it holds), float64, int32, or uint64 for the seed of a dropout.
+        A value from this call is part of the signature, a value of `execute` is not. Neither is compiled into a kernel.
+        dtype: float32 (for values that fit), float64, int32, or uint64 for the seed of a dropout.
         """
         return self._add_scalar(self._new_uid(uid), dtype, value, name)
 
     def constant(self, value: float) -> GraphTensor:
-        """A scalar of known value without a uid, as for a number in arithmetic. An int is int32."""
+        """A scalar of known value without a uid, such as a number in arithmetic. An int is int32."""
         integral = isinstance(value, int) and not isinstance(value, bool)
         dtype = "int32" if integral and abs(value) <= INT32_MAX else "float32"
         self._last_own_uid -= 1
@@ -101,7 +101,7 @@ class OperationGraph:
     ) -> GraphTensor:
         """Make a tensor a result of `execute`, under ``uid``.
 
-        dtype: by default as computed. strides: by default without gaps.
+        dtype: by default the dtype in which it is computed. strides: by default without gaps.
         """
         self._check_own("output", tensor)
         expect(isinstance(name, str), "name", name, "must be a str")
@@ -122,7 +122,7 @@ class OperationGraph:
     # Operations
 
     def matmul(self, a: GraphTensor, b: GraphTensor) -> GraphTensor:
-        """(.., M, K) times (.., K, N). Fewer heads in ``b`` (dim 1 of 4) are shared: GQA."""
+        """(.., M, K) times (.., K, N). If ``b`` has fewer heads (dim 1 of 4), heads of ``a`` share them: GQA."""
         return self._add("matmul", (a, b))
 
     def transpose(self, a: GraphTensor) -> GraphTensor:
@@ -130,7 +130,7 @@ class OperationGraph:
         return self._add("transpose", (a,))
 
     def add(self, a: Operand, b: Operand) -> GraphTensor:
-        """a + b, broadcast against each other, as in every operation of two."""
+        """a + b. As in every operation of two operands, they broadcast against each other."""
         return self._add("add", (a, b))
 
     def sub(self, a: Operand, b: Operand) -> GraphTensor:
@@ -142,7 +142,7 @@ class OperationGraph:
         return self._add("mul", (a, b))
 
     def div(self, a: Operand, b: Operand) -> GraphTensor:
-        """The quotient, a float also of integers."""
+        """The quotient, which is a float for integers too."""
         return self._add("div", (a, b))
 
     def floordiv(self, a: Operand, b: Operand) -> GraphTensor:
@@ -182,11 +182,11 @@ class OperationGraph:
         return self._add("sqrt", (a,))
 
     def sin(self, a: Operand) -> GraphTensor:
-        """The sine of radians. As float32 within 4e-7 for |a| below 2^24, where larger ones are whole numbers."""
+        """The sine of radians. Its float32 error is at most 4e-7 for |a| below 2^24; larger floats are all integers."""
         return self._add("sin", (a,))
 
     def cos(self, a: Operand) -> GraphTensor:
-        """The cosine of radians, as exact as `sin`."""
+        """The cosine of radians, with the error of `sin`."""
         return self._add("cos", (a,))
 
     def tan(self, a: Operand) -> GraphTensor:
@@ -194,7 +194,7 @@ class OperationGraph:
         return self._add("tan", (a,))
 
     def tanh(self, a: Operand) -> GraphTensor:
-        """The hyperbolic tangent, as in soft caps."""
+        """The hyperbolic tangent, as in softcaps."""
         return self._add("tanh", (a,))
 
     def sigmoid(self, a: Operand) -> GraphTensor:
@@ -254,7 +254,7 @@ class OperationGraph:
         return self._add("index", (like,), axis=axis)
 
     def mask(self, scores: GraphTensor, mask: Mask, alignment: Alignment = "top_left") -> GraphTensor:
-        """The scores, with -inf for keys that a row does not see. Directly before the softmax kernels skip whole tiles.
+        """The scores, with -inf for keys that a row does not see. If the softmax reads them, kernels skip whole tiles.
 
         alignment: "top_left" aligns row 0 with key 0, "bottom_right" the last row with the last key.
         """
@@ -265,7 +265,7 @@ class OperationGraph:
         return self._add("mask", (scores,), kind=mask.kind, width=mask.width, alignment=alignment)
 
     def mask_mod(self, scores: GraphTensor, visible: Callable[..., GraphTensor]) -> GraphTensor:
-        """The scores, with -inf for pairs for which ``visible(b, h, q_idx, kv_idx)`` is false.
+        """The scores, with -inf wherever ``visible(b, h, q_idx, kv_idx)`` is false.
 
         visible: takes the int32 indices along the four axes of ``scores`` and returns a bool tensor of the graph.
         Raises InvalidRequest if it returns anything else, and for scores that do not have four dims.
@@ -278,7 +278,7 @@ class OperationGraph:
         expect(is_bool, "mask_mod", condition, "must return a bool tensor of the graph, as comparisons do")
         hidden = self._add("select", (condition, scores, -math.inf), mask_mod=True)
         read = {uid for node in self.nodes for uid in node.inputs}
-        unread = {index.uid for index in indices} - read  # a sound graph has no unread tensors
+        unread = {index.uid for index in indices} - read  # `validate` refuses unread tensors
         self.nodes = [node for node in self.nodes if unread.isdisjoint(node.outputs)]
         self._removed += len(unread)
         for uid in unread:
@@ -301,16 +301,16 @@ class OperationGraph:
     ) -> GraphTensor:
         """The scores, with -inf outside of listed blocks of keys. The lists are those of torch's ``BlockMask``.
 
-        Directly before the softmax, or before a `mask`, kernels neither load nor multiply blocks that are not listed.
-        The lists hide no key inside of a block; a `mask_mod` before does that. It must show every key of full blocks,
+        If the softmax, or a `mask` before it, reads the result, kernels neither load nor multiply unlisted blocks. The
+        lists hide no key inside of a block; a `mask_mod` before them does that. It must show every key of full blocks,
         where kernels may skip it.
 
         block_size: rows and keys of a block. Below, R = ceil(rows / block_size[0]) and C = ceil(keys / block_size[1]).
         kv_num_blocks: int32 (1 or batch, 1 or heads, R), how many entries of kv_indices, int32 (.., R, C), count.
-        full_kv_*: likewise, the full blocks. Each block is listed once.
+        full_kv_*: the same for full blocks. Each block is listed once.
         q_*, full_q_*: the transposed lists, (.., C) and (.., C, R), over which kernels of gradients iterate.
-            Deterministic ones read both. A launch whose two lists have different blocks never ends, so lists on the
-            host are checked then. Otherwise indices are not checked.
+            Deterministic gradients read both kinds. If these have different blocks the launch never ends, so lists on
+            the host are checked for them. Otherwise indices are not checked.
         Raises InvalidRequest for a list without its counts, and for another dtype or shape.
         """
         pairs = (
@@ -329,33 +329,33 @@ class OperationGraph:
         return self._add("block_mask", (scores, *lists), block_size=_tuple(block_size), transposed=transposed)
 
     def reduction(self, a: GraphTensor, kind: str, axes: int | Sequence[int] = -1) -> GraphTensor:
-        """The "sum", "mean", "max" or "min" over axes, which remain with dim 1."""
+        """The "sum", "mean", "max" or "min" over axes. Their dims become 1."""
         axis_list = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         return self._add("reduction", (a,), kind=kind, axes=axis_list)
 
     def softmax(self, scores: GraphTensor) -> GraphTensor:
-        """The softmax over the last axis. A row in which every score is -inf gives zeros."""
+        """The softmax over the last axis. It is 0 in a row in which every score is -inf."""
         return self._add("softmax", (scores,))
 
     def softmax_with_stats(self, scores: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
-        """`softmax`, and the rows' natural log-sum-exp, with dim 1 in the last axis: -inf if every score is -inf."""
+        """`softmax`, and each row's natural log-sum-exp, with dim 1 in the last axis: -inf if every score is -inf."""
         weights, stats = self._add_many("softmax", (scores,), 2)
         return weights, stats
 
     def softmax_with_rows(self, scores: GraphTensor, *rows: str) -> tuple[GraphTensor, ...]:
         """`softmax`, and the statistics of each row that ``rows`` names, in that order, with dim 1 in the last axis.
 
-        rows: different ones of "stats", the natural log-sum-exp; "score_max", the largest score; and "score_sum_exp",
-            the sum of exp(score - score_max). So stats = score_max + log(score_sum_exp).
-        The scores are the softmax's input, and dropout follows it. If every score is -inf the statistics are -inf, -inf
-        and 0. A score of NaN or +inf makes all three NaN. Raises InvalidRequest for another name or a repeated one.
+        rows: each at most once, "stats" (the natural log-sum-exp), "score_max" (the largest score) and "score_sum_exp"
+            (the sum of exp(score - score_max)). So stats = score_max + log(score_sum_exp).
+        Scores means the softmax's input, before any dropout. If every score is -inf the statistics are -inf, -inf and
+        0. A score of NaN or +inf makes all three NaN. Raises InvalidRequest for another name or a repeated one.
         """
         plain = not rows or (len(rows) == 1 and isinstance(rows[0], str) and rows[0] == "stats")
         attributes: dict[str, Any] = {} if plain else {"rows": rows}
         return self._add_many("softmax", (scores,), 1 + len(rows), **attributes)
 
     def dropout(self, weights: GraphTensor, probability: float, seed: int | GraphTensor = 0) -> GraphTensor:
-        """Philox4x32-10 dropout of (batch, heads, rows, keys), as in `FlashForward`. The other weights are scaled up.
+        """Philox4x32-10 dropout of (batch, heads, rows, keys), as in `FlashForward`. Kept weights are scaled up.
 
         seed: an int, or a scalar of uint64. It decides only the random numbers, so it is not part of the signature.
         """
@@ -375,10 +375,10 @@ class OperationGraph:
         *,
         deterministic: bool = False,
     ) -> tuple[GraphTensor, ...]:
-        """The gradients of sum(output * doutput) with respect to inputs of the graph, in their order.
+        """The gradients of sum(output * doutput) with respect to the graph's inputs ``wrt``, in their order.
 
-        forward: the forward pass's results for ``output`` and for the stats of its softmax. Kernels read them and do
-            not compute them again.
+        forward: the forward pass's results for ``output`` and for the stats of its softmax. Kernels read them instead
+            of computing them again.
         deterministic: whether results are bit-identical every time.
         """
         results = () if forward is None else forward
@@ -396,7 +396,7 @@ class OperationGraph:
     def node(
         self, op: str, inputs: Sequence[int], outputs: Sequence[int], *, name: str = "", **attributes: Any
     ) -> Node:
-        """Add an operation between tensors by their uids, in any order, as a program that generates graphs does.
+        """Add an operation on tensors by their uids, in any order, for programs that generate graphs.
 
         attributes: axis of an index; mask_mod of a select; rows of a softmax; kind, width and alignment of a mask; kind
         and axes of a reduction; probability and seed of a dropout; wrt and forward (uids) and deterministic of a
@@ -419,8 +419,8 @@ class OperationGraph:
     def validate(self) -> None:
         """Raise `InvalidRequest`, naming the node or tensor, unless the graph is sound.
 
-        Every tensor of a node exists and is written once, none depends on itself, dims and dtypes agree, and results of
-        `execute` are not virtual. Raises `Unsupported` for the gradient of a gradient.
+        In a sound graph every tensor of a node exists and is written at most once, none depends on itself, dims and
+        dtypes agree, and results of `execute` are not virtual. Raises `Unsupported` for the gradient of a gradient.
         """
         self.order()
 
@@ -442,7 +442,7 @@ class OperationGraph:
     # Inside
 
     def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
-        """Add an operation without attributes, as arithmetic on a tensor does, and return its result.
+        """Add an operation without attributes, such as arithmetic on a tensor, and return its result.
 
         Raises InvalidRequest for an operation that does not exist and for operands that do not fit it.
         """
@@ -506,14 +506,14 @@ def _ordered(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _tuple(value: Any) -> Any:
-    """An attribute as a node stores it. `infer` refuses one that should be a sequence and is none."""
+    """An attribute as a node stores it: lists become tuples. `infer` refuses an attribute of the wrong type."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _described(tensors: Mapping[int, GraphTensor], order: Order) -> str:
     """A graph as text: tensors by uid, then nodes in the order of their computation.
 
-    It does not depend on the process. Names and seeds are left out, which change neither the formula nor the code.
+    It is the same in every process. It omits names and seeds, which change neither the formula nor the code.
     """
     described = (_described_tensor(tensors[uid]) for uid in sorted(tensors))
     return "\n".join(("graph-1", *described, *map(_described_node, order.nodes)))

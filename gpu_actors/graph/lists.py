@@ -15,7 +15,7 @@ __all__ = ["agree", "check_lists", "listing_counts"]
 
 
 def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
-    """Refuse lists of keys and of rows that differ, if a launch waits by both. Lists on a device are not read."""
+    """Refuse lists of keys and of rows that differ, if a launch waits by both. Does not read lists on a device."""
     if not any(("deterministic", True) in node.attributes for node in nodes):
         return
     for node in nodes:
@@ -33,7 +33,7 @@ def check_lists(nodes: Sequence[Node], arrays: Mapping[int, Any]) -> None:
 
 
 def agree(of_keys: Sequence[Any], of_rows: Sequence[Any]) -> bool:
-    """Whether both lists on the host, counts and indices in turn, have the same blocks, each once."""
+    """Whether both kinds of lists on the host have the same blocks, each once. Each is counts and indices in turn."""
     keys, rows = listing_counts(of_keys), listing_counts(of_rows)
     return keys is not None and rows is not None and bool((keys == rows.swapaxes(-1, -2)).all() and (keys < 2).all())
 

@@ -2,8 +2,8 @@
 
     matmul(q, k^T) -> times a constant -> any pointwise nodes -> plus a bias -> mask -> softmax -> dropout -> matmul v
 
-All but the two products and the softmax is optional. The pointwise nodes become the score modification that is compiled
-into the kernel. A graph of another form is refused with the first node that does not fit.
+Everything except the two products and the softmax is optional. The pointwise nodes become the score modification that
+is compiled into the kernel. A graph of another form is refused with the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["AttentionMatch", "Gradients", "View", "match_attention"]
 
 
 class View(NamedTuple):
-    """An input, and whether its last two dims are exchanged relative to the pattern's q, k or v."""
+    """An input of the graph, and whether its last two dims are exchanged relative to the pattern's q, k or v."""
 
     uid: int
     transposed: bool
@@ -50,9 +50,9 @@ class Gradients(NamedTuple):
 class AttentionMatch:
     """Attention in a graph, by uids.
 
-    problem: its problem.
+    problem: the attention problem.
     dropout: the index of the dropout among the nodes.
-    rows: outputs of one number a row, by their names in the problem's launch: "lse", "score_max", "score_sum_exp".
+    rows: outputs of one number per row, by their names in the problem's launch: "lse", "score_max", "score_sum_exp".
     """
 
     problem: AttentionProblem
@@ -224,7 +224,7 @@ class _Matcher:
     def _bias(self, scores: int, dot: Node) -> tuple[int | None, int]:
         """The bias that is added last, and the tensor that it is added to.
 
-        One whose gradient is not requested is compiled in.
+        In a backward graph, a bias whose gradient is not requested is part of the compiled modification instead.
         """
         node = self._order.writers.get(scores)
         if node is None or node.op != "add":
@@ -328,7 +328,7 @@ class _Matcher:
                 self._check_dtype(uid, dtype, "the stats" if name == "lse" else name)
 
     def _check_read_once(self, gradient: Node, match: AttentionMatch) -> None:
-        """A tensor in several places has the sum of their gradients, and kernels compute that of one place."""
+        """Refuse the gradient of a tensor that is read in several places: kernels compute the gradient of one place."""
         read = [match.q.uid, match.k.uid, match.v.uid, *(() if match.bias is None else (match.bias,))]
         read += () if match.modification is None else match.modification.tensors
         for uid in gradient["wrt"]:

@@ -1,4 +1,4 @@
-"""Modification: the pointwise nodes between the product and the softmax, as a kernel gets them."""
+"""Modification: the pointwise nodes between the product and the softmax, in the form that a kernel takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Modification", "ScoreInputs"]
 
-# These fit easily into a kernel's parameters.
+# So many fit easily into a kernel's parameters.
 MAX_TENSORS, MAX_SCALARS = 16, 64
 
 
@@ -26,9 +26,9 @@ MAX_TENSORS, MAX_SCALARS = 16, 64
 class Modification:
     """A score modification and its operands.
 
-    mod: the kernel's.
+    mod: the modification as the kernel takes it.
     tensors: uids, by slot.
-    scalars: uids with None for a known number, and the numbers, by slot.
+    scalars: by slot, a uid (None for a known number) and the number.
     """
 
     mod: ScoreMod
@@ -37,7 +37,7 @@ class Modification:
 
 
 class ScoreInputs:
-    """Collects the inputs of a modification. score: uid of the scaled product. dims: of the scores."""
+    """Collects the inputs of a modification. score: uid of the scaled product. dims: dims of the scores."""
 
     def __init__(self, graph: OperationGraph, score: int, dims: tuple[int, ...]) -> None:
         self._graph = graph
@@ -52,10 +52,10 @@ class ScoreInputs:
     def modification(
         self, root: int, block_mask: Node | None = None, *, gradients: bool = False, deterministic: bool = False
     ) -> Modification:
-        """The expression between the product and the tensor ``root``, and the lists of a block mask behind it.
+        """The expression between the product and the tensor ``root``, and the lists of a block mask after it.
 
         gradients: whether kernels read the lists of rows.
-        deterministic: whether they read those of keys too.
+        deterministic: whether they also read the lists of keys.
         Raises Unsupported with the name of the node.
         """
         needed = self._needed(root)
@@ -72,15 +72,16 @@ class ScoreInputs:
         tensors = tuple(self._tensors.values())
         full_expression = None
         if block_mask is not None and len(block_mask.inputs) > (5 if block_mask["transposed"] else 3):
-            full_root = self._without_mask_mods(root)  # there are lists of full blocks
+            full_root = self._without_mask_mods(root)  # the mask has lists of full blocks
             full_expression = None if full_root == root else real(f"tensor {full_root}", self._expressions[full_root])
         mod = score_mod(expression, self._score, tensors, scalars, real_type, size, full_expression)
         return Modification(mod, tuple(self._tensors), tuple((uid, value) for uid, value, _ in self._scalars))
 
     def _without_mask_mods(self, root: int) -> int:
-        """``root`` in full blocks, without each `mask_mod` directly before the lists, which shows every key there.
+        """The tensor that replaces ``root`` in full blocks: without each `mask_mod` directly before the lists.
 
-        Another `select` with -inf, at the end of a score_mod for example, hides keys in these blocks too.
+        A `mask_mod` shows every key of full blocks. Other nodes that select -inf, for example at the end of a
+        score_mod, hide keys in these blocks too, and stay.
         """
         while (node := self._order.writers.get(root)) is not None and ("mask_mod", True) in node.attributes:
             condition, visible, _ = node.inputs
@@ -90,7 +91,7 @@ class ScoreInputs:
         return root
 
     def _in_double(self, root: int) -> bool:
-        """Whether any tensor on the way to ``root`` is float64. A comparison of such numbers is not float64 itself."""
+        """Whether any tensor on the way to ``root`` is float64. A comparison of float64 numbers is itself a bool."""
         nodes = [node for node in self._order.nodes if node.name in self.nodes]
         read = {uid for node in nodes if node.op != "index" for uid in node.inputs}
         return any(self._graph.tensors[uid].dtype == "float64" for uid in {root, *read})
@@ -184,14 +185,14 @@ class ScoreInputs:
         return leaf("index", "int", axis, (0, self._dims[axis] - 1))
 
     def _mask(self, node: Node, scores: Expression) -> Expression:
-        """A mask that is not right before the softmax is a condition like any other."""
+        """The mask as conditions, because it is not directly before the softmax, where kernels would apply it."""
         like = self._graph.tensors[node.inputs[0]].dims
         if len(like) != 4 or like[2:] != self._dims[2:]:
             reason = f"kernels count rows and keys along the dims of the scores, {self._dims}: mask what has those"
             raise Unsupported(node.name, like, reason, self._dims)
         mask = Mask(node["kind"], node["width"])
         rows, keys = self._dims[2:]
-        left, right = (min(bound, rows + keys) for bound in mask.window)  # further apart are no two
+        left, right = (min(bound, rows + keys) for bound in mask.window)  # no row and key are further apart
         row, key = leaf("index", "int", 2, (0, rows - 1)), leaf("index", "int", 3, (0, keys - 1))
         shift = keys - rows if node["alignment"] == "bottom_right" else 0
         diagonal = combine(node.name, "add", (row, self._add_scalar(node, None, shift, "int32")))

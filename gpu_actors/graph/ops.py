@@ -1,7 +1,7 @@
 """The operations of a graph: how many tensors each reads, and the dims and dtype of its results.
 
-Dims broadcast as in NumPy. Arithmetic on floats is float32 inside a graph, whatever its operands (float64 if one of
-them is). On integers it is int32, except for division. Comparisons and logic give bool.
+Dims broadcast as in NumPy. Arithmetic on floats is float32 inside a graph, or float64 if an operand is float64. On
+integers it is int32, except for division. Comparisons and logic return bool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["POINTWISE", "ROW_STATS", "UNARY", "Node", "infer", "row_stats"]
 ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "floordiv")
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 LOGIC = ("logical_and", "logical_or")
-_SAME_KIND = ("neg", "abs")  # of integers, integers
+_SAME_KIND = ("neg", "abs")  # integers remain integers
 UNARY = (*_SAME_KIND, "exp", "log", "sqrt", "sin", "cos", "tan", "tanh", "sigmoid", "gelu", "floor", "logical_not")
 POINTWISE = (*UNARY, *ARITHMETIC, *COMPARISONS, *LOGIC, "select", "index", "mask")
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -34,8 +34,8 @@ class Node:
     """One operation.
 
     inputs, outputs: uids.
-    attributes: all else on which the result depends, ordered by name.
-    seed: of a dropout whose seed is not a tensor. It is data, so it is no attribute and in no signature.
+    attributes: everything else that the result depends on, ordered by name.
+    seed: the seed of a dropout if it is no tensor. It is data, so it is no attribute and in no signature.
     """
 
     name: str
@@ -229,7 +229,7 @@ def _reduction(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
 
 
 def row_stats(node: Node) -> tuple[str, ...]:
-    """The statistics of `ROW_STATS` that a softmax writes behind its weights, in the node's order."""
+    """The statistics of `ROW_STATS` that a softmax writes after its weights, in the node's order."""
     default = ("stats",) if len(node.outputs) == 2 else ()
     stats: tuple[str, ...] = dict(node.attributes).get("rows", default)
     return stats
@@ -276,7 +276,7 @@ def _gradient(node: Node, tensors: Sequence[GraphTensor]) -> list[Written]:
     return [Written(tensor.dims, _float(node, [tensor])) for tensor in tensors[2 : 2 + count]]
 
 
-# The attributes on which a result depends. Others are refused.
+# The attributes of each operation. Others are refused.
 _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "index": ("axis",),
     "select": ("mask_mod",),

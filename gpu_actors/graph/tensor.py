@@ -1,6 +1,6 @@
 """GraphTensor: the description of a tensor of an operation graph, without its data.
 
-Arithmetic on one adds a node to its graph: ``s * 0.125 + bias`` is a multiplication and an addition.
+Arithmetic on a tensor adds nodes to its graph: ``s * 0.125 + bias`` is a multiplication and an addition.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEAREST = {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "bool"
 
 
 class AddsOperations(Protocol):
-    """A tensor's graph as the tensor sees it: arithmetic adds a node."""
+    """The part of a graph that its tensors use: arithmetic adds a node."""
 
     def operate(self, op: str, operands: Sequence[Operand]) -> GraphTensor:
         """Add a node for ``op``, and return its result."""
@@ -55,8 +55,8 @@ class GraphTensor:
     strides: in elements.
     virtual: whether it exists only inside the graph.
     by_value: whether it is a scalar.
-    value: of a scalar whose value is known, else None.
-    name: for messages.
+    value: the value of a scalar if the graph knows it, else None.
+    name: a name for messages.
     """
 
     graph: AddsOperations
@@ -147,7 +147,7 @@ Operand: TypeAlias = "GraphTensor | float | int"
 def checked_layout(
     uid: int, dims: object, strides: object, dtype: object
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """(dims, strides, dtype) of a tensor from a user's arguments."""
+    """(dims, strides, dtype) of a tensor, checked, from a user's arguments."""
     field = f"tensor {uid}"
     if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         nearest = _NEAREST.get(str(dtype), "float32")
@@ -170,7 +170,7 @@ def _integers(field: str, what: str, values: object, low: int) -> tuple[int, ...
 
 
 def checked_scalar(field: str, dtype: str, value: object) -> float | int:
-    """A scalar's value in its dtype. Infinities are accepted."""
+    """A scalar's value, checked, in its dtype. Infinities are accepted."""
     if dtype == "uint64":
         return integer(field, value, 0, (1 << 64) - 1)
     if dtype == "int32":
@@ -184,7 +184,7 @@ def checked_scalar(field: str, dtype: str, value: object) -> float | int:
 
 
 def checked_uids(node: str, what: str, uids: object) -> tuple[int, ...]:
-    """The uids that a node names as its inputs or outputs."""
+    """The uids that a node names as its inputs or outputs, checked."""
     if not isinstance(uids, tuple | list) or not all(isinstance(uid, Integral) for uid in uids):
         raise InvalidRequest(node, uids, f"{what} must be a tuple of uids")
     return tuple(int(uid) for uid in uids)

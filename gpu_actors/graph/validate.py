@@ -20,7 +20,7 @@ class Order:
     writers: the node that writes a tensor, by uid.
     readers: the nodes that read a tensor, by uid.
     inputs, outputs: uids of the arguments and results of `execute`.
-    scalars: uids of scalars without a known value.
+    scalars: uids of scalars whose values `execute` gets.
     """
 
     nodes: tuple[Node, ...]
@@ -86,7 +86,7 @@ def _check_role(tensor: GraphTensor, writer: Node | None, readers: list[Node]) -
 
 
 def _sorted(nodes: Sequence[Node], writers: dict[int, Node]) -> tuple[Node, ...]:
-    """Sort depth first, in the order in which nodes were added. There is no recursion, because graphs may be long."""
+    """Sort depth first, in the order in which nodes were added. It does not recurse, because graphs may be long."""
     done: dict[str, bool] = {}  # False while a node's operands are being sorted
     order: list[Node] = []
     for root in nodes:
@@ -117,13 +117,13 @@ def _check_written(tensors: Mapping[int, GraphTensor], node: Node) -> None:
         if tensor.dims != dims:
             raise InvalidRequest(node.name, tensor.dims, f"writes {dims}, which tensor {uid} must have as dims")
         floats = tensor.dtype in FLOATS and dtype in FLOATS
-        # Virtual tensors have one precision: kernels keep them in registers and do not round them to a narrower one.
+        # Virtual tensors have one precision: kernels keep them in registers, without rounding to a narrower dtype.
         if tensor.dtype != dtype and (tensor.virtual or not floats):
             raise InvalidRequest(node.name, tensor.dtype, f"writes {dtype}, which tensor {uid} must have as dtype")
 
 
 def _check_first(node: Node, writers: dict[int, Node]) -> None:
-    """Refuse the gradient of a tensor that depends on a gradient."""
+    """Refuse a gradient whose output depends on another gradient."""
     visited: set[int] = set()
     waiting = [node.inputs[0]] if node.op == "gradient" else []
     while waiting:
