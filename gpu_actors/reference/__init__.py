@@ -1,11 +1,11 @@
-"""The NumPy oracle: attention as the formulas state it, in float64, on every option of the contract.
+"""The NumPy oracle: attention as the formulas state it, in float64, with every option of a request.
 
-It is what every kernel is tested against and what the mock device answers with. One way through it:
+Every kernel is tested against it, and the mock device answers with its results. A call runs as follows:
 `arguments` cuts a checked problem and its arrays into pieces that fit in cache, `softmax` turns a piece's scores into
-weights of the keys that each row sees, `forward` puts them together and `backward` takes them apart again.
-`low_precision` is the same formula with every step rounded to the input dtype, the yardstick of the rule that
-`tolerance` and `gradient_tolerance` state.
-`paged` gathers what lies in pages and caches.
+weights of the keys that each row sees, `forward` computes the output from them and `backward` the gradients.
+`low_precision` is the same formula with every step rounded to the input dtype. The rule of `tolerance` and
+`gradient_tolerance` measures errors by it.
+`paged` gathers keys and values from pages and caches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""append_rows and copy_pages: what a KV cache holds after new rows were appended, or pages copied."""
+"""append_rows and copy_pages: the contents of a KV cache after new rows were appended, or pages copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_actors.reference.rope import apply_rope
 __all__ = ["LARGEST", "AppendedRow", "append_rows", "appended_rows", "cast_saturating", "copy_pages"]
 
 LARGEST: dict[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-"""The largest number of a dtype in which a cache saturates."""
+"""The number at which a cache of this dtype saturates: the dtype's largest."""
 
 
 class AppendedRow(NamedTuple):
@@ -26,7 +26,11 @@ class AppendedRow(NamedTuple):
 
 
 def appended_rows(cu_seqlens: Array, cache_seqlens: Array) -> Iterator[AppendedRow]:
-    """cu_seqlens: (batch + 1,) of the packed rows. cache_seqlens: (batch,), keys of each sequence with the new ones."""
+    """Yield the place of each new row.
+
+    cu_seqlens: (batch + 1,), the bounds of the packed rows. cache_seqlens: (batch,), each sequence's keys, new ones
+    included.
+    """
     ends, lengths = np.asarray(cu_seqlens).tolist(), np.asarray(cache_seqlens).tolist()
     for sequence, length in enumerate(lengths):
         first, end = ends[sequence], ends[sequence + 1]
@@ -35,9 +39,9 @@ def appended_rows(cu_seqlens: Array, cache_seqlens: Array) -> Iterator[AppendedR
 
 
 def cast_saturating(x: Array, dtype: npt.DTypeLike, descale: Array | float = 1.0) -> Array:
-    """x as elements of a cache: rounded to nearest even, fp8 scaled by 1 / descale in float32 and saturated.
+    """x as elements of a cache: rounded to nearest even. fp8 is scaled by 1 / descale in float32, and saturated.
 
-    NaN stays NaN. Values beyond float16's range become infinite, as everywhere.
+    NaN stays NaN. Values beyond float16's range become infinite.
     """
     target = np.dtype(dtype)
     if x.dtype == target:
@@ -67,10 +71,10 @@ def append_rows(
     """Write the new rows k, v (total, heads_kv, dim) into the caches, in place.
 
     k_cache, v_cache: pages (num_blocks, page_size, heads_kv, dim) with ``block_table`` (batch, max_blocks), else a
-        cache a sequence (batch, max_seq, heads_kv, dim); or sequences of arrays (heads_kv, max_seq, dim), one each.
-    cu_seqlens, cache_seqlens: as in `appended_rows`. Rows without a place in their cache are written nowhere.
-    rope: (cos, sin), each (total, pairs), of the new rows' own positions; rotates K in float64, rounded once.
-    k_descale, v_descale: fp32 (batch, heads_kv) of an fp8 cache, whose elements are value / descale.
+        dense cache (batch, max_seq, heads_kv, dim), or a list with an array (heads_kv, max_seq, dim) per sequence.
+    cu_seqlens, cache_seqlens: as in `appended_rows`. Rows without a place in their cache are not written.
+    rope: (cos, sin), each (total, pairs), of the new rows' own positions; rotates K in float64 and rounds it once.
+    k_descale, v_descale: fp32 (batch, heads_kv) for an fp8 cache, whose elements are value / descale.
     """
     rotated: Array = k if rope is None else apply_rope(k, *rope, interleaved=interleaved)
     for rows, cache, descale in ((rotated, k_cache, k_descale), (v, v_cache, v_descale)):

@@ -1,6 +1,6 @@
-"""The arguments of the oracle, a checked problem with its arrays, and the pieces of them whose scores fit in cache.
+"""The arguments of the oracle: a checked problem with its arrays, cut into pieces whose scores fit in cache.
 
-A piece is one varlen sequence, or as many dense sequences as the block size takes. Its arrays share one
+A piece is one varlen sequence, or as many dense sequences as fit the block size. Its arrays share one
 layout, (batch, heads_kv, gqa_ratio, rows, dim), in which GQA is a broadcast.
 """
 
@@ -28,7 +28,7 @@ Array: TypeAlias = npt.NDArray[Any]
 class Piece:
     """Sequences of equal length, computed together.
 
-    first: index in the batch of the first sequence. stop: one past the last.
+    first: the batch index of the first sequence. stop: the index after the last sequence.
     tokens: the sequence's slices of the packed (query, key) rows, or None for a dense piece.
     """
 
@@ -39,41 +39,43 @@ class Piece:
     seqlen_k: int
 
     def queries(self, array: Array) -> Array:
-        """(batch, rows, heads, dim)"""
+        """The piece of an array of rows: (batch, rows, heads, dim)."""
         return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[0]]
 
     def keys(self, array: Array) -> Array:
-        """(batch, rows, heads_kv, dim)"""
+        """The piece of an array of keys: (batch, rows, heads_kv, dim)."""
         return array[self.first : self.stop] if self.tokens is None else array[None, self.tokens[1]]
 
     def statistics(self, array: Array) -> Array:
-        """(batch, heads, rows)"""
+        """The piece of an array with a number per row and head: (batch, heads, rows)."""
         return array[self.first : self.stop] if self.tokens is None else array[None, :, self.tokens[0]]
 
     def tree_rows(self, array: Array) -> Array:
-        """The tree masks (rows,) of a piece of one sequence."""
+        """The tree masks (rows,) of a piece that is one sequence."""
         return array[self.first] if self.tokens is None else array[self.tokens[0]]
 
     def batched(self, array: Array) -> Array:
-        """This piece of an array whose first axis is the batch, or 1."""
+        """The piece of an array whose first axis is the batch, or 1."""
         return array if len(array) == 1 else array[self.first : self.stop]
 
 
 class AttentionOptions(MaskOptions, total=False):
-    """The options of the oracle, forward and backward, with those of `gpu_actors.attention.key_mask.KeyMask`.
+    """The options of the oracle, forward and backward, and those of `gpu_actors.attention.key_mask.KeyMask`.
 
     softmax_scale: 1 / sqrt(dim) by default. softcap: c of c * tanh(s / c), 0 for none.
     alibi_slopes: (heads,) or (batch, heads); a key at distance d from the diagonal loses slope * d.
-    alibi_signed: d is below 0 right of the diagonal.
+    alibi_signed: whether d is negative for keys after the diagonal.
     sinks: (heads,) logits that join the softmax's denominator and the LSE.
     bias: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), added before the mask, or bool, True where keys count.
-        Of packed sequences row r and key j of each are those of its own, and the longest may have fewer of both.
+        For packed sequences row r and key j count within each sequence. The bias may have more rows and keys than the
+        longest sequence.
     dropout_p, dropout_seed: probabilities whose Philox draw (`gpu_actors.attention.philox`) falls below p are zeroed,
         the others scaled by 1 / (1 - p); the LSE does not change.
     cu_seqlens_q, cu_seqlens_k: integers (batch + 1,), the bounds of packed sequences.
-    q_positions, k_positions: integers (batch,) or (batch, 2): the place of a sequence's first row, or key, in a larger
-        problem, and the step to the next, 1 by default. Masks, ALiBi and dropout mean these places.
-    dropout_first_head, dropout_heads: the number that dropout gives the first head, among how many; 0: those of q.
+    q_positions, k_positions: integers (batch,) or (batch, 2): the position of a sequence's first row, or key, in a
+        larger problem, and the step to the next, 1 by default. Masks, ALiBi and dropout count these positions.
+    dropout_first_head, dropout_heads: the number of the first head and the number of heads, for dropout; 0 heads: the
+        heads of q.
     """
 
     softmax_scale: float | None
@@ -93,11 +95,11 @@ class AttentionOptions(MaskOptions, total=False):
 
 
 class ForwardOptions(AttentionOptions, total=False):
-    """`AttentionOptions` and those that have no gradient.
+    """`AttentionOptions`, and the options that the backward does not take.
 
     q_descale, k_descale, v_descale: (batch, heads_kv) factors of q, k and v.
-    tree_mask: uint64, shaped like q without heads and dim: bit j of a row's number is set where it sees key j of
-        the last seqlen_q keys of its sequence. It says nothing of earlier keys.
+    tree_mask: uint64, shaped like q without heads and dim: bit j of a row's number says whether the row sees key j of
+        the last seqlen_q keys of its sequence. It does not affect earlier keys.
     """
 
     q_descale: Array | None
@@ -108,9 +110,9 @@ class ForwardOptions(AttentionOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """A problem, which says the options, and its arrays, which are those of `ForwardOptions`. Nothing is checked here.
+    """A problem, which has the options, and its arrays: those of `ForwardOptions`. It checks nothing.
 
-    Of a problem over a cache, k and v are packed, and so is q.
+    For a problem over a cache, q, k and v are packed.
     """
 
     problem: AttentionProblem
@@ -135,24 +137,24 @@ class Arguments:
         return self.q_positions is not None or self.k_positions is not None
 
     def positions(self, piece: Piece, rows: Array) -> tuple[Array, Array]:
-        """Where rows of a piece of one sequence stand, (R,), and its keys, (seqlen_k,)."""
+        """The positions of rows (R,) of a piece that is one sequence, and of its keys (seqlen_k,)."""
         keys = np.arange(piece.seqlen_k)
         if not self.positioned:
             return rows, keys
         return _steps(self.q_positions, piece.first, rows), _steps(self.k_positions, piece.first, keys)
 
     def split_heads(self, array: Array, axis: int) -> Array:
-        """A view in which the axis of query heads is two: (heads_kv, gqa_ratio)."""
+        """A view in which the axis of query heads is two axes: (heads_kv, gqa_ratio)."""
         problem = self.problem
         return array.reshape(*array.shape[:axis], problem.heads_kv, problem.gqa_ratio, *array.shape[axis + 1 :])
 
     def pieces(self, block_elements: int) -> Iterator[Piece]:
-        """Every sequence exactly once, dense ones together while their scores stay below block_elements."""
+        """Every sequence exactly once. Dense sequences share a piece while their scores stay below block_elements."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             seqlen_q, seqlen_k = self.q.shape[1], self.k.shape[1]
             step = max(1, block_elements // max(1, self.problem.heads_q * seqlen_q * seqlen_k))
             if self.tree_mask is not None or self.positioned:
-                step = 1  # every sequence has a mask of its own
+                step = 1  # each sequence has its own mask
             for first in range(0, self.problem.batch, step):
                 stop = min(first + step, self.problem.batch)
                 yield Piece(first=first, stop=stop, tokens=None, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -186,9 +188,9 @@ _SCALARS = (
 
 
 def pose(q: Array, k: Array, v: Array, **options: Unpack[ForwardOptions]) -> Arguments:
-    """The arguments of a call, whose problem is that of a request with these shapes and options.
+    """The arguments of a call. The problem is that of a request with these shapes and options.
 
-    The oracle takes any dtypes together: validation reads those that a request may have.
+    The oracle takes any mix of dtypes, so validation gets dtypes that a request may have in place of the real ones.
     """
     arrays: dict[str, Any] = dict(options)
     scalars: dict[str, Any] = {name: arrays.pop(name) for name in _SCALARS if name in arrays}
@@ -221,7 +223,7 @@ def pose(q: Array, k: Array, v: Array, **options: Unpack[ForwardOptions]) -> Arg
 
 
 def _stated(array: Array | None, dtype: str, spare: int = 0) -> Any:
-    """spare: rows that are not counted."""
+    """The shape and dtype of an array, for validation. spare: the rows to leave out of the shape."""
     if array is None:
         return None
     shape = np.shape(array)
@@ -229,7 +231,7 @@ def _stated(array: Array | None, dtype: str, spare: int = 0) -> Any:
 
 
 def _bounds(arrays: Mapping[str, Any], name: str) -> Any:
-    """Sequence bounds as a request has them, of integers of any width."""
+    """Sequence bounds as a request has them, int32, from integers of any width."""
     if arrays.get(name) is None:
         return None
     ends = np.asarray(arrays[name])
@@ -237,7 +239,7 @@ def _bounds(arrays: Mapping[str, Any], name: str) -> Any:
 
 
 def _rows_past(ends: Array | None, array: Array) -> int:
-    """The rows past the last sequence, which are part of no problem. 0 where there are no sound bounds."""
+    """The number of rows after the last sequence, which belong to no problem. 0 without valid bounds."""
     if ends is None or ends.dtype != np.int32 or ends.ndim != 1 or not ends.size or not array.ndim:
         return 0
     return max(0, len(array) - max(0, int(ends[-1])))

@@ -1,14 +1,15 @@
-"""attention_backward: what every kernel's gradients are compared with.
+"""attention_backward: the gradients that every kernel's are compared with.
 
-With Z what dropout multiplies a probability with, A = Z P the weights that met the values, and dO given:
+Z is the factor of each probability by dropout, A = Z P are the weights of the values, and dO is given:
 
     dV = A^T dO          dP = Z (dO V^T)          delta_i = sum_d dO_id O_id = sum_j P_ij dP_ij
     dS = P (dP - delta)  and through the softcap c: dS (1 - tanh(s / c)^2)
     dQ = scale dS K      dK = scale dS^T Q        dbias = dS, before the softcap's factor
     dsink = -sum_i exp(sink - lse_i) delta_i
 
-FlashAttention-2 (arXiv 2307.08691, section 3.1) and the derivative of a softmax with one more logit, whose value is 0.
-Everything that is broadcast is summed: dK and dV over the query heads of their group, dbias over batch and heads.
+Sources: FlashAttention-2 (arXiv 2307.08691, section 3.1), and the derivative of a softmax with one more logit, whose
+value is 0. Gradients of broadcast operands are summed: dK and dV over the query heads of their group, dbias over batch
+and heads.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ReferenceGradients:
-    """Gradients in the dtype that computed them, each shaped like what it is the gradient of.
+    """Gradients in the dtype of the computation, each shaped like its input.
 
-    dbias and dsinks are None where there was no bias and there were no sinks.
+    dbias and dsinks are None if there was no bias, or no sinks.
     """
 
     dq: Array
@@ -71,18 +72,19 @@ def attention_backward(
     accumulate: Literal["float64", "float32"] = "float64",
     **options: Unpack[AttentionOptions],
 ) -> ReferenceGradients:
-    """The gradients of sum(dout * out) by q, k, v, bias and sinks, out being `attention_forward`'s.
+    """The gradients of sum(dout * out) by q, k, v, bias and sinks, where out is the output of `attention_forward`.
 
-    dout: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen. 8-bit inputs are read like any others.
+    dout: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen. Inputs may have 8 bits.
     options: as in `AttentionOptions`.
 
-    out, lse: the forward's, of the shapes that it returns, in place of computing them anew. Kernels are given both
-        and read them, so rounded ones round the gradients; and those of a larger attention, of which k and v are a
-        part, give that part's gradients. Either may be given alone.
+    out, lse: the forward's results, in its shapes, instead of computing them anew. Kernels read both, so rounded
+        results round the gradients. With out and lse of a larger attention that k and v are a part of, the gradients
+        are those of this part. Either may be given alone.
 
-    A row that sees no key has gradient 0 and gives none, as has a row whose LSE is -inf. NaN and infinities of keys and
-    values reach the gradients of the rows that see them, and those of a row its own gradient and those of the keys that
-    it sees, as IEEE arithmetic has it; no others. Raises InvalidRequest as `attention_forward`.
+    A row that sees no key, or whose LSE is -inf, has gradient 0 and adds nothing to other gradients. NaN and infinities
+    of keys and values reach the gradients of the rows that see them. Those of a row reach its own gradient and the
+    gradients of the keys that it sees. They follow IEEE arithmetic and reach no other gradients. Raises InvalidRequest
+    as `attention_forward`.
     """
     arguments, incoming = pose(q, k, v, **options), Incoming(dout, out, lse)
     incoming.check(arguments)
@@ -91,14 +93,14 @@ def attention_backward(
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What backward is given besides the forward's arguments; out and lse are None where they are to be computed."""
+    """The inputs of backward besides the forward's arguments. If out or lse is None, it is computed."""
 
     dout: Array
     out: Array | None = None
     lse: Array | None = None
 
     def check(self, arguments: Arguments) -> None:
-        """Raise InvalidRequest unless the shapes are those of the forward's results, and for an option without one."""
+        """Raise InvalidRequest for an option without gradients, and for shapes that differ from the forward's."""
         for name in ForwardOptions.__annotations__.keys() - AttentionOptions.__annotations__.keys():
             if getattr(arguments, name) is not None:
                 raise InvalidRequest(name, "an array", "has no gradient")
@@ -112,7 +114,7 @@ class Incoming:
 def evaluate_backward(
     arguments: Arguments, incoming: Incoming, dtype: np.dtype, *, step: Step = identity
 ) -> ReferenceGradients:
-    """The formulas in ``dtype``, every intermediate result passed through ``step``."""
+    """The formulas in ``dtype``. Every intermediate result is passed through ``step``."""
     sums = GradientSums(arguments, dtype)
     with np.errstate(all="ignore"):
         for tile in gradient_tiles(arguments, incoming, dtype, step):
@@ -124,10 +126,10 @@ def evaluate_backward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientTile:
-    """A tile of rows with everything between its inputs and its gradients.
+    """A tile of rows, with all arrays between its inputs and its gradients.
 
     Arrays are (batch, heads_kv, gqa_ratio, rows, keys or dim). q is scaled. weights: probabilities after dropout.
-    dbias: the gradient of a score with bias; dscores: of one before the softcap. delta, lse: (..., rows, 1).
+    dbias: the gradient of a score with bias; dscores: of a score before the softcap. delta, lse: (..., rows, 1).
     """
 
     operands: Operands
@@ -211,7 +213,7 @@ def _tile(arguments: Arguments, operands: Operands, given: _Given, tile: slice, 
 
 
 def _dot_values(dout: Array, values: Values) -> Array:
-    """dout v^T. Pairs that are masked may be anything: their gradients are cleared."""
+    """dout v^T. Masked pairs may have any value: their gradients are cleared later."""
     products: Array = dout @ values.finite.swapaxes(-1, -2)
     if values.keys.size:
         spoiled = (~np.isfinite(values.rest)).sum(axis=-1)[..., None, :] > 0
@@ -223,7 +225,7 @@ def _dot_values(dout: Array, values: Values) -> Array:
 def _probabilities(
     arguments: Arguments, operands: Operands, given: _Given, rows: Array, step: Step
 ) -> tuple[Array, Array | None, Array | None, Array]:
-    """(probabilities, the softcap's derivative or None, who is visible or None, lse)."""
+    """(probabilities, the softcap's derivative or None, the visible pairs or None, lse)."""
     capped, shares = capped_scores(arguments, operands, rows, step)
     slope = None if shares is None else _slope_of_tanh(shares, capped / arguments.problem.softcap, step)
     scores, visible = mask_scores(arguments, operands, rows, capped, step)
@@ -239,15 +241,15 @@ def _probabilities(
 
 
 def _exp_of_difference(scores: Array, lse: Array) -> Array:
-    """exp(scores - lse), a weight, which is at most 1 but for the LSE's rounding.
+    """exp(scores - lse), a weight, which exceeds 1 only by the LSE's rounding.
 
-    That takes all digits of far scores: a weight of more than e has none left, and is cut off there.
+    For large scores this rounding leaves no correct digits: a weight above e has none, and is cut off there.
     """
     return np.asarray(np.exp(np.minimum(scores - lse, 1)))
 
 
 def _slope_of_tanh(x: Array, tanh: Array, step: Step) -> Array:
-    """1 - tanh^2. Rounded steps take it of the rounded tanh, as a framework does; exact ones keep what that cancels."""
+    """1 - tanh^2. If ``step`` rounds, the rounded tanh is squared, as in a framework; else nothing cancels."""
     if step is not identity:
         return step(1 - np.square(tanh))
     decay = np.exp(-2 * np.abs(x))
@@ -256,7 +258,7 @@ def _slope_of_tanh(x: Array, tanh: Array, step: Step) -> Array:
 
 
 class GradientSums:
-    """Gradients in the caller's layout, to which tiles add their share."""
+    """Gradients in the caller's layout. Each tile adds its share."""
 
     def __init__(self, arguments: Arguments, dtype: np.dtype) -> None:
         self._arguments = arguments
@@ -279,7 +281,7 @@ class GradientSums:
         scale: float,
         step: Step = identity,
     ) -> None:
-        """scale * dscores k to dq, dscores^T q to dk, where q is scaled already, and weights^T dout to dv."""
+        """Add scale * dscores k to dq, dscores^T q to dk (q is scaled already), and weights^T dout to dv."""
         arguments, piece = self._arguments, tile.operands.piece
         backwards = None if tile.visible is None else tile.visible.T
         dq = step(step(weighted_sum(dscores, Values.split(k), tile.visible)) * dscores.dtype.type(scale))
@@ -300,7 +302,7 @@ class GradientSums:
             rows += share.sum(axis=axes, keepdims=True)
         if self._dsinks is not None and tile.operands.sinks is not None:
             sinks = tile.operands.sinks
-            # A sink of -inf is none, and a row whose LSE is -inf gives none, whatever its delta is.
+            # A sink of -inf has no gradient, and a row whose LSE is -inf adds none, for any delta.
             absent = np.isneginf(sinks) | np.isneginf(tile.lse)
             shares = np.where(absent, 0, _exp_of_difference(sinks, tile.lse) * delta)
             self._dsinks -= shares.sum(axis=(0, 3, 4)).reshape(-1)

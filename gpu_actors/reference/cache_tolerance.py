@@ -1,4 +1,4 @@
-"""How far new rows of a KV cache may be from the oracle: not at all, or by one rounding where they are rotated."""
+"""How far new rows of a KV cache may be from the oracle: not at all, or by one rounding if they are rotated."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def assert_rows_close(
 ) -> None:
     """Raise AssertionError unless rows are within one rounding of ``expected``, float64.
 
-    Float arithmetic may miss a value by a few units of its operands. largest: of those. least_descale: that they were
-    divided by.
+    Float arithmetic may miss a value by a few units of its operands. largest: the largest operand. least_descale: the
+    smallest descale that operands were divided by.
     """
     dtype = actual.dtype.name
     limit = LARGEST.get(dtype, np.inf)

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation of a graph over the values that its evaluation recorded.
 
-Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2: from the output back, each node turns the gradient
-of what it wrote into gradients of what it read. Conditions, indices and roundings have none.
+Griewank and Walther, "Evaluating Derivatives", 2nd ed., section 3.2: from the output back, each node turns gradients of
+its outputs into gradients of its inputs. Conditions, indices and roundings have no gradient.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gpu_actors.reference.tape import Array, Tape, erf, keep_factors, listed_of,
 __all__ = ["gradients"]
 
 Found: TypeAlias = "Sequence[Array | None]"
-"""For each operand of a node its gradient, or None where it has none."""
+"""The gradient of each operand of a node, or None for an operand without one."""
 
 
 def gradients(tape: Tape, node: Node) -> list[Array]:
-    """The gradients that a gradient node asks for: of sum(output * doutput), by the node's ``wrt``."""
+    """The results of a gradient node: the gradients of sum(output * doutput) by the tensors of ``wrt``."""
     output, doutput = node.inputs[:2]
     known: dict[int, Array] = {output: tape.values[doutput]}
     pairs: dict[int, Array] = {}
@@ -50,9 +50,10 @@ def gradients(tape: Tape, node: Node) -> list[Array]:
 
 
 def _visible_pairs(tape: Tape, node: Node, behind: Array | None) -> Array | None:
-    """(rows, keys): of which scores a node has a gradient, or None where none is hidden.
+    """(rows, keys): the pairs that have a gradient in a node's operands, or None if no pair is hidden.
 
-    behind: of its result. What a mask before the softmax hides has none, whatever NaNs lie there.
+    behind: the pairs that have a gradient in the node's result. Pairs that a mask before the softmax hides have none,
+    even if they are NaN.
     """
     if node.op == "mask" and any(reader.op == "softmax" for reader in tape.graph.order().readers[node.outputs[0]]):
         return tape.masked[node.outputs[0]]
@@ -60,7 +61,7 @@ def _visible_pairs(tape: Tape, node: Node, behind: Array | None) -> Array | None
 
 
 def _add_pairs(pairs: dict[int, Array], uid: int, reached: Array | None, known: bool) -> None:
-    """Note which pairs of a tensor have a gradient, with those that an earlier reader gave one, if it is ``known``."""
+    """Note which pairs of a tensor have a gradient. known: whether an earlier reader gave it one; then both count."""
     if known and (uid not in pairs or reached is None):
         pairs.pop(uid, None)
     elif reached is not None:
@@ -68,7 +69,7 @@ def _add_pairs(pairs: dict[int, Array], uid: int, reached: Array | None, known: 
 
 
 def _unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Summed over what was broadcast; heads that shared one (GQA) are summed in their groups."""
+    """The gradient summed over broadcast axes. Heads that share a KV head (GQA) are summed in their groups."""
     gradient = gradient.sum(axis=tuple(range(gradient.ndim - len(shape))))
     for axis, extent in enumerate(shape):
         if gradient.shape[axis] == extent:
@@ -79,7 +80,7 @@ def _unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _one(rule: Callable[..., Array]) -> Callable[..., Found]:
-    """A rule for one operand: (gradient, operand, result) to its gradient."""
+    """A rule for one operand. rule: maps (gradient, operand, result) to the operand's gradient."""
 
     def apply(tape: Tape, node: Node, written: list[Array | None], a: Array) -> Found:
         return (rule(written[0], a.astype(tape.dtype, copy=False), tape.values[node.outputs[0]]),)
@@ -88,7 +89,7 @@ def _one(rule: Callable[..., Array]) -> Callable[..., Found]:
 
 
 def _two(rule: Callable[..., tuple[Array | None, Array | None]]) -> Callable[..., Found]:
-    """A rule for two operands: (gradient, a, b) to theirs."""
+    """A rule for two operands. rule: maps (gradient, a, b) to the gradients of a and b."""
 
     def apply(tape: Tape, node: Node, written: list[Array | None], a: Array, b: Array) -> Found:
         return rule(written[0], a.astype(tape.dtype, copy=False), b.astype(tape.dtype, copy=False))
@@ -99,7 +100,7 @@ def _two(rule: Callable[..., tuple[Array | None, Array | None]]) -> Callable[...
 def _matmul(
     tape: Tape, node: Node, written: list[Array | None], values: list[Array], visible: Array | None
 ) -> tuple[Array, Array]:
-    """visible: which pairs the product has a gradient of, if it is one of rows and keys."""
+    """The rule of a product. visible: if it has rows and keys, the pairs that have a gradient in it."""
     (gradient,), (a, b) = written, values
     assert gradient is not None
     if a.ndim == 4 and b.shape[1] not in (1, a.shape[1]) and a.shape[1] != 1:

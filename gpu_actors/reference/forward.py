@@ -1,4 +1,4 @@
-"""attention_forward: what every kernel's output is compared with."""
+"""attention_forward: the output that every kernel's is compared with."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gpu_actors.reference.softmax import Operands, Step, exponentials, keep_fact
 
 __all__ = ["EXACT", "ReferenceOutput", "Rounding", "attention_forward", "evaluate", "visible_keys"]
 
-# Scores of one tile: what several passes over them can keep in cache, and far below what memory would bear.
+# The scores of one tile. Several passes over them stay in cache, and many tiles fit into memory.
 _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOutput:
-    """The result of a reference call, in the dtype that computed it and never rounded to the input's.
+    """The result of a reference call, in the dtype of the computation and not rounded to the input's dtype.
 
     out: (batch, seqlen_q, heads, dim_v), or (total_q, heads, dim_v) for varlen.
     lse: natural log, (batch, heads, seqlen_q), or (heads, total_q) for varlen; -inf for a row without keys.
-    magnitude: sum over keys of P|V|, shaped like out, to which rounding P and V is proportional; or None.
+    magnitude: the sum over keys of P|V|, shaped like out, or None. Errors by rounding P and V are proportional to it.
     """
 
     out: Array
@@ -33,11 +33,11 @@ class ReferenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What happens to intermediate results.
+    """How intermediate results are rounded.
 
-    step: applied to scores and to the sums over v. weights: to the softmax weights. dropped: to the weights
-    after dropout. normalise_first: the weights are divided by their sum before all that, rather than the sums
-    over v at the end.
+    step: applied to q, k, v, scores and the sums over v. weights: applied to the softmax weights. dropped: applied
+    to the weights after dropout. normalise_first: whether the weights are divided by their sum before they are
+    rounded, rather than the sums over v at the end.
     """
 
     step: Step
@@ -62,19 +62,19 @@ def attention_forward(
     with_magnitude: bool = False,
     **options: Unpack[ForwardOptions],
 ) -> ReferenceOutput:
-    """softmax(mask(softcap(scale * q k^T) + ALiBi + bias)) v, straight from the formula.
+    """softmax(mask(softcap(scale * q k^T) + ALiBi + bias)) v, computed by the formula.
 
     q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_kv, dim), v (batch, seqlen_k, heads_kv, dim_v),
     any floating dtype, upcast to ``accumulate``; query head h reads KV head h // (heads // heads_kv).
-    With cu_seqlens_q and cu_seqlens_k, integers (batch + 1,), the first two axes are packed into one; packed
-    rows past the last sequence come out as rows that see no key.
+    With cu_seqlens_q and cu_seqlens_k, integers (batch + 1,), the first two axes are packed into one. Packed
+    rows after the last sequence have the results of rows that see no key.
 
     options: as in `ForwardOptions`.
 
-    A row that sees no key has out 0 and LSE -inf, or the sink's logit. NaN and infinities of keys, values
-    or biases that a row does not see do not reach it; those that it sees do, as IEEE arithmetic has it.
-    Raises InvalidRequest for what a request is refused for, except for dtypes. Needs memory for the results, the
-    upcast inputs of a sequence and a few 4 MB tiles.
+    A row that sees no key has out 0, and its LSE is -inf, or the sink's logit. NaN and infinities of keys, values
+    or biases do not reach rows that do not see them. They reach the others as IEEE arithmetic requires.
+    Raises InvalidRequest as a request would, except for dtypes. It needs memory for the results, the upcast inputs
+    of a sequence and a few 4 MB tiles.
     """
     return evaluate(pose(q, k, v, **options), np.dtype(accumulate), with_magnitude=with_magnitude)
 
@@ -82,10 +82,9 @@ def attention_forward(
 def evaluate(
     arguments: Arguments, dtype: np.dtype, *, rounding: Rounding = EXACT, with_magnitude: bool = False
 ) -> ReferenceOutput:
-    """The formula in ``dtype``, every intermediate result rounded as ``rounding`` says.
+    """The formula in ``dtype``, with every intermediate result rounded by ``rounding``.
 
-    Tiles depend on a sequence's own lengths and never on the batch around it: its result is bitwise the
-    same alone.
+    Tiles depend on a sequence's own lengths and never on its batch, so its result is bitwise the same alone.
     """
     seqlen_q = arguments.q.shape[-3]
     out = np.zeros((*arguments.q.shape[:-1], arguments.v.shape[-1]), dtype)

@@ -1,6 +1,6 @@
 """How far attention's gradients may be from the oracle: the rule of `tolerance`, 3 max|pt - ref| for every gradient.
 
-docs/testing.md ("Gradients") states the bounds and derives them. Names here are those of its formulas.
+docs/testing.md ("Gradients") states and derives the bounds. The names in this module are those of its formulas.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TINY = {"float16": 2.0**-14, "bfloat16": 2.0**-126 / UNIT_ROUNDOFF["bfloat16"],
 
 @dataclass(frozen=True, slots=True)
 class GradientBounds:
-    """The largest acceptable |gradient - reference|, elementwise. None if there is no such gradient."""
+    """The largest acceptable |gradient - reference| of each element. None if there is no such gradient."""
 
     dq: Array
     dk: Array
@@ -70,11 +70,11 @@ def check_gradients(
 ) -> float:
     """Raise AssertionError, naming the worst row and ``repro``, unless gradients agree with the oracle's.
 
-    gradients: an object with dq, dk, dv, dbias, dsinks. The last two are None if there is no bias or are no sinks.
+    gradients: an object with dq, dk, dv, dbias, dsinks. dbias is None without a bias, dsinks without sinks.
     dout, q, k, v and options: those of `reference.attention_backward`.
-    out, lse: the kernel's inputs, if the oracle should read the same. By default it computes its own, and the bounds
-        allow for their rounding.
-    compute: "f16", "bf16" or "tf32" for float32 inputs that were multiplied in it. They are rounded to it here.
+    out, lse: the kernel's inputs, if the oracle should read the same. By default the oracle computes its own, and the
+        bounds allow for the rounding of the kernel's.
+    compute: "f16", "bf16" or "tf32" for float32 inputs that were multiplied in it. This function rounds them to it.
     Returns the largest |gradient - reference| / bound, below 1.
     """
     if compute is not None:
@@ -89,7 +89,7 @@ def check_gradients(
 def assert_gradients_close(
     gradients: Any, reference: ReferenceGradients, bounds: GradientBounds, repro: str = ""
 ) -> float:
-    """As `check_gradients`, of gradients whose reference and bounds are known."""
+    """`check_gradients` for gradients whose reference and bounds are known."""
     worst = 0.0
     for name in GRADIENTS:
         actual, expected, bound = (getattr(each, name) for each in (gradients, reference, bounds))
@@ -165,14 +165,14 @@ def _add(
 ) -> None:
     """Add a tile's terms to the sums.
 
-    slack: the error in units of the softcap's factor where it is near 0, for a tanh that is itself rounded.
+    slack: the error of the softcap's factor near 0, in units, because its tanh is itself rounded.
     unit: the factor that the bound is multiplied by later. The errors of the softcap's factor and of the gradient
-        multiply, which matters if both are near 0, as for a row that sees one key.
+        multiply. This matters if both are near 0, for example in a row that sees one key.
     """
     unscaled = scores
     if tile.slope is not None:
         scores = scores * (np.abs(_visible(tile, tile.slope)) + slack * unit) + slack * np.abs(tile.dbias)
-    # Rows and keys of hidden pairs may be NaN, and are not in the sums.
+    # Rows and keys of hidden pairs may be NaN. They must not enter the sums.
     operands = (tile.q, tile.operands.k, tile.dout)
     q, k, dout = (np.where(np.isfinite(array), np.abs(array), 0.0) for array in operands)
     sums.add(tile, scores, weights, q, k, dout, scale=abs(arguments.problem.softmax_scale))
@@ -180,7 +180,7 @@ def _add(
 
 
 def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Array, Array]:
-    """(W, A', d) of 16-bit kernels."""
+    """(W, A', d) of docs/testing.md for 16-bit kernels."""
     out = np.zeros_like(tile.delta) if out_given else np.abs(tile.dout * tile.out).sum(axis=-1, keepdims=True)
     tiny = _visible(tile, np.full_like(tile.probabilities, _TINY[dtype]))
     underflow = tiny if dtype == "float16" else tiny * (1.0 + np.abs(_visible(tile, tile.dprobabilities - tile.delta)))
@@ -188,7 +188,7 @@ def _narrow(tile: GradientTile, dtype: str, out_given: bool) -> tuple[Array, Arr
 
 
 def _accumulation(arguments: Arguments, tile: GradientTile) -> tuple[Array, Array, Array]:
-    """(W, A', D / p) of float32 sums."""
+    """(W, A', D / p) of docs/testing.md for float32 sums."""
     dim, dim_v = arguments.q.shape[-1], arguments.v.shape[-1]
     problem = arguments.problem
     rows, keys = arguments.q.size // (problem.heads_q * dim), arguments.k.size // (problem.heads_kv * dim)

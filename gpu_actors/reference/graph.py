@@ -1,6 +1,6 @@
-"""Computes a graph with NumPy, operation by operation: what the mock device answers, and what kernels are held against.
+"""Computes a graph with NumPy, operation by operation. The mock device answers so, and kernels are compared with it.
 
-Floats are float64 (float32 where `MockOptions` asks for it), integers int64, and nothing is rounded in between.
+Floats are float64 (float32 if `MockOptions` says so), integers int64, and intermediate results are not rounded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["evaluate_graph", "record"]
 
 Values: TypeAlias = Mapping[int, Any]
 
-_FURTHEST = 1 << 62  # two integers below it can be added
+_FURTHEST = 1 << 62  # the sum of two integers below it fits 64 bits
 
 
 def evaluate_graph(graph: OperationGraph, values: Values, dtype: npt.DTypeLike = np.float64) -> dict[int, Array]:
-    """The outputs of a sound graph by uid, in ``dtype`` and not yet rounded to their own.
+    """The outputs of a sound graph by uid, in ``dtype`` and not yet rounded to their own dtypes.
 
-    values: arrays by the uid of every input, and numbers by that of every scalar whose value is not known.
+    values: by uid, the array of every input, and the number of every scalar whose value the graph does not know.
     """
     tape = record(graph, values, dtype)
     return {uid: tape.values[uid] for uid in graph.order().outputs}
@@ -73,7 +73,7 @@ def _compute(tape: Tape, node: Node) -> None:
     results = _RULES[node.op](tape, node, *operands)
     for uid, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
         array = np.asarray(result)
-        if tape.graph.tensors[uid].dtype in FLOATS:  # also what integers were summed or multiplied to
+        if tape.graph.tensors[uid].dtype in FLOATS:  # also sums and products of integers
             tape.values[uid] = tape.step(array.astype(tape.dtype, copy=False))
         else:
             tape.values[uid] = _checked_integers(tape, node, uid, array)
@@ -83,10 +83,10 @@ def _compute(tape: Tape, node: Node) -> None:
 
 
 def _checked_integers(tape: Tape, node: Node, uid: int, array: Array) -> Array:
-    """Integers have 64 bits inside a graph, and outputs have 32: one that leaves them would wrap around."""
+    """Check integers, which have 64 bits inside a graph and 32 bits in outputs. Raises InvalidRequest for overflow."""
     if array.dtype.kind == "i":
         ends = [int(array.min()), int(array.max())]
-        if node.op == "mul":  # which may have wrapped around already
+        if node.op == "mul":  # the product may have wrapped around already
             a, b = (tape.values[read] for read in node.inputs)
             most = int(np.abs(a).max()) * int(np.abs(b).max())
             ends = [most] if most >= _FURTHEST else ends
@@ -119,7 +119,7 @@ def _softmax(tape: Tape, node: Node, scores: Array) -> tuple[Array, ...]:
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
     visible = tape.masked.get(node.inputs[0])
-    if visible is not None:  # a row that sees a NaN is NaN, and has yet no weight for what it does not see
+    if visible is not None:  # a row that sees a NaN is NaN, but weights of hidden keys stay 0
         weights = np.where(visible, weights, 0)
     rows = {
         "stats": top + np.log(total),
@@ -146,7 +146,7 @@ def _reduction(tape: Tape, node: Node, a: Array) -> Array:
 
 
 def _divided(function: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-    """NumPy's own, which is Python's: also where a quotient has more digits than a float, or a divisor is infinite."""
+    """NumPy's function, which agrees with Python's for quotients that no float holds and infinite divisors too."""
 
     def apply(tape: Tape, node: Node, *operands: Array) -> Array:
         a, b = _alike(tape, operands)
@@ -172,7 +172,7 @@ def _plain(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _alike(tape: Tape, operands: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Integers that meet floats become floats of the dtype that computes, not of NumPy's choice."""
+    """The operands, with integers beside floats as floats of the computation's dtype, instead of NumPy's choice."""
     if all(operand.dtype.kind in "ib" for operand in operands):
         return operands
     return tuple(operand.astype(tape.dtype, copy=False) for operand in operands)

@@ -1,5 +1,5 @@
 """attention_forward_low and attention_backward_low: the formulas as a plain implementation in the input dtype
-would compute them."""
+computes them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gpu_actors.reference.softmax import Step
 
 __all__ = ["attention_backward_low", "attention_forward_low", "intermediate_dtype", "rounder"]
 
-# Weights lie in [0, 1]; a power of two below float8_e4m3fn's 448 spends the format's exponents on them.
+# Weights lie in [0, 1]. Scaled by a power of two below float8_e4m3fn's 448, they use the format's exponents.
 _FP8_WEIGHT_SCALE = 256.0
-_DROPPED_BITS = 13  # of float32's 24, which leaves 11
+_DROPPED_BITS = 13  # of float32's 24, so that 11 remain
 
 
 def intermediate_dtype(dtype: str) -> str:
-    """The dtype of intermediate results for inputs of ``dtype``: the same, and bfloat16 for 8-bit floats."""
+    """The dtype of intermediate results for inputs of ``dtype``: the same, or bfloat16 for 8-bit floats."""
     return "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def rounder(dtype: str) -> Step:
-    """A function that rounds float32 or float64 arrays to ``dtype``'s nearest values and keeps the array's
-    dtype.
+    """Return a function that rounds float32 or float64 arrays to the nearest values of ``dtype``. The array's dtype
+    stays.
 
     dtype: a NumPy or ml_dtypes name, or "tf32" (11 significant bits with the exponents of float32, ties
         away from 0), or "wide_float16" (float16's 11 bits with the exponents of float32, ties to even).
@@ -49,7 +49,7 @@ def rounder(dtype: str) -> Step:
 
 
 def _round_11_bits(array: Array, to_even: bool) -> Array:
-    """Ties go to even, or away from 0."""
+    """Round to 11 significant bits. Ties go to even, or away from 0."""
     bits = array.astype(np.float32).view(np.uint32)
     below_half = np.uint32((1 << (_DROPPED_BITS - 1)) - 1)
     up = (bits >> _DROPPED_BITS) & np.uint32(1) if to_even else np.uint32(1)
@@ -59,8 +59,8 @@ def _round_11_bits(array: Array, to_even: bool) -> Array:
 
 
 def _round_float16(array: Array) -> Array:
-    """Rounds subnormal numbers by a sum whose last place is theirs: NumPy takes 15 times as long where one underflows,
-    as most probabilities do."""
+    """Round to float16. Subnormal numbers are rounded by adding a number whose last place is theirs, because NumPy
+    takes 15 times as long for an underflow, and most probabilities underflow."""
     if array.dtype == np.float16:
         return array
     normal, last_place = np.finfo(np.float16).smallest_normal, np.finfo(np.float16).smallest_subnormal
@@ -79,13 +79,13 @@ def attention_forward_low(
     weights_dtype: str | None = None,
     **options: Any,
 ) -> ReferenceOutput:
-    """`attention_forward` with every intermediate result rounded: "pt" of the tolerance rule.
+    """`attention_forward` with every intermediate result rounded: "pt" in the tolerance rule.
 
     Shapes and options are those of `attention_forward`. Matrix products accumulate in float32 (float64 for
-    float64) and their results are rounded to ``dtype``, as are scaled q, capped, biased scores and the
-    normalised probabilities, which is what eager PyTorch does.
+    float64) and their results are rounded to ``dtype``. So are scaled q, capped and biased scores and the
+    normalised probabilities, as in eager PyTorch.
 
-    dtype: q's own by default, bfloat16 for 8-bit floats; a name that `rounder` knows.
+    dtype: a name that `rounder` knows. By default q's own, or bfloat16 for 8-bit floats.
     weights_dtype: for kernels that feed 8-bit weights to the second product: exp(s - max) is rounded to it
         at a scale of 256, and normalised after the product. By default probabilities are rounded to
         ``dtype``.
@@ -116,7 +116,7 @@ def attention_backward_low(
     dtype: str | None = None,
     **options: Any,
 ) -> ReferenceGradients:
-    """`attention_backward` with every intermediate result rounded to ``dtype``: "pt" of the rule for gradients.
+    """`attention_backward` with every intermediate result rounded to ``dtype``: "pt" in the rule for gradients.
 
     Shapes and options are those of `attention_backward`. Sums over rows, keys, heads and batch are taken in float32
     (float64 for float64) and rounded once. dtype: as in `attention_forward_low`.

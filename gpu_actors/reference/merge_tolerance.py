@@ -16,7 +16,7 @@ _SUBNORMAL = {"float16": 2.0**-25}
 
 
 def assert_merge_close(merged: Partial, partials: Sequence[Partial], sinks: Any = None) -> None:
-    """Raise AssertionError where a merge differs from that in float64 by more than the rounding of its sums."""
+    """Raise AssertionError if a merge differs from a merge in float64 by more than the rounding of its sums."""
     wanted = merge(partials, sinks=sinks, out_dtype="float64")
     u, sums = UNIT_ROUNDOFF[merged.out.dtype.name], 2.0**-21 if merged.lse.dtype == np.float32 else 2.0**-49
     largest = max(
@@ -37,12 +37,12 @@ def assert_merge_close(merged: Partial, partials: Sequence[Partial], sinks: Any 
 def assert_merge_gradients_close(
     gradients: MergeGradients, partials: Sequence[Partial], dout: Any, dlse: Any = None, sinks: Any = None
 ) -> None:
-    """Raise AssertionError where gradients of a merge differ from float64 by more than the rounding of their sums."""
+    """Raise AssertionError if gradients of a merge differ from float64 by more than the rounding of their sums."""
     wanted = oracle_merge_gradients(partials, dout, dlse, sinks)
     narrow = "float64" not in (dout.dtype.name, partials[0].out.dtype.name, partials[0].lse.dtype.name)
     unit = 2.0**-20 if narrow else 2.0**-48
     wide = dout.astype(np.float64)
-    # What a sum of products is made of, in rows of every head: its rounding is relative to this.
+    # The sums of the products' magnitudes, per row and head: the rounding of a sum is relative to them.
     made = [np.abs(wide * np.nan_to_num(p.out.astype(float), posinf=0, neginf=0)).sum(-1) for p in partials]
     largest = np.max(made, axis=0) + (0 if dlse is None else np.abs(np.swapaxes(dlse, -1, -2)))
     for index, (mine, theirs) in enumerate(zip(gradients.partials, wanted.partials, strict=True)):
@@ -67,6 +67,6 @@ def _close(mine: Any, wanted: Any, bound: Any, name: str) -> None:
     found = mine.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), f"{name} is NaN elsewhere")
     with np.errstate(invalid="ignore"):
-        # Weights of float32 that are subnormal lose digits, and vanish.
+        # Subnormal weights of float32 lose digits or become 0.
         assert np.all((np.abs(found - wanted) <= bound + 2.0**-126) | ~np.isfinite(wanted)), f"{name} differs"
     np.testing.assert_array_equal(found[~np.isfinite(wanted)], wanted[~np.isfinite(wanted)], f"{name} differs")

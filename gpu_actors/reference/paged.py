@@ -1,7 +1,7 @@
 """The oracle over caches: gather each sequence's keys and values, then `attention_forward` on packed sequences.
 
-What a sequence's length does not reach is never looked at: neither pages and table entries past its last page, nor
-rows past its last key.
+It never reads beyond a sequence's length: neither pages and table entries after its last page, nor rows after its last
+key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Gathered(NamedTuple):
 def gather_pages(
     k_cache: Array, v_cache: Array, block_table: Array, cache_seqlens: Array, cache_leftpad: Array | None = None
 ) -> Gathered:
-    """The sequences of pools (num_blocks, page_size, heads_kv, dim), by block_table (batch, max_blocks).
+    """The sequences in pools (num_blocks, page_size, heads_kv, dim), by block_table (batch, max_blocks).
 
-    cache_leftpad: rows before each sequence's first key, which cache_seqlens counts.
+    cache_leftpad: rows before each sequence's first key. cache_seqlens includes them.
     """
     page_size = k_cache.shape[1]
 
@@ -56,7 +56,7 @@ def gather_cache(
     cache_leftpad: Array | None = None,
     cache_batch_idx: Array | None = None,
 ) -> Gathered:
-    """The sequences of a dense cache (sequences, capacity, heads_kv, dim), all in order without cache_batch_idx.
+    """The sequences in a dense cache (sequences, capacity, heads_kv, dim): all in order, or those of cache_batch_idx.
 
     cache_leftpad: as for `gather_pages`.
     """
@@ -71,7 +71,7 @@ def gather_cache(
 
 
 def gather_caches(k_caches: Sequence[Array], v_caches: Sequence[Array], seq_lens: Array) -> Gathered:
-    """The sequences, at least one, of one array (heads_kv, max_seq, dim) each."""
+    """The sequences, at least one, in an array (heads_kv, max_seq, dim) for each."""
     lengths = [int(length) for length in seq_lens]
     k, v = (
         [cache[:, :length].swapaxes(0, 1) for cache, length in zip(caches, lengths, strict=True)]
@@ -81,13 +81,13 @@ def gather_caches(k_caches: Sequence[Array], v_caches: Sequence[Array], seq_lens
 
 
 def _bounds(lengths: Array, leftpad: Array | None) -> list[tuple[int, int]]:
-    """Where each sequence's keys begin and end among its rows."""
+    """The bounds of each sequence's keys among its rows: first, and last plus 1."""
     firsts = np.zeros(len(lengths), int) if leftpad is None else leftpad
     return [(int(first), int(last)) for first, last in zip(firsts, lengths, strict=True)]
 
 
 def _packed(k: list[Array], v: list[Array], lengths: list[int], like: tuple[Array, Array]) -> Gathered:
-    """like: rows of K and of V, of which there may be none in a batch without sequences."""
+    """Pack the sequences. like: rows of K and of V, whose dtype and shape count if the batch has no sequences."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return Gathered(np.concatenate([like[0][:0], *k]), np.concatenate([like[1][:0], *v]), ends)
 
@@ -116,7 +116,7 @@ def evaluate_cached(
     tree_mask: Array | None = None,
     **arrays: Any,
 ) -> ReferenceOutput:
-    """The same of a checked problem over a cache, in ``dtype``. arrays: the others of `Arguments`."""
+    """`paged_attention_forward` of a checked problem, in ``dtype``. arrays: the other arrays of `Arguments`."""
     arrays |= _packed_rows(q, cu_seqlens_q, tree_mask)
     arguments = Arguments(problem=problem, k=cache.k, v=cache.v, cu_seqlens_k=cache.cu_seqlens_k, **arrays)
     packed = evaluate(arguments, dtype)
@@ -132,7 +132,7 @@ def _packed_rows(q: Array, cu_seqlens_q: Array | None, tree_mask: Array | None) 
 
 
 def _dense_rows(packed: ReferenceOutput, q: Array) -> ReferenceOutput:
-    """For rows that q has with an axis of sequences."""
+    """The output in the layout of a q whose first axis is the batch."""
     batch, rows = q.shape[:2]
 
     def dense(array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Rotary position embedding in float64: what the append kernel's rotation is compared with."""
+"""Rotary position embedding in float64. The append kernel's rotation is compared with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def apply_rope(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -
     """x with its first columns rotated, in float64.
 
     x: (rows, heads, dim). cos, sin: (rows, pairs) of the rows' angles; 2 * pairs <= dim columns are rotated, the others
-    pass. interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + pairs ("NeoX", "rotate half").
+    stay. interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + pairs ("NeoX", "rotate half").
     """
     out = np.array(x, np.float64)
     pairs = cos.shape[1]

@@ -1,8 +1,8 @@
 """From queries and keys to softmax weights, and from weights to a sum over values, one tile of rows at a
 time.
 
-Every function takes `step`, applied to each intermediate result: the identity for the oracle, rounding to a
-dtype for the yardstick of the tolerance rule. Arrays are (batch, heads_kv, gqa_ratio, rows, keys or dim).
+``step`` is applied to intermediate results: the identity for the oracle, rounding to a dtype for the results
+that the tolerance rule measures errors by. Arrays are (batch, heads_kv, gqa_ratio, rows, keys or dim).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Step: TypeAlias = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The right side of a masked product, split so that 0 * NaN cannot happen for a pair that is masked.
+    """The right side of a masked product, split so that 0 * NaN cannot happen for a masked pair.
 
     finite: v (batch, heads_kv, 1, seqlen_k, dim_v) with every NaN and infinity replaced by 0.
-    keys: indices of the keys that had one. rest: v at those keys.
-    For products that sum over rows (backward's), q or dout take v's place and rows the keys'.
+    keys: indices of the keys whose v has a NaN or infinity. rest: v at these keys.
+    In the backward's products, which sum over rows, q or dout replaces v, and rows replace keys.
     """
 
     finite: Array
@@ -64,7 +64,7 @@ class Operands:
 
     @classmethod
     def load(cls, arguments: Arguments, piece: Piece, dtype: np.dtype, step: Step) -> Operands:
-        """q is scaled by softmax_scale right here, which keeps low precision furthest from overflow."""
+        """Load a piece. q is scaled by softmax_scale first, so that low precision is least likely to overflow."""
         q = _head_major(piece.queries(arguments.q), dtype)
         k = _head_major(piece.keys(arguments.k), dtype)
         v = _head_major(piece.keys(arguments.v), dtype)
@@ -97,14 +97,14 @@ def _descaled(array: Array, descale: Array | None, piece: Piece) -> Array:
 
 
 def masked_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> tuple[Array, Array | None]:
-    """Scores of a tile of rows, -inf where masked, and the mask itself (None where nothing is masked)."""
+    """The scores of a tile of rows, -inf where masked, and the mask itself (None if nothing is masked)."""
     return mask_scores(arguments, operands, rows, capped_scores(arguments, operands, rows, step)[0], step)
 
 
 def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: Step) -> tuple[Array, Array | None]:
-    """Scaled scores of a tile of rows after the softcap, before anything is added to them, and what tanh was taken of.
+    """The scaled scores of a tile of rows after the softcap and before ALiBi and bias, and the arguments of its tanh.
 
-    The second is None without a softcap.
+    The arguments are None without a softcap.
     """
     tile, cap = slice(int(rows[0]), int(rows[-1]) + 1), arguments.problem.softcap
     scores = step(product(operands.q[..., tile, :], operands.k.swapaxes(-1, -2), arguments.problem.invariant))
@@ -117,7 +117,7 @@ def capped_scores(arguments: Arguments, operands: Operands, rows: Array, step: S
 def mask_scores(
     arguments: Arguments, operands: Operands, rows: Array, scores: Array, step: Step
 ) -> tuple[Array, Array | None]:
-    """ALiBi, bias and mask on `capped_scores`, which may be overwritten."""
+    """Apply ALiBi, bias and mask to `capped_scores`, which may be overwritten. Returns the scores and the mask."""
     piece, tile, problem = operands.piece, slice(int(rows[0]), int(rows[-1]) + 1), arguments.problem
     own, keys = arguments.positions(piece, rows)
     if operands.alibi is not None:
@@ -144,9 +144,9 @@ def mask_scores(
 
 
 def _hide_by_tree(visible: Array | None, bits: Array, seqlen_q: int, seqlen_k: int) -> Array:
-    """What is left of ``visible`` (R, seqlen_k) once new keys that a row's tree does not hold are hidden from it.
+    """``visible`` (R, seqlen_k) without the new keys that a row's tree mask hides.
 
-    bits: uint64 (R,), of the rows in question. The last seqlen_q keys are new; bit j is new key j.
+    bits: uint64 (R,), the tree masks of the rows. The last seqlen_q keys are new; bit j is new key j.
     """
     keys = np.arange(max(0, seqlen_k - seqlen_q), seqlen_k)
     held = np.ones((bits.size, seqlen_k), dtype=np.bool_) if visible is None else visible.copy()
@@ -156,7 +156,7 @@ def _hide_by_tree(visible: Array | None, bits: Array, seqlen_q: int, seqlen_k: i
 
 
 def product(a: Array, b: Array, in_order: bool) -> Array:
-    """a @ b. in_order: each sum begins with its first term, so that no bit depends on how large a and b are.
+    """a @ b. in_order: each sum adds its terms in order, so that no bit depends on the sizes of a and b.
 
     NumPy's own product sums in blocks that depend on shapes.
     """
@@ -171,12 +171,12 @@ def product(a: Array, b: Array, in_order: bool) -> Array:
 
 
 def exponentials(scores: Array, sinks: Array | None, in_order: bool = False) -> tuple[Array, Array, Array]:
-    """exp(s - max) in place of the scores, its row sums and the natural log-sum-exp, both (..., rows, 1).
+    """exp(s - max), which overwrites the scores, its row sums and the natural log-sum-exp, both (..., rows, 1).
 
     in_order: as in `product`.
 
-    A learned sink is one more logit of the row: it joins the maximum, the sum and the LSE. A row with
-    nothing to attend to has sum 0 and LSE -inf.
+    A learned sink is one more logit of the row: it joins the maximum, the sum and the LSE. A row that
+    sees nothing has sum 0 and LSE -inf.
     """
     largest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -194,7 +194,7 @@ def exponentials(scores: Array, sinks: Array | None, in_order: bool = False) -> 
 
 
 def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtype) -> Array:
-    """What dropout multiplies a tile's probabilities with: 0 or 1 / (1 - p)."""
+    """Dropout's factors of a tile's probabilities: 0 or 1 / (1 - p)."""
     problem = arguments.problem
     sequences = np.arange(piece.first, piece.stop)[:, None] * (problem.dropout_heads or problem.heads_q)
     indices = sequences + problem.dropout_first_head + np.arange(problem.heads_q)
@@ -209,10 +209,10 @@ def keep_factors(arguments: Arguments, piece: Piece, rows: Array, dtype: np.dtyp
 
 
 def weighted_sum(weights: Array, values: Values, visible: Array | None, in_order: bool = False) -> Array:
-    """weights @ v, where a NaN or infinity of v counts for the rows that see its key and for no other.
+    """weights @ v. A NaN or infinity of v reaches only the rows that see its key.
 
-    For those rows IEEE's products hold: a weight that dropout or underflow made 0 still turns an infinity
-    into NaN. Weights of any sign, 0 where masked. in_order: as in `product`.
+    For these rows products are IEEE's: a weight that dropout or underflow made 0 still turns an infinity
+    into NaN. Weights have any sign, and are 0 where masked. in_order: as in `product`.
     """
     total = product(weights, values.finite, in_order)
     if values.keys.size == 0:

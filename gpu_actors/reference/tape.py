@@ -1,4 +1,4 @@
-"""Tape: what an evaluation has computed, and the few values that evaluation and differentiation both need."""
+"""Tape: the values that an evaluation has computed, and functions that evaluation and differentiation share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Array", "Tape", "erf", "keep_factors", "listed_of", "seen_product", 
 
 @dataclass(slots=True)
 class Tape:
-    """The value of every tensor that has been computed, by uid, and what computed them.
+    """The value of every computed tensor, by uid, and the settings of the computation.
 
-    step: applied to every float result; the identity, but for the yardstick of the tolerance rule, which rounds.
-    masked: which keys the rows of scores see, by uid, of what a mask wrote.
-    seen: the same for the weights that a softmax made of them, whose hidden ones are 0.
+    step: applied to every float result: the identity, or a rounding for the results that tolerances are measured by.
+    masked: the keys that rows see, (rows, keys), by the uid of the scores that a mask wrote.
+    seen: the same by the uid of weights that a softmax made of such scores; hidden weights are 0.
     """
 
     graph: OperationGraph
@@ -48,17 +48,17 @@ def erf(x: Array) -> Array:
 
 
 def visible_of(node: Node, shape: tuple[int, ...]) -> Array:
-    """(rows, keys): which keys each row sees through a mask node."""
+    """(rows, keys): whether a mask node lets a row see a key."""
     mask = Mask(node["kind"], node["width"])
     rows, keys = shape[-2:]
     seen = KeyMask(causal=mask.is_causal, alignment=node["alignment"], window_size=mask.window)
     visible = seen.visible_keys(np.arange(rows), rows, keys)
-    assert visible is not None  # graphs hold no mask that hides nothing
+    assert visible is not None  # graphs have no mask that hides nothing
     return visible
 
 
 def listed_of(node: Node, shape: tuple[int, ...], lists: Sequence[Array]) -> Array:
-    """(batch, heads, rows, keys): which scores a block mask keeps. lists: counts and indices, as its node reads."""
+    """(batch, heads, rows, keys): which scores a block mask keeps. lists: its node's counts and indices."""
     rows, keys = node["block_size"]
     blocks = tuple(-(-extent // step) for extent, step in zip(shape[2:], (rows, keys), strict=True))
     listed = np.zeros((*shape[:2], *blocks), bool)
@@ -72,9 +72,9 @@ def listed_of(node: Node, shape: tuple[int, ...], lists: Sequence[Array]) -> Arr
 
 
 def seen_product(a: Array, b: Array, visible: Array | None) -> Array:
-    """a @ b, where a NaN or infinity of b's row k reaches the rows i of a with visible[i, k], and no others.
+    """a @ b. A NaN or infinity of b's row k reaches only the rows i of a with visible[i, k].
 
-    visible: (rows of a, rows of b), or None where all reach all. a is 0 where nothing is seen.
+    visible: (rows of a, rows of b), or None if every row sees every row. a is 0 for hidden pairs.
     """
     good = np.isfinite(b)
     if visible is None or good.all():
@@ -90,7 +90,7 @@ def seen_product(a: Array, b: Array, visible: Array | None) -> Array:
 
 
 def keep_factors(tape: Tape, node: Node) -> Array:
-    """What a dropout multiplies its weights with: 0 or 1 / (1 - p)."""
+    """A dropout's factors of its weights: 0 or 1 / (1 - p)."""
     probability = node["probability"]
     batch, heads, rows, keys = tape.values[node.inputs[0]].shape
     seed = int(tape.values[node.inputs[1]]) if len(node.inputs) == 2 else node.seed

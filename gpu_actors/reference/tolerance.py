@@ -1,4 +1,4 @@
-"""How far an attention output may be from the oracle: the field's rule, a row at a time, or what rounding may cost.
+"""How far an attention output may be from the oracle: the usual rule for each row, or a bound of the rounding errors.
 
 docs/testing.md ("How far a result may be from the oracle") states the bounds with their sources and derives them.
 """
@@ -18,7 +18,7 @@ from gpu_actors.reference.low_precision import intermediate_dtype, rounder
 __all__ = ["Bounds", "assert_output_close", "check_output", "forward_bounds", "round_inputs", "row_bound"]
 
 LSE_TOLERANCE, LSE_RELATIVE = 1e-3, 2.0**-22
-CUT_UNIT, CUT_UNITS, CUT_TERMS = 2.0**-13, 4.0, 32  # of Hopper's products of 8-bit elements
+CUT_UNIT, CUT_UNITS, CUT_TERMS = 2.0**-13, 4.0, 32  # for Hopper's products of 8-bit elements
 UNIT_ROUNDOFF = {
     "bfloat16": 2.0**-8,
     "float16": 2.0**-11,
@@ -50,9 +50,9 @@ def row_bound(reference: Array, low: Array, dtype: str, factor: float, shift: fl
     """The rule's first line, for rows along the last axis: shape (..., 1).
 
     reference: the float64 result.
-    low: the same computed in ``dtype``. Elements that overflowed in it are left out, which can only tighten the bound.
-    factor: of max|low - reference|, 2 for outputs, 3 for gradients and with softcap.
-    shift: added to the result and subtracted again in ``dtype``.
+    low: the same result computed in ``dtype``. Elements that overflowed are left out; this can only tighten the bound.
+    factor: the factor of max|low - reference|: 2 for outputs, 3 for gradients and with softcap.
+    shift: the number that the rule adds to the result and subtracts again in ``dtype``.
     """
     to_dtype = rounder(dtype)
     with np.errstate(all="ignore"):
@@ -71,9 +71,9 @@ def row_max(array: Array) -> Array:
 
 
 def round_inputs(q: Array, k: Array, v: Array, compute: str) -> tuple[Array, Array, Array]:
-    """float32 q, k, v rounded to the dtype of ``compute`` ("f16", "bf16", "tf32"), still float32.
+    """q, k, v rounded to the dtype of ``compute`` ("f16", "bf16", "tf32"), but stored as float32.
 
-    This rounding is not an error: the oracle gets the rounded inputs too.
+    This rounding is no error, because the oracle gets the rounded inputs too.
     """
     step = rounder(COMPUTE[compute])
     return step(q), step(k), step(v)
@@ -92,8 +92,8 @@ def forward_bounds(
     """The bounds of `attention_forward`'s output for these inputs and options.
 
     reference: the oracle's answer with ``with_magnitude=True``, if the caller has it.
-    compute: "f16", "bf16" or "tf32" for float32 inputs that are multiplied in it, given through `round_inputs`;
-        by default the inputs' own dtype, and bfloat16 for 8-bit floats.
+    compute: "f16", "bf16" or "tf32" for float32 inputs that are multiplied in it: pass them rounded by `round_inputs`.
+        By default the inputs' own dtype, or bfloat16 for 8-bit floats.
     weights_dtype: for kernels that round the softmax weights to an 8-bit float: see `attention_forward_low`.
     """
     if reference is None or reference.magnitude is None:
@@ -127,7 +127,7 @@ def _accumulation_bound(
     q_norm, k_norm = (np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (q, k))
     magnitude, out = reference.magnitude, np.abs(reference.out)
     assert magnitude is not None
-    # With the columns |k_j||V_j| and |k_j| in the place of v, magnitudes are the sums over keys needed here.
+    # With the columns |k_j||V_j| and |k_j| as v, magnitudes are the sums over keys that the bound needs.
     columns = np.concatenate([k_norm * v.astype(np.float64), k_norm], axis=-1)
     weighted = attention_forward(q, k, columns, with_magnitude=True, **options).magnitude
     assert weighted is not None
@@ -143,9 +143,9 @@ def _accumulation_bound(
 def _weights_bound(
     q: Array, k: Array, v: Array, reference: ReferenceOutput, weights_dtype: str, options: dict[str, Any]
 ) -> Array:
-    """Six standard deviations of the error of rounding every weight on its own: 2.5 u sqrt(sum P^2 V^2).
+    """Six standard deviations of the error by rounding each weight separately: 2.5 u sqrt(sum P^2 V^2).
 
-    Twice the scores give the weights P^2, up to a factor that follows from the two LSEs.
+    Doubled scores have the weights P^2, up to a factor that follows from the two LSEs.
     """
     linear = {name: options[name] for name in _LINEAR_IN_SCORES if options.get(name) is not None}
     doubled = {name: 2.0 * np.asarray(value, np.float64) for name, value in linear.items()}
@@ -160,10 +160,9 @@ def _weights_bound(
 
 
 def _cut_scores_bound(q: Array, k: Array, options: dict[str, Any]) -> Array:
-    """The error of the LSE by the truncated sums of scores, shaped like it: see docs/testing.md.
+    """The error of the LSE by the truncated sums of scores, shaped like the LSE: see docs/testing.md.
 
-    With k in the place of v the output is the mean of the keys over the weights, and its products with q are the means
-    of the terms.
+    With k as v the output is the weighted mean of the keys, and its products with q are the means of the terms.
     """
     plain = {name: value for name, value in options.items() if name != "dropout_p"}
     descales = [plain.get(name) for name in ("q_descale", "k_descale") if plain.get(name) is not None]
@@ -214,7 +213,7 @@ def check_output(
 ) -> float:
     """`assert_output_close` against the oracle's answer for these inputs and options.
 
-    compute, weights_dtype: see `forward_bounds`; the inputs are rounded to ``compute`` here.
+    compute, weights_dtype: see `forward_bounds`. This function rounds the inputs to ``compute``.
     """
     if compute is not None:
         q, k, v = round_inputs(q, k, v, compute)
@@ -224,7 +223,10 @@ def check_output(
 
 
 def compare(name: str, actual: Array, expected: Array, bound: Array, repro: str) -> float:
-    """Fail with the worst row (along the last axis) unless |actual - expected| <= bound."""
+    """Raise AssertionError with the worst row (along the last axis) unless |actual - expected| <= bound.
+
+    Returns the largest |actual - expected| / bound.
+    """
     if actual.shape != expected.shape:
         raise AssertionError(f"{name} has shape {actual.shape} instead of {expected.shape}\n{repro}")
     actual = actual.astype(np.float64)
