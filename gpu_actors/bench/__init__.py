@@ -1,6 +1,6 @@
-"""Benchmarks, which ``gpu-actors bench`` runs: each of SUITES is a function that gives figures.
+"""Benchmarks for ``gpu-actors bench``: each of SUITES is a function that returns figures.
 
-The suites of a GPU are built of the other modules: stage opens the device, and suite checks and times each case.
+The GPU suites use the other modules: stage opens the device, and suite checks and times each case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUITES = {
     "plan": "plan.run",
     "serve": "serve.run",
 }
-"""The module and the function of each suite."""
+"""The module and function of each suite."""
 
 _LIBRARIES = ("numpy", "pykka", "anyio", "uvloop", "cupy-cuda13x", "nvidia-cuda-nvrtc", "uvicorn", "starlette")
 
@@ -51,7 +51,7 @@ def environment() -> dict[str, object]:
 
 
 def in_rows(figures: Mapping[str, Any]) -> str:
-    """Figures as JSON with one line for each name, and one for each row of a table."""
+    """Figures as JSON with a line for each name, and a line for each row of a table."""
     lines = [f"  {json.dumps(name)}: {_in_rows(value)}" for name, value in figures.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -1,4 +1,4 @@
-"""Arrays for measurements, random or poisoned, on the host or in a GPU's memory, and a case's requests with them."""
+"""Arrays for measurements, random or poisoned, on the host or on a GPU, and the requests of a case with them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from gpu_actors.runtime.reply import Reply
 __all__ = ["Arrays", "CupyArrays", "HostArrays", "OperandSet", "adopted", "has_special", "make_operands", "submit"]
 
 _POOL = 16_777_213
-"""A prime near 2^24: consecutive rows from a pool of so many numbers, which wrap around its end, never repeat."""
+"""The size of the pool of random numbers: a prime near 2^24, so that rows that wrap around its end do not repeat."""
 _POISON = 0xFF
-"""A byte that makes a NaN in every floating-point format here."""
-_WITHOUT_NAME = ("float8_e4m3fn", "float8_e5m2")  # in CuPy
+"""A byte that fills a NaN of every floating-point format used here."""
+_WITHOUT_NAME = ("float8_e4m3fn", "float8_e5m2")  # dtypes that CuPy lacks
 
 
 class Arrays(Protocol):
-    """Makes arrays, of dtypes by their NumPy or ml_dtypes names."""
+    """Makes arrays. Dtypes are given by their NumPy or ml_dtypes names."""
 
     def random(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Normal numbers, different ones in every call."""
+        """An array of normally distributed numbers, different in every call."""
 
     def poisoned(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """All NaN."""
+        """An array full of NaN."""
 
     def integers(self, values: Any) -> Any:
-        """int32."""
+        """An int32 array."""
 
     def host(self, array: Any) -> np.ndarray[Any, Any]:
-        """A copy on the host. The array's work must be over."""
+        """A copy on the host. The work on the array must have finished."""
 
     def ready(self) -> None:
-        """Wait until every array so far has its values, for work on streams that do not wait."""
+        """Wait until every array made so far has its values, for work on streams that do not wait for them."""
 
     def trim(self) -> None:
         """Free memory that no array uses."""
@@ -124,7 +124,7 @@ class CupyArrays:
 
 
 def has_special(array: np.ndarray[Any, Any]) -> bool:
-    """Whether it has a NaN or an infinity. It tests bits, which for 16-bit floats is many times faster."""
+    """Whether an array has a NaN or an infinity. For 16-bit floats it tests bits, which is many times faster."""
     masks = {"bfloat16": 0x7F80, "float16": 0x7C00}
     mask = masks.get(array.dtype.name)
     if mask is None:
@@ -138,14 +138,14 @@ def adopted(array: Any) -> AnyArray:
 
 
 OperandSet: TypeAlias = dict[str, Any]
-"""q, k, v, and for a backward dout, out and lse; for a decode q, k_cache, v_cache, block_table, cache_seqlens and, on
-the host, pages."""
+"""The operands by name: q, k, v, and for a backward dout, out and lse. For a decode q, k_cache, v_cache, block_table,
+cache_seqlens and, on the host, pages."""
 
 _POISON_PAGE = 2_147_480_000
 
 
 def make_operands(case: Case, arrays: Arrays, context: GpuContext, seed: int) -> OperandSet:
-    """Random operands. A backward's out and lse come from the context's forward, whose errors are raised."""
+    """Random operands. A backward's out and lse come from a forward in the context. Raises the forward's errors."""
     if case.kind == "decode":
         return _paged(case, arrays, seed)
     shapes = {"q": case.q_shape, "k": case.kv_shape, "v": case.kv_shape}
@@ -189,7 +189,7 @@ _SUBMIT: dict[str, Callable[[Case, GpuContext, OperandSet], Reply[Any]]] = {
 
 
 def _paged(case: Case, arrays: Arrays, seed: int) -> OperandSet:
-    """A pool of the exact size, with each sequence's pages scattered over it."""
+    """The operands of a decode: a pool of the exact size, with each sequence's pages scattered over it."""
     rng = np.random.default_rng(seed)
     pages = rng.permutation(case.batch * case.pages).astype(np.int32).reshape(case.batch, case.pages)
     unused = np.full((case.batch, 1), _POISON_PAGE, np.int32)

@@ -1,8 +1,8 @@
 """The cost of a request beside ``asyncio.to_thread``: ``gpu-actors bench bridge``.
 
 Both are measured in turns in one run, so other work of the machine slows both. The request is empty: a forward of
-one row on a mock device that computes nothing, from validation to the await. It is compared with a thread of the loop's
-own pool that calls an empty function. The budget: cheaper at 1 and at 256 concurrent.
+one row on a mock device that computes nothing, from validation to the await. ``asyncio.to_thread`` calls an empty
+function in the loop's own pool of threads. The budget: a request is cheaper alone and with 256 concurrent awaits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _CROWD = 4096
 def run(
     concurrency: Sequence[int] = (16, 256, _CROWD), latencies: int = 400, requests: int = 16384, rounds: int = 7
 ) -> dict[str, object]:
-    """Median latency alone (microseconds), throughput (thousands a second) and their ratios, for each event loop.
+    """Median latency alone (microseconds), throughput (thousands per second) and their ratios, for each event loop.
 
-    concurrency: concurrent awaits.
-    latencies: calls of each kind that are timed alone, in each of several rounds with new threads, because the cost of
-        a wake-up depends on the core of the thread.
-    requests: calls of each kind and concurrency.
+    concurrency: the numbers of concurrent awaits.
+    latencies: the calls of each kind that are timed alone, in each of several rounds. Each round has new threads,
+        because the cost of a wake-up depends on the core of the thread.
+    requests: the calls of each kind for each concurrency.
     A ratio above 1 says how many times the service is faster than ``asyncio.to_thread``. uvloop is None if it is not
     installed.
     """
@@ -108,7 +108,7 @@ async def _latencies(kinds: dict[str, Ask], calls: int, turn: int = 50) -> dict[
                 start = time.perf_counter()
                 await ask()
                 times[kind].append(time.perf_counter() - start)
-    # The first turn of each kind started threads and filled caches.
+    # The first turn of each kind is left out: it starts threads and fills caches.
     medians = {kind: statistics.median(seconds[turn:]) * 1e6 for kind, seconds in times.items()}
     return _rounded(medians) | {"ratio": round(medians["to_thread"] / medians["service"], 2)}
 
@@ -124,7 +124,7 @@ async def _throughputs(kinds: dict[str, Ask], crowd: int, calls: int) -> dict[st
 
 
 def _on_two_loops(ctx: GpuContext, turns: int = 3) -> dict[str, float]:
-    """Two threads, each with its own loop and 4,096 concurrent awaits."""
+    """The throughput with two threads, each with its own loop and 4,096 concurrent awaits."""
     kinds: dict[str, Ask] = {"service": _request(ctx), "to_thread": _to_thread}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(turns):
@@ -149,7 +149,7 @@ def _run(loop: Loop, main: Coroutine[Any, Any, T]) -> T:
 
 
 def _rates(rates: dict[str, float]) -> dict[str, float]:
-    """Thousands of calls a second, and how many times the service is faster."""
+    """Thousands of calls per second, and how many times the service is faster."""
     thousands = {kind: rate / 1e3 for kind, rate in rates.items()}
     return _rounded(thousands) | {"ratio": round(rates["service"] / rates["to_thread"], 2)}
 

@@ -1,7 +1,7 @@
 """The cases of the GPU suites: attention problems, their work and their traffic.
 
-FLOPs are counted as usual: 4 * rows * keys * dim * heads for a full mask, half for a causal one, 2.5 times that for a
-backward pass. Bytes: each operand once, which is the minimum.
+FLOPs are counted as usual: 4 * rows * keys * dim * heads for a full mask, half of that for a causal mask, 2.5 times as
+many for a backward pass. Bytes count each operand once, which is the minimum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BACKWARD = 2.5  # five products instead of two
 class Case:
     """One problem.
 
-    rows, keys: of each sequence.
-    window: left bound, or None.
-    page_size: keys of a page of a decode's cache.
+    rows, keys: the rows and keys of each sequence.
+    window: the left bound of the window, or None.
+    page_size: the keys per page of a decode's cache.
     """
 
     kind: Kind = "forward"
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Short, for tables and plots."""
+        """A short name, for tables and plots."""
         dtype = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}.get(self.dtype, self.dtype)
         lengths = f"{_short(self.keys)}" if self.rows == self.keys else f"{self.rows}x{_short(self.keys)}"
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}/{self.kv_heads}"
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """The pairs of a row and a key that it sees, of one head, over the batch. A causal mask counts as half."""
+        """The pairs of a row and a key that it sees, for one head and the whole batch. A causal mask counts as half."""
         if self.window is not None:
             keys = [min(row + self.keys - self.rows, self.window) + 1 for row in range(self.rows)]
             return self.batch * sum(keys)
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The least traffic with the device's memory."""
+        """The least traffic with the device's memory, in bytes."""
         item = _SIZES[self.dtype]
         out = max(item, 2)
         q = self.batch * self.rows * self.heads * self.head_dim
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """The pages of one sequence of a decode."""
+        """The number of pages of one sequence of a decode."""
         return math.ceil(self.keys / self.page_size)
 
     def options(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Case:
         return options
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The case as a JSON object."""
         return {"name": self.name, **asdict(self), "flops": self.flops, "bytes": self.bytes}
 
 
@@ -108,7 +108,7 @@ def _short(length: int) -> str:
     return f"{length >> 10}k" if length % 1024 == 0 else str(length)
 
 
-_TOKENS, _WIDTH = 16_384, 2048  # of a forward: constant in the usual plots
+_TOKENS, _WIDTH = 16_384, 2048  # batch * rows and heads * head_dim: constant in the usual plots
 
 
 def _usual(dim: int, length: int, **more: Any) -> Case:
@@ -134,7 +134,7 @@ def forward_cases(quick: bool = False) -> list[Case]:
 
 
 def backward_cases(quick: bool = False) -> list[Case]:
-    """The cases of the backward suite, likewise."""
+    """The cases of the backward suite, the most important ones first."""
     cases = [_usual(128, 8192, causal=causal, kind="backward") for causal in (True, False)]
     cases += [_usual(64, 8192, causal=True, kind="backward")]
     if quick:
@@ -152,7 +152,7 @@ def _decode(batch: int, keys: int, rows: int = 1, **more: Any) -> Case:
 
 
 def decode_cases(quick: bool = False) -> list[Case]:
-    """The cases of the decode suite, likewise: one new row, then several (speculative decoding)."""
+    """The cases of the decode suite, important ones first: one new row, or several (speculative decoding)."""
 
     cases = [_decode(8, 8192), _decode(32, 8192), _decode(1, 2048)]
     if quick:
@@ -169,9 +169,9 @@ def decode_cases(quick: bool = False) -> list[Case]:
 
 
 def first_cases(small: bool = False) -> list[Case]:
-    """What is looked at first on a GPU: long prompts, one sequence and many being decoded, and a step of training.
+    """The cases to measure first on a GPU: long prompts, decodes of one and of many sequences, and a backward.
 
-    small: such that a CPU runs them in seconds.
+    small: return cases that a CPU runs in seconds.
     """
     if small:
         sizes: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float16"}

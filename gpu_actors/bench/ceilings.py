@@ -18,17 +18,17 @@ __all__ = ["REPEATS", "Ceilings", "measure_ceilings", "measure_host_copy"]
 _SIDE = 8192
 _COPY, _HOST_COPY = 1 << 30, 1 << 24
 REPEATS = 12
-"""The calls that each ceiling is the median of."""
+"""The number of calls per ceiling. The median time counts."""
 _PLAN = Plan(warmup=2, repeats=REPEATS, turns=3)
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The ceilings of one run. None if one could not be measured.
+    """The ceilings of one run. A ceiling that could not be measured is None.
 
     matmul: TFLOP/s of an 8192^3 product on random data, in the dtype and by the library that `how` names.
     copy: GB/s. Bytes read and bytes written both count.
-    how: how they were measured, or why not.
+    how: how they were measured, or why they were not.
     """
 
     matmul: float | None = None
@@ -37,7 +37,7 @@ class Ceilings:
 
 
 def measure_ceilings(arrays: CupyArrays, clock: EventClock, handle: int) -> Ceilings:
-    """handle: the clock's stream."""
+    """Measure the ceilings of a GPU. handle: the handle of the clock's stream."""
     notes: list[str] = []
     copy = _median(functools.partial(_copy, arrays, handle), clock, notes)
     matmul = None
@@ -58,7 +58,7 @@ def measure_ceilings(arrays: CupyArrays, clock: EventClock, handle: int) -> Ceil
 
 
 def measure_host_copy(clock: EventClock) -> Ceilings:
-    """That of a copy in the host's memory, for devices that are the host."""
+    """Measure the ceiling of a copy in the host's memory, for devices that run on the host."""
     source, target = np.ones(_HOST_COPY, np.uint8), np.zeros(_HOST_COPY, np.uint8)
     milliseconds = _median(lambda: functools.partial(np.copyto, target, source), clock, [])
     return Ceilings(None, None if milliseconds is None else 2 * _HOST_COPY / milliseconds / 1e6, "on the host")
@@ -67,7 +67,7 @@ def measure_host_copy(clock: EventClock) -> Ceilings:
 def _median(make: Callable[[], Call], clock: EventClock, notes: list[str]) -> float | None:
     try:
         timing = measure_in_turns({"": [make()]}, clock, _PLAN)[""]
-    except Exception as error:  # an installed library that does not work
+    except Exception as error:  # an installed library may be broken
         notes.append(f"{type(error).__name__}: {error}")
         return None
     if timing.times is None:

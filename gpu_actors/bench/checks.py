@@ -1,11 +1,10 @@
 """Checks the results of a kernel before it is timed: slices against the float64 oracle, by the tests' tolerance rule.
 
-A whole output of 8k rows would take the oracle minutes, so blocks of rows are compared, of the first, the last and some
-other heads and sequences, which are random for every case. Every element is checked for NaN, which the outputs had
-before.
+A whole output of 8k rows would take the oracle minutes, so only blocks of rows are compared: of the first and the last
+head and sequence, and of random ones. Every element is checked for NaN, because outputs are filled with NaN before.
 
-Of gradients, a block of rows with all the keys that it sees has its whole dq. A block of keys with all the rows that
-see it has its whole dk and dv, if the rows' LSE and output are given.
+For gradients, a block of rows with all the keys that it sees is enough to compute its dq. A block of keys with all the
+rows that see it is enough to compute its dk and dv, if the rows' LSE and output are given.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ROWS = 64
 class Checked(NamedTuple):
     """The result of a check.
 
-    slices: how many were compared.
+    slices: the number of slices that were compared.
     worst: the largest |out - reference| / bound, below 1.
     """
 
@@ -94,20 +93,20 @@ def check_decode(
 def visible_part(case: Case, rows: slice) -> slice:
     """The keys that form a smaller problem with these rows.
 
-    Causal masks and left bounds count from the last row's last key: without the keys behind it, the rows see the same
-    keys.
+    Causal masks and left bounds count from the last row's last key, so the rows see the same keys without those after
+    it.
     """
     return slice(0, max(0, rows.stop + case.keys - case.rows) if case.causal else case.keys)
 
 
 def _places(case: Case, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
-    """(sequence, head): the first, the last and a random one."""
+    """Pairs (sequence, head): the first, the last and a random pair."""
     drawn = (int(rng.integers(case.batch)), int(rng.integers(case.heads)))
     yield from sorted({(0, 0), (case.batch - 1, case.heads - 1), drawn})
 
 
 def _blocks(rows: int, rng: np.random.Generator) -> Iterator[slice]:
-    """Blocks of 64 rows: the first, the last and a random one."""
+    """Blocks of 64 rows: the first, the last and a random block."""
     last = max(0, rows - _ROWS)
     for start in sorted({0, last, int(rng.integers(last + 1))}):
         yield slice(start, min(start + _ROWS, rows))
@@ -123,7 +122,7 @@ def check_backward(
 ) -> Checked:
     """Raise AssertionError with the worst row if gradients are wrong.
 
-    operands: q, k, v, dout, out, lse (batch, heads, rows). There are as many rows as keys.
+    operands: q, k, v, dout, out, and lse (batch, heads, rows). The numbers of rows and keys must be equal.
     gradients: dq, dk, dv.
     The forward output is checked first, because the expected dk and dv depend on it.
     """
@@ -142,7 +141,7 @@ def check_backward(
 def _rows(
     case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], sequence: int, head: int, rows: slice
 ) -> float:
-    """dq of a block of rows."""
+    """Check dq of a block of rows. Returns the largest error / bound."""
     heads, kv = slice(head, head + 1), head * case.kv_heads // case.heads
     keys = visible_part(case, rows)
     q, dout, dq = (_part(x, sequence, rows, heads) for x in (operands["q"], operands["dout"], gradients["dq"]))
@@ -153,7 +152,7 @@ def _rows(
 def _keys(
     case: Case, operands: Mapping[str, Array], gradients: Mapping[str, Array], sequence: int, kv: int, keys: slice
 ) -> float:
-    """dk and dv of a block of keys, which the rows before it do not see under a causal mask."""
+    """Check dk and dv of a block of keys. Under a causal mask earlier rows do not see it, and are left out."""
     rows = slice(keys.start if case.causal else 0, case.rows)
     ratio = case.heads // case.kv_heads
     heads = slice(kv * ratio, (kv + 1) * ratio)
@@ -173,7 +172,7 @@ def _part(array: Array, sequence: int, rows: slice, heads: slice) -> Array:
 def _compare(
     case: Case, slices: Mapping[str, Array], arguments: tuple[Any, ...], place: str, saved: Mapping[str, Any]
 ) -> float:
-    """Check the slices' gradients. Those of which a slice has only a part are replaced by the oracle's."""
+    """Check the gradients in ``slices``. The oracle's replace the others, because a slice has only a part of them."""
     options = {**case.options(), **saved}
     reference = attention_backward(*arguments, **options)
     names = ("dq", "dk", "dv")

@@ -33,7 +33,7 @@ extern "C" __global__ void scale(__half* x, float factor, int n) {
 
 
 def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dict[str, object]:
-    """Times of a small kernel that includes cuda_fp16.h, through a cache in a temporary folder."""
+    """Time a small kernel that includes cuda_fp16.h, with a cache in a temporary folder."""
     start = time.perf_counter()
     load_nvrtc()
     load = time.perf_counter() - start
@@ -61,9 +61,9 @@ def measure(arch: str = "sm_90a", compiles: int = 7, lookups: int = 2000) -> dic
 
 
 def run(arch: str = "sm_90a") -> dict[str, object]:
-    """`measure`, and the cold compile of each kernel that ``gpu-actors warm --backward`` compiles, in seconds.
+    """`measure`, and the seconds of a cold compile of each kernel that ``gpu-actors warm --backward`` compiles.
 
-    The least of three compiles of each variant, because other work of the machine only adds time.
+    Each variant is compiled three times and the least time counts, because other work of the machine only adds time.
     """
     from gpu_actors.kernels.variants import kv_variants, standard_variants, usual_backward_keys, variant_of
 
@@ -85,11 +85,11 @@ def run(arch: str = "sm_90a") -> dict[str, object]:
 
 
 def beside_cupy(arch: str = "sm_90a", times: int = 5) -> dict[str, object]:
-    """The cold compile of one bfloat16 variant of each forward kernel, in turns with that of CuPy's RawModule.
+    """Time cold compiles of one bfloat16 variant of each forward kernel, in turns with those of CuPy's RawModule.
 
-    Seconds, medians and the least. CuPy names the architecture without its "a", so a kernel for one exact architecture
-    does not compile there: "cupy_s" has the error, and "cupy_exact_arch_s" is the time of the same path with the full
-    name.
+    Times are in seconds, the median and the least. CuPy names the architecture without its "a", so a kernel for one
+    exact architecture does not compile there: "cupy_s" then has the error, and "cupy_exact_arch_s" the times of the
+    same path with the full name.
     """
     from gpu_actors.kernels.variants import standard_variants, variant_of
 
@@ -157,7 +157,7 @@ def _variant(number: int, arch: str) -> Variant:
 
 
 def _disk_lookups(folder: str, variant: Variant, rounds: int) -> Iterator[float]:
-    """Lookups from disk: the memory's bound is smaller than any cubin. The key is cached."""
+    """Times of lookups from disk: the bound of the memory is smaller than any cubin. The key is cached."""
     cache = CubinCache(folder, max_memory_bytes=0)
     cache.key(variant)
     for _ in range(rounds):

@@ -1,9 +1,9 @@
 """The cost of a request on the host: ``gpu-actors bench host``, which needs no GPU.
 
-Only the driver is replaced, by one that takes no time and computes nothing (`NullApi`). Each kind of request is
-measured in turns with ``asyncio.to_thread`` in one run, so other work of the machine slows both: with kernels that take
-no time beside an empty function, and with kernels of 50 us beside a function that sleeps as long. A ratio below 1 says
-that the request is cheaper.
+A driver that takes no time and computes nothing (`NullApi`) replaces the real one; everything else is real. Each kind
+of request is measured in turns with ``asyncio.to_thread`` in one run, so other work of the machine slows both. Kernels
+that take no time are compared with an empty function, kernels of 50 us with a function that sleeps as long. A ratio
+below 1 means that the request is cheaper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_actors.options import ContextOptions
 __all__ = ["KINDS", "run"]
 
 Ask: TypeAlias = Callable[[int], Awaitable[object]]
-"""Makes one request. The argument is its index among concurrent ones, which write to different arrays."""
+"""Makes one request. The argument is its index among concurrent requests, each of which writes to its own array."""
 
 KINDS = ("forward", "backward", "decode", "paged", "append", "attend")
 KERNEL_SECONDS = 50e-6
@@ -41,10 +41,10 @@ _addresses = itertools.count(1 << 50, 1 << 32)
 
 
 def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
-    """Microseconds a request and their ratio to ``asyncio.to_thread``, by kind, and the driver's calls of one request.
+    """Microseconds per request, their ratio to ``asyncio.to_thread``, and the driver's calls of a request, by kind.
 
-    requests: of each kind and way to wait: alone, 64 together by gather, and 64 together awaited in turn. "steps" are
-    of a model of 32 layers, for one sequence and for 64, one step after the other.
+    requests: the number of requests of each kind and each way to wait: alone, 64 together by gather, and 64 together
+    awaited in turn. "steps" are steps of a model of 32 layers, for one sequence and for 64, one after the other.
     """
     figures: dict[str, Any] = {
         name: asyncio.run(_measured(kinds, requests, seconds))
@@ -58,11 +58,11 @@ def run(kinds: Sequence[str] = KINDS, requests: int = 1000) -> dict[str, Any]:
 
 class _NullDevice(CudaDevice):
     def note_caller(self) -> None:
-        """Note no stream: CuPy would call the real driver, which may be missing."""
+        """Note nothing: asking CuPy for its stream would call the real driver, which may be missing."""
 
 
 def _open(api: NullApi) -> GpuContext:
-    options = ContextOptions(qualify="off")  # nothing computes there
+    options = ContextOptions(qualify="off")  # kernels compute nothing here, so no proof would hold
     return start_context(lambda: _NullDevice(0, options, api), options)
 
 
@@ -84,7 +84,7 @@ def _beside(seconds: Mapping[str, float], kind: str) -> dict[str, float]:
 async def _in_turns(
     asks: Mapping[str, Ask], wait: Callable[[Ask], Awaitable[tuple[float, int]]], requests: int
 ) -> dict[str, float]:
-    """The median of the seconds a request, by kind. The first turn of each starts threads and fills caches."""
+    """The median seconds per request, by kind. The first turn of each does not count: it starts threads."""
     times: dict[str, list[float]] = {kind: [] for kind in asks}
     while len(next(iter(times.values()))) <= requests // _TURN:
         for kind, ask in asks.items():
@@ -114,10 +114,10 @@ async def _in_turn(ask: Ask) -> tuple[float, int]:
 
 
 async def _steps(batch: int, steps: int) -> dict[str, Any]:
-    """A step of `_LAYERS` layers, each with a new row, beside ``asyncio.to_thread``, and the driver's calls of one.
+    """Steps of `_LAYERS` layers with a new row, compared with ``asyncio.to_thread``, and the driver's calls of a step.
 
-    "captured": a step that replays the layers of another one, which a graph has. "queries": whether a stream is being
-    captured, which enqueue nothing.
+    "captured": a step that replays another step's layers, which a graph has. "queries": calls that ask whether a stream
+    is being captured. They enqueue nothing, and "driver_calls" leaves them out.
     """
     api = NullApi()
     context = _open(api)
@@ -167,7 +167,7 @@ async def _steps(batch: int, steps: int) -> dict[str, Any]:
 
 
 async def _driver_calls(kinds: Sequence[str], requests: int = 200) -> dict[str, dict[str, float]]:
-    """How often a warm request makes each of the driver's calls, by kind."""
+    """The mean number of each of the driver's calls in a warm request, by kind of request."""
     api = NullApi()
     context = _open(api)
     figures = {}
@@ -198,7 +198,7 @@ def _to_thread(seconds: float) -> Ask:
 
 
 async def _ask(context: GpuContext, kind: str) -> Ask:
-    """A request to a warm context: the first answer is awaited, so its kernels are compiled."""
+    """A request of this kind. The first one is awaited here, so its kernels are compiled already."""
     ask = await _MAKE[kind](context)
     await ask(0)
     return ask
@@ -260,7 +260,7 @@ async def _cache(context: GpuContext, count: int = _CROWD, layers: int = 1) -> t
     cache = context.kv_cache(
         num_blocks=1 << 14, page_size=_PAGE, kv_heads=_HEADS_KV, head_dim=_DIM, dtype="float16", layers=layers
     )
-    opened = await cache.__aenter__()  # closed with the context
+    opened = await cache.__aenter__()  # the end of the context closes it
     return opened, [await opened.create() for _ in range(count)]
 
 

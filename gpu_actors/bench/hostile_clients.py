@@ -1,7 +1,7 @@
 """Greedy and hostile clients, and their effect on others.
 
-Each kind loads a server beside the clients of `gpu_actors.bench.serve`, from another address. The figures are those of
-the others. ``unkind`` counts the answers to the unkind ones.
+Each kind loads a server beside the clients of `gpu_actors.bench.serve`, from another address. The figures describe
+the other, well-behaved clients. ``unkind`` counts the answers to the hostile clients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def request(body: bytes, deadline: float, headers: str = "") -> bytes:
 
 
 def unkind_figures(measure: Measure, port: int, seconds: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The figures of clients beside each of these kinds: those of a `Load`, with kind_ones, beside and unkind."""
+    """The figures of well-behaved clients beside each of these kinds: a `Load`'s, and kind_ones, beside, unkind."""
     return [asyncio.run(_beside(measure, port, name, seconds)) for name in kinds]
 
 
@@ -43,7 +43,7 @@ async def _beside(measure: Measure, port: int, name: str, seconds: float) -> dic
     answers: Counts = Counter()
     until = time.monotonic() + seconds
     unkind = [asyncio.create_task(_again(kind, port, until, answers)) for _ in range(count)]
-    await asyncio.sleep(0.1)  # they come first
+    await asyncio.sleep(0.1)  # the hostile clients come first
     load = await measure(port, _BESIDE, seconds, deadline=_DEADLINE)
     for task in unkind:
         task.cancel()
@@ -90,7 +90,7 @@ async def _ask(port: int, content: dict[str, Any], answers: Counts) -> None:
     try:
         body = json.dumps({"model": "tiny", "temperature": 1, **content}).encode()
         writer.write(request(body, 60.0, "Connection: close\r\n"))
-        with contextlib.suppress(ConnectionError):  # it may be answered before all of it is sent
+        with contextlib.suppress(ConnectionError):  # the answer may come before the whole request is sent
             await writer.drain()
         answer = await reader.read()
         answers[answer.split(b" ", 2)[1].decode() if answer else "closed"] += 1

@@ -1,6 +1,6 @@
 """The cost of importing the package, and the size of its wheel: ``gpu-actors bench imports``.
 
-The budget of ``import gpu_actors`` is three times ``import numpy``, of which it is a part.
+The budget of ``import gpu_actors`` is three times the time of ``import numpy``, which is part of it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def run(imports: int = 25) -> dict[str, object]:
 def import_times(imports: int = 25) -> dict[str, dict[str, float]]:
     """Seconds, processor seconds and modules of ``import numpy`` and ``import gpu_actors``, with the ratios of times.
 
-    Every import has an interpreter of its own. The two take turns, because other work on the machine comes and goes.
-    The times are medians, and the least. NumPy starts threads, whose processor time counts as well.
+    Every import has its own interpreter. The two take turns, because other work on the machine varies. Times are the
+    median and the least. NumPy starts threads; their processor time counts too.
     """
     rows: dict[str, list[list[float]]] = {"numpy": [], "gpu_actors": []}
     with tempfile.TemporaryDirectory() as folder:
-        # The files are compiled once, whatever the environment says, and read from then on.
+        # The files are compiled once and read from then on, even if the environment says otherwise.
         environment = os.environ | {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
         for _ in range(imports + 1):
             for module, row in rows.items():

@@ -1,7 +1,7 @@
 """Other attention libraries, which run beside the kernels if they are installed.
 
-Each gets the same arrays, through DLPack, and the same stream. Its errors are reported. Its results are compared with
-the checked ones, so a wrong layout is not timed. The report's environment has the versions.
+Each library gets the same arrays, through DLPack, and the same stream. Its errors are reported. Its results are
+compared with the checked results, so a wrong layout is not timed. The report's environment has the versions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Peer(NamedTuple):
     prepare: Callable[[Case, Sequence[OperandSet], int], Prepared]
 
     def obstacle(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Why the library cannot run here, or None."""
         top = self.module.partition(".")[0]
         if importlib.util.find_spec(top) is None or importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
@@ -60,7 +60,7 @@ def peers_for(kind: Kind) -> list[Peer]:
 
 
 def agrees(case: Case, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> bool:
-    """Whether two outputs are equal except for rounding: the norm of their difference is below 2% of ours."""
+    """Whether two outputs are equal except for rounding: their difference has at most 2% of the norm of ours."""
     if ours.shape != theirs.shape:
         return False
     step = max(1, ours.shape[1] // 64)
@@ -72,7 +72,7 @@ def agrees(case: Case, ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any])
 
 
 def _tensor(array: Any) -> Any:
-    """A torch tensor over a CuPy array. It goes through integers: not every version supports bfloat16 in DLPack."""
+    """A torch tensor over a CuPy array. It passes integers, because not every version supports bfloat16 in DLPack."""
     import torch
 
     if array.dtype == ml_dtypes.bfloat16:
@@ -145,7 +145,7 @@ def _flash_attn_4(case: Case, sets: Sequence[OperandSet], handle: int) -> Prepar
 def _through_autograd(
     case: Case, sets: Sequence[OperandSet], handle: int, attend: Callable[..., Any], heads_first: bool
 ) -> Prepared:
-    """Calls through autograd. A backward times only the gradients.
+    """Prepare calls through autograd. In a backward only the gradients are timed.
 
     attend: called with q, k, v.
     heads_first: whether they are (batch, heads, rows, dim).

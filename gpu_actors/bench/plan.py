@@ -1,7 +1,7 @@
 """The time of splitting a decode launch, and the balance of the modelled work.
 
-It needs no GPU. The figures are medians over many plans on the calling thread, in microseconds, and the largest load of
-a block over the mean. A load counts tiles of keys and the cost of beginning a piece
+It needs no GPU. The figures are the median time over many plans on the calling thread, in microseconds, and the
+balance: the largest load of a block over the mean load. A load counts tiles of keys and the cost of beginning a piece
 (`gpu_actors.kernels.decode_schedule`). The budgets are 1,000 us for 4,096 sequences and a balance of 1.1 on a batch in
 which few sequences are long.
 """
@@ -27,7 +27,7 @@ _REPEATS = 200
 
 
 def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> AttentionProblem:
-    """One new row a sequence over pages of 64, 64 query heads on 8 of dim 128 in bfloat16."""
+    """One new row per sequence over pages of 64 keys, with 64 query heads, 8 KV heads and head_dim 128 in bfloat16."""
     batch, columns = lengths.size, -(-int(lengths.max()) // 64)
     return example_problem(
         "bfloat16",
@@ -47,7 +47,7 @@ def problem_of(lengths: npt.NDArray[np.int32], num_splits: int = 0) -> Attention
 
 
 def batches() -> dict[str, npt.NDArray[np.int32]]:
-    """Lengths of batches, by name. skewed: two long sequences among short ones. mixed: lengths of many magnitudes."""
+    """Lengths of batches, by name. skewed: two long sequences among short ones. mixed: lengths from 16 to 16,384."""
     rng = np.random.default_rng(0)
     skewed = rng.integers(64, 512, 256).astype(np.int32)
     skewed[[17, 101]] = 65_536, 32_768
@@ -60,13 +60,13 @@ def batches() -> dict[str, npt.NDArray[np.int32]]:
 
 
 def loads(schedule: Schedule) -> npt.NDArray[np.int64]:
-    """The modelled work of each range: its tiles of keys, and ITEM_UNITS for each piece it begins."""
+    """The modelled work of each range: its tiles of keys, and ITEM_UNITS for each piece that it begins."""
     positions, load = schedule
     entry, head, tile = (positions[:, column].astype(np.int64) for column in range(3))
-    index = np.minimum(entry, load.tiles.size - 1)  # the end has head and tile 0
+    index = np.minimum(entry, load.tiles.size - 1)  # the end position has head and tile 0
     count, cut = load.tiles[index], load.pieces[index]
     tile_at = before(load.tiles * load.heads)[entry] + head * count + tile
-    # With pinned splits every position begins a piece. Without, a range that ends inside an item has one more.
+    # With pinned splits every position begins a piece. Otherwise a range that ends inside an item has one piece more.
     pieces_before = -(-tile * cut // np.maximum(count, 1)) if load.splits else np.zeros_like(tile)
     piece_at = before(load.pieces * load.exists * load.heads)[entry] + head * cut + pieces_before
     pieces = np.diff(piece_at) + ((tile[1:] > 0) & (load.splits == 0))
@@ -75,14 +75,14 @@ def loads(schedule: Schedule) -> npt.NDArray[np.int64]:
 
 
 def balance(schedule: Schedule) -> float:
-    """The largest load over the mean of the ranges that have work. 1.0 is optimal."""
+    """The largest load over the mean load of the ranges that have work. 1.0 is optimal."""
     work = loads(schedule)
     busy = int((work > 0).sum())
     return float(work.max() * busy / work.sum()) if busy else 1.0
 
 
 def run() -> dict[str, object]:
-    """For each batch its number of sequences, the median microseconds of planning it, and the balance."""
+    """For each batch the number of sequences and of ranges, the median microseconds of a plan, and the balance."""
     return {name: _measure(lengths) for name, lengths in batches().items()}
 
 

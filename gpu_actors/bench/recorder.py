@@ -1,8 +1,8 @@
 """Records the service's launches, to measure a kernel without the service.
 
-A `RecordingContext` runs on a `RecordingDevice`, which forwards everything and stores the launches on request. The
-launch of a request, with all of its kernels, can then be repeated on another stream. This module does not know how
-requests become launches.
+A `RecordingContext` runs on a `RecordingDevice`, which forwards everything and can store launches. The launch of a
+request, with all of its kernels, can then be repeated on another stream. This module does not depend on how requests
+become launches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RecordingContext", "RecordingDevice", "for_timing"]
 
 
 class RecordingContext(open_context):
-    """`open_context` whose launches pass through ``recorder``, which exists once it is open."""
+    """`open_context` whose launches pass through ``recorder``. The recorder exists once the context is open."""
 
     recorder: RecordingDevice
 
@@ -32,7 +32,7 @@ class RecordingContext(open_context):
 
 
 class RecordingDevice(ForwardingDevice):
-    """Stores launches on request."""
+    """A device that can store the launches on it."""
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
@@ -41,7 +41,7 @@ class RecordingDevice(ForwardingDevice):
 
     @contextmanager
     def recording(self) -> Iterator[list[Launch]]:
-        """A context manager with the list of the launches that are made meanwhile, on all streams."""
+        """A context manager with a list of the launches that are made within it, on all streams."""
         with self._lock:
             launches: list[Launch] = []
             self._launches = launches
@@ -78,7 +78,7 @@ class _RecordingStream(Stream):
 def for_timing(launch: Launch, output: Callable[[str, tuple[int, ...], str], Any]) -> Launch:
     """The same launch into arrays of ``output(name, shape, dtype)``, without waits for other streams.
 
-    The work on its inputs' streams must be over.
+    The work on the streams of its inputs must have finished.
     """
     inputs = {name: _unordered(array) for name, array in launch.inputs.items()}
     outputs = {

@@ -28,7 +28,7 @@ COLUMNS = ("case", "subject", "ms", "p10", "p90", "TFLOP/s", "GB/s", "of ceiling
 def figures(
     suite: str, rows: Sequence[Row], settings: Settings, ceilings: Ceilings, gpu: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All figures, for JSON. ``of_ceiling``: of the copy's GB/s for a decode, else of the product's TFLOP/s."""
+    """All figures for JSON. ``of_ceiling``: the share of the copy's GB/s for decodes, else of the product's TFLOP/s."""
     return {
         "suite": suite,
         "kind": "measurement",
@@ -105,7 +105,7 @@ def _bars(
     subjects: int,
     colour: str,
 ) -> None:
-    """The bars of one subject. Rates fall as times rise, so that p90 of the time is the lower end of the rate."""
+    """The bars of one subject. Rates fall as times rise, so the p90 of the time is the lower end of the rate."""
     thick = 0.85 / subjects
     places = [cases.index(row["case"]["name"]) + (number - (subjects - 1) / 2) * thick for row in rows]
     rates = [row[rate] for row in rows]
@@ -134,7 +134,7 @@ def git_revision() -> str | None:
 
 
 def gpu_record(index: int) -> dict[str, Any]:
-    """The GPU's properties by CuPy and nvidia-smi. Clocks are the current ones."""
+    """The GPU's properties by CuPy and nvidia-smi. Clocks are the current clocks."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)

@@ -1,15 +1,15 @@
-"""How ``gpu-actors serve`` answers under load: ``gpu-actors bench serve``, or this module for numbers of your own.
+"""How ``gpu-actors serve`` answers under load: ``gpu-actors bench serve``, or this module with your own numbers.
 
     python -m gpu_actors.bench.serve --connections 1 16 256 1024 --seconds 20
     python -m gpu_actors.bench.serve --connections 256 --seconds 1800 --think 30
     python -m gpu_actors.bench.serve --connections 16 256 512 1024 --deadline 1.5 --impatient
 
-Starts the server with its tiny model on loopback, and that many clients for each number of connections. A client sends
-its next request for a stream as soon as the last one has ended, or once Retry-After has passed. Each stream is held
-against what it says of itself: its events are whole, all of one id that no other stream has, as many tokens as its
-usage counts, and [DONE] last. A request whose turn does not come by its deadline must be answered with 429 or 504.
-Goodput counts the streams whose end came within their deadline. Clients and server share this machine's CPUs, and the
-tiny model's arithmetic is nothing: the figures compare loads of one run, and say nothing of a GPU.
+Starts the server with its tiny model on loopback, and for each number of connections as many clients. A client sends
+its next request for a stream as soon as the last stream has ended, or once Retry-After has passed. Each stream is
+checked: its events must be complete, have one id that no other stream has, report the right numbers of tokens, and end
+with [DONE]. A request whose turn does not come by its deadline must be answered with 429 or 504.
+Goodput counts the streams that ended within their deadline. Clients and server share this machine's CPUs, and the tiny
+model computes almost nothing: the figures compare loads of one run, and say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ _STARTED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 @dataclass
 class Load:
-    """The clients' measurements. Times are in seconds, of streams that were answered with 200.
+    """The clients' measurements. Times are in seconds, and of streams that were answered with 200.
 
-    requests: requests sent.
-    answered: requests with a complete answer.
-    late: streams whose first event came after the deadline.
-    in_time: streams whose end came before the deadline.
-    last: when the last stream ended.
-    refused: seconds until each answer of 429.
-    faults: streams that contradict themselves.
-    queue: texts that the server admitted within each bound of seconds, by its own histogram. None without metrics.
-    memory: MiB of the server, at ten times and each minute.
+    requests: the number of requests sent.
+    answered: the number of requests with a complete answer.
+    late: the number of streams whose first event came after the deadline.
+    in_time: the number of streams that ended before the deadline.
+    last: the time at which the last stream ended.
+    refused: the seconds until each answer of 429.
+    faults: what was wrong with each faulty stream or connection.
+    queue: the number of texts that the server admitted within each bound of seconds, by its own histogram. None
+        without metrics.
+    memory: the server's MiB, noted ten times during the load, or each minute of a longer one.
     """
 
     connections: int
@@ -87,7 +88,7 @@ class Load:
 
     @property
     def cut(self) -> int:
-        """Streams that ended with an error."""
+        """The number of streams that ended with an error."""
         return self.errors.total()
 
     def figures(self) -> dict[str, Any]:
@@ -117,8 +118,9 @@ class Load:
 
 
 def run(device: str = "mock", quick: bool = False) -> dict[str, Any]:
-    """The figures of every number of connections from 1 to 1,024, of crowds with short deadlines beside 16 clients with
-    the same, and of unkind clients. quick: of 1 and 16, of one small crowd and of greedy clients, for a second or less.
+    """The figures of 1 to 1,024 connections, of crowds and of 16 clients with short deadlines, and of hostile clients.
+
+    quick: only 1 and 16 connections, one small crowd and greedy clients, each for less than a second.
     """
     seconds = 0.8 if quick else 20.0
     crowds, deadlines = ((32,), (5.0,)) if quick else (_CROWDS, _DEADLINES)
@@ -167,9 +169,9 @@ def _figures(port: int, pid: int, connections: Sequence[int], seconds: float, **
 
 @contextmanager
 def serving(device: str = "mock", *options: str, log_file: Path | None = None) -> Iterator[tuple[int, int]]:
-    """A server in its own process, as (port, process id). Raises RuntimeError if it does not start.
+    """Run a server in its own process. Yields (port, process id). Raises RuntimeError if it does not start.
 
-    log_file: a file for its log.
+    log_file: the file for its log, a temporary one by default.
     """
     command = [sys.executable, "-m", "gpu_actors.cli", "serve", "--device", device, "--model", "tiny", "--port", "0"]
     with (
@@ -200,10 +202,10 @@ async def measure(
     deadline: float = _DEADLINE,
     impatient: bool = False,
 ) -> Load:
-    """Load a server of the tiny model from so many connections.
+    """Load a server of the tiny model from this number of connections.
 
     pid: the process whose memory is recorded.
-    think: mean seconds of a client's pause before each request. A pause is between 0 and twice that.
+    think: mean seconds of a client's pause before each request. A pause is between 0 and twice the mean.
     deadline: seconds that each request states.
     impatient: whether clients ignore Retry-After and return at once.
     """
@@ -216,7 +218,7 @@ async def measure(
     ]
     noting = asyncio.create_task(_note_memory(pid, load, seconds)) if pid is not None else None
     await asyncio.gather(*clients)
-    # Without the time in which clients only wait for their last refusals.
+    # The time in which clients only wait for their last refusals does not count.
     load.seconds = max(seconds, load.last - start)
     counts = await _queue(port)
     load.queue = None if counts is None else {bound: n - (earlier or {}).get(bound, 0) for bound, n in counts.items()}

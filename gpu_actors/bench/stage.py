@@ -26,9 +26,9 @@ __all__ = ["Keep", "Opened", "backward", "cuda_index", "decode", "forward", "ope
 
 Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
-_ROTATED = 4  # times the L2
+_ROTATED = 4  # the operands are this many times as large as the L2
 _FEW = Settings(plan=Plan(warmup=1, repeats=3, turns=1), most_sets=1, requests=1, in_flight=1)
-"""Of a device on the host, whose times say nothing of a GPU."""
+"""The settings of a device on the host. Its times say nothing about a GPU, so few are enough."""
 
 
 def run_suite(
@@ -43,9 +43,9 @@ def run_suite(
 
     device: "auto", "cuda" or "cuda:N".
     quick: only the few most important cases.
-    minutes: no case is begun after so many.
+    minutes: no further case begins after this time.
     keep: called with the figures before each case, in case the run is interrupted.
-    Raises GpuActorsError, in a sentence, if there is no GPU, and InvalidRequest for another device.
+    Raises GpuActorsError if there is no GPU, and InvalidRequest for another device.
     """
     index = cuda_index(kind, device)
     with open_stage(f"cuda:{index}", ContextOptions(default_timeout=None)) as (stage, settings, ceilings, gpu):
@@ -65,9 +65,9 @@ decode = partial(run_suite, "decode", decode_cases)
 
 
 class Opened(NamedTuple):
-    """A stage, the settings that suit its device, and what is known of the device.
+    """A stage, the settings that suit its device, and the properties of the device.
 
-    gpu: its properties, none of a device on the host.
+    gpu: the properties of a GPU, empty for a device on the host.
     """
 
     stage: Stage
@@ -78,7 +78,7 @@ class Opened(NamedTuple):
 
 @contextmanager
 def open_stage(device: str, options: ContextOptions) -> Iterator[Opened]:
-    """A context on a device, with all that `run_cases` needs. device: "cuda:N", "emulated" or "mock"."""
+    """Open a context on a device, with everything that `run_cases` needs. device: "cuda:N", "emulated" or "mock"."""
     make = _on_gpu if device.startswith("cuda") else _on_host
     with make(device, options) as opened:
         yield opened
@@ -93,10 +93,10 @@ def _on_gpu(device: str, options: ContextOptions) -> Iterator[Opened]:
 
     index = int(device.partition(":")[2] or 0)
     opening = RecordingContext(device, options)
-    # The context first: where the device cannot be used, its error says what to do, and CuPy's does not.
+    # The context opens first: if the device cannot be used, its error says what to do, and CuPy's does not.
     with opening as context, cupy.cuda.Device(index):
         inner = opening.recorder.inner
-        while isinstance(inner, ForwardingDevice):  # that of a fault plan
+        while isinstance(inner, ForwardingDevice):  # a fault plan adds one
             inner = inner.inner
         assert isinstance(inner, CudaDevice)
         stream = inner.open_stream("bench")
@@ -122,7 +122,7 @@ def _on_host(device: str, options: ContextOptions) -> Iterator[Opened]:
 
 
 def cuda_index(suite: str, device: str) -> int:
-    """The CUDA device that a suite measures. Raises as `run_suite` does."""
+    """The index of the CUDA device that a suite measures. Raises as `run_suite` does."""
     spec = "cuda" if check_device(device) == "auto" else device
     if not spec.startswith("cuda"):
         reason = f"must be cuda or cuda:N: the {suite} suite measures a GPU"

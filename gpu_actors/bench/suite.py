@@ -1,10 +1,10 @@
-"""A GPU suite: for each case, first a check of the kernel, then its time, beside its peers.
+"""A GPU suite: for each case, a check of the kernel, then its time and those of its peers.
 
     operands ──> request ──> recorded launch ──> poisoned outputs checked ──┬─> kernel: the launch alone, by events
      (several sets,                                (wrong: not timed)       ├─> peers: their calls, likewise, in turns
       rotated through)                                                      └─> service: awaited requests, host clock
 
-This module does not depend on CUDA: a `Stage` has context, stream, clock and arrays, so tests use other devices.
+This module does not depend on CUDA: a `Stage` has context, stream, clock and arrays, so tests can use other devices.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from gpu_actors.handles.gpu_context import GpuContext
 __all__ = ["KERNEL", "SERVICE", "Row", "Settings", "Stage", "run_case", "run_cases"]
 
 KERNEL, SERVICE = "gpu_actors kernel", "gpu_actors service"
-_SLOW = 0.05  # a launch of more seconds is repeated only a few times
+_SLOW = 0.05  # a launch that takes more seconds is repeated only a few times
 _FEW = Plan(warmup=1, repeats=6, turns=3)
 _FEW_REQUESTS = 8
-_E4M3_KERNELS = ("forward_sm90",)  # those that round the softmax weights of 8-bit inputs to e4m3
+_E4M3_KERNELS = ("forward_sm90",)  # kernels that round the softmax weights of 8-bit inputs to e4m3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class Settings:
 
     plan: how often to call.
     rotate: bytes of operands to rotate through, several times the L2.
-    most_sets: the most operand sets, whatever their size.
-    requests: how many are awaited alone, and again with ``in_flight`` concurrent ones.
-    minutes: no further case is begun after so many.
+    most_sets: the most operand sets, even if they are small.
+    requests: the number of requests that are awaited alone, and again with ``in_flight`` at a time.
+    minutes: no further case begins after this time.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -61,8 +61,8 @@ class Settings:
 class Stage:
     """The environment of a suite.
 
-    stream: of the recorder's inner device, the same as the clock's.
-    handle: of the stream, for peers.
+    stream: a stream of the recorder's inner device, the same as the clock's.
+    handle: the stream's handle, for peers.
     settled: called after each turn, with the stream idle.
     """
 
@@ -82,7 +82,7 @@ class Row:
     status: "timed", "wrong" (not timed), "unsupported", "failed" or "not run".
     reason: a sentence if it is not timed.
     held: see `Timing`.
-    requests_per_second: with several in flight.
+    requests_per_second: the rate with several requests in flight.
     """
 
     case: Case
@@ -132,7 +132,7 @@ def _not_run(cases: Sequence[Case], reason: str) -> list[Row]:
 
 
 def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer], seed: int = 0) -> list[Row]:
-    """The rows of a case, the kernel's first. If that is wrong, refused or failing it is the only row."""
+    """The rows of a case, the kernel's first. If the kernel is wrong, refused or failing, its row is the only one."""
     try:
         measured = _Measured(case, stage, settings, seed)
     except Unsupported as error:
@@ -141,7 +141,7 @@ def run_case(case: Case, stage: Stage, settings: Settings, peers: Sequence[Peer]
         return [Row(case=case, subject=KERNEL, status="wrong", reason=str(error))]
     except (OutOfDeviceMemory, MemoryError) as error:
         return [Row(case=case, subject=KERNEL, status="not run", reason=f"it does not fit into memory: {error}")]
-    except Exception as error:  # of a lost device, or of a library: the next case may succeed
+    except Exception as error:  # by a lost device or a library; the next case may succeed
         return [Row(case=case, subject=KERNEL, status="failed", reason=f"{type(error).__name__}: {error}")]
     return measured.rows(peers)
 
@@ -176,7 +176,7 @@ class _Measured:
         return [*rows, *refused, self._service()]
 
     def _recorded(self, one: OperandSet) -> tuple[Launch, dict[str, Any]]:
-        """The service's launch for the request, and the poisoned arrays for its outputs."""
+        """The service's launch for the request with these operands, and the poisoned arrays for its outputs."""
         stage = self._stage
         with stage.recorder.recording() as launches:
             submit(self._case, stage.context, one).result()
@@ -202,7 +202,7 @@ class _Measured:
     # Checking
 
     def _check(self, all_outputs: Sequence[dict[str, Any]], seed: int) -> Checked:
-        """Launch every set into poisoned arrays. The first answer is checked by the oracle, all must be finite."""
+        """Launch every set into poisoned arrays. All answers must be finite, and the oracle checks the first one."""
         host = self._stage.arrays.host
         self._stage.arrays.ready()
         start = time.perf_counter()
@@ -253,7 +253,7 @@ class _Measured:
             outputs = prepared.outputs()
         except Refuses as refusal:
             return "unsupported", str(refusal), ()
-        except Exception as error:  # of another library
+        except Exception as error:  # a library may raise anything
             return "failed", f"{type(error).__name__}: {error}", ()
         for name, theirs in outputs.items():
             if not agrees(self._case, self._answer[name], theirs):
@@ -281,7 +281,7 @@ class _Measured:
         return row
 
     async def _awaited(self, requests: int, in_flight: int) -> tuple[list[float], float]:
-        """The milliseconds of each request awaited alone, and requests a second with several in flight."""
+        """The milliseconds of each request awaited alone, and the requests per second with several in flight."""
         case, context = self._case, self._stage.context
         rotated = itertools.cycle(self._sets)
         for one in self._sets:

@@ -3,8 +3,8 @@
     hold | mark call mark | mark call mark | ... | release        one turn of one subject
          |<-- everything is enqueued here -->|
 
-While the stream is held, nothing runs. The enqueued work then runs back to back, so no time of the host is between two
-marks. Subjects take turns, so a change of the clock or of other work affects all.
+While the stream is held, nothing runs. The enqueued work then runs back to back, so the time between two marks has no
+time of the host. Subjects take turns, so a change of the GPU's clock or of other work affects all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EventClock(Protocol):
         """Stop the stream until `release`, or until some limit has passed."""
 
     def release(self) -> bool:
-        """Let the stream continue. False if the limit had passed, so that it continued by itself."""
+        """Let the stream continue. Returns False if it had already continued, because the limit had passed."""
 
     def mark(self) -> Any:
         """Enqueue a mark."""
@@ -58,7 +58,7 @@ class EventClock(Protocol):
         """The milliseconds between two marks, both of which have been reached."""
 
     def synchronize(self) -> None:
-        """Wait until all enqueued work is over."""
+        """Wait until all enqueued work has finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class Timing:
     """The times of a subject.
 
     times: None if it failed.
-    held: whether every call was enqueued before the stream continued. If not, the times may include time of the host.
-    error: the subject's error.
+    held: whether every call was enqueued before the stream continued. Otherwise times may include time of the host.
+    error: the subject's error, or None.
     """
 
     times: Quantiles | None
@@ -116,7 +116,7 @@ def measure_in_turns(
     """Time every subject. Its calls do the same work on different data, in rotation.
 
     between: called after each turn, with the stream idle.
-    If a subject or ``between`` after it raises, that is reported and the subject is left out from then on.
+    If a subject or ``between`` after it raises, its `Timing` has the error and it is left out from then on.
     """
     running = {name: _Subject(list(calls)) for name, calls in subjects.items()}
     # The first turns get the remainder.
@@ -142,7 +142,7 @@ class _Subject:
         try:
             step(self)
             between()
-        except Exception as error:  # of another library, or because the device is lost
+        except Exception as error:  # a library may raise anything, and the device may be lost
             self.error = f"{type(error).__name__}: {error}"
 
     def warm_up(self, clock: EventClock, rounds: int) -> None:
@@ -192,12 +192,12 @@ extern "C" __global__ void hold(const __grid_constant__ Params p) {
 }
 """
 _LIMIT = 400_000_000
-"""Cycles: about 0.2 s, far longer than enqueueing a turn takes."""
+"""The longest hold in cycles: about 0.2 s, far longer than enqueueing a turn takes."""
 _STATE_BYTES = 8
 
 
 class CudaClock:
-    """Times a stream of a CUDA device. Only the user of the clock may enqueue on it meanwhile.
+    """Times a stream of a CUDA device. Meanwhile only the user of the clock may enqueue on the stream.
 
     A kernel of one thread holds the stream: it polls a flag in page-locked memory until the flag is set.
 
@@ -212,7 +212,7 @@ class CudaClock:
         self._device = device
         self._runtime = runtime
         cubin = Compiler().compile(KernelSource("hold.cu", _HOLD, ("hold",)), device.info.arch)
-        self._hold = device.load(cubin, "hold")  # the whole kernel: without it, its module would be unloaded
+        self._hold = device.load(cubin, "hold")  # keeping the kernel keeps its module loaded
         address = device.driver.call(device.driver.api.allocate_pinned, _STATE_BYTES)
         self._state = (ctypes.c_int32 * 2).from_address(address)
         self._address = address
@@ -243,12 +243,12 @@ class CudaClock:
         self._runtime.streamSynchronize(self.handle)
 
     def reuse(self) -> None:
-        """Reuse the events of all marks so far, which are not read any more."""
+        """Reuse the events of all marks so far. These marks must not be read afterwards."""
         self._free += self._events
         self._events = []
 
     def close(self) -> None:
-        """Free everything. No work may be enqueued any more."""
+        """Free everything. The clock must not be used afterwards."""
         self.reuse()
         for event in self._free:
             self._runtime.eventDestroy(event)
@@ -257,7 +257,7 @@ class CudaClock:
 
 
 class HostClock(Stream):
-    """A stream with its clock, which holds nothing: a mark waits for what was launched before it."""
+    """A stream that is its own clock. It cannot be held: a mark waits for all earlier launches."""
 
     def __init__(self, inner: Stream) -> None:
         self._inner = inner
