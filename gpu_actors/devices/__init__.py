@@ -1,1 +1,1 @@
-"""Devices behind one small interface: cuda, emulated and mock."""
+"""The devices, with one small interface: cuda, emulated and mock."""

@@ -19,12 +19,12 @@ class Fault:
     """One rule of a plan.
 
     kind: what happens.
-    launch: the number of the launch, None for every one.
+    launch: the number of the launch, None for every launch.
     key: the key whose launches are counted, None for any.
-    seconds: of a delay.
-    error: of a failure.
-    kernel: whose launches are counted, None for any.
-    value: in place of one element of each output; None: one of its bits is turned.
+    seconds: the length of a delay.
+    error: the error of a failure.
+    kernel: the name of the kernel whose launches are counted, None for any.
+    value: replaces one element of each output; None: one bit of that element is flipped.
     """
 
     kind: Literal["fail", "delay", "hang", "lose_context", "wrong"]
@@ -36,7 +36,7 @@ class Fault:
     value: float | None = None
 
     def hits(self, key: DispatchKey | None, kernels: Collection[str]) -> bool:
-        """Whether a launch of that key and of these kernels counts."""
+        """Whether a launch of that key and of these kernels is counted for this rule."""
         return self.key in (None, key) and (self.kernel is None or self.kernel in kernels)
 
     def make_error(self) -> GpuActorsError:
@@ -52,11 +52,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults for ``ContextOptions(fault_plan=...)``, on any device. Frozen: each method returns a longer plan.
+    """Faults for ``ContextOptions(fault_plan=...)``, on any device. A plan is frozen: each method returns a longer one.
 
-    Launches are counted from 1 over the whole context, those that prove a kernel included; None means every launch.
-    ``key`` limits a fault to launches of one `DispatchKey`, ``kernel`` to those that a kernel of that name takes part
-    in, and only those are counted then.
+    ``launch`` is the number of a launch; None means every launch. Launches are counted from 1 over the whole context,
+    and launches that prove a kernel count too. ``key`` limits a fault to launches of one `DispatchKey`, and ``kernel``
+    to launches with a kernel of that name. Then only those launches are counted.
 
         plan = FaultPlan().delay(0.01).fail(launch=3).lose_context(launch=10)
     """
@@ -69,35 +69,35 @@ class FaultPlan:
         error: GpuActorsError | type[GpuActorsError] | None = None,
         key: DispatchKey | None = None,
     ) -> FaultPlan:
-        """The launch ends with ``error`` (default `LaunchError`). The context survives.
+        """End the launch with ``error`` (default `LaunchError`). The context survives.
 
         error: an instance, or a type that can be made from a message alone.
         """
         return self._with(Fault("fail", launch, key, error=error))
 
     def delay(self, seconds: float, launch: int | None = None, key: DispatchKey | None = None) -> FaultPlan:
-        """The launch ends ``seconds`` later. Several delays of a launch add up."""
+        """End the launch ``seconds`` later. Several delays of one launch add up."""
         if real("seconds", seconds, "a finite number of seconds, >= 0") < 0:
             raise InvalidRequest("seconds", seconds, "must be a finite number of seconds, >= 0")
         return self._with(Fault("delay", launch, key, seconds=seconds))
 
     def hang(self, launch: int | None = None, key: DispatchKey | None = None, kernel: str | None = None) -> FaultPlan:
-        """The launch and all later ones on the same stream never end."""
+        """Never end the launch. Later launches on its stream are settled after it, so they give no result either."""
         return self._with(Fault("hang", launch, key, kernel=kernel))
 
     def lose_context(
         self, launch: int | None = None, key: DispatchKey | None = None, kernel: str | None = None
     ) -> FaultPlan:
-        """The launch and every later one end with `ContextLost`."""
+        """End the launch and every later one with `ContextLost`."""
         return self._with(Fault("lose_context", launch, key, kernel=kernel))
 
     def wrong(
         self, kernel: str, launch: int | None = None, key: DispatchKey | None = None, value: float | None = None
     ) -> FaultPlan:
-        """The launch gives wrong numbers: one element of each array on the host that it writes is changed.
+        """Make the launch write wrong numbers: one element of each array that it writes on the host is changed.
 
-        kernel: its name, such as "forward_mma". value: what the element becomes; by default the highest bit of its
-        exponent, or of its number, is turned.
+        kernel: the kernel's name, such as "forward_mma". value: replaces the element; by default the second-highest bit
+        of the element is flipped, for a float the highest bit of its exponent.
         """
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InvalidRequest("value", value, "must be a number, NaN too, or None")

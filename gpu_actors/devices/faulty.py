@@ -1,4 +1,4 @@
-"""FaultyDevice: any device, with the faults of a `FaultPlan` at its launches."""
+"""FaultyDevice: wraps any device and injects the faults of a `FaultPlan` at its launches."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class FaultyDevice(ForwardingDevice):
 
     @property
     def identity(self) -> tuple[str, ...]:
-        # What kernels do here is not what they do on the machine.
+        # Verdicts about kernels that faults have spoiled must not count for the device without faults.
         return *self.inner.identity, repr(self._plan)
 
     def faults(self, launch: Launch) -> list[Fault]:
-        """Count a launch and return its faults."""
+        """Count a launch, and return the faults that hit it."""
         kernels = {step.kernel.entry for step in launch.steps}
         if launch.key is not None:
             kernels.add(launch.key.kernel)
@@ -102,7 +102,7 @@ class _FaultyStream(Stream):
         return _DelayedEvent(self, event, device.clock, device.clock.now() + delay) if delay else event
 
     def _faulty_event(self, fault: Fault) -> Event:
-        """The end of a launch that never reaches the device."""
+        """The event of a launch that never reaches the device."""
         if fault.kind == "hang":
             return _HungEvent(self)
         error = fault.make_error()
@@ -133,7 +133,7 @@ class _HungEvent(Event):
 
 
 class _WrongEvent(Event):
-    """The end of a launch after which its arrays on the host are changed, once."""
+    """The end of a launch. The first `wait` changes an element of each array on the host that the launch wrote."""
 
     def __init__(self, inner: Event, launch: Launch, faults: Sequence[Fault]) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""ForwardingDevice: a device that forwards all calls to another, as a base for devices that change some."""
+"""ForwardingDevice: forwards all calls to another device. A base for devices that change some of the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of devices on the host: an in-order stream with a thread of its own, and events."""
+"""The base of devices that compute on the host: an in-order stream with its own thread, and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 class HostEvent(Event):
-    """The end of a launch that a host thread runs. The first outcome counts."""
+    """The end of a launch that a host thread runs. The first `succeed` or `fail` counts; later ones do nothing."""
 
     def __init__(self) -> None:
         self.outputs: Outputs = {}
@@ -54,7 +54,7 @@ class HostEvent(Event):
 
 
 class HostStream(Stream):
-    """An in-order queue of launches for one thread of the host. Subclasses implement `run`."""
+    """An in-order queue of launches that one thread of the host runs. Subclasses implement `run`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,7 +109,7 @@ class HostStream(Stream):
             event.fail(error)
         except BaseException as error:
             logger.exception("%s: a launch raised", self._name)
-            # The traceback, now logged, refers through this frame to the launch's arrays.
+            # The traceback has been logged. It would keep the launch's arrays alive through this frame.
             failure = LaunchError(f"{self._name}: the launch raised {error!r}")
             event.fail(caused(failure, error.with_traceback(None)))
         self._current = None
@@ -119,7 +119,7 @@ class HostStream(Stream):
 
 
 def host_array(shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
-    """Host memory for `Device.allocate`. Without ``zero`` every byte is 0xFF: NaN in every floating-point format."""
+    """Host memory for `Device.allocate`. Without ``zero`` every byte is 0xFF, a NaN in every floating-point format."""
     try:
         array = np.empty(shape, dtype_of(dtype))
     except MemoryError as error:
@@ -129,9 +129,9 @@ def host_array(shape: tuple[int, ...], dtype: str, zero: bool) -> Any:
 
 
 def host_outputs(launch: Launch, results: Outputs) -> Outputs:
-    """Round results to the outputs' dtypes, into the caller's arrays if there are any."""
+    """Return the results rounded to the outputs' dtypes, in the caller's arrays where an output gives one."""
     outputs: dict[str, Any] = {}
-    # A result beyond the dtype's range becomes infinite, as on a GPU, which does not warn either.
+    # A result beyond the dtype's range becomes infinite without a warning, as on a GPU.
     with np.errstate(over="ignore", invalid="ignore"):
         for name, spec in launch.outputs.items():
             rounded = results[name].astype(spec.dtype)

@@ -1,8 +1,8 @@
 """The interface of every device: buffers in, one launch, an event out.
 
 A `Launch` describes its work in three ways: by its `DispatchKey`, as kernels with packed arguments, and as an oracle
-over host arrays. CUDA and the emulated device run the kernels, and the mock device runs the oracle. No code above this
-module depends on the choice.
+over host arrays. CUDA and the emulated device run the kernels, and the mock device runs the oracle. Code above this
+module does not depend on which device runs the launch.
 
     Device.open_stream() -> Stream.launch(Launch) -> Event.wait() -> Event.outputs
 """
@@ -50,7 +50,7 @@ __all__ = [
 class DeviceInfo:
     """The device of a context.
 
-    memory: total bytes, None for a device on the host. invariant: of `ContextOptions`.
+    memory: total bytes, None for a device on the host. invariant: the option of `ContextOptions`.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class DeviceInfo:
 
     @property
     def device_name(self) -> str:
-        """The memory of operands besides the host: "cpu" or "cuda:N"."""
+        """The memory, besides the host's, in which operands may lie: "cuda:N", or "cpu" where there is none."""
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
 class LaunchGeometry(NamedTuple):
-    """A grid of blocks of threads, with the dynamic shared memory of a block in bytes."""
+    """A grid of thread blocks. shared_bytes: the dynamic shared memory of each block."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -77,7 +77,7 @@ class LaunchGeometry(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """The memory of an operand on the device. strides: in elements."""
+    """Where an operand lies on the device. strides: in elements."""
 
     address: int
     shape: tuple[int, ...]
@@ -88,9 +88,9 @@ class Buffer(NamedTuple):
 class TensorMap(NamedTuple):
     """An operand as the tensor memory accelerator (TMA) sees it.
 
-    address: of element 0.
-    shape: elements, innermost first.
-    strides: bytes of every axis but the innermost.
+    address: the address of element 0.
+    shape: elements of each axis, innermost first.
+    strides: bytes, for every axis but the innermost.
     box: elements of each axis that one copy moves.
     swizzle: how 16-byte units are permuted in shared memory.
     """
@@ -106,8 +106,8 @@ class TensorMap(NamedTuple):
 class OutputSpec(NamedTuple):
     """An output to produce.
 
-    into: the caller's array to fill. None: a new array.
-    zero: clear it before the first step, for kernels that add to it.
+    into: the caller's array to fill. None: the device makes a new array.
+    zero: clear the output before the first step, for kernels that add to it.
     """
 
     shape: tuple[int, ...]
@@ -120,8 +120,8 @@ class OutputSpec(NamedTuple):
 class Kernel:
     """A loaded entry point.
 
-    handle: the object of the device's loader.
-    parameter_bytes: the size of each parameter, if a device that builds kernels knows it.
+    handle: what the device's loader returned for it.
+    parameter_bytes: the size of each parameter, where the device builds kernels and knows the sizes.
     """
 
     entry: str
@@ -130,10 +130,10 @@ class Kernel:
 
 
 class Kernels(tuple[Kernel, ...]):
-    """Loaded kernels that a launch takes together.
+    """The loaded kernels of one launch.
 
-    memo: what is bound to them and costs little, by what it is for. It is let go of with them, so that nothing else
-    keeps a kernel loaded.
+    memo: small objects that refer to these kernels, by purpose. They are freed together with the kernels, so a memo
+    never keeps a kernel loaded. It is emptied when it has ``MOST`` entries.
     """
 
     MOST = 256
@@ -153,11 +153,11 @@ class Kernels(tuple[Kernel, ...]):
 
 Outputs = Mapping[str, Any]
 Pack: TypeAlias = Callable[[Mapping[str, Buffer]], bytes]
-"""Turns the buffers of a launch's operands, by name, into the bytes of a kernel's parameter struct."""
+"""Packs a kernel's parameter struct into bytes, from the buffers of a launch's operands by name."""
 
 
 Params: TypeAlias = bytes | tuple[bytes, ...]
-"""The bytes of a kernel's only parameter, or of each of them."""
+"""The bytes of a kernel's only parameter, or the bytes of each parameter."""
 StepPack: TypeAlias = Callable[[Mapping[str, Buffer]], Params]
 
 
@@ -172,7 +172,7 @@ class Step(NamedTuple):
 class Steps(tuple[Step, ...]):
     """The kernels of a launch, in order.
 
-    placement: what a device knows of launches with these very steps, or None.
+    placement: what a device remembers for launches with this same object as steps, or None.
     """
 
     placement: Any = None
@@ -181,10 +181,10 @@ class Steps(tuple[Step, ...]):
 class ScratchSpec(NamedTuple):
     """Device memory that a launch uses between its steps.
 
-    zero: clear it before the first step.
-    contents: makes its bytes from the buffers of inputs and outputs. So a kernel gets a table of addresses. Without
-        zero and contents it may hold anything.
-    rearmed: the kernels leave cleared memory as 0 again, so that a stream clears it once for all launches.
+    zero: clear the memory before the first step.
+    contents: makes the bytes that the memory holds from the buffers of inputs and outputs, for example a table of
+        addresses. Without zero and contents the memory may hold anything.
+    rearmed: the kernels find the memory cleared and leave it cleared, so a stream clears it once for all launches.
     """
 
     shape: tuple[int, ...]
@@ -200,11 +200,12 @@ class Launch:
 
     inputs: named arrays, on the host or on this device.
     outputs: the outputs to produce. Results have the same names in `Event.outputs`.
-    oracle: computes the outputs from host copies of the inputs. It runs on the mock device's own thread.
+    oracle: computes the outputs from the inputs, on the host. It runs on the thread of the mock device's stream.
     steps: the kernels, run in this order. Empty on a device that runs no kernels, and if all outputs are zero.
-    scratch: by name, beside the operands.
+    scratch: scratch memory by name. Kernels get it beside the operands.
     updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must be on the device.
-    returned: names of inputs that the steps write, on the host or the device: one on the host is copied up and down.
+    returned: names of inputs that the steps write, on the host or the device. An input on the host is copied to the
+        device and back.
     """
 
     key: DispatchKey | None
@@ -218,7 +219,7 @@ class Launch:
 
 
 def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:
-    """The launch of a problem whose whole answer is 0, without a kernel. q: the answer is allocated in its memory."""
+    """A launch without kernels, for a problem whose whole answer is 0. New outputs lie where q does."""
     zeroed = {name: spec._replace(zero=True) for name, spec in outputs.items()}
     return Launch(key, {"q": q}, zeroed, lambda _: {name: np.zeros(spec.shape) for name, spec in zeroed.items()})
 
@@ -230,7 +231,7 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """True once `wait` would return or raise at once. Never blocks."""
+        """Whether `wait` would return or raise at once. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -241,7 +242,7 @@ class Event(ABC):
         """
 
     def failure(self) -> BaseException | None:
-        """`wait`, and return the error that it raises, or None."""
+        """Call `wait`, and return the error that it raises, or None."""
         try:
             self.wait()
         except BaseException as error:
@@ -250,7 +251,7 @@ class Event(ABC):
 
 
 class FinishedEvent(Event):
-    """A launch that ended when it began, with outputs or with an error."""
+    """The event of a launch that has already ended, with outputs or with an error."""
 
     __slots__ = ("_error", "outputs")
 
@@ -270,12 +271,12 @@ class FinishedEvent(Event):
 
 
 class Series:
-    """Launches of one stream that end together, such as those of a model's layers. For one thread at a time.
+    """Launches of one stream that end together, such as those of a model's layers. One thread at a time may use it.
 
-    Those of this one are launches like others, which are waited for.
+    This base class makes ordinary launches, and the caller waits for each.
 
-    captured: whether the latest launch went into a capture of the caller's, which has not run.
-    keeps: what keeps the stream of the latest launch alive.
+    captured: whether the latest launch was recorded by the caller's capture and has not run.
+    keeps: the objects that keep the stream of the latest launch alive.
     """
 
     captured: bool = False
@@ -285,72 +286,83 @@ class Series:
         self._stream = stream
 
     def add(self, launch: Launch, stream: int | None = None) -> Event:
-        """Launch behind those before, on the calling thread.
+        """Launch after the earlier launches of the series, on the calling thread.
 
-        Of operands on the device the event is over at once: its outputs are complete in the order of ``stream``, the
-        caller's own, or of the series' where it is None. A launch on the host's has to be waited for.
-        Launches with the same ``steps`` differ in their arrays on the device alone: the first one uploads the others.
+        stream: the caller's own stream; None: the stream of the series.
+        For operands on the device the event is done at once, and its outputs are complete in the order of the stream.
+        For operands on the host the caller must wait for the event.
+        Launches with the same ``steps`` may differ only in their arrays on the device: the first one uploads the other
+        arrays for all of them.
         Raises what `Event.wait` raises, and `InvalidRequest` for an array that cannot be used where it lies, and for a
-        stream that is being captured where the launch would allocate, copy from the host or wait for another stream.
+        stream that is being captured if the launch would allocate, copy from the host or wait for another stream.
         """
         return self._stream.launch(launch)
 
     def ready(self, launch: Launch) -> None:
-        """Take the memory of a launch that will be added, and upload what it reads from the host.
+        """Allocate the memory of a launch that will be added, and upload what the launch reads from the host.
 
-        It may be captured then. Raises as `add`.
+        Afterwards a capture may record the launch. Raises what `add` raises.
         """
 
     def renew(self, steps: Sequence[Step], launch: Launch) -> None:
-        """Replace what launches with these steps read from the host by that of ``launch``, at the same addresses.
+        """Give launches with these steps the host data of ``launch`` in place of their own, at the same addresses.
 
-        It is uploaded before the next launch, or `replay`. What was enqueued before must be over.
+        The new data is uploaded before the next launch, or by `upload`. Earlier work must have finished.
         """
 
     def upload(self, stream: int | None = None) -> None:
-        """Enqueue on ``stream`` what its launches read from the host, before captured ones are replayed there.
+        """Enqueue on ``stream`` the uploads of what the launches read from the host.
 
-        Raises `InvalidRequest` where the stream is being captured, and as `add`.
+        Called before captured launches are replayed there. Raises `InvalidRequest` if the stream is being captured,
+        and what `add` raises.
         """
 
     def repeat(
         self, launch: Launch, kept: Mapping[str, Any], arrays: Mapping[str, Any], stream: int | None = None
     ) -> bool:
-        """Make a launch of this series again on other arrays, if it was on arrays at these very addresses before.
+        """Repeat a launch of this series, if an earlier one was made on arrays at the same addresses.
 
-        kept, arrays: all of its operands on the device by name, and outputs, of the same shapes and strides; those of
-        ``kept`` belong to no stream and stay. False: not launched.
+        kept, arrays: together all inputs and outputs on the device by name, of the same shapes and strides. Those of
+        ``kept`` belong to no stream and stay alive.
+        Returns False if nothing was launched.
         """
         return False
 
     def capturing(self) -> int | None:
-        """The caller's stream of the latest launch, while it is being captured: no `mark` and no `end` then."""
+        """The caller's stream of the latest launch if it is being captured, else None.
+
+        During the capture neither `mark` nor `end` may be called.
+        """
         return None
 
     def mark(self) -> Event:
-        """The end of its launches so far. The event has no outputs."""
+        """Return an event for the end of the launches so far. It has no outputs."""
         return FinishedEvent()
 
     def end(self) -> Event:
-        """The end of all of its launches. None may follow. The event has no outputs."""
+        """Return an event for the end of all launches. It has no outputs. No launch may follow."""
         return FinishedEvent()
 
     def drop(self) -> None:
-        """`end` it with the next launch of the stream. For any thread, in a finalizer too: it takes no lock."""
+        """Let the stream's next launch `end` the series. Takes no lock, so any thread and any finalizer may call it."""
 
 
 class Stream(ABC):
-    """An in-order queue of launches. One actor's thread launches; others may use a `Series` of it, and close it."""
+    """An in-order queue of launches.
+
+    Only the thread of one actor launches. Other threads may use a `Series` of the stream, and close the stream.
+    """
 
     @abstractmethod
     def launch(self, launch: Launch) -> Event:
-        """Enqueue and return at once.
+        """Enqueue a launch and return at once.
 
-        Raises what `Event.wait` raises if the failure shows here already. Then nothing was enqueued.
+        Raises what `Event.wait` raises if the failure is already known here. The launch then has no event,
+        though a part of it may have been enqueued.
         """
 
     def series(self) -> Series:
-        """Begin launches that end together. They are ordered behind what was launched before."""
+        """Begin a series: launches that end together. They run after the earlier launches of this stream."""
         return Series(self)
 
     @abstractmethod
@@ -367,44 +379,44 @@ class Device(ABC):
     info: DeviceInfo
     builds_kernels: bool = False
     barred: Callable[[DispatchKey], GpuActorsError | None] | None = None
-    """Why a key's kernel must not run here, once there is one that must not."""
+    """Returns why the kernel of a key must not run here, or None if it may. None until a kernel is quarantined."""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What decides, beside a kernel's code, how it computes: the machine, its driver, how it is emulated."""
+        """What else than its code decides how a kernel computes: the machine, its driver, the options of emulation."""
         return self.info.kind, self.info.name
 
     @abstractmethod
     def open_stream(self, name: str) -> Stream:
-        """A new stream for the actor with this name."""
+        """Open a new stream for the actor with this name."""
 
     def build(self, source: KernelSource, arch: str) -> Kernel:
-        """Build a kernel from its source, on a device that ``builds_kernels`` and loads no cubins.
+        """Build a kernel from its source. Only a device with ``builds_kernels`` can; such a device loads no cubins.
 
-        Called from a compile thread; may take seconds. Raises `CompileError`.
+        Compile threads call it. It may take seconds. Raises `CompileError`.
         """
         raise LaunchError(f"{self.info.name} loads cubins and builds nothing")
 
     @abstractmethod
     def load(self, cubin: Cubin, entry: str) -> Kernel:
-        """Load an entry point. Loading a cubin again is cheap while a kernel of it is alive. Raises `LaunchError`.
+        """Load an entry point of a cubin. Loading a cubin again is cheap while a kernel of it is alive.
 
-        The device may unload it once no `Kernel`, launch or capture refers to it.
+        The device may unload the cubin once no `Kernel`, launch or capture refers to it. Raises `LaunchError`.
         """
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: str, zero: bool = False) -> Any:
-        """An array that stays on the device across launches, which use it without a copy.
+        """Allocate an array that stays on the device across launches. Launches use it without a copy.
 
-        It may be in ``Launch.inputs`` and ``Launch.updates``, whole or as a view. Its memory is freed with the last
-        reference, when no launch may use it any more.
-        dtype: by its NumPy or ml_dtypes name.
-        zero: whether it is cleared. If not, it may hold anything.
+        The array may be in ``Launch.inputs`` and ``Launch.updates``, whole or as a view. Its memory is freed with the
+        last reference, and no launch may use the array by then.
+        dtype: the NumPy or ml_dtypes name.
+        zero: whether the array is cleared. Otherwise it may hold anything.
         Raises `OutOfDeviceMemory`.
         """
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        """The map's 128 bytes for kernels. Raises LaunchError if the device has no TMA or refuses it."""
+        """The map's 128 bytes for kernels. Raises LaunchError if the device has no TMA or refuses the map."""
         raise LaunchError(f"{self.info.name} has no tensor maps")
 
     @abstractmethod
@@ -413,16 +425,16 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. Idempotent. Never blocks on a hung launch."""
+        """Release everything. Later calls do nothing. Never blocks on a hung launch."""
 
     def note_caller(self) -> Any:
-        """Note the streams that libraries use on the thread that submits a request."""
+        """Return the streams that are current in array libraries on the thread that submits a request, or None."""
         return None
 
     def bind_thread(self) -> None:
-        """Make the device current on the calling thread, one of this package's own, on devices that need it."""
+        """Make the device current on the calling thread, a thread of this package, on devices that need it."""
         return
 
     def is_current(self) -> bool:
-        """Whether the calling thread may launch, which changes nothing for its own use of other devices."""
+        """Whether the calling thread may launch without changing which device is current on it."""
         return False

@@ -1,7 +1,7 @@
-"""MockDevice: the same service with a NumPy oracle in the kernel's place.
+"""MockDevice: the same service with a NumPy oracle in place of the kernels.
 
-Launches run one after the other on the stream's own thread, as on a GPU: the arithmetic never delays the actor. A
-launch that computes nothing and takes no time is answered at once.
+Launches run one after the other on the stream's own thread, as on a GPU, so the arithmetic never delays the actor. With
+``compute=False`` and no latency a launch is answered at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["MockDevice"]
 
 
 class MockDevice(Device):
-    """Runs on any machine. arch: whose kernels it pretends to launch."""
+    """Runs on any machine. arch: the architecture whose kernels it pretends to launch."""
 
     def __init__(self, arch: str, options: MockOptions, clock: Clock) -> None:
         self.info: DeviceInfo = DeviceInfo("mock", f"mock {arch}", arch, runs_kernels=False)
@@ -38,7 +38,8 @@ class MockDevice(Device):
         self._streams: list[Stream] = []
 
     def is_current(self) -> bool:
-        # What computes takes longer than a thread takes to wake, and gains more from what waits beside it.
+        # A launch that computes takes longer than the actor's thread takes to wake, and gains more by sharing a launch
+        # with requests that wait.
         return not (self.options.compute or self.options.latency)
 
     def open_stream(self, name: str) -> Stream:

@@ -1,4 +1,4 @@
-"""From ``open_context("auto")`` to a device."""
+"""Choose and open the device that the first argument of ``open_context`` names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_ARCH = "sm_90a"
 """The architecture whose kernels the devices without a GPU run by default."""
 
 # Modules that `import gpu_actors` does not import, to be quick. No request may import them: in a child that is forked
-# in the middle of an import, no thread finishes it, and the next import of the same module waits for ever.
+# in the middle of an import, no thread finishes that import, and the next import of the same module waits for ever.
 _COMPILING = ("gpu_actors.compiling.compiler", "platformdirs")
 _ORACLE = ("gpu_actors.reference.graph", "gpu_actors.reference", "gpu_actors.reference.append")
 
@@ -42,9 +42,10 @@ def check_device(spec: object) -> str:
 
 
 def choose_device(spec: str) -> tuple[str, str | None]:
-    """The device that ``spec`` means now. With "mock" in place of "auto" also a sentence that says what is missing.
+    """Return the device that ``spec`` means now, and a sentence that says what is missing if "auto" means "mock".
 
-    "auto" is "cuda" if that runs attention, and "mock" otherwise. It may import CuPy, which takes a while.
+    "auto" means "cuda" if that runs attention, and "mock" otherwise. To find out may import CuPy, which takes a while.
+    The sentence is None in all other cases.
     """
     if spec != "auto":
         return spec, None
@@ -60,7 +61,7 @@ def choose_device(spec: str) -> tuple[str, str | None]:
 def warn_of_mock(obstacle: str | None, stacklevel: int) -> None:
     """Warn in the log and by a `MockDeviceWarning` that "auto" has found no GPU, if there is an obstacle.
 
-    stacklevel: of the program's own frame, as for `warnings.warn`. 1 is this function's.
+    stacklevel: the level of the program's own frame, as for `warnings.warn`. 1 is the frame of this function.
     """
     if obstacle is None:
         return
@@ -73,9 +74,9 @@ def warn_of_mock(obstacle: str | None, stacklevel: int) -> None:
 
 
 def open_device(spec: str, options: ContextOptions) -> Device:
-    """Open the device that ``spec`` names, with the options' faults. `choose_device` resolves "auto".
+    """Open the device that ``spec`` names, with the faults of ``options.fault_plan``. `choose_device` resolves "auto".
 
-    It imports the modules that launches need. Raises `GpuActorsError` if the device cannot be used.
+    Also imports the modules that launches need. Raises `GpuActorsError` if the device cannot be used.
     """
     device = _open(choose_device(spec)[0], options)
     device.info = dataclasses.replace(device.info, invariant=options.invariant)
@@ -94,7 +95,7 @@ def _import_for_launches(device: Device, options: ContextOptions) -> None:
     if (cuda or options.compile_on_mock) and not options.offline:
         from gpu_actors.compiling.toolchain import load_nvrtc
 
-        with contextlib.suppress(CompileError):  # the first request that must be compiled is answered with it
+        with contextlib.suppress(CompileError):  # the first request that needs a compilation gets this error
             load_nvrtc()
 
 

@@ -1,6 +1,6 @@
-"""The CUDA device. Importing this imports no CuPy; opening a `CudaDevice` does.
+"""The CUDA device. Importing this package does not import CuPy; opening a `CudaDevice` does.
 
-device    CudaDevice, cuda_usable        api        the calls it makes of the driver
+device    CudaDevice, cuda_usable        api        the driver calls that it makes
 stream    launches and their events      cupy_api   those calls, through CuPy
 operands  the memory of a launch         host_api   streams, events and graphs without a GPU
 module    loaded cubins                  null_api   calls that do nothing, to measure the host
@@ -10,7 +10,7 @@ memory    staging and blocks             errors     what a status means
 
 The emulated device is a `CudaDevice` too, over `emulation.EmulatedApi`.
 
-Only `CudaDevice` knows all parts. A part gets the `Driver`, or the `MemoryPools` over it.
+Only `CudaDevice` knows all parts. Each part gets the `Driver`, or the `MemoryPools`, which have the `Driver`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to do about a machine whose CUDA does not start, or does not take a kernel."""
+"""What to do on a machine where CUDA does not start or does not load a kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NO_DEVICE", "advice", "driver_advice"]
 
 NO_DEVICE = 100
 _DENIED = (3, NO_DEVICE, 304, 999)
-"""Statuses that the driver gives where the user may not open its files."""
+"""Statuses that the driver may return because the user may not open its files."""
 _FILES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia[0-9]*")
 
 _ADVICE: dict[int, str] = {
@@ -43,7 +43,7 @@ _ADVICE: dict[int, str] = {
 
 
 def advice(status: int | None) -> str:
-    """What to do about a status of CUDA, as the end of a sentence. "" where nothing is known."""
+    """What to do about a CUDA status, as the end of a sentence. "" if nothing is known."""
     if status in _DENIED and (denied := _denied()):
         return f"this user may not open {denied}: start as a user who may, or join the group that owns it"
     if status == NO_DEVICE:
@@ -54,7 +54,7 @@ def advice(status: int | None) -> str:
 
 
 def driver_advice() -> str:
-    """What to do where there is no driver's library."""
+    """What to do if the driver's library is missing."""
     if "microsoft" in platform.release().lower():
         return "install NVIDIA's driver on Windows, and none in WSL"
     return _container_advice() or "install the one for this machine's GPU"
@@ -74,6 +74,6 @@ def _container_advice() -> str:
 
 
 def _denied() -> str | None:
-    """A file of the driver that this user may not open."""
+    """A file of the driver that this user may not open, or None."""
     files = (file for pattern in _FILES for file in sorted(glob.glob(pattern)))
     return next((file for file in files if not os.access(file, os.R_OK | os.W_OK)), None)

@@ -1,4 +1,4 @@
-"""CudaApi: the few CUDA calls that the device makes, and nothing else between it and the driver.
+"""CudaApi: the few CUDA calls that a `CudaDevice` makes. It is the only layer between the device and the driver.
 
 Handles and addresses are ints. Every call may raise `CudaFailure`. Only `synchronize_event`, `trim` and `close` wait
 for the device, and a hung kernel would block them.
@@ -17,7 +17,7 @@ __all__ = ["CudaApi", "DeviceProperties", "Emulation", "MemoryBlock"]
 
 
 class DeviceProperties(NamedTuple):
-    """Properties of a GPU. capability: 90 for 9.0. memory: bytes. uuid: hexadecimal. driver: its version."""
+    """Properties of a GPU. capability: 90 for 9.0. memory: bytes. uuid: hexadecimal. driver: the driver's version."""
 
     name: str
     capability: int
@@ -35,31 +35,35 @@ class MemoryBlock(Protocol):
 
 
 class Emulation(Protocol):
-    """What the emulated device does beside a GPU's calls.
+    """The calls of the emulated device that a GPU does not have.
 
-    It takes sources in place of cubins, changes arrays of the host in place, and gives each operand memory of its own.
+    The emulated device takes sources instead of cubins, lets kernels change arrays of the host, and gives each operand
+    its own memory.
     """
 
     @property
     def info(self) -> DeviceInfo: ...
 
     def build(self, source: KernelSource) -> tuple[Hashable, tuple[int, ...] | None]:
-        """An image for `CudaApi.load_module`, and the bytes of each parameter of its first kernel if they are known.
+        """Build an image for `CudaApi.load_module`. Returns it, and the size of each parameter of its first kernel.
 
-        May take seconds. Raises `CompileError`.
+        The sizes, in bytes, are None if they are not known. May take seconds. Raises `CompileError`.
         """
 
     def discard(self, device: int, nbytes: int, stream: int) -> None:
-        """Enqueue that these bytes hold nothing until they are written."""
+        """Enqueue that these bytes become undefined, until they are written."""
 
     def expect_cleared(self, name: str, device: int, nbytes: int, stream: int) -> None:
-        """Enqueue a check that the kernels before left these bytes as 0. After a launch that failed they become 0."""
+        """Enqueue a check that the earlier kernels left these bytes as 0. If they did not, the launch fails.
+
+        The bytes are 0 afterwards in any case, also if the launch had failed before. name: the operand's name.
+        """
 
 
 class CudaApi(Protocol):
-    """One device's calls. A thread must call `bind` first, but for `free` and `close`.
+    """The calls of one device. Before any call but `free` and `close` a thread must call `bind`.
 
-    emulation: None for a GPU.
+    emulation: the emulated device's further calls, None for a GPU.
     """
 
     @property
@@ -69,40 +73,40 @@ class CudaApi(Protocol):
         """Make the device current on the calling thread."""
 
     def allow_captures(self) -> None:
-        """Let this thread, which is none of a caller's, go on while another thread captures a stream.
+        """Let the calling thread, which must be this package's own, make calls while another thread captures a stream.
 
-        In CUDA's global mode of capture, torch's default, an event's query or an allocation by any other thread would
-        fail and break the capture (cudaThreadExchangeStreamCaptureMode).
+        In CUDA's global capture mode, torch's default, an event query or an allocation by any other thread would fail
+        and break the capture (cudaThreadExchangeStreamCaptureMode).
         """
 
     def relaxed(self) -> AbstractContextManager[None]:
         """A block in which a caller's thread may do what `allow_captures` allows. The calls here need no such block."""
 
     def is_current(self) -> bool:
-        """Whether the device is current on the calling thread, or would be the first to be."""
+        """Whether the device is current on the calling thread, or is the default of a thread that has set none."""
 
     def properties(self) -> DeviceProperties: ...
 
     # Memory
 
     def allocate(self, nbytes: int) -> MemoryBlock:
-        """A block that no enqueued work uses."""
+        """Allocate a block that no enqueued work uses."""
 
     def free(self, block: MemoryBlock) -> None:
-        """Return a block to the pool. Its work must be over."""
+        """Return a block to the pool. Work on the block must have finished."""
 
     def trim(self) -> None:
         """Return the pool's free blocks to the driver."""
 
     def allocate_pinned(self, nbytes: int) -> int:
-        """The address of page-locked host memory."""
+        """Allocate page-locked host memory and return its address."""
 
     def free_pinned(self, address: int) -> None: ...
 
     # Work
 
     def create_stream(self) -> int:
-        """A stream that does not wait for the legacy default stream."""
+        """Create a stream that does not wait for the legacy default stream."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
@@ -113,7 +117,7 @@ class CudaApi(Protocol):
     def copy_on_device(self, device: int, source: int, nbytes: int, stream: int) -> None: ...
 
     def fill(self, device: int, value: int, nbytes: int, stream: int) -> None:
-        """Set each byte."""
+        """Enqueue setting each byte to ``value``."""
 
     def launch_kernel(
         self,
@@ -127,18 +131,18 @@ class CudaApi(Protocol):
     ) -> None:
         """Enqueue a kernel. params: the bytes of its only parameter, or of each, passed by value.
 
-        operands: all memory that it may touch, for the emulated device alone.
+        operands: all memory that the kernel may touch. Only the emulated device uses it.
         """
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work for the stream is recorded now, by whatever began it."""
+        """Whether the stream is being captured, no matter who began the capture."""
 
     # Order
 
     def create_event(self, asked: bool = True) -> int:
-        """An event without timing, whose wait sleeps and does not spin.
+        """Create an event without timing. A wait for it sleeps and does not spin.
 
-        asked: whether the host asks for it. Others only order streams.
+        asked: whether the host will query the event or wait for it. Other events only order streams.
         """
 
     def destroy_event(self, event: int) -> None: ...
@@ -146,21 +150,21 @@ class CudaApi(Protocol):
     def record_event(self, event: int, stream: int) -> None: ...
 
     def event_done(self, event: int) -> bool:
-        """Whether all work before the event's record is over. True for an event that was never recorded."""
+        """Whether all work before the event's record has finished. True for an event that was never recorded."""
 
     def synchronize_event(self, event: int) -> None:
-        """Sleep until `event_done`, without the GIL."""
+        """Sleep, without the GIL, until the event is done."""
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Delay the stream's later work, on the device, until the event is done."""
+        """Make the stream's later work wait, on the device, until the event is done."""
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        """The driver's 128 bytes for the map."""
+        """The 128 bytes that the driver makes for the map."""
 
     # Code
 
     def load_module(self, image: Hashable) -> int:
-        """Load a cubin's bytes, or what `Emulation.build` gave."""
+        """Load the bytes of a cubin, or an image that `Emulation.build` returned."""
 
     def unload_module(self, module: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""CupyApi: `CudaApi` through CuPy. The only module that calls it; importing this module imports CuPy."""
+"""CupyApi: `CudaApi` through CuPy. Importing this module imports CuPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 def _exchange_capture_mode(mode: ctypes.c_int) -> None:
-    """Give this thread a mode of captures, and ``mode`` the one that it had."""
+    """Set this thread's capture mode to ``mode``, and put its former capture mode into ``mode``."""
     with contextlib.suppress(OSError):
         library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
@@ -66,7 +66,7 @@ def _checked(call: Callable[P, R]) -> Callable[P, R]:
 
 
 class CupyBlock:
-    """Memory of CuPy's pool. It returns to the pool when the pointer is dropped."""
+    """Memory of a CuPy pool. It returns to the pool when the pointer is dropped."""
 
     __slots__ = ("address", "pointer")
 
@@ -166,7 +166,7 @@ class CupyApi:
         params: Params,
         operands: Mapping[str, Buffer] | None = None,
     ) -> None:
-        packed = kernel_params(params)  # the driver copies them before it returns
+        packed = kernel_params(params)  # the driver copies the parameters before it returns
         driver.launchKernel(function, *grid, *block, shared_bytes, stream, packed.address, 0)
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
@@ -191,7 +191,7 @@ class CupyApi:
     @_checked
     def event_done(self, event: int) -> bool:
         with _Relaxed():
-            # CuPy returns this one status instead of raising it.
+            # CuPy returns the status of this call instead of raising it.
             status = runtime.eventQuery(event)
         if status not in (0, NOT_READY):
             runtime.check_status(status)

@@ -34,15 +34,15 @@ _CAPABILITY = 75, 76
 """cudaDevAttrComputeCapabilityMajor and -Minor, which CuPy does not name."""
 
 _ENDING, _PAUSE = 5e-2, 1e-3
-"""Seconds that a device that is closed waits for the ends of its last launches, and between two looks."""
+"""Seconds for which closing a device waits until its last launches have ended, and seconds between two looks."""
 
 
 def cuda_usable(index: int = 0) -> str | None:
-    """None if device ``index`` can be used, else why not, in a sentence. Never raises."""
+    """Return None if device ``index`` can be used, else a sentence that says why not. Never raises."""
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed: {cuda_hint()}"
     try:
-        # This starts the driver, which may take seconds. Unlike CuPy, ctypes lets other threads run meanwhile.
+        # This call starts the driver, which may take seconds. Unlike CuPy, ctypes lets other threads run meanwhile.
         ctypes.CDLL("libcuda.so.1").cuInit(0)
     except OSError as error:
         return f"there is no NVIDIA driver ({error}): {driver_advice()}"
@@ -63,7 +63,7 @@ def _advised(sentence: str, status: int | None) -> str:
 
 
 def attention_obstacle(index: int = 0) -> str | None:
-    """None if device ``index`` can be used and runs the kernels of this package, else why not. Never raises.
+    """Return None if device ``index`` can be used and runs this package's kernels, else why not. Never raises.
 
     A device that is too old for them still compiles and launches kernels of the user's own.
     """
@@ -87,8 +87,8 @@ class CudaDevice(Device):
     An output without ``into`` is allocated where the launch's first input is: on the host, or on the device by the
     library of that input.
 
-    After a sticky CUDA error every method raises `ContextLost`, and `lost` says why. Only a new process recovers from
-    that.
+    After a sticky CUDA error every method raises `ContextLost`, and `lost` says why. Only a new process can use the
+    device again.
 
     api: replaces CuPy, for the emulated device and for tests.
     """
@@ -121,7 +121,7 @@ class CudaDevice(Device):
         try:
             return self.driver.api.is_current()
         except CudaFailure:
-            return False  # the launch, on the actor's thread, says why
+            return False  # the actor's thread launches then, and reports the failure
 
     def note_caller(self) -> CallerNotes | None:
         return caller_streams(self.driver.index)
@@ -178,7 +178,7 @@ class CudaDevice(Device):
             streams, self._streams = self._streams, []
         for stream in streams:
             stream.close()
-        # Launches on streams of callers end as the streams are closed. The device takes a moment to say so.
+        # Launches on callers' streams get their event as this device's streams close. The event takes a moment.
         latest = time.monotonic() + _ENDING
         while (busy := [stream for stream in streams if not stream.retire()]) and not self.driver.lost:
             if time.monotonic() >= latest:
@@ -198,7 +198,7 @@ class CudaDevice(Device):
 
     def _clear(self, address: int, nbytes: int) -> None:
         api = self.driver.api
-        # It waits here, so that no launch, on whichever stream, has to wait for another stream.
+        # This thread waits, so that no launch on any stream has to wait for another stream.
         stream = api.create_stream()
         event = api.create_event()
         api.fill(address, 0, nbytes, stream)

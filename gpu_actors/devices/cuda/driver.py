@@ -22,10 +22,10 @@ R = TypeVar("R")
 class Driver:
     """The calls of one device, and the meaning of their failures.
 
-    name: of the device, for messages.
+    name: the device's name in messages.
     lost: why the device is lost, or None.
     closed: `CudaDevice.close` was called.
-    abandoned: it was closed while it worked, so nothing of it is released.
+    abandoned: the device was closed while it was working or lost, so nothing of it is released.
     """
 
     def __init__(self, api: CudaApi, index: int) -> None:
@@ -39,11 +39,11 @@ class Driver:
 
     @property
     def may_release(self) -> bool:
-        """False if freeing could block, or give memory that is in use to another launch."""
+        """Whether memory may be freed. False if that could block, or give memory in use to another launch."""
         return not (self.abandoned or self.lost)
 
     def enter(self) -> None:
-        """Begin a call on this thread. Raises ContextLost and ActorStopped."""
+        """Prepare this thread for calls. Raises ContextLost if the device is lost, ActorStopped if it is closed."""
         if self.lost is not None:
             raise ContextLost(self.lost)
         if self.closed:
@@ -53,14 +53,14 @@ class Driver:
             self._threads.bound = True
 
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``function``, and turn a CudaFailure into the error for requests."""
+        """Call ``function``. Raises the error for requests in place of a CudaFailure."""
         try:
             return function(*args, **kwargs)
         except CudaFailure as failure:
             raise self.failed(failure) from failure
 
     def failed(self, failure: CudaFailure) -> GpuActorsError:
-        """The error to raise for a failure. After a sticky one the device is lost."""
+        """Return the error to raise for a failure. A sticky failure makes the device lost."""
         error = explain(failure)
         if isinstance(error, ContextLost):
             self.lose(str(error))

@@ -34,12 +34,13 @@ STICKY: dict[int, str] = {
 }
 """Sticky statuses: after these no answer and no memory of the device is reliable.
 
-driver_types.h (CUDA 13.4) says of most that the process must be terminated and relaunched. It does not say so of 709,
-whose name says it, of 214 and 220, after which memory may have wrong bits, and of 999, an unknown error."""
+For most of them driver_types.h (CUDA 13.4) says that the process must be terminated and relaunched. It does not say so
+for 709, whose name implies it, for 214 and 220, after which memory may have wrong bits, and for 999, an unknown error.
+"""
 
 
 _STARTING = ("bind", "properties", "load_module")
-"""Calls that fail by what is installed here, and not by what a program does."""
+"""Calls that fail because of what is installed on the machine, and not because of what a program does."""
 
 
 class CudaFailure(Exception):
@@ -64,9 +65,9 @@ class CudaFailure(Exception):
 
 
 class WorkFailed(CudaFailure):
-    """Work before an event failed and is over. The device goes on, as an emulated one does after a finding.
+    """Work before an event has failed and ended. The device still works, as the emulated one does after a fault.
 
-    error: to answer the launch with.
+    error: the error to answer the launch with.
     """
 
     def __init__(self, call: str, error: GpuActorsError) -> None:
@@ -75,7 +76,7 @@ class WorkFailed(CudaFailure):
 
 
 def explain(failure: CudaFailure) -> GpuActorsError:
-    """The error to answer requests with."""
+    """The error to answer requests with, for a failed call."""
     if isinstance(failure, WorkFailed):
         return failure.error
     text = str(failure)

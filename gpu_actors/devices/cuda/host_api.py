@@ -1,6 +1,6 @@
 """HostApi: a `CudaApi` without a GPU. Its work waits in streams, and the CPU runs it in an order that CUDA allows.
 
-A copy reads its source when it runs, not when it is enqueued. A subclass has the memory and runs the kernels.
+A copy reads its source when it runs, not when it is enqueued. A subclass provides the memory and runs the kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LONGEST_DELAY, _IDLE_SECONDS = 1e-3, 1.0
 
 
 def driver_call(call: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
-    """A call of the driver: it holds the device's lock."""
+    """Make a method a call of the driver: it holds the device's lock, and calls `HostApi.called` first."""
 
     @functools.wraps(call)
     def locked(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,8 +59,8 @@ def driver_call(call: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H,
 class Operation(NamedTuple):
     """Enqueued work.
 
-    ready: whether it may run now. None: always.
-    after_failure: whether it runs although an operation of the same launch has failed.
+    ready: tells whether the operation may run now. None: it always may.
+    after_failure: whether the operation runs even if another operation of the same launch has failed.
     """
 
     run: Callable[[], object]
@@ -72,10 +72,10 @@ class Operation(NamedTuple):
 class HostQueue:
     """The work of one stream.
 
-    captured: what a graph records instead, while one is captured.
-    failure: why the rest of the current launch does not run. The next record of an event that the host asks for takes
-        it.
-    turn: number of the latest turn that the stream had.
+    captured: the operations recorded for a graph while the stream is being captured, else None.
+    failure: the error that keeps the rest of the current launch from running. It moves to the next recorded event that
+        has ``asked`` set.
+    turn: the number of the stream's latest turn.
     """
 
     operations: deque[Operation] = field(default_factory=deque)
@@ -86,11 +86,12 @@ class HostQueue:
 
 @dataclass(eq=False)
 class _Event:
-    """A wait is for the record before it. Records on several streams may be over in another order.
+    """An event. A wait refers to the latest record before it. Records on several streams may run in another order.
 
-    asked: whether the host asks for it. pending: the records that are not over. waiters: the threads that sleep until
-    the last of them is over. failure: of the work before the last record, on the same stream and behind the record
-    before. passed: failures by record, where the host does not ask: the work behind the event fails too.
+    asked: whether the host asks for the event. records: how often it was recorded. pending: the numbers of the records
+    that have not run. waiters: the number of threads that wait for the last record. failure: the error of the work
+    between the last two records on the same stream. passed: errors by record if the host does not ask for the event:
+    then the work that waits for the record fails too.
     """
 
     asked: bool = True
@@ -107,7 +108,7 @@ class _Event:
 
 @dataclass(eq=False)
 class HostFunction:
-    """A kernel of a loaded image. shared_bytes: of dynamic shared memory, as far as they were allowed."""
+    """A kernel of a loaded image. shared_bytes: the dynamic shared memory that a block may have."""
 
     module: int
     image: Hashable
@@ -118,9 +119,9 @@ class HostFunction:
 class HostApi(ABC):
     """Streams, events, copies, page-locked memory, and graphs as a program captures them on its own streams.
 
-    order: when a thread of this device runs the work. "eager": as soon as it may, the streams in turns. "late": once
-        another thread waits for an event or asks for it, one stream as far as it goes. "random": after delays, any
-        stream, by ``seed``.
+    order: when the thread of this device runs the work. "eager": as soon as the work may run, with the streams taking
+        turns. "late": once another thread waits or asks for an event, one stream as far as possible. "random": after
+        random delays, any stream, by ``seed``.
     """
 
     @property
@@ -150,7 +151,7 @@ class HostApi(ABC):
 
     @abstractmethod
     def device_bytes(self, address: int, nbytes: int) -> Bytes:
-        """The bytes of device memory there. Raises a sticky `CudaFailure` for an address outside every block."""
+        """The device memory at this address. Raises a sticky `CudaFailure` for an address outside every block."""
 
     @abstractmethod
     def run_kernel(
@@ -159,7 +160,7 @@ class HostApi(ABC):
         """Run a kernel to its end."""
 
     def called(self, name: str) -> None:
-        """Begin a call, under the lock. Raises `CudaFailure` once the device is lost."""
+        """Each call of the driver begins with this, under the lock. Raises `CudaFailure` once the device is lost."""
         if self._lost is not None:
             raise CudaFailure(self._lost, name)
 
@@ -247,7 +248,7 @@ class HostApi(ABC):
 
     def end_capture(self, stream: int) -> int:
         with self._lock:
-            # It is over in any case, also where no graph comes of it.
+            # The capture ends in any case, even if it makes no graph.
             queue = self._find(self._streams, stream)
             captured, queue.captured = queue.captured, None
             self.called("end_capture")
@@ -355,14 +356,14 @@ class HostApi(ABC):
     # Running
 
     def advance(self, queue: HostQueue) -> bool:
-        """Run the first operation of a stream. False if there is none that may run now."""
+        """Run the first operation of a stream. Returns False if none may run now."""
         if self._lost is not None or not queue.operations:
             return False
         operation = queue.operations[0]
         if operation.ready is not None and not operation.ready():
             return False
         if operation.after_failure:
-            with self._lock:  # a thread that sees a record knows that the stream has nothing left of it
+            with self._lock:  # a thread that sees the event done must find the record gone from the stream
                 self._run(queue, operation)
         else:
             self._run(queue, operation)
@@ -381,13 +382,13 @@ class HostApi(ABC):
                 queue.operations.popleft()
 
     def progress(self, waits: bool) -> bool:
-        """A thread waits for an event, or asks for it. True if this call has run an operation."""
+        """Called when a thread waits or asks for a pending event. Returns whether this call has run an operation."""
         self._awaited = True
         self.wake()
         return False
 
     def wake(self) -> None:
-        """Have the thread of this device run the work."""
+        """Wake the thread of this device, which runs the work. Start the thread if there is none."""
         if self._worker is None:
             worker = threading.Thread(target=self._work, name="gpu-actors-emulated", daemon=True)
             worker.start()  # may raise: the next call tries again
@@ -409,14 +410,14 @@ class HostApi(ABC):
             except BaseException as error:
                 logger.exception("the emulated device: a launch raised")
                 queue.failure = caused(LaunchError(f"the launch raised {error!r}"), error.with_traceback(None))
-            # A thread that waits for work must not keep the last stream's alive.
+            # A thread that waits for work must not keep the last stream's work alive.
             del queue
 
     def _wait_for_work(self) -> HostQueue | None:
-        """The stream to go on with. None to end the thread, which the next work starts again."""
+        """Wait for the stream to advance next. None: the thread ends, and the next work starts another."""
         with self._lock:
             while (queue := self._next()) is None:
-                # Work may be enqueued after the wait is over and before this thread has the lock again.
+                # Work may be enqueued after the wait has timed out and before this thread has the lock again.
                 if self._closed or not (self._enqueued.wait(_IDLE_SECONDS) or self._next()):
                     self._worker = None
                     return None
@@ -426,7 +427,7 @@ class HostApi(ABC):
             return queue
 
     def _next(self) -> HostQueue | None:
-        """A stream that has an operation that may run now."""
+        """The stream to advance next, of those whose first operation may run now. None if there is none."""
         if self._lost is not None or (self._order == "late" and not self._awaited):
             return None
         queues = [

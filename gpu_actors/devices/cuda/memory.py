@@ -1,8 +1,8 @@
 """The memory of launches: page-locked staging on the host, and device blocks that Python owns.
 
-No second launch gets a block of the pool before the first one's event is known to be over, whichever streams they run
-on. That is stricter than the stream order of CuPy's and torch's allocators, and does not depend on streams. The memory
-that a stream keeps for its own launches (`operands.StreamMemory`) is used in the stream's order.
+A block of the pool goes to another launch only when the event of the first launch is known to be done, whichever
+streams they use. This rule is stricter than the stream order of CuPy's and torch's allocators. Only the memory that a
+stream keeps for its own launches (`operands.StreamMemory`) is reused in the stream's order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["BlockLayout", "DeviceMemory", "MemoryPools", "StagingBlock", "Stagin
 R = TypeVar("R")
 
 ALIGNMENT = 256
-"""Of each operand, in bytes. cudaMalloc gives the same, and kernels' vector loads and tensor maps rely on it."""
+"""The alignment of each operand, in bytes, as cudaMalloc's. Kernels' vector loads and tensor maps rely on it."""
 
 
 class BlockLayout:
@@ -40,7 +40,7 @@ class BlockLayout:
         self.size: int = 0
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of the next operand."""
+        """Reserve room for the next operand, and return its offset."""
         offset = self.size
         self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return offset
@@ -61,8 +61,8 @@ class StagingBlock:
 class StagingPool:
     """Page-locked blocks in sizes of powers of two.
 
-    Locking pages takes far longer than a copy, so idle blocks are retained, at most ``max_idle_bytes`` in all. A block
-    beyond that is freed when its launch is over.
+    Locking pages takes far longer than a copy, so idle blocks are kept, at most ``max_idle_bytes`` in all. A block
+    beyond that is freed when it is released.
     """
 
     SMALLEST = 1 << 12
@@ -75,7 +75,7 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> StagingBlock:
-        """A block of at least ``nbytes``. Raises CudaFailure."""
+        """Return a block of at least ``nbytes``. Raises CudaFailure."""
         capacity = max(self.SMALLEST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             idle = self._idle.get(capacity)
@@ -85,7 +85,7 @@ class StagingPool:
         return StagingBlock(self._api.allocate_pinned(capacity), capacity)
 
     def release(self, block: StagingBlock) -> None:
-        """Return a block. All copies to and from it must be over."""
+        """Take a block back. All copies to and from it must have finished."""
         with self._lock:
             if self._idle_bytes + block.capacity <= self._max_idle_bytes:
                 self._idle_bytes += block.capacity
@@ -107,17 +107,17 @@ class StagingPool:
 
 
 class MemoryPools:
-    """The memory of one device for launches, and their staging. Safe to use from any thread."""
+    """The device memory and the staging memory for the launches of one device. Any thread may use it."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._staging = StagingPool(driver.api)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        """An array on the device whose contents are undefined. It is freed with its last reference.
+        """Allocate an array on the device with undefined contents. It is freed with its last reference.
 
-        For launches only: its memory is reused as soon as it is freed, so other work on it must be over by then. Raises
-        OutOfDeviceMemory.
+        It is for launches: its memory is reused as soon as it is freed, so any other work on it must have finished by
+        then. Raises OutOfDeviceMemory.
         """
         kind = dtype_of(dtype)
         nbytes = math.prod(shape) * kind.itemsize
@@ -127,11 +127,11 @@ class MemoryPools:
         return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, owner=memory)
 
     def allocate(self, nbytes: int) -> MemoryBlock:
-        """Device memory. Raises OutOfDeviceMemory if there is none even after the pool's free blocks are returned."""
+        """Allocate device memory. Raises OutOfDeviceMemory if it fails even after the pool's free blocks are freed."""
         return self._allocate_or_trim(self.driver.api.allocate, nbytes, "device memory")
 
     def free(self, block: MemoryBlock) -> None:
-        """Free a block, on any thread. Its work must be over."""
+        """Free a block. Any thread may call it. Work on the block must have finished."""
         if self.driver.may_release:
             self.driver.api.free(block)
         else:
@@ -167,7 +167,7 @@ class MemoryPools:
 
 
 class DeviceMemory:
-    """Blocks of device memory, of one size each. They return to the pool with the last reference to this object."""
+    """Blocks of device memory, one for each size. They return to the pool with the last reference to this object."""
 
     __slots__ = ("_blocks", "_pools", "addresses")
 
@@ -190,6 +190,6 @@ class DeviceMemory:
 def leak(value: object) -> None:
     """Never free ``value``, not even when the interpreter exits.
 
-    Freeing memory that a hung kernel may still use would block, or give it to another launch.
+    Freeing memory that a hung kernel may still use would block, or give the memory to another launch.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

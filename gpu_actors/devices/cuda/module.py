@@ -15,7 +15,7 @@ __all__ = ["CudaFunction", "Modules"]
 
 
 class _Module:
-    """A loaded cubin. It lives as long as one of its functions."""
+    """A loaded cubin. Its functions keep it alive."""
 
     __slots__ = ("__weakref__", "handle")
 
@@ -26,7 +26,7 @@ class _Module:
 class CudaFunction:
     """A kernel of a loaded cubin: the handle in an `interface.Kernel`.
 
-    Plans and launches in flight refer to it. The cubin is unloaded after the last of them.
+    Plans and launches in flight refer to it. The cubin is unloaded once no reference is left.
     """
 
     def __init__(self, driver: Driver, module: _Module, handle: int) -> None:
@@ -48,7 +48,7 @@ class CudaFunction:
 class Modules:
     """The cubins that a device has loaded.
 
-    The keys are the images themselves: Python caches a bytes object's hash, so that a lookup costs less than a digest,
+    The keys are the images themselves. Python caches the hash of a bytes object, so a lookup costs less than a digest,
     and two images are never confused.
     """
 
@@ -61,7 +61,7 @@ class Modules:
         self._lock = threading.Lock()
 
     def function(self, image: Hashable, entry: str) -> CudaFunction:
-        """The kernel with this name. Its module is loaded if it is not yet. Raises CudaFailure."""
+        """Return the kernel with this name. Load its image first if it is not loaded. Raises CudaFailure."""
         api = self._driver.api
         with self._lock:
             self._unload()
@@ -83,12 +83,12 @@ class Modules:
     def _load(self, image: Hashable) -> _Module:
         module = self._modules[image] = _Module(self._driver.api.load_module(image))
         self._loaded.add(module.handle)
-        # Called on the thread that drops the last reference, which must not wait for the driver or a lock.
+        # The finalizer runs on the thread that drops the last reference. It must not wait for the driver or a lock.
         weakref.finalize(module, self._dropped.append, module.handle).atexit = False
         return module
 
     def _unload(self) -> None:
-        """Unload the modules without a reference."""
+        """Unload the modules that have no reference left."""
         while self._dropped:
             handle = self._dropped.popleft()
             if handle in self._loaded:
@@ -96,4 +96,4 @@ class Modules:
                 try:
                     self._driver.api.unload_module(handle)
                 except CudaFailure as failure:
-                    self._driver.failed(failure)  # after a sticky one the next call raises
+                    self._driver.failed(failure)  # after a sticky failure the next call raises

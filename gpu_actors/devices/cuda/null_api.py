@@ -28,10 +28,10 @@ class _Block:
 
 
 class NullApi:
-    """A device of compute capability 9.0 with invented addresses. A copy from it gives the last filled value.
+    """A device of compute capability 9.0 with invented addresses. A copy to the host gives the last value of `fill`.
 
-    seconds: how long after its record an event is done, as behind a kernel of this duration. With 0 all work is over as
-        soon as it is enqueued.
+    seconds: how long after its record an event is done, as after a kernel of this duration. With 0 all work has
+        finished as soon as it is enqueued.
     calls: how often each call was made.
     """
 
@@ -58,7 +58,7 @@ class NullApi:
         return contextlib.nullcontext()
 
     def is_current(self) -> bool:
-        return True  # not counted: the runtime looks at a variable of the thread
+        return True  # not counted: the runtime only reads a thread-local variable
 
     def properties(self) -> DeviceProperties:
         self.calls["properties"] += 1

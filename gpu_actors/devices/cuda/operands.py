@@ -1,18 +1,18 @@
 """Operands: the memory of one launch on the device, and the copies to it and back.
 
-Host inputs are packed into one staging block and uploaded in one copy. Outputs for the host are downloaded in one copy
-behind the kernels, into a second block. Both kinds share one block of device memory with the launch's scratch:
+Host inputs are packed into one staging block and uploaded in one copy. After the kernels, outputs for the host are
+downloaded in one copy into a second staging block. Both share one block of device memory with the launch's scratch:
 
     staging [ q | k | v ] --upload--> device [ q | k | v | out | lse | scratch ] --download--> staging [ out | lse ]
 
-An array of the host that a kernel changes is between the two, and is copied both ways. An array on the device is used
-in place, without a copy. Arrays on the device of several requests that share the launch are copied next to each other.
+A host array that a kernel changes lies between inputs and outputs, and is copied both ways. An array on the device is
+used in place, without a copy. If several requests share the launch, their arrays on the device are copied next to each
+other.
 
-On the emulated device each operand has a piece of memory of its own, which ends at an inaccessible page, and a copy of
-its own.
+On the emulated device each operand has its own piece of memory, which ends at an inaccessible page, and its own copy.
 
-The first launch of given steps decides where each operand goes and packs the kernels' parameters (`Placement`). A later
-one of the same kind on the same addresses has both already.
+The first launch of given steps decides where each operand goes, and packs the kernels' parameters (`Placement`). Later
+launches of the same kind on the same addresses reuse both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Kernels: TypeAlias = Sequence[tuple[CudaFunction, LaunchGeometry, Params]]
 
 
 class ArmedMemory:
-    """Memory that the launches of a stream find as 0 and leave as 0. cleared: a launch has set it to 0 first."""
+    """Memory that the launches of a stream find as 0 and leave as 0. cleared: the first clearing was enqueued."""
 
     __slots__ = ("cleared", "memory")
 
@@ -55,9 +55,9 @@ class ArmedMemory:
 class StreamMemory:
     """Device memory that the launches of one stream use one after the other, in the order of the stream.
 
-    Memory for operands grows to what the largest launch needs, up to ``MOST`` bytes; a launch that needs more has a
-    block of its own. On the emulated device it serves launches of the same sizes, so that each piece ends where its
-    operand does.
+    Memory for operands grows to what the largest launch needs, up to ``MOST`` bytes; a launch that needs more gets its
+    own block. On the emulated device only launches of equal sizes reuse it, so that each piece ends where its operand
+    ends.
     """
 
     ARMED = 1 << 14
@@ -71,14 +71,14 @@ class StreamMemory:
         self._sizes: tuple[int, ...] = ()
 
     def armed(self, sizes: tuple[int, ...]) -> ArmedMemory:
-        """Pieces of these sizes that launches leave as 0."""
+        """The pieces of these sizes that launches leave as 0."""
         armed = self._armed.get(sizes)
         if armed is None:
             armed = self._armed[sizes] = ArmedMemory(DeviceMemory(self._pools, *sizes))
         return armed
 
     def block(self, sizes: tuple[int, ...]) -> DeviceMemory:
-        """Memory for the next launch. A launch holds it until it is over, for it may be replaced by another block."""
+        """Memory for the next launch, which holds it until it has finished: a later launch may get another block."""
         if sum(sizes) > self.MOST:
             return DeviceMemory(self._pools, *sizes)
         if self._shared is None or (sizes != self._sizes if self._emulated else sizes > self._sizes):
@@ -95,7 +95,7 @@ class StreamMemory:
 
 
 class _Place(NamedTuple):
-    """An operand that lies in the launch's memory. offset: in its part of the block, and of the staging block."""
+    """An operand in the launch's own memory. offset: bytes from the start of its part of the block, staged or not."""
 
     name: str
     offset: int
@@ -107,12 +107,12 @@ class _Place(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def staged(self, block: StagingBlock, start: int) -> Host:
-        """Its bits in a staging block. start: of the operands of its direction."""
+        """The operand's bits in a staging block. start: the offset at which its part of that block begins."""
         return np.ndarray(self.shape, _BITS[self.dtype.itemsize], block.bytes, start + self.offset)
 
 
 class _Spot(NamedTuple):
-    """Where a place lies on the device. piece: number of the launch's piece of memory. offset: in it."""
+    """Where an operand lies on the device. piece: the number of the launch's piece of memory. offset: in that piece."""
 
     place: _Place
     piece: int
@@ -120,7 +120,7 @@ class _Spot(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy between a piece of memory and a staging block. offset: in the piece. staged: in the block."""
+    """A copy between a piece of memory and a staging block. offset: in the piece. staged: offset in the block."""
 
     piece: int
     offset: int
@@ -130,12 +130,12 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A launch on certain addresses.
+    """A launch bound to certain addresses.
 
-    kernels: with their packed parameters. cleared: address and bytes of what is cleared first. joined: the addresses
-    that joined arrays are copied to. late: the contents of scratch that holds addresses. For the emulated device,
-    operands: where each lies, in the order of the launch. discarded: address and bytes of what holds nothing yet.
-    rearmed: the names of scratch that is left as 0.
+    kernels: functions with geometries and packed parameters. cleared: address and bytes of memory that is cleared
+    first. joined: the addresses to which joined arrays are copied. late: the contents of scratch that holds addresses.
+    The rest is for the emulated device. operands: where each operand lies, in the order of the launch. discarded:
+    address and bytes of memory that holds nothing yet. rearmed: the names of scratch that the kernels leave as 0.
     """
 
     kernels: Kernels
@@ -149,13 +149,13 @@ class Bound:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Where the operands of launches of one kind go, which have the same steps and equal shapes. Made for the first.
+    """Where the operands go in launches of one kind: with the same steps and equal shapes. Made for the first launch.
 
-    stream: of those launches. emulated: whether each operand has a piece of memory of its own. uploads to armed: the
-    operands by what is done with them. pieces, armed_pieces: bytes of each piece of memory. spots, armed_spots: where
-    the operands lie in them. copies_in, copies_out: from and to the staging blocks, of ``staged_in`` and ``staged_out``
-    bytes. bound: the latest launches by the addresses of their operands, for allocators give the same addresses out
-    again.
+    stream: the stream of those launches. emulated: whether each operand has its own piece of memory. uploads to armed:
+    the operands, by what is done with them. pieces, armed_pieces: bytes of each piece of memory. spots, armed_spots:
+    where the operands lie in the pieces. copies_in, copies_out: the copies from and to the staging blocks, which have
+    ``staged_in`` and ``staged_out`` bytes. up, both: bytes of the host inputs, and of the host arrays that are copied
+    both ways. bound: the latest launches by the addresses of their operands, because allocators reuse addresses.
     """
 
     MOST_BOUND = 512
@@ -189,14 +189,14 @@ class Placement:
 
     @property
     def stays(self) -> bool:
-        """Whether launches on other arrays of the device need nothing of the host."""
+        """Whether launches on other device arrays copy nothing to or from the host, and join no arrays."""
         return not (self.late or self.returned or self.downloads or self.joined)
 
     @classmethod
     def of(
         cls, launch: Launch, stream: object, functions: Sequence[CudaFunction], *, emulated: bool = False
     ) -> Placement:
-        """Raises `InvalidRequest` for an array in other memory, and `LaunchError`."""
+        """Make the placement for a launch. Raises `LaunchError`, and `InvalidRequest` for an array in other memory."""
         placement = cls(weakref.ref(stream), functions, launch.scratch, _kind_of(launch), emulated)
         up, both, down, inner = BlockLayout(), BlockLayout(), BlockLayout(), BlockLayout()
         placement._place_inputs(launch, up, both, inner)
@@ -206,7 +206,7 @@ class Placement:
         return placement
 
     def fits(self, launch: Launch, stream: object) -> bool:
-        """Whether a launch with the same steps as the first one's is of its kind."""
+        """Whether a launch with the same steps as the first launch is of the same kind."""
         return self.stream() is stream and self.specs is launch.scratch and self.kind == _kind_of(launch)
 
     def _place_inputs(self, launch: Launch, up: BlockLayout, both: BlockLayout, inner: BlockLayout) -> None:
@@ -231,7 +231,7 @@ class Placement:
                 raise LaunchError(f"operand {name!r} is an input and another output")
             if isinstance(spec.into, DeviceArray):
                 if spec.zero and not spec.into.contiguous:
-                    # Clearing goes byte by byte, over whatever lies between the elements.
+                    # Clearing would also overwrite what lies between the elements.
                     raise LaunchError(f"operand {name!r} is cleared first, so it must be contiguous")
             elif spec.into is not None or not makes:
                 if name in launch.inputs:
@@ -260,7 +260,7 @@ class Placement:
                     self.cleared.append(name)
 
     def _lay_out(self, up: int, both: int, down: int, inner: int) -> None:
-        """Decide which pieces of memory there are, and what is copied. The arguments are bytes of each layout."""
+        """Decide the pieces of memory and the copies. The arguments are the sizes of the layouts in bytes."""
         self.up, self.both, self.staged_in, self.staged_out = up, both, up + both, both + down
         groups: tuple[tuple[Sequence[_Place], int, int | None, int | None], ...] = (
             ((*self.uploads, *[place for place, _ in self.late]), up, 0, None),
@@ -294,7 +294,7 @@ class Placement:
     def bind(
         self, launch: Launch, on_device: Mapping[str, DeviceArray], memory: Sequence[int], armed: Sequence[int]
     ) -> Bound:
-        """Pack the parameters of a launch. memory, armed: addresses of its pieces, and of the stream's.
+        """Pack the parameters of a launch. memory, armed: the addresses of its pieces, and of the armed pieces.
 
         Raises `InvalidRequest` for an operand that the kernels cannot read where it lies.
         """
@@ -330,7 +330,7 @@ class Placement:
 
 
 def _kind_of(launch: Launch) -> tuple[Any, ...]:
-    """What decides, beside steps and scratch, where the operands of a launch go."""
+    """The properties of a launch that decide, besides its steps and scratch, where the operands go."""
     inputs = [
         (name, type(array), array.shape, array.dtype, array.strides if type(array) is DeviceArray else None)
         for name, array in launch.inputs.items()
@@ -345,9 +345,10 @@ def _kind_of(launch: Launch) -> tuple[Any, ...]:
 class Operands:
     """The operands of one launch. It owns their memory until `release`.
 
-    bound: the launch on their addresses.
+    bound: the launch, bound to the addresses of the operands.
     producers: the streams to wait for first.
-    Making one raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or one that cannot be written.
+    The constructor raises OutOfDeviceMemory, and InvalidRequest for an array in other memory or an output that cannot
+    be written.
     """
 
     __slots__ = (
@@ -366,7 +367,7 @@ class Operands:
     )
 
     def __init__(self, pools: MemoryPools, launch: Launch, placement: Placement, memory: StreamMemory) -> None:
-        """memory: of the stream."""
+        """memory: the memory that the launches of the stream share."""
         self.producers: set[int] = set()
         self._pools = pools
         self._launch: Launch | None = launch
@@ -386,26 +387,29 @@ class Operands:
             raise
 
     def move(self, launch: Launch, memory: StreamMemory) -> None:
-        """Go on with a launch of the same kind on other arrays of the device. memory: as before."""
+        """Switch to a launch of the same kind on other arrays of the device. memory: the same as before."""
         self.producers, self._results, self._launch = set(), {}, launch
         self.bound = self._bind(launch, self._find_on_device(launch), memory)
 
     def on_device(self, launch: Launch) -> list[DeviceArray]:
-        """The launch's arrays on the device, with the outputs that are made for it."""
+        """The launch's input arrays on the device, and its outputs there."""
         return [*[launch.inputs[name] for name in self._placement.device], *self._results.values()]
 
     def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
-        """The launch on these arrays, inputs and outputs on the device by name, if it was bound to their addresses."""
+        """The launch bound to the addresses of these arrays, or None if there was none.
+
+        arrays: all inputs and outputs on the device by name.
+        """
         try:
             addresses = [arrays[name].address for name in self._names]
-        except KeyError:  # it has others
+        except KeyError:  # the launch has other arrays
             return None
         return self._placement.bound.get((*self._fixed, *addresses))
 
     def upload(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copies of the inputs, and the first clearing of memory that launches leave as 0."""
+        """Enqueue the copies of the host inputs, and the first clearing of the memory that launches leave as 0."""
         placement = self._placement
-        # No local variable holds the memory: the traceback of a call that fails would keep it.
+        # No local variable holds the memory, because the traceback of a call that fails would keep it alive.
         if self._staging_in is not None and self._memory is not None:
             for piece, offset, staged, nbytes in placement.copies_in:
                 address = self._memory.addresses[piece] + offset
@@ -416,7 +420,7 @@ class Operands:
             self._armed.cleared = True
 
     def launch(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the kernels, behind the clearing of outputs and scratch."""
+        """Enqueue the copies of joined arrays, the clearing of outputs and scratch, and then the kernels."""
         placement = self._placement
         if placement.joined and self._launch is not None:
             for place, address in zip(placement.joined, self.bound.joined, strict=True):
@@ -437,7 +441,7 @@ class Operands:
                 api.emulation.expect_cleared(name, *_extent(self.bound.operands[name]), stream)
 
     def download(self, api: CudaApi, stream: int) -> None:
-        """Enqueue the copy of the outputs for the host."""
+        """Enqueue the copies of the outputs for the host."""
         placement = self._placement
         if self._staging_out is not None and self._memory is not None:
             for piece, offset, staged, nbytes in placement.copies_out:
@@ -446,11 +450,14 @@ class Operands:
 
     @property
     def found(self) -> Mapping[str, Any]:
-        """The outputs on the device by name, which may not be written yet."""
+        """The outputs on the device by name. They may not be written yet."""
         return self._results
 
     def results(self) -> Mapping[str, Any]:
-        """The outputs by name, once the launch is over: the caller's arrays, new ndarrays, DeviceArrays."""
+        """Fill the host arrays that the launch wrote. Call it once the launch has finished.
+
+        Returns the outputs by name: the caller's arrays, new ndarrays, DeviceArrays.
+        """
         launch, placement = self._launch, self._placement
         assert launch is not None
         for place in placement.returned:
@@ -468,7 +475,7 @@ class Operands:
         return self._results
 
     def restage(self, launch: Launch) -> None:
-        """Stage what another launch of the same kind reads from the host. What was uploaded before must be there."""
+        """Stage what another launch of the same kind reads from the host. The uploads before must have finished."""
         for place in self._placement.uploads:
             if launch.inputs[place.name].shape != place.shape:
                 raise LaunchError(f"operand {place.name!r} has another shape than the one whose place it takes")
@@ -484,7 +491,7 @@ class Operands:
                 self._pools.release_staging(staged)
 
     def _find_on_device(self, launch: Launch) -> dict[str, DeviceArray]:
-        """The inputs and outputs on the device by name. Outputs that the caller does not give are made."""
+        """The inputs and outputs on the device by name. Allocates the outputs that the caller does not give."""
         index = self._pools.driver.index
         found: dict[str, DeviceArray] = {name: launch.inputs[name] for name in self._placement.device}
         for place in self._placement.joined:
@@ -556,7 +563,7 @@ class Operands:
 
 
 def first_on_device(launch: Launch) -> DeviceArray | None:
-    """The launch's first input if it lies on the device, as its outputs then do."""
+    """The launch's first input if it lies on the device, else None. New outputs lie where the first input does."""
     first = next(iter(launch.inputs.values()), None)
     if isinstance(first, Joined):
         first = first.parts[0]
@@ -574,7 +581,7 @@ def _bits(array: Host) -> Host:
 
 
 def _extent(buffer: Buffer) -> tuple[int, int]:
-    """The address and the bytes of a contiguous operand."""
+    """The address and the size in bytes of a contiguous operand."""
     return buffer.address, math.prod(buffer.shape) * dtype_of(buffer.dtype).itemsize
 
 

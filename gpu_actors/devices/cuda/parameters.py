@@ -1,4 +1,4 @@
-"""A kernel's parameters in memory, as the driver reads them."""
+"""The parameters of a kernel, laid out in memory as the driver reads them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ALIGNMENT = 64
 class KernelParams(NamedTuple):
     """The parameters of a launch.
 
-    address: of an array with a pointer to each parameter.
-    keepalive: the objects that must live until the driver has copied them.
+    address: the address of an array of pointers, one to each parameter.
+    keepalive: the objects that must live until the driver has copied the parameters.
     """
 
     address: int
@@ -27,9 +27,9 @@ class KernelParams(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def kernel_params(params: Params) -> KernelParams:
-    """Lay out the bytes of a kernel's only parameter, or of each of several.
+    """Lay out the bytes of a kernel's only parameter, or of each of several parameters.
 
-    Cached: a launch on the same operands has the same bytes, and nothing writes to them.
+    The results are cached: launches on the same operands have the same bytes, and nothing writes to the memory.
     """
     parts = (params,) if isinstance(params, bytes) else params
     sizes = [-(-len(part) // _ALIGNMENT) * _ALIGNMENT for part in parts]

@@ -17,7 +17,10 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
 
 
 class Prober:
-    """It has its own stream, so that a busy actor does not look like a hung device. Making one raises CudaFailure."""
+    """Probes a device on its own stream, so that a busy actor does not look like a hung device.
+
+    The constructor may raise CudaFailure.
+    """
 
     def __init__(self, pools: MemoryPools, clock: Clock) -> None:
         self._driver = pools.driver
@@ -33,7 +36,7 @@ class Prober:
     def run(self, timeout: float) -> None:
         """Fill device memory with a new value, copy it back and compare.
 
-        Raises ContextLost if that takes more than ``timeout`` seconds or gives another value.
+        Raises ContextLost if that takes more than ``timeout`` seconds or the value differs.
         """
         driver, api, stream = self._driver, self._driver.api, self._stream
         with self._lock:
@@ -44,7 +47,7 @@ class Prober:
             driver.call(api.fill, self._memory.addresses[0], value, _BYTES, stream)
             driver.call(api.copy_to_host, self._staging.address, self._memory.addresses[0], _BYTES, stream)
             driver.call(api.record_event, event, stream)
-            # The event is polled: a wait could not be interrupted.
+            # The event is polled, because a wait could not be interrupted.
             if not self._wait(event, timeout):
                 self._hung = True
                 raise self._lose(f"no progress in {timeout:g} s")
@@ -53,7 +56,7 @@ class Prober:
                 raise self._lose("memory does not hold what was written to it")
 
     def close(self) -> bool:
-        """Release everything. Never blocks. False if the device still works on a probe."""
+        """Release everything, but nothing if a probe hung or the device is lost: returns False then. Never blocks."""
         with self._lock:
             if self._hung or self._driver.lost:
                 return False
@@ -67,7 +70,7 @@ class Prober:
         until = clock.now() + timeout
         sleep = _SHORTEST_SLEEP
         while True:
-            # Read before the event: if this process is suspended in between, the event's state is newer than the time.
+            # The clock is read first: if the process is suspended in between, the event's state is newer than the time.
             now = clock.now()
             if self._driver.call(self._driver.api.event_done, event):
                 return True

@@ -1,8 +1,8 @@
 """CudaStream: one non-blocking stream of the device, and its launches in flight.
 
-A launch becomes a `Flight`: waits for the inputs' producers, upload, kernel, download, event. The stream holds each
-flight until its event is known to be over, even if its result is not needed any more, so that none of its memory is
-freed early. A `CudaSeries`, of launches on callers' streams, is here too: the two use each other.
+A launch becomes a `Flight`: waits for the inputs' producers, upload, kernels, download, event. The stream holds each
+flight until its event is known to be done, even if its result is not needed any more, so that none of its memory is
+freed early. `CudaSeries`, for launches on callers' streams, is here too, because the two classes use each other.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["CudaEvent", "CudaStream", "Flight"]
 R = TypeVar("R")
 
 _IDLE = 8
-"""Memories that a stream holds for its next series."""
+"""How many `StreamMemory` objects of ended series a stream keeps for its next series."""
 
 _MOST_HELD = 256
-"""Arrays that a series holds before it looks which launches are over."""
+"""How many arrays a series holds before it marks its launches so far, whose end then frees the arrays."""
 
 
 class _Events:
-    """The events of one stream, which its launches use again and again."""
+    """The events of one stream. Its launches reuse them."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -54,11 +54,11 @@ class _Events:
         self._closed = False
 
     def take(self) -> int:
-        """An event that no launch uses. Raises `CudaFailure`."""
+        """Return an event that no launch uses. Raises `CudaFailure`."""
         return self._idle.pop() if self._idle else self._driver.api.create_event()
 
     def put_back(self, event: int) -> None:
-        """Give an event back. No thread may wait for it any more."""
+        """Return an event for reuse. No thread may wait for it any more."""
         if self._closed:
             self._driver.destroy_event(event)
         else:
@@ -69,12 +69,12 @@ class _Events:
         api = self._driver.api
         if self._order is None:
             self._order = api.create_event(asked=False)
-        # A wait is for the record before it, so that the event may be recorded again at once.
+        # A wait refers to the latest record before it, so the event may be recorded again at once.
         api.record_event(self._order, producer)
         api.wait_event(stream, self._order)
 
     def close(self) -> None:
-        """Destroy the events. No launch may be in flight, but a thread may still wake up from one."""
+        """Destroy the events. No launch may be in flight. A thread that waited for one may still put an event back."""
         self._closed = True
         events, self._idle = self._idle, []
         if self._order is not None:
@@ -85,7 +85,7 @@ class _Events:
 
 
 class CudaStream(Stream):
-    """Opened by `CudaDevice.open_stream`."""
+    """The stream of one actor, as `CudaDevice.open_stream` opens it."""
 
     def __init__(self, pools: MemoryPools, name: str) -> None:
         driver = pools.driver
@@ -94,12 +94,12 @@ class CudaStream(Stream):
         self._driver = driver
         self._pools = pools
         self._flights: deque[Flight] = deque()
-        self._ahead: list[Flight] = []  # on streams of callers: later work of this stream comes behind them
+        self._ahead: list[Flight] = []  # flights on callers' streams: later work of this stream comes after them
         self._closed = False
         self._events = _Events(driver)
         self._memory = StreamMemory(pools)
         self._of_series: deque[tuple[Hashable, StreamMemory]] = deque(maxlen=_IDLE)
-        self._memory_lock = threading.Lock()  # callers' threads take memory, and any thread gives it back
+        self._memory_lock = threading.Lock()  # callers' threads take memory, and any thread puts it back
         self._open: set[CudaSeries] = set()
         self.dropped: deque[CudaSeries] = deque()
         # Held while work is enqueued, so that the stream is not destroyed meanwhile.
@@ -119,8 +119,8 @@ class CudaStream(Stream):
     def close(self) -> None:
         for series in list(self._open):
             with contextlib.suppress(GpuActorsError):
-                if series.capturing() is None:  # else its end would be of the graph, and nothing says when it is over
-                    self.end(series)  # its work may go on, on a stream of the caller's
+                if series.capturing() is None:  # else the end would go into the graph, and not tell when work has ended
+                    self.end(series)  # its work may continue on a caller's stream
         with self._lock:
             if self._closed:
                 return
@@ -130,7 +130,7 @@ class CudaStream(Stream):
         self.retire()
 
     def retire(self) -> bool:
-        """Destroy the closed stream if nothing is in flight. Never blocks. True once it is destroyed."""
+        """Destroy the closed stream if nothing is in flight. Never blocks. Returns whether it is destroyed."""
         with self._lock:
             if self._driver.lost:
                 return False
@@ -202,7 +202,7 @@ class CudaStream(Stream):
     # Launches that end together
 
     def prepare(self, launch: Launch) -> _Shared | None:
-        """What launches with these steps have in common. None where each copies something to or from the host."""
+        """The state that launches with the same steps share. None if each of them has copies of its own."""
         self._driver.enter()
         self._end_dropped()
         placement = self._placement(launch)
@@ -214,7 +214,7 @@ class CudaStream(Stream):
         return _Shared(launch.steps, Operands(self._pools, launch, placement, memory), memory, sizes)
 
     def launch_for(self, launch: Launch, target: int | None) -> Event:
-        """Launch on this stream, behind the work of ``target`` so far, whose later work waits for it."""
+        """Launch on this stream, after the work of ``target`` so far. Later work of ``target`` waits for the launch."""
         if target is None:
             return self.launch(launch)
         self._order(target, self.handle)
@@ -229,28 +229,28 @@ class CudaStream(Stream):
             self._driver.call(self._events.order_after, first, second)
 
     def is_capturing(self, target: int | None) -> bool:
-        """Whether a caller captures its stream."""
+        """Whether ``target``, a caller's stream, is being captured."""
         driver = self._driver
         driver.enter()
         return target is not None and driver.call(driver.api.is_capturing, target)
 
     def captured_end(self, series: CudaSeries) -> int | None:
-        """See `Series.capturing`. Also where the device is being closed."""
+        """The answer of `Series.capturing`. Also works while the device is being closed."""
         last = series.last
         if last is None or last == self.handle:
             return None
         try:
             return last if self._driver.call(self._driver.api.is_capturing, last) else None
-        except GpuActorsError:  # of a stream that was destroyed: the end says so too
+        except GpuActorsError:  # the stream was destroyed, and `end` raises that too
             return None
 
     def enqueue(
         self, series: CudaSeries, operands: Operands, arrays: Iterable[DeviceArray], target: int | None
     ) -> None:
-        """Enqueue a launch of the series on ``target``, a caller's stream, or on this one.
+        """Enqueue a launch of the series on ``target``, a caller's stream, or on this stream if it is None.
 
-        arrays: of the caller's. Those that another stream made are held until the series is over.
-        Raises `InvalidRequest` where it would wait for a stream that is being captured.
+        arrays: the caller's. Arrays of another stream, or of none, are held until the series has finished.
+        Raises `InvalidRequest` if the launch would wait for a stream that is being captured.
         """
         driver, api = self._driver, self._driver.api
         driver.enter()
@@ -269,7 +269,10 @@ class CudaStream(Stream):
                 raise driver.failed(failure) from failure
 
     def capture(self, operands: Operands, arrays: Iterable[DeviceArray], target: int) -> None:
-        """Enqueue a launch into the capture of a caller's stream. Raises `InvalidRequest`."""
+        """Record a launch in the capture of a caller's stream.
+
+        Raises `InvalidRequest` for an array of another stream.
+        """
         for array in arrays:
             if array.stream not in (None, target):
                 reason = f"is being captured, and cannot wait for stream {array.stream}, which an array belongs to"
@@ -278,7 +281,7 @@ class CudaStream(Stream):
             self._driver.call(operands.launch, self._driver.api, target)
 
     def upload(self, series: CudaSeries, target: int | None = None) -> None:
-        """Enqueue what the launches of a series read from the host, on ``target`` or on this stream."""
+        """Upload what the launches of a series read from the host, on ``target``, or on this stream if it is None."""
         driver = self._driver
         driver.enter()
         with self._lock:
@@ -290,7 +293,7 @@ class CudaStream(Stream):
                 raise driver.failed(failure) from failure
 
     def _enter(self, series: CudaSeries, target: int | None) -> int:
-        """Order the series' next work on a stream behind the work before. Gives the stream. Raises `CudaFailure`."""
+        """Order the next work of a series after its earlier work. Returns the stream for it. Raises `CudaFailure`."""
         if self._closed or self.handle is None:
             raise self._stopped()
         here = self.handle if target is None else target
@@ -305,21 +308,21 @@ class CudaStream(Stream):
         return here
 
     def _order_after(self, producer: int, here: int) -> None:
-        """Raises `InvalidRequest` where a caller captures ``producer``, and `CudaFailure`."""
-        if producer != self.handle and self._driver.api.is_capturing(producer):  # a record there would be of the graph
+        """Make ``here`` wait for ``producer``. Raises `InvalidRequest` if a caller captures it, and `CudaFailure`."""
+        if producer != self.handle and self._driver.api.is_capturing(producer):  # the record would go into the graph
             reason = "is being captured: another stream can wait for its work only once the capture has ended"
             raise InvalidRequest("stream", producer, reason)
         self._events.order_after(producer, here)
 
     def _is_idle(self) -> bool:
-        """Whether all work of this stream, and what it follows, is known to be over."""
+        """Whether all work of this stream, and all work that it waits for, is known to have finished."""
         self._reap()
         return all(flight.settled for flight in self._flights) and all(
             series.last != self.handle for series in self._open
         )
 
     def _follow(self) -> None:
-        """Order the next work of this stream behind series that ended on callers' streams. Raises `CudaFailure`."""
+        """Order the next work of this stream after the series that ended on callers' streams. Raises `CudaFailure`."""
         while self._ahead:
             flight = self._ahead[-1]
             event = flight.event
@@ -334,7 +337,7 @@ class CudaStream(Stream):
             series.uploaded.add(operands)
 
     def end(self, series: CudaSeries, stays: bool = False) -> Event:
-        """The end of what the series has launched. stays: more may follow."""
+        """Return the event for the end of the launches of a series. stays: more launches may follow."""
         driver = self._driver
         with self._lock:
             if series not in self._open:
@@ -351,7 +354,8 @@ class CudaStream(Stream):
                 last = self.handle if series.last is None else series.last
                 driver.api.record_event(flight.event, last)
                 if last != self.handle:
-                    # Steps that follow each other on a caller's stream need no wait between the two streams.
+                    # This stream waits at its next own work: steps that follow each other on a caller's stream need no
+                    # wait between the two streams.
                     self._ahead = [*(each for each in self._ahead if not each.settled), flight]
             except CudaFailure as failure:
                 leak(flight)
@@ -366,12 +370,12 @@ class CudaStream(Stream):
         for _ in range(len(self.dropped)):
             try:
                 series = self.dropped.popleft()
-            except IndexError:  # another thread ends them too
+            except IndexError:  # another thread has taken the last one
                 return
             if series not in self._open:
                 series.release()
                 continue
-            with contextlib.suppress(GpuActorsError):  # of a stream that was destroyed: no other launch is to fail
+            with contextlib.suppress(GpuActorsError):  # its stream may be destroyed, and other launches must not fail
                 if series.capturing() is not None:
                     self.dropped.append(series)
                 else:
@@ -385,13 +389,13 @@ class CudaStream(Stream):
         return StreamMemory(self._pools)
 
     def put_back(self, shared: _Shared) -> None:
-        """Give the memory of a series back. Its work must be over."""
+        """Keep the memory of a series for the next series. The work of this one must have finished."""
         if self.handle is not None:
             with self._memory_lock:
                 self._of_series.append((shared.sizes, shared.memory))
 
     def _keep_until_over(self, flight: Flight) -> None:
-        """Hold the memory of an aborted launch: the part of it that was enqueued goes on."""
+        """Hold the memory of an aborted launch until the part of it that was enqueued has finished."""
         assert flight.event is not None
         assert self.handle is not None
         flight.belongs_to(None)
@@ -403,7 +407,7 @@ class CudaStream(Stream):
         self._flights.append(flight)
 
     def _reap(self) -> None:
-        """Settle finished launches whose events are dropped."""
+        """Settle finished launches whose events have no reference left, and forget the settled ones."""
         flights = self._flights
         while flights and (flights[0].settled or (flights[0].orphaned and flights[0].settle_if_over())):
             flights.popleft()
@@ -425,7 +429,7 @@ def _compute(api: CudaApi, stream: int, operands: Operands) -> None:
 
 
 class _Shared(NamedTuple):
-    """What launches of a series with the same steps have in common. sizes: of the memory."""
+    """The state that launches of a series with the same steps share. sizes: of the pieces of ``memory``, in bytes."""
 
     steps: Sequence[Step]
     operands: Operands
@@ -434,7 +438,7 @@ class _Shared(NamedTuple):
 
 
 class _Held:
-    """Arrays that stay until launches of a series are over."""
+    """Arrays that stay alive until launches of a series have finished."""
 
     producers: tuple[int, ...] = ()
 
@@ -449,17 +453,18 @@ class _Held:
 
 
 class CudaSeries(Series):
-    """Launches of which only the arrays on the device differ. They use the memory of the first, one after the other.
+    """A series in which launches with the same steps differ only in their arrays on the device.
 
-    last: the stream of the latest launch, None before the first. uploaded: whose inputs of the host are on the device.
-    held: arrays that must stay until all launches are over.
+    Such launches use the memory of the first of them, one after the other.
+    last: the stream of the latest launch, None before the first. uploaded: the operands whose host inputs are on the
+    device. held: arrays that must stay alive until all launches have finished.
     """
 
     def __init__(self, stream: CudaStream) -> None:
         super().__init__(stream)
         self._cuda = stream
         self._shared: dict[int, _Shared] = {}  # by the identity of the steps
-        self._moving: dict[int, Sequence[Step]] = {}  # the others
+        self._moving: dict[int, Sequence[Step]] = {}  # steps whose launches have copies of their own
         self.producers: tuple[int, ...] = ()
         self.last: int | None = None
         self.uploaded: set[Operands] = set()
@@ -517,7 +522,7 @@ class CudaSeries(Series):
             self._cuda.upload(self)
 
     def _prepare(self, launch: Launch) -> _Shared | None:
-        """None where each launch with these steps copies something to or from the host."""
+        """The state that launches with the same steps share. None if each of them has copies of its own."""
         shared = self._cuda.prepare(launch)
         if shared is None:
             self._moving[id(launch.steps)] = launch.steps
@@ -563,7 +568,11 @@ class CudaSeries(Series):
 
 
 def _check_capture(launch: Launch, stream: int | None, uploaded: bool, fixed: bool) -> None:
-    """Refuse a launch that a capture cannot hold: the graph has neither its memory nor what the host copies later."""
+    """Raise `InvalidRequest` for a launch that a graph cannot repeat.
+
+    A graph allocates no memory, and the host copies nothing for its replays. uploaded: what the launch reads from the
+    host is on the device. fixed: the host writes no bytes for each launch.
+    """
     for name, spec in launch.outputs.items():
         if spec.into is None:
             if name == "lse":
@@ -582,9 +591,9 @@ def _check_capture(launch: Launch, stream: int | None, uploaded: bool, fixed: bo
 class Flight:
     """A launch in flight. It holds the launch's memory until `settle`.
 
-    stopped: the stream was closed meanwhile.
+    stopped: the stream was closed while the launch was in flight.
     settled: the results are in place and the memory is freed.
-    failure: the error that the launch alone ended with. There are no results then.
+    failure: the error with which the launch ended although the device still works. There are no results then.
     """
 
     def __init__(self, driver: Driver, stream: str, operands: _Work, events: _Events) -> None:
@@ -595,17 +604,17 @@ class Flight:
         self.failure: GpuActorsError | None = None
         self.stopped = False
         self.settled: bool = False
-        self._ended = False  # as the driver has said
+        self._ended = False  # whether the driver has said that the event is done
         self._stream = stream
         self._events = events
         self._owner: weakref.ref[CudaEvent] | None = None
         self._waiting = 0
-        # Held while the event is queried, so that another thread that settles cannot destroy it meanwhile.
+        # Held while the event is queried, so that another thread that settles cannot give the event away meanwhile.
         self._lock = threading.Lock()
 
     @property
     def orphaned(self) -> bool:
-        """True once there is no reference to the results."""
+        """Whether no reference to the results is left."""
         return self._owner is None or self._owner() is None
 
     def belongs_to(self, event: CudaEvent | None) -> None:
@@ -621,7 +630,7 @@ class Flight:
             return self._ended
 
     def wait(self) -> None:
-        """Sleep until the launch is over and settle it. Its own failure is left in `failure`."""
+        """Sleep until the launch has ended, and settle it. The launch's own error is put in `failure`."""
         if self.settled:
             return
         self.driver.enter()
@@ -645,14 +654,14 @@ class Flight:
         try:
             over = self.over()
         except GpuActorsError:
-            # The context is lost, and its memory with it.
+            # The context is lost, and the memory with it.
             return False
         if over:
             self.settle()
         return over
 
     def settle(self) -> None:
-        """Put the results in place and free the memory. The event must be over."""
+        """Put the results in place and free the memory. The event must be done."""
         with self._lock:
             if self.operands is not None:
                 if self.failure is None:
@@ -666,7 +675,7 @@ class Flight:
                 self._events.put_back(event)
 
     def _ask(self, call: Callable[[int], R], event: int) -> R | None:
-        """The answer to a call about the event. None if the launch failed, and nothing else did."""
+        """Make a driver call about the event. Returns its answer, or None if the launch failed but the device works."""
         try:
             return call(event)
         except WorkFailed as failure:
@@ -682,7 +691,7 @@ class Flight:
                 event.outputs, self.outputs = self.outputs, {}
 
     def release(self) -> None:
-        """Free the memory of a launch of which nothing was enqueued."""
+        """Free the memory of a launch that has enqueued nothing."""
         if self.operands is not None:
             self.operands.release()
         if self.event is not None:
@@ -690,7 +699,7 @@ class Flight:
 
 
 _Work: TypeAlias = Operands | CudaSeries | _Held
-"""What a flight holds."""
+"""The owner of the memory that a flight holds."""
 
 
 class CudaEvent(Event):
@@ -735,7 +744,7 @@ def _checked(driver: Driver, launch: Launch) -> list[CudaFunction]:
         functions.append(function)
     empty = all(0 in step.geometry.grid for step in launch.steps)
     if empty and any(0 not in spec.shape and not spec.zero for spec in launch.outputs.values()):
-        # An empty grid would leave the outputs unwritten.
+        # With empty grids only, nothing would write the outputs.
         entry = launch.steps[0].kernel.entry
         raise LaunchError(f"kernel {entry!r} has an empty grid and outputs that are not empty")
     return functions

@@ -1,4 +1,4 @@
-"""Tensor maps of the driver. CuPy lacks the call, so it is made to the driver's library."""
+"""Tensor maps made by the driver. CuPy lacks the call, so this module calls the driver's library directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["encode_tensor_map"]
 
 _CALL = "cuTensorMapEncodeTiled"
 _BYTES, _ALIGNMENT = 128, 64
-# CUDA Driver API, "Tensor Map Object Management": the enumerations' values.
+# The values of the enumerations, from the CUDA Driver API, "Tensor Map Object Management".
 _ELEMENTS = {
     "uint8": 0,
     "float8_e4m3fn": 0,
@@ -31,9 +31,9 @@ _NO_INTERLEAVE, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 0
 
 @functools.lru_cache(maxsize=4096)
 def encode_tensor_map(tensor_map: TensorMap) -> bytes:
-    """The map's 128 bytes for kernels. Raises CudaFailure if the driver refuses.
+    """The map's 128 bytes for kernels. Raises CudaFailure if the driver refuses the map.
 
-    Cached, because allocators reuse addresses and a call costs microseconds.
+    The results are cached, because allocators reuse addresses and a call costs microseconds.
     """
     encode = getattr(library(), _CALL)
     rank = len(tensor_map.shape)

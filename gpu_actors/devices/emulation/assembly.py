@@ -1,8 +1,8 @@
 """Replaces the inline-asm statements of a preprocessed kernel by calls that a CPU can run.
 
-Host compilers know neither a statement's instructions nor its constraints, so it becomes a call of
-``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is not replaced:
-host code spells its own asm so.
+Host compilers know neither a statement's instructions nor its constraints. So a statement becomes a call of
+``emulation::execute`` (kernels_cu/emulation/assembly) with the addresses of its operands. ``__asm__`` is not replaced,
+because host code spells its own asm that way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 
 __all__ = ["AsmOperand", "AsmStatement", "UnknownAsm", "randomize_contraction", "replace_asm", "statements"]
 
-# Each way begins with a character of its own, so that a search skips to the next of these five.
+# Each alternative begins with a character of its own, so that a search skips to the next of these five characters.
 _TOKEN = re.compile(
     r"""
       \#(?<![^\n]\#)\ (?P<line>\d+)\ "(?P<file>[^"\n]*)"[^\n]*$   # where the text that follows comes from
@@ -131,7 +131,7 @@ def statements(text: str) -> tuple[AsmStatement, ...]:
 
 
 def _scan(text: str) -> Iterator[tuple[AsmStatement, int, int]]:
-    """Each statement, with the index where it begins and the index behind its closing parenthesis."""
+    """Each statement, with the index where it begins and the index after its closing parenthesis."""
     file, line, counted, at = "", 1, 0, 0
     while (token := _TOKEN.search(text, at)) is not None:
         at = token.end()
@@ -210,9 +210,9 @@ def _address(operand: AsmOperand) -> str:
 
 
 def _text(literals: str) -> str:
-    """The text of adjacent C++ string literals. Their escapes here are JSON's too.
+    """The text of adjacent C++ string literals. JSON has the same escapes as those used here.
 
-    Python 3.11 cannot parse its own literals in two threads at the same time: one of them gets a SystemError.
+    Python 3.11 cannot parse its own literals in two threads at the same time: one thread gets a SystemError.
     """
     if _LITERAL.sub("", literals).strip():
         raise ValueError(literals)

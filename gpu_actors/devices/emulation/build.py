@@ -24,11 +24,11 @@ from gpu_actors.errors import CompileError, InvalidRequest
 __all__ = ["SOURCE", "build_module", "find_entries"]
 
 SOURCE = "gpu_actors_source.cu"
-"""The name of a kernel's file for compilers, whatever its own name."""
+"""The name by which compilers know the file of every kernel."""
 
 _log = logging.getLogger(__name__)
 
-# The headers that the generated unit includes before the source and the user's macros, which may have the same names.
+# The headers that the generated unit includes first: names in them may be the same as those of the user's macros.
 _OWN_HEADERS = ("ptx/types.cuh", "emulation/launch.cuh", "emulation/parameters.cuh")
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -36,7 +36,7 @@ _HEADER_PLACE = re.compile(r'^(# \d+ ")(?:\./)?include/', re.MULTILINE)
 _EXTERN = re.compile(r'\bextern\s+"C"(?=\s+__global__)')
 _LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(")
 _ENTRY = re.compile(r"\s*__global__\s+void\s+(\w+)\s*\(")
-# Instructions of tensor cores, which the executor computes, or LITTLE_ARITHMETIC of ptx/types.cuh.
+# Finds instructions of tensor cores, which the executor computes, and LITTLE_ARITHMETIC of ptx/types.cuh.
 _LITTLE_ARITHMETIC = re.compile(r"\b(?:wg)?mma(?:\.mma_async)?\.sync\b|^#pragma gpu_actors little_arithmetic$", re.M)
 
 
@@ -54,7 +54,7 @@ def build_module(
 
     source: text of a .cu file.
     macros: name to value.
-    include_dir: the quoted includes, a folder or name to text. kernels_cu completes it.
+    include_dir: the quoted includes, a folder or name to text. Headers that are not there come from kernels_cu.
     toolchain: Toolchain.find() by default.
     cache_dir: folder of the built modules, the user's cache folder by default.
     entries: the kernels to make launchable, by default every extern "C" __global__ one.
@@ -131,7 +131,7 @@ class _Build:
         return digest_of((_rewriting(), compiler, flags, (self.executor.key,), *texts))
 
     def compile(self, compiler_cache: Path) -> tuple[bytes, float]:
-        """The shared object, and the seconds that it took. compiler_cache: a folder for the compiler's own cache."""
+        """Compile. Returns the shared object and the seconds. compiler_cache: a folder for the compiler's own cache."""
         start = time.perf_counter()
         executor = self.executor.object_in(self.cache_dir)
         with tempfile.TemporaryDirectory(prefix="gpu-actors-build-") as scratch:
@@ -166,7 +166,7 @@ class _Build:
             text = randomize_contraction(text, self.toolchain.fused_places)
         (work / "captured.cpp").write_text(replace_asm(text), encoding="utf-8")
         leaner = self.toolchain.leaner_flags if _LITTLE_ARITHMETIC.search(text) else ()
-        # With line tables, for what a fault names.
+        # With line tables, so that a fault can name its lines.
         options = [*leaner, *self.toolchain.checks, "-g1", f"-fdebug-prefix-map={work}=."]
         run_compiler(
             self.toolchain, [*options, "captured.cpp", "executor.o", "-o", "module.so"], work, compiler_cache, self.name
@@ -180,7 +180,7 @@ class _Build:
 
 @functools.cache
 def _rewriting() -> tuple[str, ...]:
-    """The text of the two modules that turn a source into the compiler's input, as a part of the key."""
+    """The text of the two modules that turn a source into the compiler's input. It is a part of the key."""
     return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, assembly.__file__))
 
 

@@ -1,8 +1,7 @@
 """EmulatedApi: the driver of a `CudaDevice` that runs the project's own .cu kernels on the CPU.
 
-Staging, flights, modules and closing are those of CUDA. Only the compiler and the processor differ. Every
-operand has memory of its own, which ends at an inaccessible page, and outputs begin as NaN, so an access out of bounds
-shows.
+Staging, flights, modules and closing are those of CUDA. Only the compiler and the processor differ. Every operand has
+its own memory, which ends at an inaccessible page, so an access out of bounds is found. Outputs begin as NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MEMORY = AddressSpace()
 class EmulatedApi(HostApi):
     """Emulates a GPU of one architecture.
 
-    order: of the streams' work, for tests of the host's own code.
+    order: the order in which the streams' work runs, for tests of the code on the host.
     Raises `GpuActorsError` if the machine has no C++ compiler for the kernels.
     """
 

@@ -1,4 +1,4 @@
-"""The executor: the code that all emulated modules share, built once and linked to each.
+"""The executor: the code that all emulated modules share. It is built once and linked into each module.
 
 It runs grids and executes asm statements. It does not depend on whether a kernel's products are fused into sums.
 """
@@ -43,7 +43,7 @@ class Executor:
 
     @classmethod
     def of(cls, toolchain: Toolchain, macros: Mapping[str, str], headers: Path | Mapping[str, str]) -> Executor:
-        """The executor for a kernel. headers: in place of those of kernels_cu."""
+        """The executor for a kernel. headers: they take the place of headers of kernels_cu with the same names."""
         emulation_macros = {name: value for name, value in sorted(macros.items()) if name.startswith(_PREFIX)}
         plain = Toolchain(toolchain.name, toolchain.command, toolchain.version)
         return cls(plain, emulation_macros, headers_of(_UNIT, headers))
@@ -56,7 +56,7 @@ class Executor:
         return digest_of(((_SCHEMA,), compiler, self.toolchain.flags, (_UNIT,), *texts))
 
     def object_in(self, cache_dir: Path | None) -> bytes:
-        """The object file, built unless this process or the cache has it."""
+        """Return the object file. Build it unless this process or the cache has it."""
         if self.key not in _objects:
             cache = ModuleCache(cache_dir, suffix=".o")
             built = cache.load(self.key) or cache.build(self.key, self._compile)

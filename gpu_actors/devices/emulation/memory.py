@@ -60,7 +60,7 @@ class Mapping:
             self.protect(self.begin, usable, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def protect(self, address: int, nbytes: int, protection: int) -> None:
-        """Raises OutOfDeviceMemory if the system refuses."""
+        """Set the protection of whole pages. Raises OutOfDeviceMemory if the system refuses."""
         if _libc.mprotect(address, nbytes, protection) != 0:
             raise OutOfDeviceMemory(f"cannot change the protection of {nbytes} bytes (errno {ctypes.get_errno()})")
 
@@ -78,7 +78,7 @@ class EmulatedBuffer:
     """Global memory for emulated kernels: nbytes bytes that end at (or up to 15 bytes before) an inaccessible page.
 
     name: its name in faults.
-    address: the 64-bit "device pointer", 16-byte aligned as a GPU tensor's may be.
+    address: the 64-bit "device pointer". It is 16-byte aligned, as the address of a GPU tensor may be.
     array: its bytes, (nbytes,) uint8. New bytes are 0xFF, a NaN in every floating-point format.
     Raises InvalidRequest for a negative size, OutOfDeviceMemory if the pages cannot be mapped.
     """
@@ -126,7 +126,7 @@ class EmulatedBuffer:
         return self._mapping.map_begin, self._mapping.map_end
 
     def renew_canaries(self) -> None:
-        """Forget what was written next to the buffer."""
+        """Restore the canaries next to the buffer, and so forget what was written there."""
         self._head[...] = CANARY
         self._tail[...] = CANARY
 
@@ -165,7 +165,7 @@ class AddressSpace:
             del self._begins[bisect.bisect_left(self._begins, begin)]
 
     def find(self, address: int) -> EmulatedBuffer | None:
-        """The buffer that has this address, or whose inaccessible pages have it."""
+        """The buffer whose pages, inaccessible ones too, have this address. None if there is none."""
         with self._lock:
             index = bisect.bisect_right(self._begins, address) - 1
             buffer = self._buffers[self._begins[index]] if index >= 0 else None

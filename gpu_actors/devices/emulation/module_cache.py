@@ -1,7 +1,8 @@
-"""Built modules on disk, in a folder with the cubin cache's rules, because its files are executed.
+"""Built modules on disk. Their folder has the cubin cache's rules, because its files are executed.
 
-An entry is the shared object itself, followed by a trailer that proves that it is whole: the loader reads only what the
-object's own headers name. Entry = object, seconds that the compiler took, key, SHA-256 of all of these, magic.
+An entry is the shared object, followed by a trailer that proves that the entry is whole. The loader ignores the
+trailer: it reads only what the object's own headers name.
+Entry = object, seconds that the compiler took, key, SHA-256 of all of these, magic.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class BuiltModule(NamedTuple):
 
 
 Compile = Callable[[Path], tuple[bytes, float]]
-"""Returns a shared object and the seconds that it took. Called with a folder for the compiler's own cache."""
+"""Returns a shared object and the seconds that compiling took. Called with a folder for the compiler's own cache."""
 
 
 class ModuleCache:
     """The modules in `folder` (default: the user's cache folder), each in a file named after the key, with a suffix.
 
-    Raises InvalidRequest as `CacheFolder` does, here or from a method. If the folder cannot be created or written or is
-    mounted noexec, modules are in a temporary one until the process ends.
+    The constructor and the methods raise InvalidRequest as `CacheFolder` does. If the folder cannot be created or
+    written, or is mounted noexec, modules are kept in a temporary folder until the process ends.
     """
 
     def __init__(self, folder: Path | None = None, suffix: str = ".so") -> None:
@@ -83,7 +84,7 @@ class ModuleCache:
             return None
 
     def build(self, key: str, compile_module: Compile) -> BuiltModule:
-        """Compile and publish the module with this key, once for all processes that need it at the same time."""
+        """Compile and publish the module with this key. Processes that need it at the same time compile it once."""
         with contextlib.ExitStack() as lock:
             try:
                 lock.enter_context(self._folder.locked(key, _LOCK_SECONDS))
@@ -126,7 +127,7 @@ def _encode(key: str, library: bytes, seconds: float) -> bytes:
 
 
 def _seconds_of(key: str, entry: bytes) -> float:
-    """How long building the entry took, if it is whole and has this key."""
+    """How many seconds building the entry took. Raises CorruptEntry if it is not whole or has another key."""
     if len(entry) < _FACTS.size + _SEAL.size:
         raise CorruptEntry(f"{len(entry)} bytes are no entry")
     body = memoryview(entry)[: -_SEAL.size]

@@ -22,7 +22,7 @@ from gpu_actors.options import Arithmetic, Delivery, Schedule
 
 __all__ = ["EmulatedModule", "EmulationFault"]
 
-# The same numbers as in kernels_cu/emulation/core.cuh, to which a test holds them.
+# The same numbers as in kernels_cu/emulation/core.cuh. A test compares them.
 _MAX_THREADS = 1024
 _MAX_WORKERS = 16
 _STACK_BYTES = 256 << 10
@@ -33,15 +33,15 @@ _MAX_FRAMES = 24
 
 
 class EmulationFault(LaunchError):
-    """A kernel did something that a GPU would not forgive, or might not.
+    """A kernel did something that is an error on a GPU, or may be one.
 
-    kind: of the table in kernels_cu/emulation/README.md; "descriptor" for a matrix descriptor or tensor map that means
-        nothing, and "argument" for wrong launch arguments or operands.
+    kind: a kind of the table in kernels_cu/emulation/README.md; "descriptor" for an invalid matrix descriptor or tensor
+        map, and "argument" for wrong launch arguments or operands.
     entry: the kernel. block: (x, y, z). thread: linear index in the block, or None. buffer: the name of the buffer at
     fault, or None. text: what happened.
-    lines: "file:line" of where the thread was, the kernel's own line first and that of the instruction's wrapper last.
-    issued: the same of the copy, store or product that the fault is about, if it was issued before. Where the thread is
-    at its end, or another acts for it, lines are the same. Both are empty where no thread is known, or addr2line (GNU
+    lines: "file:line" of where the thread was: the kernel's own line first, the line of the instruction's wrapper last.
+    issued: the same for the copy, store or product that the fault is about, if it was issued earlier. If the thread has
+    ended, or another thread acts for it, lines equals issued. Both are empty if no thread is known or addr2line (GNU
     binutils) is not installed.
     """
 
@@ -115,7 +115,7 @@ class _Request(ctypes.Structure):
 
 
 class _WorkerMemory:
-    """Stacks and shared memory of one worker. They outlive launches: a process maps the pages once."""
+    """The stacks and the shared memory of one worker. They outlive launches, so a process maps the pages once."""
 
     def __init__(self) -> None:
         self._stacks = PageMapping((_MAX_THREADS + 1) * _STACK_BYTES, guard=PAGE)
@@ -134,7 +134,7 @@ class _WorkerMemory:
 
 
 class _SignalActions:
-    """The process's actions for the signals of a launch (SignalActions in kernels_cu/emulation/worker.cuh)."""
+    """The process's own actions for the signals that a launch handles (SignalActions in emulation/worker.cuh)."""
 
     _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGVTALRM)
 
@@ -153,15 +153,15 @@ class _SignalActions:
 _libc = ctypes.CDLL(None)
 _SIGACTION_BYTES = 256  # more than a struct sigaction has
 
-# A process runs one launch at a time: there is one set of signal handlers and of the workers' memory, and a launch uses
-# every processor anyway.
+# A process runs one launch at a time, because it has one set of signal handlers and one set of the workers' memory. A
+# launch uses every processor anyway.
 _launch_lock = threading.Lock()
 _worker_memory: list[_WorkerMemory] = []
 _signal_actions = _SignalActions()
 
 
 def _after_fork() -> None:
-    """Reset a forked child, where no launch runs although the parent may run one."""
+    """Reset the state in a forked child. No launch runs there, although the parent may run one."""
     global _launch_lock
     if _launch_lock.locked():
         _signal_actions.restore()
@@ -176,7 +176,7 @@ class EmulatedModule:
 
     entries: its kernels.
     build_seconds: how long the compiler took.
-    names: the names in faults of files that have another name for the compiler.
+    names: the compiler's names of files to the names that faults show.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class EmulatedModule:
         self.build_seconds = build_seconds
         self.switches: int = 0
         self._library = ctypes.CDLL(str(path))
-        # ctypes never closes a library. None is closed at exit: a thread may still run a kernel.
+        # ctypes never closes a library. No library is closed at exit, because a thread may still run a kernel.
         weakref.finalize(self, dlclose, self._library._handle).atexit = False
 
     def launch(
@@ -213,20 +213,21 @@ class EmulatedModule:
     ) -> None:
         """Run a kernel to its end.
 
-        entry: its name.
+        entry: the kernel's name.
         grid, block: 1 to 3 sizes, as in CUDA.
-        shared_bytes: of dynamic shared memory.
-        params: the bytes of its only argument, or of each argument. Device pointers are EmulatedBuffer.address.
-        buffers: all the global memory that it may access.
+        shared_bytes: bytes of dynamic shared memory.
+        params: the bytes of the only argument, or of each argument. Device pointers are EmulatedBuffer.address.
+        buffers: all the global memory that the kernel may access.
 
         delivery, arithmetic, threads: as in `EmulationOptions`.
         schedule: which thread runs next. "round_robin": every thread in turn. "greedy": a warp runs as far as it can,
             then the ready warp of the highest priority. "random": the same with preemption and changing priorities.
             "lane": the ready thread of the highest priority, so that lanes of a warp drift apart.
-        seed: of everything random. 0 starts blocks, warps and threads upwards, 1 downwards, others in another order.
+        seed: the seed of all random choices. 0 starts blocks, warps and threads upwards, 1 downwards, other seeds in
+            another order.
         limit_seconds: how long the launch may take.
 
-        Raises EmulationFault of the failed block that started first, and InvalidRequest for invalid arguments.
+        Raises the EmulationFault of the failed block that started first, and InvalidRequest for invalid arguments.
         """
         function = self._function(entry)
         request = _Request()

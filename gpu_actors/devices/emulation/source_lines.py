@@ -1,4 +1,4 @@
-"""From addresses in a built module to lines of the kernel: the calls that led to a fault."""
+"""Turns addresses in a built module into lines of the kernel: the calls that led to a fault."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TIMEOUT = 30.0  # seconds
 def source_lines(library: Path, behind: Sequence[int], names: Mapping[str, str]) -> tuple[str, ...]:
     """ "file:line" of each call, the kernel's own first, the innermost last: an instruction's wrapper, for example.
 
-    behind: offsets in the library, each just behind its call, the innermost call first.
-    names: the names of files that have another name for the compiler.
+    behind: offsets in the library, each just after its call, the innermost call first.
+    names: the compiler's names of files to the names to show.
     Inlined calls count, calls inside the emulated device do not, and a recursion counts once.
 
-    addr2line of GNU binutils, which comes with g++, reads the module's line table. Empty if it is not installed.
+    addr2line of GNU binutils, which comes with g++, reads the module's line table. Returns () if it is not installed.
     """
     if not behind:
         return ()

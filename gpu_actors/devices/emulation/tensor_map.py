@@ -44,10 +44,10 @@ def encode_tensor_map(
 ) -> bytes:
     """The 128 bytes of a tensor map.
 
-    address: of element 0, a multiple of 16.
+    address: the address of element 0, a multiple of 16.
     dtype: NumPy or ml_dtypes name.
     shape: elements, innermost first, 1 to 5 dimensions.
-    strides: bytes of every dimension but the innermost, multiples of 16.
+    strides: bytes, for every dimension but the innermost, multiples of 16.
     box: elements of each dimension that one copy moves, 1 to 256. Its innermost row is a multiple of 16 bytes and no
         longer than the swizzle.
     Raises InvalidRequest for arguments that cuTensorMapEncodeTiled would refuse.

@@ -39,12 +39,12 @@ _FLAGS = (
     "-pthread",
     "-fstack-clash-protection",  # a large array touches the guard page of its stack instead of skipping it
     "-U_FORTIFY_SOURCE",
-    "-U_GNU_SOURCE",  # its declarations are a third of what a kernel is parsed with; the executor asks for them
+    "-U_GNU_SOURCE",  # its declarations would be a third of the text of a kernel; only the executor needs them
     "-D_DEFAULT_SOURCE",
     "-DGPU_ACTORS_EMULATED=1",
     "-w",
 )
-# By `contraction`. The macro makes a processor that cannot do it a compile error.
+# By `Toolchain.contraction`. With the macro, a kernel does not compile for a processor that cannot fuse.
 _CONTRACTION_FLAGS = {
     False: ("-ffp-contract=off",),
     True: ("-ffp-contract=fast", "-DGPU_ACTORS_CONTRACTION=1"),
@@ -65,10 +65,10 @@ class Toolchain:
     name: "g++", "clang++" or "zig".
     command: its command line.
     version: the first line of its version text.
-    contraction: whether it may fuse a product with the sum that it enters, as ptxas does. By default a fused
-        multiply-add is only where a kernel writes fmaf.
-    fused_places: with contraction, a seed that chooses the blocks of code in which it may, about half of them. None
-        for all. g++ does not support it.
+    contraction: whether the compiler may fuse a product with the sum that it enters, as ptxas does. By default only an
+        fmaf that a kernel writes is a fused multiply-add.
+    fused_places: with contraction, a seed that chooses the blocks of code in which products may be fused, about half
+        of the blocks. None: all blocks. g++ does not support a seed.
     """
 
     name: str
@@ -84,9 +84,10 @@ class Toolchain:
 
     @property
     def leaner_flags(self) -> tuple[str, ...]:
-        """Options to add for a kernel with little arithmetic of its own, as one whose products tensor cores compute.
+        """Options to add for a kernel with little arithmetic of its own, such as one that computes on tensor cores.
 
-        The executor computes those. g++ fuses products in a pass of the expensive optimisations, which -Og lacks.
+        The executor computes the products of tensor cores. g++ fuses products in a pass of the expensive optimisations,
+        which -Og lacks.
         """
         if self.name != "g++":
             return ()
@@ -94,10 +95,10 @@ class Toolchain:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Options to add for a kernel, whose plain accesses then report misaligned addresses.
+        """Options to add for a kernel. With them plain accesses report misaligned addresses.
 
-        The executor defines the function that they call, so the compiler's library for it is not needed. The call does
-        not return: code that continues behind it would take a third of a kernel's compile.
+        The executor defines the function that such an access calls, so the compiler's own library is not needed. The
+        call does not return: code that continues after it would take a third of the time to compile a kernel.
         """
         return ("-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-Wl,--as-needed")
 
@@ -155,7 +156,7 @@ def _find_on_path(name: str) -> Toolchain | None:
 
 
 def _find_zig() -> Toolchain | None:
-    # By its path, and never from the working directory, where "python -m ziglang" would look first.
+    # zig is found by its path, and never in the working directory, where "python -m ziglang" would look first.
     working_directory = _working_directory()
     import_path = [folder for folder in sys.path if isinstance(folder, str) and folder]  # what imports look at
     folders = [folder for folder in import_path if os.path.realpath(folder) != working_directory]
@@ -175,7 +176,7 @@ def _working_directory() -> str | None:
 
 @functools.cache
 def _probe(name: str, command: tuple[str, ...], option: str) -> Toolchain | None:
-    """Run the compiler for its version, once a process. None if it does not start."""
+    """Ask the compiler for its version, once per process. None if it does not start."""
     try:
         result = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""The compilation of a unit, a kernel's or the executor's: its headers and the run of the compiler."""
+"""Compile a unit, which is a kernel's or the executor's: find its headers and run the compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpu_actors.process import SERVICE_SIGNALS
 
 __all__ = ["CompilerFailed", "definitions", "headers_of", "run_compiler", "write_headers"]
 
-# Folders of headers that no key covers.
+# Variables that name folders of headers. No key covers those headers, so the compiler does not get the variables.
 _HEADER_FOLDERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 _OWN_SIGNALS = """
@@ -43,9 +43,9 @@ class CompilerFailed(Exception):
 
 
 def headers_of(text: str, headers: Path | Mapping[str, str]) -> dict[str, str]:
-    """Every header that ``text`` reaches, name to text, sorted. The compiler reports a missing one.
+    """Every header that ``text`` includes, directly or not: name to text, sorted. The compiler reports missing headers.
 
-    headers: a folder, or name to text. kernels_cu completes it.
+    headers: a folder, or name to text. A header that is not there is taken from kernels_cu.
     """
     reachable, _ = include_closure(text, functools.partial(_find_header, headers))
     return dict(sorted(reachable.items()))
@@ -53,7 +53,7 @@ def headers_of(text: str, headers: Path | Mapping[str, str]) -> dict[str, str]:
 
 def _find_header(headers: Path | Mapping[str, str], name: str) -> str | None:
     if posixpath.normpath(name) != name:
-        return None  # as NVRTC, which finds headers by their spelling
+        return None  # like NVRTC, which finds headers by their spelling
     if isinstance(headers, Mapping) and name in headers:
         return headers[name]
     if isinstance(headers, Path):
@@ -74,14 +74,14 @@ def definitions(macros: Mapping[str, str]) -> list[str]:
 
 
 def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, compiler_cache: Path, what: str) -> None:
-    """Run the compiler with its usual options and these, in the folder ``work``.
+    """Run the compiler in the folder ``work``, with the toolchain's flags and ``arguments``. Raises `CompilerFailed`.
 
-    arguments: the last one is the file that it writes. compiler_cache: a folder for the compiler's own cache.
-    what: the name of the input in the log, which has a line for a run of more than a second.
+    arguments: the last one is the file that the compiler writes. compiler_cache: a folder for the compiler's own cache.
+    what: the name of the input in the log. A run of more than a second is logged.
     """
     command = [*_signal_reset_command(), *toolchain.command, *toolchain.flags, *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in _HEADER_FOLDERS}
-    # zig builds its own parts once, into the cache. The files of this run are removed with its folder.
+    # zig builds its own parts once, into the cache. The other files of this run are removed with ``work``.
     zig_folders = {"ZIG_GLOBAL_CACHE_DIR": str(compiler_cache / "zig"), "ZIG_LOCAL_CACHE_DIR": str(work / "zig")}
     with _service_signals_blocked():
         process = subprocess.Popen(
@@ -103,15 +103,15 @@ def run_compiler(toolchain: Toolchain, arguments: Sequence[str], work: Path, com
     if process.returncode < 0:
         number = -process.returncode
         log += f"{toolchain.command[0]} was ended by signal {number} ({signal.strsignal(number)})"
-    # A program that ignores SIGCHLD does not get the status. A compiler that fails writes no file.
+    # A program that ignores SIGCHLD does not get the exit status. But a compiler that fails writes no file.
     if process.returncode != 0 or not (work / arguments[-1]).exists():
         raise CompilerFailed(log)
 
 
 def _signal_reset_command() -> list[str]:
-    """A prefix of the command that resets signals if the program ignores SIGCHLD.
+    """A prefix of the compiler's command that resets signals. Empty unless the program ignores SIGCHLD.
 
-    The compiler would inherit that, and it waits for processes of its own.
+    The compiler would ignore SIGCHLD too, but it waits for child processes of its own.
     """
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     return [sys.executable, "-I", "-S", "-c", _OWN_SIGNALS] if ignored and sys.executable else []
@@ -119,9 +119,9 @@ def _signal_reset_command() -> list[str]:
 
 @contextlib.contextmanager
 def _service_signals_blocked() -> Iterator[None]:
-    """Start processes that block the signals by which a terminal, a supervisor or a batch system stops a service.
+    """Let processes start with the signals blocked by which a terminal, a supervisor or a batch system stops a service.
 
-    They are sent to every process, and an accepted request may wait for the compiler.
+    Such signals are sent to every process of the service, but an accepted request may still wait for the compiler.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SERVICE_SIGNALS)
     try:
