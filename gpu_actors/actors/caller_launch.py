@@ -17,9 +17,9 @@ __all__ = ["CallerLaunches", "stream_of"]
 
 
 class CallerLaunches:
-    """One behind the other, on the device of an actor. For one thread at a time.
+    """Makes launches one after the other, on the device of an actor. One thread at a time may use it.
 
-    series: they end together.
+    series: the series that the launches belong to.
     """
 
     def __init__(self, cell: ActorCell) -> None:
@@ -34,12 +34,13 @@ class CallerLaunches:
         stream: Any,
         make: Callable[[], Launch],
     ) -> Outputs:
-        """Launch on the calling thread. Gives the outputs, complete in the order of the stream, or on the host.
+        """Launch on the calling thread. Returns the outputs: complete in the order of the stream, or on the host.
 
-        known: a launch of the same steps, if there is one, which is made again where it was made on these addresses and
-        gives ``out`` alone. kept: its arrays beside the caller's, by name. arrays: the caller's, with out if it is
-        given. stream: a caller's, as in `stream_of`; None: that of q. make: gives the launch anew.
-        Raises `InvalidRequest` for arrays that cannot be used where they lie, and then nothing was launched;
+        known: an earlier launch with the same steps, or None. It is repeated if it was made on these addresses and
+        ``out`` is its only output. kept: its arrays besides the caller's, by name. arrays: the caller's by name, with
+        ``out`` if it is given. stream: a caller's stream, as in `stream_of`; None: the stream of q. make: returns a new
+        launch.
+        Raises `InvalidRequest` for arrays that cannot be used where they lie: then nothing was launched. Raises
         `LaunchError`, `ContextLost` and other errors of a launch.
         """
         handle = self._stream_for(arrays["q"], stream)
@@ -55,7 +56,10 @@ class CallerLaunches:
             raise self._failure(error) from None
 
     def replay(self, run: Callable[[], object], q: Any, stream: Any) -> None:
-        """Have ``run`` enqueue captured launches, behind what they read. Raises as `run`, for its errors too."""
+        """Upload what captured launches read, and then call ``run``, which enqueues them.
+
+        Raises what the method `run` raises. An error of the function ``run`` becomes an error of a launch.
+        """
         handle = self._stream_for(q, stream)
         try:
             self.series.upload(handle)
@@ -72,7 +76,7 @@ class CallerLaunches:
             raise failure from error
 
     def _stream_for(self, q: Any, stream: Any) -> int | None:
-        """The stream to launch on. Raises `InvalidRequest`."""
+        """The given stream, or q's. Raises `InvalidRequest`, also if q's device is not current on this thread."""
         handle = stream_of(stream)
         if isinstance(q, DeviceArray):
             if not self._cell.environment.device.is_current():
@@ -83,14 +87,14 @@ class CallerLaunches:
         return handle
 
     def _failure(self, error: Exception) -> GpuActorsError:
-        """What to raise for an error of a launch, which counts as one of the actor's."""
+        """The error to raise for a failed launch. It also counts as a failed launch of the actor."""
         cell = self._cell
         cell.progress.launch_ended(error)
         return as_answer(error, cell.environment.context_lost, cell.name, "could not launch")
 
 
 def stream_of(stream: Any) -> int | None:
-    """The handle of a caller's CUDA stream, None for none. Raises `InvalidRequest`."""
+    """The handle of a caller's CUDA stream, or None if none is given. Raises `InvalidRequest`."""
     if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
         return stream
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))

@@ -1,7 +1,7 @@
-"""Coalescer: answers the requests over caches that wait together with as few launches as they agree on.
+"""Coalescer: answers requests over caches that wait at the same time with as few launches as their options allow.
 
-Each request is checked by itself before it joins others, so that a wrong one is refused alone. A shared launch that
-fails is made again for each of its requests alone: then a request fails only for what is wrong with itself.
+Each request is checked alone before it joins others, so that only a wrong request is refused. If a shared launch fails,
+each of its requests is launched again alone, so that a request fails only for its own errors.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Finished = Callable[[Outputs], Sequence[Any]]
 
 
 class Flush:
-    """Sent by a `Coalescer` to its actor when requests have waited for others long enough."""
+    """The message that a `Coalescer` sends to its actor when requests have waited for others long enough."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Work:
-    """A sound request that waits for its launch.
+    """A valid request that waits for its launch.
 
-    request, plan: of its attention. template, result: as for `attention_output`. kernels: as for `Plan.launch`, the
-    same for all requests that may share a launch.
+    request, plan: the attention of the request. template, result: as for `attention_output`. kernels: as for
+    `Plan.launch`, and the same for all requests that may share a launch.
     """
 
     call: Call[Any]
@@ -56,11 +56,12 @@ W = TypeVar("W", bound=Work)
 
 
 class Coalescer(Generic[W]):
-    """Work that one incarnation of an actor has taken and not launched yet, in groups of one launch each.
+    """The work that one incarnation of an actor has taken and not launched yet, in groups of one launch each.
 
     Groups are launched in the order in which they were begun. The actor calls `flush` after each batch of calls, and
-    when a `Flush` comes. gathered: how much work waits. held_up: it waits because too many launches are in flight. What
-    is launched without a Coalescer must not take the next place each time: `flush` before it.
+    when a `Flush` comes. gathered: how many requests wait. held_up: whether they wait because too many launches are in
+    flight. An actor that also launches without the Coalescer calls `flush` before such a launch, which would otherwise
+    take the next free place each time.
     """
 
     def __init__(self, actor: ServiceActor, decoding: Decoding) -> None:
@@ -80,10 +81,11 @@ class Coalescer(Generic[W]):
         self._touched: dict[Hashable, int] = {}
 
     def add(self, work: W, key: Hashable | None, touches: Iterable[Hashable] = ()) -> None:
-        """Put work into the newest group with this key that has room, or into one of its own.
+        """Put work into the newest group with this key if it has room, or else into a new group.
 
-        key: of work that may share a launch; None: with no other. touches: what the work depends on, or changes. It
-        must not overtake what it depends on, so it joins no group from before the newest one that touches the same.
+        key: equal for work that may share a launch; None: the work is launched alone. touches: the objects that the
+        work depends on or changes. The work must not overtake other work on these objects, so it joins no group older
+        than the newest group that touches one of them.
         """
         touches = tuple(touches)
         if work.call.unmergeable:
@@ -103,7 +105,7 @@ class Coalescer(Generic[W]):
         self._count(1)
 
     def flush(self, due: bool = False) -> None:
-        """Launch what has gathered, unless it may wait for more. due: it need not wait any longer."""
+        """Launch the work that has gathered, unless it should wait for more. due: it must not wait any longer."""
         full = due or self.held_up or any(len(group) >= self._largest for group in self._groups)
         if not self.gathered or self._waits(full):
             return
@@ -124,7 +126,7 @@ class Coalescer(Generic[W]):
         self._mailbox.gather(self.gathered)
 
     def _waits(self, due: bool) -> bool:
-        """Whether what has gathered waits for more. A `Flush` ends that."""
+        """Whether the gathered work waits for more. A `Flush` ends the wait."""
         if due or not self._delay:
             self._waiting = False
         elif not self._waiting:
@@ -151,21 +153,21 @@ class Coalescer(Generic[W]):
             if len(begun) == 1 or not may_succeed_alone(error):
                 self._actor.answer_failure([work.call for work in begun], error)
                 return
-            # Nothing has been launched since, so each has its turn alone before everything that waits behind it.
+            # Nothing has been launched since, so each request is launched alone before all work that came after it.
             again = [[work] for work in begun if work.call.unclaim()]
             self._groups.extendleft(reversed(again))
             self._first -= len(again)
             self._newest = {}
             self._count(len(again))
 
-    # What a kind of work may add to
+    # For subclasses to extend
 
     def begin(self, group: list[W], begun: list[W]) -> None:
         """Claim the calls for a launch, and put the work that goes into it in ``begun``."""
         begun += [work for work in group if work.call.claim()]
 
     def assemble(self, group: list[W]) -> tuple[Launch, Finished]:
-        """The attention of a group as one launch, and what makes one result a request of its outputs.
+        """The attention of a group as one launch, and the function that turns its outputs into a result per request.
 
         Raises `GpuActorsError`.
         """
@@ -189,10 +191,10 @@ class Coalescer(Generic[W]):
         return bind_cached(plan, request, group[0].kernels)
 
     def refused(self, group: list[W]) -> None:
-        """The launch of a group that was begun was not made."""
+        """Called if a group was begun but its launch was not made."""
 
     def failed(self, group: list[W], error: BaseException) -> Collection[Call[Any]]:
-        """The launch of a group has failed. For any thread. Gives the calls that are launched again."""
+        """Called on any thread when the launch of a group has failed. Returns the calls that are launched again."""
         if len(group) == 1 or not may_succeed_alone(error):
             return ()
         calls = [work.call for work in group]
@@ -204,5 +206,8 @@ class Coalescer(Generic[W]):
 
 
 def may_succeed_alone(error: BaseException) -> bool:
-    """Whether one request may have made a launch fail. After the device is lost, none succeeds."""
+    """Whether requests of a failed launch may succeed alone, since one of them may have made it fail.
+
+    After the device is lost, no request succeeds.
+    """
     return isinstance(error, GpuActorsError) and not isinstance(error, ContextLost | ActorStopped)

@@ -26,9 +26,9 @@ __all__ = ["CompiledKernel", "LaunchKernel", "raw_module"]
 class CompiledKernel(Local):
     """A kernel that ``ctx.kernel`` has compiled, for the context's device.
 
-    entry: its name. parameters: what it takes, in order. cubin: what NVRTC made of the source; None on the emulated
-    device, and on the mock device without ``compile_on_mock``.
-    Any number of launches may be under way; the device keeps the kernel until it and all of them are gone.
+    entry: the kernel's name. parameters: its parameters, in order. cubin: the machine code that NVRTC made; None on the
+    emulated device, and on the mock device without ``compile_on_mock``.
+    Any number of launches may be in flight. The device keeps the kernel until this object and all launches are gone.
     """
 
     __slots__ = ("_cell", "_handle", "cubin", "entry", "loaded", "parameter_bytes", "parameters")
@@ -70,22 +70,22 @@ class CompiledKernel(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[dict[str | int, Array]]:
-        """Launch it on the stream of the context's KernelActor. Returns at once.
+        """Launch the kernel on the stream of the context's KernelActor. Returns at once.
 
         grid, block: one to three sizes, in blocks and in threads.
-        args: one for each parameter, in their order or by their names. A pointer takes a C-contiguous array of the
-            type that it points to, on the host or the context's GPU, or None for a null pointer. Numbers take a number
-            in range; structs, and types that the source names itself, take their bytes: a structured NumPy scalar or a
-            NumPy number, a ``ctypes.Structure``, or bytes.
+        args: one argument for each parameter, in order or by name. A pointer takes a C-contiguous array of the type
+            that it points to, on the host or the context's GPU, or None for a null pointer. A number takes a number in
+            range. A struct, or a type that the source defines, takes its bytes: a structured NumPy scalar or a NumPy
+            number, a ``ctypes.Structure``, or bytes.
         out: names, or places from 0, of the parameters whose arrays receive the kernel's writes; None: every pointer to
             a type that is not const. Arrays are written in place. NumPy arrays are copied to the device, and back after
             the launch. Writes to a host array that is not named are dropped.
-        shared_bytes: of dynamic shared memory, for a block.
+        shared_bytes: bytes of dynamic shared memory per block.
 
-        The reply gives the arrays of ``out`` themselves, by name (by place where a parameter has none). It raises
-        `InvalidRequest`, naming the argument (``args['x']``), for one that does not fit its parameter, arrays of the
-        host that overlap in part, or a launch that no device could make; `LaunchError` where the kernel failed;
-        `MockModeError` on the mock device. Do not change the arrays before the reply is done; after
+        The reply gives the arrays of ``out`` themselves, by name (by place if a parameter has no name). It raises
+        `InvalidRequest`, naming the argument (``args['x']``), for an argument that does not fit its parameter, for
+        arrays of the host that overlap in part, or for a launch that no device could make; `LaunchError` if the kernel
+        failed; `MockModeError` on the mock device. Do not change the arrays before the reply is done. After
         `DeadlineExceeded` the launch goes on and may still write them.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
@@ -93,7 +93,7 @@ class CompiledKernel(Local):
         return self._handle.submit(message, deadline=deadline, timeout=timeout, priority=priority)
 
     def raw_module(self) -> Any:
-        """The same cubin as a ``cupy.RawModule``, whose ``get_function`` gives ``cupy.RawKernel``s.
+        """The same cubin as a ``cupy.RawModule``, whose ``get_function`` returns ``cupy.RawKernel``s.
 
         Their launches run on the caller's own CuPy stream, outside of this service: no reply, no deadline, no health.
         Raises `Unsupported` on a device that is not CUDA.
@@ -129,7 +129,7 @@ def raw_module(cubin: Cubin | None, info: DeviceInfo) -> Any:
 
 
 def _cubin_file(data: bytes) -> Path:
-    # CuPy loads a module at its first use and caches it by its path, so each contents needs a path of its own.
+    # CuPy loads a module at its first use and caches it by its path, so different contents need different paths.
     path = process_folder("cubins") / f"{hashlib.sha256(data).hexdigest()}.cubin"
     if not path.exists():
         partial = path.with_suffix(f".{id(data):x}")

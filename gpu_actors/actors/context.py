@@ -62,7 +62,7 @@ class ContextActor(ThreadActor):
     opened: gets the `Children` once every child is ready, or the error that kept one from it.
     """
 
-    _supervisor: Supervisor  # as soon as there are children
+    _supervisor: Supervisor  # set as soon as there are children
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ContextActor(ThreadActor):
 
     @property
     def _cells(self) -> list[ActorCell]:
-        """Those of the children, none before the device is open."""
+        """The cells of the children. There are none before the device is open."""
         return [] if self._children is None else list(self._children.cells.values())
 
     def on_start(self) -> None:
@@ -95,7 +95,7 @@ class ContextActor(ThreadActor):
                 message.function(self)
 
     def on_stop(self) -> None:
-        # Pykka stops every actor there is when asked to, or when one of them raises SystemExit.
+        # Pykka stops all actors of the process when asked to, or when one of them raises SystemExit.
         if not self._released:
             self._fail(ActorFailed("the ContextActor was stopped from outside"))
             self._release()
@@ -155,7 +155,7 @@ class ContextActor(ThreadActor):
             self._opened.set_result(self._children)
 
     def _abandon(self, error: BaseException) -> None:
-        """Opening failed: release what was opened and report why."""
+        """Opening has failed: release what was opened, and report why."""
         self._release()
         if not self._opened.done():
             if not isinstance(error, GpuActorsError):
@@ -175,7 +175,7 @@ class ContextActor(ThreadActor):
             cell.retire(failure)
 
     def _give_up_children(self, error: BaseException) -> None:
-        """This actor failed. A supervisor that dies leaves its children's callers without answers: close instead."""
+        """This actor has failed: close. A supervisor that just died would leave its children's callers unanswered."""
         logger.error("the ContextActor failed", exc_info=error)
         self._fail(ActorFailed(f"the ContextActor failed: {error!r}"))
         self._check_stopped()
@@ -214,7 +214,7 @@ class ContextActor(ThreadActor):
     # Stopping
 
     def begin_stop(self, done: threading.Event) -> None:
-        """Stop every child and release the device; ``done`` is set when that is over."""
+        """Stop every child and release the device. ``done`` is set when that has finished."""
         self._stop_asked = done
         self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
@@ -249,7 +249,7 @@ class ContextActor(ThreadActor):
             return
         self._supervisor.stopping = True
         self._close_cells(lambda: ActorStopped("the context is closed"))
-        # What raises here is logged, since the others have to be closed too. Pykka would answer a KeyboardInterrupt by
+        # Errors here are logged, because the other cells must be closed too. Pykka would answer a KeyboardInterrupt by
         # stopping the actors of every other context.
         for cell in self._cells:
             cell.stop()
@@ -257,7 +257,7 @@ class ContextActor(ThreadActor):
             if close is not None:
                 with log_errors("closing what %s shared raised", cell.name):
                     close()
-        # No caller waits for launches under way, but a device that is closed before they end cannot free its memory.
+        # No caller waits for launches in flight, but a device that is closed before they end cannot free its memory.
         self._end_completions(_LAST_MOMENT)
         with log_errors("closing the device raised"):
             children.device.close()
@@ -271,7 +271,7 @@ class ContextActor(ThreadActor):
         children.timers.close()
 
     def _end_completions(self, seconds: float) -> set[ActorCell]:
-        """End the completion threads, as their launches end within so many seconds. Gives the cells where that held."""
+        """End the completion threads whose launches end within ``seconds``. Returns the cells of the ended threads."""
         end = time.monotonic() + seconds
         return {cell for cell in self._cells if cell.completion.close(max(0.0, end - time.monotonic()))}
 

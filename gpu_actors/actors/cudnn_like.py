@@ -29,7 +29,7 @@ _PLANS = 256
 
 @dataclass(slots=True, eq=False)
 class ExecuteGraph:
-    """The message of ``execute``. arrays: by uid, of every input of the graph, and the numbers that it is passed."""
+    """The message of ``execute``. arrays: by uid, the arrays of the graph's inputs, and the numbers of its scalars."""
 
     graph: OperationGraph
     arrays: Mapping[int, Any]
@@ -51,19 +51,19 @@ class CudnnLikeHandle(ActorHandle):
     ) -> Reply[dict[int, Array]]:
         """Compute a graph. Returns at once.
 
-        arrays: by uid, for every input of the graph, with its dims, dtype and strides; and a number for every scalar
-        without a value. The reply gives the graph's outputs by uid, in the kind of its q, or of the first array if the
-        graph is not attention. It raises `InvalidRequest` if the graph is not sound or an array does not match, and
-        `Unsupported`, with the node, the reason and the nearest form, if no kernel computes the graph; the mock device
-        computes every graph. Do not change graph or arrays before the reply is done.
+        arrays: by uid, an array for every input of the graph, with its dims, dtype and strides; and a number for every
+        scalar without a value. The reply gives the graph's outputs by uid, as arrays of the same kind as q, or as the
+        first array if the graph is not attention. It raises `InvalidRequest` if the graph is not valid or an array does
+        not match, and `Unsupported`, with the node, the reason and the nearest form, if no kernel computes the graph.
+        The mock device computes every graph. Do not change graph or arrays before the reply is done.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
         return self.submit(ExecuteGraph(graph, arrays), deadline=deadline, timeout=timeout, priority=priority)
 
     def inspect_plan(self, graph: OperationGraph) -> GraphPlan:
-        """How a device with kernels would answer a graph, whatever device this context has. Launches nothing.
+        """How a device with kernels would answer a graph, even if this context's device has none. Launches nothing.
 
-        Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
+        Raises `InvalidRequest` and `Unsupported` directly, because there is no reply.
         """
         planner: GraphPlanner = self._cell.shared
         return planner.inspect(graph)
@@ -115,7 +115,7 @@ class CudnnLikeHandle(ActorHandle):
         return Reply(self.send(request, deadline, timeout, priority))
 
     def plan_cache_stats(self) -> PlanCacheStats:
-        """hits, misses, evicted, entries of the plan cache."""
+        """Statistics of the plan cache: hits, misses, evicted, entries."""
         planner: GraphPlanner = self._cell.shared
         return planner.plans.stats()
 

@@ -157,7 +157,7 @@ class FlashAttnHandle(ActorHandle):
         rows, heads, rotary); or both (total_q, heads, ..) with cu_seqlens_q. latent_cache: pages (num_blocks,
         page_size, 1, latent + rotary), or without block_table (batch, capacity, 1, latent + rotary). The output has
         latent columns, for the values' up-projection. Further arguments: those of `PagedForward`. Raises
-        `InvalidRequest` where q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+        `InvalidRequest` if q_nope and q_pe do not belong together. DeepSeek-V2 (arXiv 2405.04434), section 2.1.
         """
         _LATENT.check(options)
         axes = "batch, rows, heads, latent" if options.get("cu_seqlens_q") is None else "total, heads, latent"
@@ -185,9 +185,10 @@ class FlashAttnHandle(ActorHandle):
         priority: int = 0,
         **options: Unpack[DecodeKeywords],
     ) -> Reply[AttentionOutput]:
-        """Attention of one new row a sequence to a cache array a sequence. The arguments are those of `BatchedDecode`.
+        """Attention of one new row per sequence to one cache array per sequence.
 
-        q and the output are (batch, heads, head_dim), the LSE (batch, heads).
+        The arguments are those of `BatchedDecode`. q and the output are (batch, heads, head_dim), the LSE is
+        (batch, heads).
         """
         _DECODE.check(options)
         request = BatchedDecode(q=q, k_caches=k_caches, v_caches=v_caches, seq_lens=seq_lens, **options)
@@ -236,9 +237,9 @@ class FlashAttnHandle(ActorHandle):
     ) -> Reply[PreparedAttention]:
         """Check, plan and compile a request now, to launch it many times without the actor: `PreparedAttention.run`.
 
-        request: with arrays shaped and placed as those of the runs. Its tables, lengths and other arrays besides q, the
-        keys and values are those of all runs. The reply raises one of `gpu_actors.errors`: `Unsupported` too for padded
-        sequences (``seqused_q``), and in a context with ``isolation="process"``.
+        request: its arrays are shaped and placed like those of the runs. All runs use its tables, lengths and other
+        arrays besides q, the keys and values. The reply raises one of `gpu_actors.errors`: also `Unsupported` for
+        padded sequences (``seqused_q``), and in a context with ``isolation="process"``.
         """
         message = Prepare(request)
         cell: Cell = self._cell
@@ -250,17 +251,18 @@ class FlashAttnHandle(ActorHandle):
         return Reply(self.send(message, deadline, timeout, priority))
 
     def inspect_key(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> DispatchKey:
-        """The dispatch key of a request. Validates it and launches nothing.
+        """The dispatch key of a request. Validates the request and launches nothing.
 
-        Raises `InvalidRequest` and `Unsupported` itself, for there is no reply.
+        Raises `InvalidRequest` and `Unsupported` directly, because there is no reply.
         """
         return self._inspect(key_of, request)
 
     def explain(self, request: FlashForward | FlashBackward | PagedForward | BatchedDecode) -> Explanation:
         """Why a request has the kernel that `inspect_key` names, or none. Validates it and launches nothing.
 
-        str() of it prints each kernel's answer, and the rows of docs/reports/options.md for the request's options on
-        this context's architecture. Raises `InvalidRequest` itself; what no kernel takes is explained.
+        str() of the result gives each kernel's answer, and the rows of docs/reports/options.md for the request's
+        options on this context's architecture. Raises `InvalidRequest` directly. A request that no kernel takes is
+        explained.
         """
         return self._inspect(explain_request, request)
 
@@ -274,7 +276,7 @@ class FlashAttnHandle(ActorHandle):
             raise error.named_for(request) from error.__cause__
 
     def plan_cache_stats(self) -> PlanCacheStats:
-        """hits, misses, evicted, entries of the cache of validated problems."""
+        """Statistics of the cache of validated problems: hits, misses, evicted, entries."""
         planner: AttentionPlanner = self._cell.shared
         return planner.plans.stats()
 

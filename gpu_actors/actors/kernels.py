@@ -1,4 +1,4 @@
-"""KernelActor: compiles kernels of a user's own and launches them on a stream of its own."""
+"""KernelActor: compiles a user's own kernels and launches them on the actor's stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpenKernel:
 
 
 class CompilesKernels:
-    """``kernel``, for contexts."""
+    """The method ``kernel`` of contexts."""
 
     _children: Children
 
@@ -61,12 +61,12 @@ class CompilesKernels:
     ) -> Reply[CompiledKernel]:
         """Compile a kernel of your own, or find it compiled, to be launched on this context's device.
 
-        source: CUDA C++ that declares ``extern "C" __global__ void entry(...)`` in its own text; a `KernelSource` adds
+        source: CUDA C++ that declares ``extern "C" __global__ void entry(...)`` in its own text. A `KernelSource` adds
             headers, macros and NVRTC's options; the emulated device ignores the options. The package's headers, such
             as "ptx/types.cuh", are always found.
 
         The reply raises `CompileError`; `InvalidRequest`, naming the field, if the source does not declare the kernel
-        or its parameters cannot be read. On the mock device it is not compiled, unless ``compile_on_mock`` is set.
+        or its parameters cannot be read. The mock device compiles no kernel, unless ``compile_on_mock`` is set.
         deadline, timeout, priority: as in `ActorHandle.submit`.
         """
         handle: ActorHandle = self._children.handle(KernelActor)
@@ -105,7 +105,7 @@ class KernelActor(ServiceActor):
             call.resolve(CompiledKernel(self.cell, message.entry, parameters, None, None, None), self.outbox)
             return
         if self.cell.environment.device.builds_kernels:
-            # A device that makes no cubin learns from this how large the parameters are.
+            # A device that makes no cubin learns the sizes of the parameters from this line.
             text = f"{source.source}\nGPU_ACTORS_PARAMETERS({message.entry})\n"
             source = dataclasses.replace(source, source=text)
         variant = Variant.of(source, source.arch or self._arch)
@@ -154,7 +154,7 @@ def _no_oracle(inputs: Mapping[str, Any]) -> Outputs:
 
 
 def _read(message: OpenKernel) -> tuple[KernelSource, tuple[KernelParameter, ...]]:
-    """The source as it is compiled, with the package's headers that it includes, and the kernel's parameters."""
+    """The source to compile, with the package's headers that it includes, and the kernel's parameters."""
     given, entry = message.source, message.entry
     if not isinstance(entry, str):
         raise InvalidRequest("entry", entry, "must be the kernel's name, a str")
@@ -191,8 +191,8 @@ def _sizes(field: str, given: Any, limits: Sequence[int]) -> tuple[int, int, int
 class _Arguments:
     """The arguments of one launch.
 
-    inputs: arrays by their parameter. returned: the names of those that receive the kernel's writes. results: the
-    caller's own arrays of ``out``.
+    inputs: arrays by the names of their parameters. returned: the names of the inputs that receive the kernel's writes.
+    results: the caller's own arrays for ``out``, by name or place.
     """
 
     def __init__(self, kernel: CompiledKernel, args: Any, out: Any, device_name: str, caller: Any) -> None:
@@ -226,9 +226,10 @@ class _Arguments:
         )
 
     def _operand(self, parameter: KernelParameter, name: str, array: AnyArray, field: str) -> str:
-        """The name of the operand for an array: that of the same memory, if another parameter has it already.
+        """The name of the operand for an array. Parameters with the same host memory share one operand.
 
-        On the device each operand of the host is a copy, so what overlaps on the host would not there.
+        Each host operand is copied to the device, where arrays that overlap in part on the host would not overlap:
+        raises `InvalidRequest` for them if one is written.
         """
         if isinstance(array, np.ndarray):
             begin = array.ctypes.data
@@ -236,7 +237,7 @@ class _Arguments:
             for other in self._spans:
                 if (other.begin, other.end) == (span.begin, span.end):
                     if array.flags.writeable:
-                        self.inputs[other.name] = array  # what came first may be a read-only view
+                        self.inputs[other.name] = array  # the earlier array may be a read-only view
                     return other.name
                 overlaps = span.begin < other.end and other.begin < span.end
                 if overlaps and (span.written or other.written):
@@ -247,7 +248,7 @@ class _Arguments:
 
 
 class _Span(NamedTuple):
-    """Where an array of the host lies."""
+    """Where an array lies on the host."""
 
     name: str
     field: str

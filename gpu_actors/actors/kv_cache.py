@@ -1,9 +1,9 @@
-"""KvCacheActor: owns the paged pools of a context and everything that is done to them.
+"""KvCacheActor: owns the paged pools of a context and makes all changes to them.
 
 A request is checked when the actor takes it, and waits with others for a launch. Pages are taken on the actor's thread
-just before the launch; the device does its part later, in the same order, on the actor's one stream. A launch that
-fails takes back what its requests wrote, and fails the requests in flight that build on that
-(`gpu_actors.kv.sequences` says how). So a request either happens or leaves no trace.
+just before the launch. The device does its part later, in the same order, on the actor's only stream. If a launch
+fails, the writes of its requests are undone, and the requests in flight that build on these writes fail too
+(`gpu_actors.kv.sequences` says how). So a request takes effect completely or not at all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gpu_actors.runtime.handle import ActorHandle
 
 __all__ = ["KvCacheActor"]
 
-# Of attention, as `PagedForward` has them too.
+# The options of attention that `PagedForward` has too.
 _OPTIONS = tuple(
     field.name
     for field in dataclasses.fields(AttendCache)
@@ -106,16 +106,16 @@ class KvCacheActor(ServiceActor):
             return
         if not isinstance(message, _MESSAGES):
             raise self.refusal(message)
-        if isinstance(message, EndStep):  # which others wait for
+        if isinstance(message, EndStep):  # other requests wait for it
             self._stepping.end(call, message)
             return
         cache = self._store.find(message.cache)
-        # A cache that is left does not wait for what waits for an open step, which may never end.
+        # Closing a cache does not wait for calls that wait for an open step, because the step may never end.
         if not (cache.stepping and isinstance(message, CloseCache)) and not self._store.order.admits(call):
             return
         launched = isinstance(message, AppendRows | AttendCache)
         if not launched and not isinstance(message, CreateSequence):
-            self._coalescer.flush(due=True)  # it comes after everything that was asked for before it
+            self._coalescer.flush(due=True)  # the request comes after all requests that were made before it
         if not launched:
             self._change(call, cache, message)
             return
@@ -131,7 +131,7 @@ class KvCacheActor(ServiceActor):
     # Sequences
 
     def _change(self, call: Call[Any], cache: OpenedCache, message: Any) -> None:
-        """Answer what shares no launch."""
+        """Answer a request that shares no launch."""
         if isinstance(message, CreateSequence):
             with reading(message):
                 tokens = message.tokens
@@ -145,11 +145,11 @@ class KvCacheActor(ServiceActor):
         with reading(message):
             several = isinstance(message, BeginStep | CloseCache | ImportSequence)
             table = None if several else cache.table(message.seq)
-        # Pages whose rows are still on their way are not shared, cut off or given back.
+        # Pages whose rows are still being written are not shared, cut off or given back.
         if self._coalescer.held_up or (table is not None and table.users):
             self._store.order.hold(call)
             if self._coalescer.held_up:
-                self._store.order.look_again()  # which gives it back to the mailbox, where all wait for a launch to end
+                self._store.order.look_again()  # gives it back to the mailbox, where all calls wait for a launch to end
             return
         if isinstance(message, ExportSequence | ImportSequence) and not self._moving.has_kernel(call):
             return
@@ -204,13 +204,13 @@ class KvCacheActor(ServiceActor):
         work.single, work.template, work.expected, work.layer = single, template, expected_lengths(message), layer
         work.by_layer = by_layer
         if request is not None and kind.plan is not None:
-            work.result = call.message.out  # the caller's own array, where it gave one, and not what was adopted
+            work.result = call.message.out  # the caller's own array, if it gave one, and not the adopted array
             if cache.cascade and (again := cache.tables.most_shared(tables, group.number)):
                 work.cascade = self._store.cascader.keys(kind.plan, request, again, cache.cascade is True)
         return work
 
     def _has_kernels(self, work: KvWork) -> bool:
-        """Give a request its kernels. False where they are being compiled: the call is parked, and comes back."""
+        """Give a request its kernels. Returns False if they are being compiled: the call is parked, and comes back."""
         if self._store.kernels is None:
             return True
         assert work.kind is not None
@@ -231,7 +231,7 @@ class KvCacheActor(ServiceActor):
 
 
 class _KvCoalescer(Coalescer[KvWork]):
-    """Coalescer of a KvCacheActor: reserves pages for a launch, has it append rows, and undoes what fails."""
+    """Coalescer of a KvCacheActor: reserves pages for a launch, adds the append of rows, and undoes failed launches."""
 
     def __init__(self, actor: KvCacheActor, store: CacheStore) -> None:
         super().__init__(actor, store.decoding)
@@ -274,7 +274,7 @@ class _KvCoalescer(Coalescer[KvWork]):
         return launch, finish
 
     def _is_plain(self, work: KvWork) -> bool:
-        """Whether the launch of a request is just what its kind says."""
+        """Whether the launch of a request is only that of its kind: it makes no cascade and copies no page."""
         return work.cascade is None and not any(write.copies for write in work.writes)
 
     def bind(self, group: list[KvWork], plan: Plan, request: CacheRequest) -> Launch:
@@ -304,7 +304,7 @@ class _KvCoalescer(Coalescer[KvWork]):
 
 
 def _lie_apart(cache: OpenedCache, message: AppendRows) -> bool:
-    """Whether the rows of each layer are an array of their own, or of a shape of their own."""
+    """Whether each layer has its own array of new rows: the layers have different shapes, or the caller gave a list."""
     return len(cache.groups) > 1 or any(isinstance(getattr(message, name), list | tuple) for name in NEW_ROWS)
 
 

@@ -1,7 +1,7 @@
-"""Kinds of requests on a cache. Those of one kind differ in their arrays, sequences and pages only.
+"""Kinds of requests on a cache. Requests of one kind differ only in their arrays, sequences and pages.
 
-A model asks a cache the same thing for every layer and every token. The first request of a kind is checked and planned
-in full (`pose`). Those of the same key that follow are bound to its plan.
+A model sends a cache requests of the same kind for every layer and every token. The first request of a kind is checked
+and planned in full (`pose`). Later requests with the same key are bound to its plan.
 """
 
 from __future__ import annotations
@@ -37,19 +37,24 @@ __all__ = ["kind_launch", "kind_of", "pose_layers"]
 Bound: TypeAlias = tuple[PagedForward | None, NewRows | None]
 """The attention of one request, and its new rows."""
 
-# Of attention, as `PagedForward` has them too.
+# The options of attention that `PagedForward` has too.
 _OPTIONS = tuple(
     field.name
     for field in dataclasses.fields(AttendCache)
     if field.name != "q" and field.name in PagedForward.__dataclass_fields__
 )
 _ROWS = ("k", "v", "c_kv", "k_pe")
-# Of what holds for one request alone, cache, seqs and layer are looked up anew, and expect_length at the launch.
+# Fields that belong to one request, not to its kind. cache, seqs and layer are looked up for each request, and
+# expect_length is checked at the launch.
 _OWN = ("cache", "seqs", "expect_length", "layer")
 
 
 class _Fields:
-    """The fields of a type of message by what they mean for a kind: arrays that may be given, others, and scalars."""
+    """The fields of a message type, by what they mean for a kind.
+
+    arrays: the arrays that requests of a kind may have. others: fields that a request with a key must leave None.
+    scalars: the names of the fields that are a part of the key.
+    """
 
     def __init__(self, kind: type, arrays: tuple[str, ...]) -> None:
         others = (*(name for name in array_fields(kind) if name not in arrays), "tokens", "block_mask")
@@ -67,7 +72,7 @@ _ATTEND = _Fields(AttendCache, (*_ROWS, "q", "out"))
 def kind_key(
     group: PoolGroup, message: AppendRows | AttendCache, tables: Sequence[PageTable], most: int
 ) -> Hashable | None:
-    """What decides the kind of an adopted request. None for one with further arrays, tokens or a block mask."""
+    """The key of an adopted request's kind. None for a request with further arrays, tokens or a block mask."""
     fields = _ATTEND if isinstance(message, AttendCache) else _APPEND
     for other in fields.others(message):
         if other is not None:
@@ -79,7 +84,7 @@ def kind_key(
     new = rows.shape[1] if rows is not None and len(rows.shape) == 4 else 0
     longest += new
     described = [None if array is None else _described(array) for array in arrays]
-    # As in `planning.cached.signature`: equal is not alike.
+    # As in `planning.cached.signature`: equal values may be of different types.
     kinds = [*map(type, scalars)]
     if isinstance(message, AttendCache):
         # The window is not checked yet, so it may be of any length.
@@ -91,12 +96,12 @@ def kind_key(
 
 
 def _described(array: Any) -> Hashable:
-    # A launch joins only arrays on a device that one stream orders.
+    # A launch joins arrays on a device only if one stream orders them.
     return type(array), array.shape, array.strides, array.dtype, getattr(array, "stream", None)
 
 
 def bind(group: PoolGroup, kind: RequestKind, message: AppendRows | AttendCache) -> Bound:
-    """The attention of a request of a kind, and its new rows. Raises `InvalidRequest` for where ``out`` lies."""
+    """The attention of a request of a kind, and its new rows. Raises `InvalidRequest` if ``out`` overlaps an input."""
     request, rows = kind.request, kind.rows
     if request is not None and isinstance(message, AttendCache):
         request = changed(request, {"q": message.q, "out": message.out})
@@ -114,9 +119,9 @@ def bind(group: PoolGroup, kind: RequestKind, message: AppendRows | AttendCache)
 
 
 def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
-    """The launch of one request of a kind, which copies no page and makes no cascade.
+    """The launch of one request of a kind. The request must copy no page and make no cascade.
 
-    What launches of the kind have in common is remembered with the kernels, without any array, and ends with them.
+    The state that launches of the kind share is remembered with the kernels, without any array, and is freed with them.
     """
     place = kind.number, work.table.shape
     known: Launch | None = work.loaded.memo.get(place) if work.loaded else kind.launches.get(place)
@@ -143,7 +148,7 @@ def kind_launch(kind: RequestKind, work: KvWork) -> Launch:
 
 
 def _first_launch(kind: RequestKind, work: KvWork) -> Launch:
-    """The launch of a request, of which all is remembered but the arrays."""
+    """The first launch of a kind. All of it but the arrays is remembered."""
     rows = kind.rows
     if work.request is None or work.plan is None:
         launch = append_launch([work])
@@ -172,14 +177,14 @@ def kind_of(
     tables: list[PageTable],
     most: int = 0,
 ) -> tuple[RequestKind, Bound]:
-    """The kind of an adopted request, and what is its own. Raises `InvalidRequest` and `Unsupported`.
+    """The kind of an adopted request, and its own attention and rows. Raises `InvalidRequest` and `Unsupported`.
 
-    most: the block table is as wide as for sequences of so many rows, if they are not longer.
+    most: the block table is as wide as for sequences of ``most`` rows, or wider if the sequences are longer.
     """
     try:
         key = kind_key(group, message, tables, most)
         kind = None if key is None else group.kinds.find(key)
-    except Exception:  # an option that cannot be hashed, or no array where one belongs, which `pose` names
+    except Exception:  # an option that cannot be hashed, or no array where one belongs: `pose` reports it
         key = kind = None
     if kind is not None:
         return kind, bind(group, kind, message)
@@ -205,7 +210,7 @@ def pose(
 def pose_layers(
     store: CacheStore, cache: OpenedCache, message: AppendRows, tables: Sequence[PageTable]
 ) -> tuple[RequestKind, list[NewRows]]:
-    """Check an adopted append of all layers, whose arrays lie apart. Raises `InvalidRequest` and `Unsupported`."""
+    """Check an adopted append to all layers whose arrays lie apart. Raises `InvalidRequest` and `Unsupported`."""
     given = {name: array for name in NEW_ROWS if (array := getattr(message, name)) is not None}
     for name, array in given.items():
         listed = isinstance(array, list | tuple)
@@ -236,7 +241,7 @@ def _pose_attend(
     store: CacheStore, group: PoolGroup, message: AttendCache, tables: Sequence[PageTable], most: int
 ) -> tuple[RequestKind, Bound]:
     rows = _rows_to_attend(message, group, tables)
-    # As many as there are now; requests that wait for their launch may add to them before this one's.
+    # The lengths now. Requests that wait for their launch may add rows before this request is launched.
     lengths = np.array([table.length for table in tables], np.int32)
     last: Any = _rows_of_q(message, len(tables))
     if rows is not None:
@@ -261,7 +266,7 @@ def _pose_attend(
         if rows.counts.any() or rows.turned is not None:
             variants += appending
         else:
-            rows = None  # nothing to append, and so nothing to launch either
+            rows = None  # no kernel has to append or to rotate anything
     shared, of_rows = merge_key(plan, request), None if rows is None else rows.merge_key
     apart = shared is None or (rows is not None and of_rows is None)
     key = None if apart else ("attend", *group.key, shared, of_rows)
@@ -294,7 +299,7 @@ def _rows_to_attend(message: AttendCache, group: PoolGroup, tables: Sequence[Pag
 
 
 def _rows_of_q(message: AttendCache, batch: int) -> Any:
-    """The rows of q of each sequence, int64 (batch,). Zeros where these are not known yet, or not sound."""
+    """The number of rows of q of each sequence, int64 (batch,). Zeros if they are not known yet, or not valid."""
     q, ends = message.q, message.cu_seqlens_q
     if isinstance(ends, np.ndarray) and ends.shape == (batch + 1,):
         return np.diff(ends.astype(np.int64))
@@ -303,7 +308,10 @@ def _rows_of_q(message: AttendCache, batch: int) -> Any:
 
 
 def _check_places(group: PoolGroup, rows: NewRows) -> None:
-    """Check that rows are not rotated by their place in what a layer with a window keeps. Raises `InvalidRequest`."""
+    """Check that positions are given if a layer with a window rotates rows. Raises `InvalidRequest`.
+
+    Such a layer keeps only the last rows, so it does not know the places of rows in the whole sequence.
+    """
     if group.window is None or rows.rope is None:
         return
     reason = "must be given where a rope rotates rows of a layer with a window, which does not know their places"
@@ -320,6 +328,6 @@ def _append_variants(store: CacheStore, group: PoolGroup, rows: NewRows, heads_q
         except Unsupported as error:
             if error.field != "dtype":
                 raise
-            # A request calls the rows k.
+            # The error names the field of the request.
             raise Unsupported("k_pe" if problem.latent else "k", *error.args[1:]) from None
     return *variants, page_copy_variant(store.arch)

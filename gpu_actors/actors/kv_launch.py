@@ -1,11 +1,11 @@
-"""Launches on a KvCache's pool: copies of shared pages, then new rows, then attention, as one.
+"""Launches on a KvCache's pool: copies of shared pages, then new rows, then attention, in one launch.
 
     page_pairs ──copy──> k_cache, v_cache <──append── k, v (rotated, quantised)
                                 │                     q ──rotated──┐
                                 └────────────> attention <─────────┘──> out, lse
 
-Operands are named as `pack_append`, `pack_page_copy` and `gpu_actors.planning.cached` say; where q is rotated,
-attention reads q_rotated in its place.
+Operands are named as `pack_append`, `pack_page_copy` and `gpu_actors.planning.cached` say. If q is rotated, attention
+reads q_rotated in its place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["add_rows", "append_launch", "append_layers", "copy_launch", "rows_or
 
 
 def append_launch(works: Sequence[KvWork]) -> Launch:
-    """The operands of a launch that only appends; `add_rows` says what it does."""
+    """A launch with the operands of requests that only append. `add_rows` adds its steps."""
     inputs = {
         **works[0].group.pools,
         "block_table": merge_tables([work.table for work in works]),
@@ -40,7 +40,7 @@ def append_launch(works: Sequence[KvWork]) -> Launch:
 
 
 def copy_launch(group: PoolGroup, copies: Sequence[PageCopy], kernels: Sequence[Kernel]) -> Launch:
-    """Copies pages in all layers of a group. kernels: the one that does, or none."""
+    """The launch that copies pages in all layers of a group. kernels: the copy kernel, none if the device runs none."""
     inputs = {"page_pairs": _pairs(copies), **group.pools}
     copied, layers = (len(copies), group.pool), len(group.layers)
     pack = functools.partial(pack_page_copy, *copied)
@@ -62,7 +62,7 @@ def _copy_oracle(layers: int, inputs: Mapping[str, Any]) -> Outputs:
 
 
 def add_rows(launch: Launch, works: Sequence[KvWork]) -> Launch:
-    """Have a launch append the new rows of its works first."""
+    """Return a launch that copies pages and appends the new rows of ``works``, and then does what ``launch`` does."""
     group, kernels = works[0].group, works[0].appending
     rows = merge_rows([work.rows for work in works if work.rows is not None])
     copies = [write.copies[group.number] for work in works for write in work.writes if group.number in write.copies]
@@ -70,9 +70,9 @@ def add_rows(launch: Launch, works: Sequence[KvWork]) -> Launch:
 
 
 def append_layers(work: KvWork) -> Launch:
-    """Appends the rows of a request to each layer, where their arrays lie apart.
+    """The launch that appends a request's rows to each layer, if the layers' arrays lie apart.
 
-    Operands of a layer have its number before their names, and those of a group have "group" and its number.
+    The names of a layer's operands begin with its number, and the names of a group's with "group" and its number.
     """
     parts: list[tuple[Launch, dict[str, str]]] = []
     for layer, rows in enumerate(work.by_layer):
@@ -94,7 +94,7 @@ def _with_rows(
     launch: Launch, group: PoolGroup, rows: NewRows, copies: Sequence[PageCopy], kernels: tuple[Kernel, ...]
 ) -> Launch:
     """A launch that copies pages of a group, appends rows, and then does what ``launch`` does."""
-    # The first input, q where there is one, decides whether the outputs are on the host.
+    # The first input, which is q if there is one, decides whether the outputs are on the host.
     inputs = {**launch.inputs, "k": rows.k, "v": rows.v}
     for name, factors in group.descales_of(len(rows.counts)).items():
         inputs.setdefault(name, factors)
@@ -147,7 +147,7 @@ def _steps(
 
 
 def _pack_packed(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
-    """For the append kernel, which takes packed rows of q."""
+    """Pack the parameters of the append kernel, which takes packed rows of q."""
     changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated") if name in buffers}
     if "cu_seqlens_new" in buffers:
         changed["cu_seqlens_q"] = buffers["cu_seqlens_new"]
@@ -155,7 +155,7 @@ def _pack_packed(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
 
 
 def _pack_turned(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
-    """For the append kernel that rotates q and has no rows to append."""
+    """Pack the parameters of the append kernel that only rotates q and appends no rows."""
     changed = {name: _packed(buffers[name]) for name in ("q", "q_rotated")}
     total = changed["q"].shape[0]
     for name in ("k", "v", "k_cache", "v_cache"):
@@ -168,7 +168,7 @@ def _pack_turned(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
 
 
 def _pack_rotated(pack: StepPack, buffers: Mapping[str, Buffer]) -> Params:
-    """For attention to a q that was rotated first."""
+    """Pack the parameters of attention that reads the rotated q."""
     return pack({**buffers, "q": buffers["q_rotated"]})
 
 
@@ -180,7 +180,7 @@ def _packed(buffer: Buffer) -> Buffer:
 
 
 def rows_oracle(rows: NewRows, pool: AppendProblem, attend: Any, inputs: Mapping[str, Any]) -> Outputs:
-    """What a launch computes that appends rows, of which k and v are looked for in ``inputs``, before it attends."""
+    """The oracle of a launch that appends rows before it attends. Takes the rows' k and v from ``inputs``."""
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference.append import append_rows, copy_pages
     from gpu_actors.reference.rope import apply_rope

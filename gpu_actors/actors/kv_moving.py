@@ -1,4 +1,4 @@
-"""Sequences that leave a cache and come in: the part of the KvCacheActor that answers for them."""
+"""Moving: the part of the KvCacheActor that exports sequences from a cache and imports them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Moving"]
 
 
 class Moving:
-    """Launches of one incarnation that read the pages of a sequence, or write those of a new one.
+    """Makes the launches of one incarnation that read the pages of a sequence, or write the pages of a new sequence.
 
-    A sequence that no one gets to know is freed, whenever its call gets an error: at once, or after its launch.
+    If a call gets an error, at once or after its launch, no caller knows its new sequence, and the sequence is freed.
     """
 
     def __init__(self, actor: ServiceActor, store: CacheStore) -> None:
@@ -29,14 +29,14 @@ class Moving:
         self._store = store
 
     def has_kernel(self, call: Call[Any]) -> bool:
-        """False where the kernel is being compiled: the call is parked, and comes back."""
+        """Whether there is a kernel. If not, it is being compiled: the call is parked, and comes back."""
         if self._store.kernels is None or self._kernels(call) is not None:
             return True
         self._store.order.block(call)
         return False
 
     def export(self, call: Call[Any], cache: OpenedCache, table: PageTable) -> None:
-        """Answer a claimed call with the pages of a sequence, on which no row is on its way."""
+        """Answer a claimed call with the pages of a sequence. No launch in flight may use the sequence."""
         lease = cache.tables.fork(table)
         pages, firsts = [list(own.pages) for own in lease.groups], [own.first for own in lease.groups]
         length, digests, tail = lease.length, list(lease.digests), list(lease.tail)
@@ -52,7 +52,7 @@ class Moving:
         self._actor.launch((call,), launch, lambda outputs: (record(outputs),))
 
     def take_in(self, call: Call[Any], cache: OpenedCache, message: ImportSequence) -> None:
-        """Answer a call with a new sequence that has exported pages."""
+        """Answer a call with a new sequence that holds exported pages."""
         with reading(message):
             contents = check_pages(message.pages, cache.groups)
         if not call.claim():

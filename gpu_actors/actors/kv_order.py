@@ -12,11 +12,11 @@ __all__ = ["KvOrder"]
 
 
 class KvOrder:
-    """Parks the calls that wait, and those on the same sequences that were made after them. More urgent calls pass.
+    """Parks calls that must wait, and later calls on the same sequences. More urgent calls pass.
 
-    For the thread that does the actor's work, all but `look_again`. Calls go back to the mailbox in `release` alone,
-    when the actor has no calls in hand: so none of them can be overtaken by one that the actor took earlier. It
-    outlives the incarnations of the actor, and the parked calls with it.
+    Only the thread that does the actor's work uses it; any thread may call `look_again`. Only `release` gives calls
+    back to the mailbox, when the actor has no calls in hand. So no parked call is overtaken by a call that the actor
+    took earlier. The order and its parked calls outlive the incarnations of the actor.
     """
 
     def __init__(self, cell: ActorCell) -> None:
@@ -26,7 +26,7 @@ class KvOrder:
         self._due = False
 
     def admits(self, call: Call[Any]) -> bool:
-        """Whether a call may be handled now. If not, it is parked, and comes back later."""
+        """Whether a call may be handled now. If not, the call is parked, and comes back later."""
         if call in self._blockers:
             self._blockers.remove(call)
             self.look_again()
@@ -36,17 +36,17 @@ class KvOrder:
         return True
 
     def block(self, call: Call[Any]) -> None:
-        """Later calls wait until this one comes back or is answered. The KernelStore parks it and gives it back."""
+        """Make later calls wait until ``call``, which the KernelStore parks, comes back or is answered."""
         self._blockers.append(call)
         call.when_done(lambda _: self.look_again())
 
     def hold(self, call: Call[Any]) -> None:
-        """This call waits, and later ones behind it, until something has ended."""
+        """Park a call until something that it waits for has ended. Later calls on its sequences wait too."""
         self._cell.mailbox.park(call)
         self._parked.append(call)
 
     def look_again(self) -> None:
-        """Something has ended that a call may wait for. For any thread."""
+        """Note that something has ended that a call may wait for. Any thread may call it."""
         # In this order: the actor parks a call before it asks in `release` whether something has ended.
         self._due = True
         if self._parked:
@@ -62,7 +62,7 @@ class KvOrder:
                 self._cell.mailbox.requeue(parked)
 
     def _goes_before(self, call: Call[Any], other: Call[Any]) -> bool:
-        """Whether the mailbox gives ``call`` out before ``other``, and both are on one sequence."""
+        """Whether the mailbox gives out ``call`` before ``other``, and the two share a sequence."""
         rank = self._cell.mailbox.rank
         if call.done or call.message.cache != other.message.cache or rank(call) >= rank(other):
             return False
@@ -71,7 +71,7 @@ class KvOrder:
 
 
 def _numbers(message: Any) -> set[int] | None:
-    """The sequences that a message is on. None: all of its cache."""
+    """The numbers of the sequences that a message is about. None: all sequences of its cache."""
     if isinstance(message, CreateSequence | ImportSequence):
         return set()
     seqs = getattr(message, "seqs", getattr(message, "seq", None))

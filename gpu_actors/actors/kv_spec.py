@@ -1,4 +1,4 @@
-"""GroupSpec: a group of the layers of a cache, as a `KvCacheSpec` asks for it and as it was checked."""
+"""GroupSpec: a group of the layers of a cache, as a `KvCacheSpec` asks for it, checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gpu_actors.values import show
 
 __all__ = ["GroupSpec", "dtype_text", "groups_of"]
 
-# Of a layer, as `KvCacheSpec` has them too.
+# The fields of `KvLayer` that `KvCacheSpec` has too.
 _OF_A_LAYER = tuple(each.name for each in dataclasses.fields(KvLayer) if each.name not in ("window", "slack"))
 
 
 class GroupSpec(NamedTuple):
-    """A group of layers as a spec asks for it. layers: their numbers."""
+    """A group of layers as a spec asks for it. layers: the numbers of the layers."""
 
     pool: AppendProblem
     descales: dict[str, Any]
@@ -73,7 +73,7 @@ def groups_of(spec: object, info: DeviceInfo, notes: CallerNotes | None) -> list
 
 
 def _checked(spec: KvCacheSpec, info: DeviceInfo, notes: CallerNotes | None) -> tuple[AppendProblem, dict[str, Any]]:
-    """The pool and the descales that a spec asks for, of one layer. Raises `InvalidRequest` and `Unsupported`."""
+    """The pool and the descales of one layer, as a spec asks for them. Raises `InvalidRequest` and `Unsupported`."""
     spec = adopt_request(spec, info.device_name, notes)[0]
     blocks = integer("num_blocks", spec.num_blocks, 1, (1 << 31) - 1)
     page_size = integer("page_size", spec.page_size, 1)
@@ -112,7 +112,7 @@ def _checked(spec: KvCacheSpec, info: DeviceInfo, notes: CallerNotes | None) -> 
 
 
 def dtype_text(dtype: Any) -> str:
-    """The name of a dtype, which is given by name or as a dtype of NumPy, ml_dtypes or torch."""
+    """The name of a dtype. dtype: its name, or a dtype of NumPy, ml_dtypes or torch."""
     name = str(dtype).removeprefix("torch.")
     with contextlib.suppress(Exception):  # a foreign object may raise anything; its text is checked below
         name = name if dtype is None else np.dtype(dtype).name  # None would be float64 to NumPy

@@ -1,9 +1,9 @@
-"""OpenStep: a model's step over the layers of a cache, launched by its caller, and what a CUDA graph has of it.
+"""OpenStep: a model's step over the layers of a cache, launched by its caller. StepCapture: its captured launches.
 
     BeginStep ──Stepping: reserve pages──> OpenStep ──attend(layer) for each──> EndStep ──Stepping──> commit, or undo
-                                               └─ kernels behind each other on the caller's stream
+                                               └─ kernels one after the other on the caller's stream
 
-It counts as one launch in flight: where a launch before it fails, it fails too.
+A step counts as one launch in flight: if an earlier launch that it builds on fails, the step fails too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from gpu_actors.values import show
 __all__ = ["LATE", "LATENT", "OWN", "WHOLE", "OpenStep", "StepCapture", "StepLayers", "built_on_failed"]
 
 WHOLE, LATENT = ("k", "v"), ("k_pe", "c_kv")
-# Of options, what holds for the sequences of one step, whatever the layer.
+# The options that belong to the sequences of one step, and are the same for all layers.
 OWN = frozenset(("tokens", "expect_length"))
 
 LATE = "the deadline of the step has passed"
@@ -57,7 +57,8 @@ LATE = "the deadline of the step has passed"
 class StepLayers:
     """Layers of one group with the same options.
 
-    work: of one of them. layouts: of each array. first: the launch of the first. cascade: whether it is one.
+    work: the work of one of them. layouts: the layout of each array. first: the first launch of these layers, None
+    before it. cascade: whether ``first`` is a cascade.
     """
 
     work: KvWork
@@ -66,7 +67,7 @@ class StepLayers:
     cascade: bool = False
 
     def share_pages(self, cascader: Cascader) -> Cascading | None:
-        """Have its launches read once what several sequences share, where that pays. None where no pages are shared."""
+        """Make the launches read shared pages once, if that pays. Returns the choice, None if no pages are shared."""
         work = self.work
         if not isinstance(work.cascade, CascadeKeys):
             return None if work.cascade is None else Cascading(False, work.cascade)
@@ -81,7 +82,7 @@ class StepLayers:
         return chosen
 
     def launch(self, layer: int, arrays: Mapping[str, Any]) -> Launch:
-        """The launch of a layer on its own arrays. Raises `InvalidRequest` for where ``out`` lies."""
+        """The launch of a layer on its own arrays. Raises `InvalidRequest` if ``out`` overlaps q or the pools."""
         work, pools = self.work, self.work.cache.by_layer[layer]
         own: dict[str, Any] = {"q": arrays["q"], **pools}
         if work.rows is not None:
@@ -97,12 +98,12 @@ class StepLayers:
         return Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
 
     def renew(self, captured: StepLayers, series: Series) -> None:
-        """Put the tables of this step to where captured launches read them."""
-        # Of any of its layers: they differ in their pools alone. Those lie on the device, so `Series.renew` puts them
-        # nowhere, and `launch` gives each layer its own.
+        """Put the tables of this step where captured launches read them."""
+        # The launch of any of the layers will do, because they differ only in their pools. Pools lie on the device, so
+        # `Series.renew` does not copy them, and `launch` gives each layer its own.
         launch = self.launch(self.work.layer, self._examples())
-        # Of layers that were not captured, an earlier step may have left tables too. A cascade is never captured, and
-        # this step is none.
+        # An earlier step may also have left tables for layers that were not captured. A cascade is never captured, and
+        # this step makes none.
         first = launch if captured.first is None or captured.cascade else captured.first
         series.renew(first.steps, launch)
         self.first = captured.first = dataclasses.replace(launch, steps=first.steps, scratch=first.scratch)
@@ -113,7 +114,7 @@ class StepLayers:
         return {name: pack_rows(own, arrays[own]) if rows.rows else arrays[own] for name, own in given}
 
     def _examples(self) -> dict[str, Any]:
-        """Arrays of a layer, without contents."""
+        """Arrays like those of a layer, without contents."""
         return {
             name: contiguous(layout.shape, name_of(layout.dtype), None if layout.place is None else layout.place[0])
             for name, layout in self.layouts.items()
@@ -136,11 +137,12 @@ class StepLayers:
 
 @dataclass(slots=True, eq=False)
 class StepCapture:
-    """Launches of a step that a caller's CUDA graph has. One step at a time has its tables where they read them.
+    """The launches of a step that a caller's CUDA graph has captured.
 
-    message: of the step, for tables of one width. sequences: how many. layers: as they were captured. numbers: of the
-    layers that the graph has. q: of the latest one, for the stream of its library. lost: a step could not be ended. The
-    memory of the launches stays until this is dropped.
+    One step at a time has its tables where these launches read them. message: begins the step, with a ``max_length``
+    that gives all tables one width. sequences: how many the step has. layers: its layers as they were captured.
+    numbers: the numbers of the layers in the graph. q: the latest captured q, for the stream of its library. lost:
+    whether a step could not be ended. The memory of the launches stays until this object is dropped.
     """
 
     message: BeginStep
@@ -156,10 +158,11 @@ class StepCapture:
 
 
 class OpenStep:
-    """A step that has begun. `attend` may be called by any thread, by one at a time.
+    """A step that has begun. Any thread may call `attend`, one at a time.
 
-    work: its rows and pages, as of a request in flight. lengths: of its sequences, with its rows. capture: of its
-    layers, or of those of a step before it. failure: why it was abandoned, once it is closed.
+    work: the step's rows and pages, in the form of a request in flight. lengths: the lengths of its sequences, with its
+    rows. capture: the capture of its layers or of an earlier step's layers, or None. failure: why the step was
+    abandoned, once it is closed.
     """
 
     def __init__(
@@ -192,16 +195,19 @@ class OpenStep:
 
     @property
     def open(self) -> bool:
-        """Whether it has neither ended nor failed."""
+        """Whether the step has neither ended nor failed."""
         return self._over is None
 
     @property
     def replaying(self) -> bool:
-        """Whether this thread is in code that replays it. What it waits for of the step would never come."""
+        """Whether this thread is in the code that replays the step. There it must not wait for the step."""
         return self._replaying is not None and self._replaying == threading.get_ident()
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
-        """Launch a layer on arrays by name. Gives its output in the kind of q, or ``out``; with an LSE both in one."""
+        """Launch a layer on arrays by name.
+
+        Returns ``out``, or an array of q's kind if it is not given; with an LSE both in an `AttentionOutput`.
+        """
         if self.replaying:
             raise InvalidRequest("layer", layer, "must not be attended to by what replays the step")
         try:
@@ -243,7 +249,10 @@ class OpenStep:
         return outputs, template
 
     def replay(self, run: Callable[[], object], layers: Collection[int] | None, stream: Any) -> None:
-        """Have ``run`` enqueue captured layers, all or some, on a stream: the caller's, or that of q's library."""
+        """Call ``run``, which enqueues captured layers. layers: their numbers, None for all.
+
+        stream: the caller's stream; None: the current stream of the captured q's library.
+        """
         expect(callable(run), "run", show(run), "must be callable, as graph.replay is")
         expect(not self.replaying, "run", show(run), "must not be replayed by what replays the step")
         try:
@@ -278,7 +287,7 @@ class OpenStep:
             self._trace("step.replayed", layers=len(numbers))
 
     def ended(self, committed: bool, error: BaseException | None = None) -> None:
-        """It is over, for the trace."""
+        """Record the end of the step in the trace."""
         if self._traced:
             self._trace("step.ended", committed=committed, error=error)
 
@@ -301,13 +310,16 @@ class OpenStep:
         self.capture.q = q
 
     def _abandon_after(self, error: BaseException) -> None:
-        """A launch has raised. A request that is refused has launched nothing."""
+        """Abandon the step because a launch has raised, unless the request was refused and so launched nothing."""
         if not isinstance(error, RequestError):
             interrupted = LaunchError("the launch of a layer was interrupted")  # part of it may be enqueued
             self.abandon(error if isinstance(error, GpuActorsError) else interrupted)
 
     def seize(self, freed: Callable[[], None]) -> bool:
-        """Keep layers from being launched until `release`. False while one is: then ``freed`` is called after it."""
+        """Keep layers from being launched until `release`. Returns False if one is being launched.
+
+        ``freed`` is called at the end of each `attend` and `replay` from then on.
+        """
         self._freed = freed
         return self._lock.acquire(blocking=False)
 
@@ -315,9 +327,10 @@ class OpenStep:
         self._lock.release()
 
     def close(self, commit: bool) -> bool:
-        """Let no layer follow. False for an abort of a step that has ended. Between `seize` and `release`.
+        """Let no layer be launched any more. Called between `seize` and `release`.
 
-        Raises what `attend` would, and `InvalidRequest` for a commit of rows that are missing.
+        Returns False for an abort of a step that has already ended. A commit raises what `attend` would raise, and
+        `InvalidRequest` if rows of a layer are missing.
         """
         if commit:
             self._check()
@@ -335,12 +348,12 @@ class OpenStep:
         return None if self._closed else self._launches.series.capturing()
 
     def end(self) -> Event:
-        """The end of all launches."""
+        """Return the event for the end of all launches."""
         series: Series = self._launches.series
         return series.end() if self.capture is None else series.mark()
 
     def abandon(self, reason: GpuActorsError) -> None:
-        """Undo the step, and raise ``reason`` for what is still asked of it. For any thread."""
+        """Undo the step. Its methods raise ``reason`` from then on. Any thread may call it."""
         if self._over is None:
             self._over = reason
             mailbox = self._cell.mailbox
@@ -365,7 +378,7 @@ class OpenStep:
 
 
 def _as_it_is(value: Any) -> Any:
-    """What a caller may change later, lists and mappings, as it is now. An array is read by each step."""
+    """A copy of lists and mappings, which a caller may change later. Arrays are not copied: each step reads them."""
     if isinstance(value, list | tuple):
         return tuple(map(_as_it_is, value))
     return {key: _as_it_is(one) for key, one in value.items()} if isinstance(value, Mapping) else value

@@ -62,7 +62,7 @@ from gpu_actors.values import show
 __all__ = ["Stepping"]
 
 _CAPTURE_PAUSE = 1e-3
-"""Seconds between two looks whether a capture has ended."""
+"""Seconds between two checks whether a capture has ended."""
 
 _PLAIN = (int, float, bool, str, type(None), Rope)
 _OF_A_LAYER = StepKeywords.__optional_keys__ - OWN
@@ -77,7 +77,7 @@ class Stepping:
         self._has_kernels = has_kernels
 
     def begin(self, call: Call[Any], cache: OpenedCache, message: BeginStep) -> None:
-        """Reserve the pages of a step's rows, and answer with it."""
+        """Reserve the pages of a step's rows, and answer with the step."""
         with reading(message):
             tables, capture = _tables(cache, message), message.captured
             if not cache.stepping.isdisjoint((*tables, capture)):
@@ -108,7 +108,7 @@ class Stepping:
             with _naming_layer(first.layer, given):
                 raise error
         if not begun:
-            return  # answered meanwhile
+            return  # the call was answered meanwhile
         cache.stepping.update(tables if capture is None else (*tables, capture))
         try:
             if len(units) > 1:
@@ -121,12 +121,12 @@ class Stepping:
                     unit.renew(captured, capture.launches.series)
             step = OpenStep(self._actor.cell, first, layers, call.deadline, message)
             for unit in units:
-                # Copies are made, and layers change no pages.
+                # The copies have been enqueued, and layers change no pages.
                 unit.work = dataclasses.replace(unit.work, writes=[])
                 self._share_pages(unit)
             if call.deadline is not None:
                 environment = self._actor.cell.environment
-                # A step that has ended, and its arrays, need not stay until then.
+                # The timer does not keep a step that has ended, and its arrays, alive until then.
                 environment.timers.at(call.deadline, functools.partial(_deadline_passed, weakref.ref(step)))
         except BaseException:
             self._undo(first)
@@ -143,13 +143,14 @@ class Stepping:
         step = message.step
         if not isinstance(step, OpenStep):
             raise InvalidRequest("step", show(step), "must be a step of this cache")
-        # A thread may be in a layer, or in code of the caller's that replays a graph: no actor waits for that.
+        # A thread may be launching a layer, or running the caller's code that replays a graph. An actor does not wait
+        # for that.
         if not step.seize(self._store.order.look_again):
             self._store.order.hold(call)
             return
         try:
             capturing = step.capturing()
-            if capturing is not None and not message.commit:  # a record of an event there would be of the graph
+            if capturing is not None and not message.commit:  # an event recorded now would go into the graph
                 mailbox, environment = self._actor.cell.mailbox, self._actor.cell.environment
                 mailbox.park(call)  # alone: requests on other sequences need not wait for the program's capture
                 later = environment.clock.now() + _CAPTURE_PAUSE
@@ -167,7 +168,7 @@ class Stepping:
             call.resolve(None, self._actor.outbox)
             return
         work, capture = step.work, step.capture
-        work.call = call  # which fails with a launch that the step builds on
+        work.call = call  # it fails with a launch that the step builds on
         watch = self._actor.cell.completion.watch
         try:
             event = step.end()
@@ -216,7 +217,7 @@ class Stepping:
         self._store.order.look_again()
 
     def _give_back(self, cache: OpenedCache, capture: StepCapture | None) -> Sequence[Any]:
-        """Let the next step have a capture. Answers no call."""
+        """Let the next step use a capture. Returns no results, because it answers no call."""
         if capture is not None:
             cache.stepping.discard(capture)
             self._store.order.look_again()
@@ -248,7 +249,7 @@ class Stepping:
     def _plan(
         self, call: Call[Any], cache: OpenedCache, message: BeginStep, tables: list[PageTable]
     ) -> list[StepLayers]:
-        """Of each layer. Raises `InvalidRequest` and `Unsupported`."""
+        """Check and plan a step: the `StepLayers` of each layer. Raises `InvalidRequest` and `Unsupported`."""
         total = _check_counts(message, len(tables))
         _check_longest(message, cache, tables)
         key = _plain_key(cache, message, tables)
@@ -264,7 +265,7 @@ class Stepping:
             for name in options:
                 reason = f"must be one of {', '.join(sorted(_OF_A_LAYER))}"
                 expect(name in _OF_A_LAYER, f"layer_options[{layer}]", name, reason)
-        # As many as addresses reach in the widest rows of q.
+        # The most heads with which all elements of q can be addressed, at the largest head_dim.
         widest = max(total, 1) * max(group.pool.head_dim for group in cache.groups)
         most = min(FURTHEST, MOST_ELEMENTS // widest)
         heads = heads_of_layers(message.heads_q, [group.pool.heads_kv for group in cache.group_of], most)
@@ -290,7 +291,7 @@ class Stepping:
         self, call: Call[Any], cache: OpenedCache, tables: list[PageTable], plan: LayerPlan
     ) -> StepLayers:
         kind, q = plan.kind, plan.layouts["q"]
-        # To plan for a table of another width.
+        # A q without contents, to plan for a table of another width.
         example = contiguous(q.shape, name_of(q.dtype), None if q.place is None else q.place[0])
         request = None if kind.request is None else changed(kind.request, {"q": example})
         return StepLayers(_work(call, cache, plan.layer, tables, kind, request, kind.rows), plan.layouts)
@@ -347,12 +348,12 @@ def _work(
 
 
 def _longest(group: PoolGroup, message: BeginStep) -> int:
-    """What a step is planned for at least. With a window that is the same for all lengths, so steps share plans."""
+    """The least length that a step is planned for. With a window it is always the same, so that steps share plans."""
     return MAX_SEQLEN if group.window is not None else message.max_length or 0
 
 
 def _check_rows(group: PoolGroup, message: BeginStep) -> None:
-    """Check that a step reads no further back than the pages that stay meanwhile. Raises `InvalidRequest`."""
+    """Check that a step only reads pages that a layer with a window keeps meanwhile. Raises `InvalidRequest`."""
     if group.window is None or message.append:
         return
     rows: Any = message.rows
@@ -362,7 +363,7 @@ def _check_rows(group: PoolGroup, message: BeginStep) -> None:
 
 
 def _check_counts(message: BeginStep, batch: int) -> int:
-    """Check the numbers of rows, and give their sum. Raises `InvalidRequest`."""
+    """Check the numbers of rows, and return their sum. Raises `InvalidRequest`."""
     rows: Any = message.rows
     if not isinstance(rows, list | tuple):
         total = batch * integer("rows", rows, 1, MAX_SEQLEN)
@@ -374,7 +375,7 @@ def _check_counts(message: BeginStep, batch: int) -> int:
 
 
 def _check_longest(message: BeginStep, cache: OpenedCache, tables: Sequence[PageTable]) -> None:
-    """Check that the sequences, with their new rows, are no longer than said. Raises `InvalidRequest`."""
+    """Check that the sequences, with their new rows, have at most ``max_length`` rows. Raises `InvalidRequest`."""
     if message.max_length is None:
         return
     expect(type(message.max_length) is int, "max_length", show(message.max_length), "must be an int")
@@ -396,7 +397,7 @@ def _kind(work: KvWork) -> RequestKind:
 def _naming_layer(
     layer: int, given: Mapping[int, Mapping[str, Any]], like: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Name the layer where one of its own options or arrays is refused. given: options by layer. like: its arrays."""
+    """Name the layer in errors about its own options or arrays. given: options by layer. like: the layer's arrays."""
     try:
         yield
     except (InvalidRequest, Unsupported) as error:
@@ -413,7 +414,7 @@ def _naming_layer(
 
 
 def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-    """What the arrays of all layers are like, or those of each. Raises `InvalidRequest`."""
+    """Examples of arrays by name for all layers, or a list of such examples for each layer. Raises `InvalidRequest`."""
     like: Any = message.like or {}
     expect(isinstance(like, Mapping), "like", show(like), "must give arrays by name, or by layer and name")
     if not any(isinstance(key, Integral) for key in like):
@@ -425,7 +426,10 @@ def _like(cache: OpenedCache, message: BeginStep) -> Mapping[str, Any] | list[Ma
 
 
 def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTable]) -> Hashable | None:
-    """What decides the plan of a step whose options are plain values. None for others, and where options differ."""
+    """The key of the plan of a step whose options are plain values.
+
+    None for a step with other options, with arrays in ``like`` or with options by layer.
+    """
     options = message.options
     if message.like or message.layer_options or not OWN.isdisjoint(options):
         return None
@@ -437,7 +441,7 @@ def _plain_key(cache: OpenedCache, message: BeginStep, tables: Sequence[PageTabl
         return None
     added = new if message.append else [0] * len(tables)
     longest = max([table.length + count for table, count in zip(tables, added, strict=True)], default=0)
-    # Equal is not alike: 1 == True == 1.0.
+    # Equal values may be of different types: 1 == True == 1.0.
     kinds = *map(type, (*new, *said)), *[type(part) for value in said if type(value) is tuple for part in value]
     longest, last = max(longest, message.max_length or 0), max(new, default=0)
     columns = tuple([group.columns(longest, last) for group in cache.groups])
@@ -449,7 +453,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _check_reach(work: KvWork) -> None:
-    """Check tables and a bias, which a layer may have of its own, against the lengths. Raises `InvalidRequest`."""
+    """Check the tables and the bias of a layer, which may be its own, against the lengths. Raises `InvalidRequest`."""
     lengths = np.array([table.length for table in work.tables], np.int32)
     if work.rows is not None:
         lengths += work.rows.counts
@@ -476,7 +480,7 @@ def _tables(cache: OpenedCache, message: BeginStep) -> list[PageTable]:
 def _arrays(
     group: PoolGroup, message: BeginStep, heads: int, like: Mapping[str, Any], batch: int, device: Device
 ) -> dict[str, Any]:
-    """Arrays of a layer by name: those of ``like``, and contiguous ones without contents for the others."""
+    """Arrays of a layer by name: those of ``like``, and for other names contiguous arrays without contents."""
     pool = group.pool
     rows: Any = message.rows
     own: dict[str, Any] = {}

@@ -63,9 +63,9 @@ __all__ = [
 # Numbers of caches are unique in the process: a sequence of one context must not be taken for one of another.
 _NUMBERS = itertools.count(1)
 
-_KINDS = 256  # of a cache: shapes and options of its requests
+_KINDS = 256  # the most kinds of requests, or of steps, that are remembered
 
-# Options of attention that mean places in the whole sequence, and what they are where they mean nothing.
+# Options of attention that refer to places in the whole sequence, each with the value that turns it off.
 _PLACES: tuple[tuple[str, Any], ...] = (
     ("sink_tokens", 0),
     ("attention_chunk", 0),
@@ -75,17 +75,17 @@ _PLACES: tuple[tuple[str, Any], ...] = (
     ("k_positions", None),
 )
 
-MOST_ELEMENTS = 1 << 58  # of an array: their bytes, and the addresses in it, fit into 64 bits with room to spare
+MOST_ELEMENTS = 1 << 58  # of one array: its bytes, and the addresses in it, fit into 64 bits with room to spare
 
 
 @dataclass(slots=True, eq=False)
 class RequestKind:
-    """What requests of one kind on a cache have in common (see `kv_kind`). It does not refer to the cache, whose it is.
+    """The state that requests of one kind on a cache share (see `kv_kind`). It has no reference to its cache.
 
-    request, plan: None where requests only append. rows: new ones, or None. Both without the arrays of the request that
-    the kind was made for. variants: of the kernels of a `KvWork`, in order. shared: the key of work that may share a
-    launch, or None. columns: of the block table that the plan is for. number: unique in the process. launches: where
-    there are no kernels, what `kv_kind` remembers with them otherwise.
+    request, plan: the attention, None if requests only append. rows: the new rows, or None. request and rows do not
+    keep the arrays of the request that the kind was made for. variants: for the kernels of a `KvWork`, in order.
+    shared: the key of work that may share a launch, or None. columns: the width of the block table that the plan is
+    for. number: unique in the process. launches: what `kv_kind` would remember with the kernels, if there are none.
     """
 
     request: PagedForward | None
@@ -107,7 +107,7 @@ class RequestKind:
 
 
 class LayerPlan(NamedTuple):
-    """What a step does to layers that are alike. layer: the first. layouts: of the arrays by name."""
+    """What a step does to layers that are alike. layer: the first of them. layouts: the arrays' layouts by name."""
 
     layer: int
     kind: RequestKind
@@ -115,7 +115,7 @@ class LayerPlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What steps of one kind have in common. of_layer: which of the plans each layer has."""
+    """The state that steps of one kind share. of_layer: the index of each layer's plan."""
 
     plans: tuple[LayerPlan, ...]
     of_layer: tuple[int, ...]
@@ -125,15 +125,16 @@ class StepPlan(NamedTuple):
 class KvWork(Work):
     """A request on a cache that waits for its launch, or is in flight.
 
-    request, plan: None where it only appends. rows: new ones, or None. kind: while its plan is the kind's.
-    expected: what the lengths before it must be, or None. appending: the kernels that append and that copy pages, or
-    none. cascade, cascading: what a launch as a cascade takes, or why there is none, and its kernels. single: the
-    sequence was not in a list. layer: whose keys are attended to. columns: that the table has at least.
-    by_layer: the new rows of each layer, where their arrays lie apart; rows are then those of the first. by_group: the
-    table and the lengths in each group, for these.
-    totals: rows of each sequence, with new ones. table, lengths: what a launch on the layer's group takes. These and
-    writes: since `OpenedCache.begin`.
-    lost: a launch that it builds on has failed.
+    request, plan: None if the request only appends. rows: the new rows, or None. kind: the request's kind, None once
+    its plan is another than the kind's. loaded: all its kernels.
+    expected: the lengths that its sequences must have before it, or None. appending: the kernels that append and that
+    copy pages, or none. cascade: what a launch as a cascade takes, or why there is none. cascading: its kernels.
+    single: the sequence was not in a list. layer: the layer that is attended to. columns: the least width of the table.
+    by_layer: the new rows of each layer, if their arrays lie apart; rows are then the first layer's. by_group:
+    the table and the lengths in each group, for by_layer.
+    totals: the length of each sequence, with new rows. table, lengths: for a launch on the layer's group. These
+    and writes are set by `OpenedCache.begin`.
+    lost: a launch that the request builds on has failed.
     """
 
     request: PagedForward | None
@@ -159,7 +160,7 @@ class KvWork(Work):
 
     @property
     def rows_each(self) -> Any:
-        """Of each sequence, int64 (batch,): its last rows that the request reads or writes."""
+        """How many of each sequence's last rows are rows of q or new rows, int64 (batch,)."""
         new = np.zeros(len(self.tables), np.int64) if self.rows is None else self.rows.counts
         request = self.request
         if request is None:
@@ -173,7 +174,7 @@ class KvWork(Work):
         return self.cache.group_of[self.layer]
 
     def take_pages(self, decoding: Decoding) -> None:
-        """Put the table and the lengths that the launch has into the request."""
+        """Put the table and the lengths of the launch into the request. Plan anew if the kind's plan does not fit."""
         request = self.request
         if request is None or self.plan is None:
             return
@@ -181,7 +182,7 @@ class KvWork(Work):
         if self.layer:
             pools = self.cache.by_layer[self.layer]
             request.k_cache, request.v_cache = pools["k_cache"], pools.get("v_cache")
-        # Launches since then may have changed the pages. A launch that failed is made again without a kind.
+        # Launches since the check may have added pages. A launch that failed is made again without a kind.
         if self.kind is None or self.table.shape[1] != self.kind.columns:
             self.plan, self.kind = decoding.plan(request, self.plan.key), None
 
@@ -201,11 +202,11 @@ class KvWork(Work):
 class PoolGroup:
     """Layers of a cache with the same spec: their pools on the device, and the kinds of requests on them.
 
-    key: the numbers of the cache and of the group in it, from 0. layers: their numbers in the cache, in order.
-    pool: what all appends to them have in common, as one of one row. descales: "k_descale" and "v_descale", fp32
-    (kv_heads,), where the pools have some. A latent cache has k_pool alone. Where there are several layers, the pools
-    have an axis of them before that of pages. window, slack: as in `KvLayer`.
-    by_layer: the pools of each, by the names that launches have for them.
+    key: the number of the cache, and the group's number in it, from 0. layers: their numbers in the cache, in
+    order. pool: the problem of an append of one row, for what all appends share. descales: "k_descale" and
+    "v_descale", fp32 (kv_heads,), if the pools have them. A latent cache has only k_pool. With several layers the pools
+    have a layer axis before the page axis. kinds: the kinds of requests, by key. window, slack: as in `KvLayer`.
+    by_layer: the pools of each layer, by the names of a launch's operands.
     """
 
     key: tuple[int, int]
@@ -230,17 +231,17 @@ class PoolGroup:
 
     @property
     def pools(self) -> dict[str, Any]:
-        """The pools of all layers, by the names that launches have for them."""
+        """The pools of all layers, by the names of a launch's operands."""
         pools = {"k_cache": self.k_pool}
         return pools if self.v_pool is None else {**pools, "v_cache": self.v_pool}
 
     def descales_of(self, batch: int) -> dict[str, Any]:
-        """The descales for so many sequences, fp32 (batch, kv_heads)."""
+        """The descales for ``batch`` sequences, fp32 (batch, kv_heads)."""
         shape = batch, self.pool.heads_kv
         return {name: np.ascontiguousarray(np.broadcast_to(one, shape)) for name, one in self.descales.items()}
 
     def request(self, q: Any, lengths: Any, columns: int, options: Mapping[str, Any]) -> PagedForward:
-        """The attention of q to sequences of these lengths. Its block table has so many columns, and no pages."""
+        """The attention of q to sequences of these lengths. Its block table has this many columns, and no pages yet."""
         batch = len(lengths)
         return PagedForward(
             q=q,
@@ -254,24 +255,30 @@ class PoolGroup:
         )
 
     def columns(self, length: int, rows: int, block_mask: BlockMask | None = None) -> int:
-        """How wide the block table of sequences of at most this length is. rows: of q, or new ones, of the longest."""
+        """The width of the block table for sequences of at most ``length`` rows.
+
+        rows: the most rows of q, or new rows, that a sequence has.
+        """
         if self.window is not None:
             held = self.pool.num_blocks * self.pool.page_size  # by one sequence, at most
             length = min(length, self._reach(rows) + self.pool.page_size - 1, held)
         return table_width(-(-length // self.pool.page_size), self._most_columns(block_mask))
 
     def begins(self, totals: Any, rows: Any) -> Any:
-        """The first page that rows at the end of each sequence see, int64 (batch,). None without a window."""
+        """The first page that the last ``rows`` rows of each sequence see, int64 (batch,). None without a window.
+
+        totals: the lengths of the sequences.
+        """
         if self.window is None:
             return None
-        reach = self._reach(np.asarray(rows, np.int64))  # with a wide window more than int32 holds
+        reach = self._reach(np.asarray(rows, np.int64))  # with a wide window int32 would overflow
         return np.maximum(0, np.array(totals, np.int64) - reach) // self.pool.page_size
 
     def read_tables(self, work: KvWork) -> tuple[Any, Any]:
         """The pages and the lengths that the sequences of a request have in this group, for a launch on its layers.
 
-        With a window, table and lengths begin at the first page that a row sees. So they do not depend on which earlier
-        pages have been given back.
+        With a window, table and lengths begin at the first page that a row of the request sees. So they do not depend
+        on which earlier pages have been given back.
         """
         most = self._most_columns(None if work.request is None else work.request.block_mask)
         lengths = np.array(work.totals, np.int32)
@@ -284,9 +291,9 @@ class PoolGroup:
         return table, (lengths - begins * self.pool.page_size).astype(np.int32)
 
     def check_window(self, work: KvWork, totals: Sequence[int]) -> None:
-        """Raise `InvalidRequest` where q has rows whose keys are given back, or will be once writes in flight are over.
+        """Raise `InvalidRequest` if keys that q sees are given back, or will be once writes in flight have finished.
 
-        totals: with the new rows.
+        totals: the lengths with the new rows.
         """
         if self.window is None or work.request is None:
             return
@@ -301,7 +308,7 @@ class PoolGroup:
                 raise InvalidRequest("q", describe(work.request.q), reason)
 
     def bounded(self, message: AttendCache) -> AttendCache:
-        """The message with the window of these layers. Raises `InvalidRequest` and `Unsupported`."""
+        """The message, limited to the window of these layers. Raises `InvalidRequest` and `Unsupported`."""
         if self.window is None:
             return message
         for name, none in _PLACES:
@@ -321,11 +328,11 @@ class PoolGroup:
         return changed(message, {"window_size": (left, right)})
 
     def _reach(self, rows: Any) -> Any:
-        """The last rows of a sequence that so many of its last rows see."""
+        """How many of a sequence's last rows its last ``rows`` rows see."""
         return rows + self.window
 
     def _most_columns(self, block_mask: BlockMask | None) -> int:
-        """The greatest width of a table beyond the pages that there are. A block mask has columns for just those."""
+        """The most columns to which a table is rounded up. 0 for a block mask, which has columns for just the pages."""
         return 0 if block_mask is not None else min(self.pool.num_blocks, MAX_SEQLEN // self.pool.page_size)
 
 
@@ -333,8 +340,8 @@ class PoolGroup:
 class OpenedCache:
     """One cache: its groups of layers, its tables, and its launches in flight.
 
-    cascade: as in `KvCacheSpec`. stepping: the sequences of open steps, and their captures. by_layer: the pools of each
-    layer, and group_of its group.
+    cascade: as in `KvCacheSpec`. stepping: the tables of sequences in open steps, and the captures of these steps.
+    by_layer: the pools of each layer. group_of: the group of each layer.
     """
 
     number: int
@@ -343,7 +350,7 @@ class OpenedCache:
     generation: int
     cascade: bool | Literal["auto"] = "auto"
     incarnation: bytes = field(default_factory=incarnation)
-    # Held from a launch's reservation until it counts as in flight: one that fails meanwhile must find it.
+    # Held from a launch's reservation until the launch counts as in flight: an earlier launch that fails must find it.
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _in_flight: list[list[KvWork]] = field(init=False, default_factory=list)
     stepping: set[object] = field(init=False, default_factory=set)
@@ -380,21 +387,23 @@ class OpenedCache:
         return KvSequence(self.number, table.number, self.generation, table.length)
 
     def table(self, seq: object, field: str = "seq") -> PageTable:
-        """The table of a caller's sequence. Raises `InvalidRequest`, which calls the sequence ``field``, and
-        `StaleBuffer` for one of another process."""
+        """The table of a caller's sequence. field: the name of the sequence in errors.
+
+        Raises `InvalidRequest`, and `StaleBuffer` for a sequence of another process.
+        """
         if not isinstance(seq, KvSequence):
             reason = "must be a KvSequence, as create() and fork() give"
-            if isinstance(getattr(seq, "handle", None), KvSequence):  # of a pool, whose captures are of one cache in it
+            if isinstance(getattr(seq, "handle", None), KvSequence):  # a pool's sequence, but captures are of one cache
                 reason = "is a sequence of a pool: give its handle, which is the sequence in this cache"
             raise InvalidRequest(field, seq, reason)
-        # Before its numbers are looked at: they begin anew in every process.
+        # Checked before the numbers, because numbers begin anew in every process.
         if seq.incarnation != self.incarnation:
             raise StaleBuffer("the sequence belongs to a cache of another process, or of this one before it was forked")
         expect(seq.cache == self.number, field, seq, "must be a sequence of this cache, and is one of another")
         return self.tables.find(seq.number, field)
 
     def tables_of(self, seqs: object) -> tuple[bool, list[PageTable]]:
-        """The tables of one sequence or of a list of them, and whether it was one. Raises `InvalidRequest`."""
+        """Whether ``seqs`` is one sequence and no list, and the tables of its sequences. Raises `InvalidRequest`."""
         if isinstance(seqs, KvSequence):
             return True, [self.table(seqs, "seqs")]
         if not isinstance(seqs, list | tuple):
@@ -406,7 +415,7 @@ class OpenedCache:
     def begin(self, group: list[KvWork], begun: list[KvWork]) -> list[tuple[KvWork, GpuActorsError]]:
         """Claim the calls of a group for its launch, and take the pages that they need.
 
-        What goes into the launch is put in ``begun``. Gives what does not, with the error to answer it with.
+        Work that goes into the launch is put in ``begun``. Returns work that is refused, with the error to answer it.
         """
         refused: list[tuple[KvWork, GpuActorsError]] = []
         with self._lock:
@@ -451,7 +460,7 @@ class OpenedCache:
             work.by_group = [group.read_tables(work) for group in self.groups]
 
     def read_tables(self, works: Sequence[KvWork], first: KvWork) -> None:
-        """Give works on layers the tables of their groups. They are for the rows of ``first``, which has begun."""
+        """Give works on other layers the tables of their groups. All have the rows of ``first``, which has begun."""
         with self._lock:
             read = {first.group.key: (first.table, first.lengths)}
             for work in works:
@@ -461,15 +470,17 @@ class OpenedCache:
                 work.table, work.lengths = read[group.key]
 
     def succeeded(self, group: list[KvWork]) -> None:
-        """The launch of a group has succeeded."""
+        """Commit the writes of a group whose launch has succeeded."""
         with self._lock:
             for work in group:
                 self.tables.commit(work.writes)
             self._ended(group)
 
     def failed(self, group: list[KvWork]) -> list[KvWork]:
-        """The launch of a group was not made, or has failed: undo what it wrote, and what was launched behind it on top
-        of that. Gives the latter."""
+        """Undo the writes of a group whose launch has failed or was not made, and of later launches that build on them.
+
+        Returns the work of these later launches.
+        """
         with self._lock:
             if group not in self._in_flight:
                 return []
@@ -494,7 +505,7 @@ class OpenedCache:
 
 
 class CacheLook(NamedTuple):
-    """A cache as it is now."""
+    """The state of a cache at one moment."""
 
     number: int
     page_size: int
@@ -506,7 +517,7 @@ class CacheLook(NamedTuple):
 
 
 class CacheStore(Workbench):
-    """Opened caches by number. Used by the thread that does the actor's work; looked at by others."""
+    """The opened caches by number. Only the thread that does the actor's work changes it; other threads may read it."""
 
     def __init__(self, cell: ActorCell) -> None:
         super().__init__(cell)
@@ -519,7 +530,7 @@ class CacheStore(Workbench):
         self._left: Callable[[], GpuActorsError] | None = None
 
     def open(self, spec: object, notes: CallerNotes | None) -> int:
-        """Make a pool on the device. notes: as for `adopt_request`.
+        """Open a cache with pools on the device, and return its number. notes: as for `adopt_request`.
 
         Raises `InvalidRequest`, `Unsupported` and `OutOfDeviceMemory`.
         """
@@ -537,7 +548,7 @@ class CacheStore(Workbench):
         return number
 
     def _allocate(self, pool: AppendProblem, layers: int) -> tuple[Any, Any]:
-        """The pages of K, and those of V or None, of so many layers. Raises `OutOfDeviceMemory`."""
+        """Allocate the pages of K, and of V unless the cache is latent: then None. Raises `OutOfDeviceMemory`."""
         pages: tuple[int, ...] = (pool.num_blocks, pool.page_size, pool.heads_kv)
         if layers > 1:
             pages = layers, *pages
@@ -547,18 +558,18 @@ class CacheStore(Workbench):
         return pools["k"], pools.get("v")
 
     def forget(self, number: int) -> None:
-        """Give up a cache. Its memory is freed when no launch in flight uses it."""
+        """Close a cache. Its memory is freed when no launch in flight uses it."""
         cache = self._caches.pop(number, None)
         if cache is not None:
             cache.closed = True
         self.order.look_again()
 
     def close(self) -> None:
-        """Give up every cache."""
+        """Drop all caches."""
         self._caches.clear()
 
     def look(self) -> list[CacheLook]:
-        """The caches that are open now. For any thread; an actor waits for two copied lists at most."""
+        """The caches that are open now. Any thread may call it. The actor waits at most while two lists are copied."""
         found = []
         for number, cache in list(self._caches.items()):
             fullest, references, indexed = cache.tables.snapshot()
@@ -572,7 +583,7 @@ class CacheStore(Workbench):
         self._left = reason
 
     def find(self, number: object) -> OpenedCache:
-        """The cache of that number. Raises `StaleBuffer` for one that was closed, `InvalidRequest` for what is none."""
+        """The cache with this number. Raises `StaleBuffer` for a closed cache, `InvalidRequest` for anything else."""
         if self._left is not None:
             raise self._left()
         cache = self._caches.get(number) if isinstance(number, int) else None
@@ -597,6 +608,6 @@ def expected_lengths(message: AppendRows | AttendCache) -> list[int] | None:
 
 
 def check_once(tables: Sequence[PageTable]) -> None:
-    """Raise `InvalidRequest` where a sequence that gets rows is named twice."""
+    """Raise `InvalidRequest` if a sequence that gets rows is named twice."""
     numbers = [table.number for table in tables]
     expect(len(set(numbers)) == len(numbers), "seqs", numbers, "must name each sequence once where rows are appended")

@@ -1,4 +1,4 @@
-"""NvrtcActor: compiles kernels on threads of its own, or takes them from the cubin cache."""
+"""NvrtcActor: compiles kernels on its own threads, or takes them from the cubin cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Compile ``source``. arch: default the source's own, else the context's."""
+    """Compile ``source``. arch: the architecture; None: the source's architecture, or else the context's."""
 
     source: KernelSource
     arch: str | None = None
@@ -56,7 +56,7 @@ class WarmedVariant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Have every key's kernel in the cache. progress: called as (done, total, key) from a worker's thread."""
+    """Bring the kernel of every key into the cache. progress: called as (done, total, key) on a worker's thread."""
 
     keys: Sequence[DispatchKey | Variant]
     progress: Callable[[int, int, DispatchKey | Variant], None] | None = None
@@ -78,8 +78,8 @@ class NvrtcHandle(ActorHandle):
     ) -> Reply[Cubin]:
         """Compile a kernel, or find it in the cache.
 
-        arch: exact architecture such as "sm_90a"; default the source's own, else the context's.
-        Raises (by the reply) `CompileError` with the log and the offending line, `Unsupported` for an arch that the
+        arch: an exact architecture such as "sm_90a". Default: the source's architecture, or else the context's.
+        The reply raises `CompileError` with the log and the offending line, and `Unsupported` for an arch that the
         installed NVRTC does not know. deadline, timeout, priority: as in `submit`.
         """
         return self.submit(Compile(source, arch), deadline=deadline, timeout=timeout, priority=priority)
@@ -95,8 +95,8 @@ class NvrtcHandle(ActorHandle):
     ) -> Reply[list[WarmedVariant]]:
         """Compile the kernels of all keys, in parallel, so that no request waits for one later.
 
-        The reply gives them in the order of the keys, or raises the first error once all have been tried:
-        `InvalidRequest` or `Unsupported`, naming the field, for a key of no kernel.
+        The reply gives the variants in the order of the keys, or raises the first error once all have been tried:
+        `InvalidRequest` or `Unsupported`, naming the field, for a key that no kernel has.
         deadline, timeout, priority: as in `submit`.
         """
         given: Any = []
@@ -105,32 +105,32 @@ class NvrtcHandle(ActorHandle):
             for key in anything:
                 given.append(key)
                 if not isinstance(key, DispatchKey | Variant):
-                    break  # the actor refuses it, so that the reply tells, and what follows may have no end
+                    break  # the actor refuses it, so that the reply raises, and the iterable may be endless
         except Exception:
-            given = keys  # which the actor refuses as well
+            given = keys  # the actor refuses these as well
         return self.submit(Warm(given, progress), deadline=deadline, timeout=timeout, priority=priority)
 
     def raw_module(self, cubin: Cubin) -> Any:
-        """A cubin as a ``cupy.RawModule``, whose ``get_function`` gives ``cupy.RawKernel``s with their attributes.
+        """A cubin as a ``cupy.RawModule``, whose ``get_function`` returns ``cupy.RawKernel``s with their attributes.
 
-        cubin: of the context's architecture, as `compile` gives it, or `warm` for the key of a request. Kernels of this
-        package take their parameters as one struct, which ``kernels_cu`` declares.
+        cubin: a cubin of the context's architecture, from `compile`, or from `warm` for the key of a request. Kernels
+        of this package take their parameters as one struct, which ``kernels_cu`` declares.
         As with `CompiledKernel.raw_module`, launches run on the caller's own CuPy stream, outside of this service.
-        Raises `InvalidRequest` for what is no `Cubin`, and `Unsupported` on a device that is not CUDA and for a cubin
-        of another architecture.
+        Raises `InvalidRequest` for anything but a `Cubin`, and `Unsupported` on a device that is not CUDA and for a
+        cubin of another architecture.
         """
         if not isinstance(cubin, Cubin):
             raise InvalidRequest("cubin", type(cubin).__name__, "must be a Cubin, as compile and warm give")
         return raw_module(cubin, self._cell.environment.device.info)
 
     def cache_stats(self) -> CacheStats:
-        """hits, misses, compiles, corrupt, evicted, entries, bytes of the cubin cache."""
+        """Statistics of the cubin cache: hits, misses, compiles, corrupt, evicted, entries, bytes."""
         cache: CubinCache = self._cell.shared.cache
         return cache.stats()
 
 
 class NvrtcActor(ServiceActor):
-    """Compiles sources and the kernels of keys. Equal sources asked for at once are compiled once."""
+    """Compiles sources and the kernels of keys. Equal sources that are requested at the same time are compiled once."""
 
     label: ClassVar[str] = "nvrtc"
     handle_type: ClassVar[type[ActorHandle]] = NvrtcHandle
@@ -187,7 +187,7 @@ class NvrtcActor(ServiceActor):
                 self._workshop.start(variant, functools.partial(batch.done, index))
 
     def _hand_over(self, call: Call[Any]) -> Done:
-        """From here on the workshop answers the call, by what this gives, whatever becomes of this actor."""
+        """Hand the call over to the workshop, which answers it by the returned function even if this actor stops."""
         mailbox = self.cell.mailbox
         mailbox.park(call)
         mailbox.launch_began()
@@ -216,10 +216,10 @@ Done = Callable[[Product | None, GpuActorsError | None, float], None]
 
 
 class KernelUse(NamedTuple):
-    """A kernel that requests have asked for. digest: of its whole source. source: "cache", "compiled" or "built".
+    """A kernel that requests have asked for. digest: a hash of its whole source.
 
-    asked: how often it was made ready, which is once while the context keeps it. resources: of each entry point, empty
-    where it is not known.
+    source: where it came from first: "cache", "compiled" or "built". asked: how often it was made ready: once, unless
+    the context has dropped it meanwhile. resources: for each entry point, empty if they are not known.
     """
 
     name: str
@@ -232,7 +232,7 @@ class KernelUse(NamedTuple):
 
 
 class Proofs(NamedTuple):
-    """counts: kernels by the outcome of their proof, "qualified" or "quarantined". seconds: that new proofs took."""
+    """The outcomes of proofs. counts: how many kernels are "qualified" and "quarantined". seconds: of new proofs."""
 
     counts: Mapping[str, int]
     seconds: Histogram
@@ -242,7 +242,7 @@ _MOST_USES = 256
 
 
 class _Workshop:
-    """The cache, the compiler and the worker threads; outlives the actor's incarnations."""
+    """The cache, the compiler and the worker threads. It outlives the actor's incarnations."""
 
     def __init__(self, cell: ActorCell) -> None:
         # Imported here, so that `import gpu_actors` stays quick.
@@ -282,19 +282,20 @@ class _Workshop:
 
     @property
     def proofs(self) -> Proofs | None:
-        """What proofs have shown; None where kernels are not proved."""
+        """What proofs have shown. None if kernels are not proved here."""
         return None if self.qualifier is None else Proofs(dict(self.qualifier.counts), self.qualifier.seconds)
 
     def start(self, variant: Variant, done: Done, for_device: bool = False) -> None:
-        """Have ``done`` called, on a worker's thread, with the product or the error and the seconds it took.
+        """Make a variant on a worker's thread, and call ``done`` there with the product or the error and the seconds.
 
-        for_device: what the device loads or has built for itself, rather than a cubin in any case.
+        for_device: the product is what the device runs: a cubin, or a kernel that the device builds itself. Otherwise
+        it is a cubin in any case.
         """
         waiting = [done]
         try:
             self._pool.submit(self._work, variant, waiting, for_device)
         except RuntimeError as error:  # no worker could be started, or the pool is shut down
-            waiting.clear()  # the pool may have kept the work all the same
+            waiting.clear()  # the pool may have kept the work, and would answer a second time
             done(None, GpuActorsError(f"compiling {variant.source.name} could not begin: {error}"), 0.0)
 
     def close(self) -> None:
@@ -377,7 +378,7 @@ class _Workshop:
 
 
 def _digest(source: KernelSource) -> str:
-    # Of a text, because Python's own hashes differ between processes.
+    # The hash of a text, because Python's own hashes differ between processes.
     text = repr((source.entry_points, dict(source.macros), source.source, dict(source.headers)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -394,7 +395,7 @@ class _WarmBatch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self, index: int, product: Product | None, error: GpuActorsError | None, seconds: float) -> None:
-        """The variant of that number is in the cache, or cannot be."""
+        """Called when the variant with this index is in the cache, or has failed."""
         message: Warm = self.call.message
         key = message.keys[index]
         with self.lock:

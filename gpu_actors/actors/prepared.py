@@ -2,7 +2,7 @@
 
     Prepare ──check, plan, compile, upload──> PreparedAttention ──run(q, k, v) ──> kernels on the caller's stream
 
-What FlashInfer calls plan and run (arXiv 2501.01005, section 3.4), for requests over arrays of the caller's own.
+FlashInfer calls these steps plan and run (arXiv 2501.01005, section 3.4). Here the arrays are the caller's own.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ class Prepare:
 
 
 class PreparedAttention(Local):
-    """A request that is ready to be launched again and again, as `FlashAttnHandle.prepare` gives it.
+    """A request that is ready to be launched again and again, as `FlashAttnHandle.prepare` returns it.
 
-    Any thread may `run` it, one at a time. Between runs may change: what q, the keys and values, and ``out`` hold, and
-    where they lie; what the request's other arrays on the device hold, such as ``cache_seqlens`` and ``block_table``,
-    which each run reads where they lie. Shapes, strides, dtypes and options may not. Other arrays of the request that
-    lie on the host are copied when it is prepared.
+    Any thread may call `run`; the runs follow each other. Between runs, q, the keys and values, and ``out`` may change
+    their contents and their places. The request's other arrays on the device, such as ``cache_seqlens`` and
+    ``block_table``, may change their contents: each run reads them where they lie. Shapes, strides, dtypes and options
+    may not change. The request's other arrays on the host are copied when it is prepared.
     """
 
     def __init__(
         self, cell: ActorCell, request: FlashForward | PagedForward, launch: Launch, out: Array | None
     ) -> None:
-        """request: adopted. launch: on its arrays. out: of the request as it was given.
+        """request: the adopted request. launch: its launch on its own arrays. out: ``out`` as the caller gave it.
 
         Raises `InvalidRequest` for keys and values that do not lie where q does.
         """
         paged = isinstance(request, PagedForward)
         names = ("k_cache", "v_cache") if paged else ("k", "v")
         self._names = names
-        # The request's arrays are complete before the reply is.
+        # The request's arrays are complete before the reply is, so runs need not wait for the streams of these arrays.
         inputs = {
             name: dataclasses.replace(array, stream=None)
             if isinstance(array, DeviceArray)
@@ -95,22 +95,22 @@ class PreparedAttention(Local):
             self._launches.series.drop()
 
     def ready(self) -> Event:
-        """The end of what `run` needs."""
+        """Return the event for the end of the uploads that `run` needs."""
         return self._launches.series.mark()
 
     def run(
         self, q: Array, k: Array | None = None, v: Array | None = None, *, out: Array | None = None, stream: Any = None
     ) -> AttentionOutput:
-        """Launch on the calling thread, and give the output at once.
+        """Launch on the calling thread, and return the output at once.
 
-        q: shaped as the request's. k, v: in place of its k and v, or k_cache and v_cache; None: the request's own.
-        out: where the output goes; None: the request's own, or a new array. stream: a CUDA stream as an int, or torch's
-        or CuPy's object. Default: that of q, which is its library's current one. The output is complete in the order of
-        that stream; arrays on the host are waited for, and complete at once. Write the arrays of the request in that
-        order too.
-        A caller's capture of the stream records the launch, and needs ``out``. Keep this object as long as the graph.
-        Its replays use the memory of the runs: replay and run on one stream, or order the streams.
-        Raises `InvalidRequest` for arrays that are not what was prepared, and `LaunchError`, `ContextLost`,
+        q: shaped like the request's q. k, v: replace the request's k and v, or its k_cache and v_cache; None: the
+        request's own. out: where the output goes; None: the request's own, or a new array. stream: a CUDA stream as an
+        int, or torch's or CuPy's object. Default: the stream of q, which is its library's current stream. The output is
+        complete in the order of that stream. With arrays on the host this call waits, and the output is complete when
+        it returns. Write the arrays of the request in the order of the stream too.
+        If the caller captures the stream, the capture records the launch. It needs ``out``. Keep this object as long as
+        the graph. Replays of the graph use the memory of the runs: replay and run on one stream, or order the streams.
+        Raises `InvalidRequest` for arrays that differ from those prepared, and `LaunchError`, `ContextLost`,
         `ActorStopped` and other errors of a launch.
         """
         out = self._out if out is None else out
@@ -124,7 +124,7 @@ class PreparedAttention(Local):
         return answer
 
     def _launch(self, arrays: Mapping[str, Any]) -> Launch:
-        """The launch on a caller's arrays. Raises `InvalidRequest` for where ``out`` lies."""
+        """The launch on a caller's arrays. Raises `InvalidRequest` if ``out`` overlaps one, or cannot be written."""
         first = self._first
         inputs = {name: arrays.get(name, array) for name, array in first.inputs.items()}
         out = arrays.get("out")

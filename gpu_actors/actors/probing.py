@@ -1,4 +1,4 @@
-"""Probing: a launch by the context itself, which shows whether its launches succeed."""
+"""Probing: the context makes a launch itself, to find out whether launches succeed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _URGENT = 1 << 62
 def probe(children: Children, timeout: float | None) -> Call[None]:
     """Launch attention of one row by one key ahead of waiting requests. The call resolves to None on success.
 
-    For any thread; see `GpuContext.probe`.
+    Any thread may call it. See `GpuContext.probe`.
     """
     answer: Call[None] = Call("probe", Mailbox("probe", 1, 1))
     before = [(progress, progress.counts) for progress in children.vital_progress()]
@@ -30,8 +30,8 @@ def probe(children: Children, timeout: float | None) -> Call[None]:
     def judge(launched: Call[Any]) -> None:
         error = launched.error
         if isinstance(error, CompileError) and children.options.offline:
-            # The probe's kernel is in no cache and may not be compiled, which is no fault of the device. A device that
-            # hangs blocks this for as long as `hang_timeout`, so it has a thread of its own.
+            # The probe's kernel is in no cache and may not be compiled, and that is not the device's fault. A device
+            # that hangs blocks `ask_device` for as long as `hang_timeout`, so it runs on its own thread.
             threading.Thread(target=ask_device, name="gpu-actors-probe", daemon=True).start()
         elif error is None or isinstance(error, MockModeError):
             succeed()
