@@ -1,1 +1,1 @@
-"""Actors as such: cells, mailboxes, calls, supervision, replies. Knows no attention."""
+"""Actors: cells, mailboxes, calls, supervision, replies. Nothing here knows about attention."""

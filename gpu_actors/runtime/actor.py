@@ -33,14 +33,14 @@ class ServiceActor(MailboxActor, ActorType):
 
     label: the actor's name, unique in a context.
     handle_type: the type of the handle that ``ctx.actor(TheClass)`` returns.
-    takes: the types of its messages, for the text of `refusal`. They are submitted: Pykka's ``ask`` and ``tell`` raise
-        `InvalidRequest` for them, in the caller.
-    vital: whether the context cannot do without it. If a vital actor fails more often than the restart policy allows,
-        the context fails; otherwise that actor alone stops, and health says so. All built-in actors are vital but
-        KernelActor.
+    takes: the message types that the actor accepts, which `refusal` lists. Such messages must be submitted: Pykka's
+        ``ask`` and ``tell`` raise `InvalidRequest` for them, in the caller.
+    vital: whether the context needs the actor. If a vital actor fails more often than the restart policy allows, the
+        context fails. If another actor does, that actor alone stops, and health reports it. All built-in actors except
+        KernelActor are vital.
 
     A `GpuActorsError` raised by `handle` answers that call. Any other exception is a defect: it answers the call with
-    `ActorFailed`, and the supervisor replaces the actor; calls behind it are not lost.
+    `ActorFailed`, and the supervisor replaces the actor. The calls queued after it are not lost.
     """
 
     handle_type: ClassVar[type[ActorHandle]] = ActorHandle
@@ -64,13 +64,13 @@ class ServiceActor(MailboxActor, ActorType):
     def handle(self, call: Call[Any]) -> None:
         """Answer a call, launch it, or keep it to be answered later. Must not block.
 
-        An actor that has no such method of its own refuses every call.
+        An actor that does not override this method refuses every call.
         """
         raise self.refusal(call.message)
 
     @classmethod
     def refusal(cls, message: object) -> InvalidRequest:
-        """The error for a message whose type is not one that the actor ``takes``."""
+        """The error for a message whose type is not in ``takes``."""
         reason = f"{cls.__name__} takes {', '.join(kind.__name__ for kind in cls.takes)}"
         if not cls.takes:
             reason = f"{cls.__name__} takes no requests: it has no handle() of its own"
@@ -78,7 +78,7 @@ class ServiceActor(MailboxActor, ActorType):
 
     @classmethod
     def brief(cls, message: object) -> bool:
-        """Whether `handle` takes so short on a message that the sender's own thread may do it (see `Mailbox.put`)."""
+        """Whether `handle` is so brief for a message that the sender's own thread may run it (see `Mailbox.put`)."""
         return False
 
     def flush(self) -> None:
@@ -93,7 +93,7 @@ class ServiceActor(MailboxActor, ActorType):
         Each call must have been claimed with ``claim``. The caller leaves out calls that are answered already
         (cancelled, expired).
         failed: called once if the launch fails after it was enqueued.
-        Raises what ``Stream.launch`` raises. The calls have been answered then, unless ``failed`` is given: then the
+        Raises what ``Stream.launch`` raises. If ``failed`` is None, the calls have then been answered. Otherwise the
         caller answers them, or launches them again.
         """
         cell = self.cell
@@ -127,7 +127,7 @@ class ServiceActor(MailboxActor, ActorType):
     # Pykka's side
 
     def on_start(self) -> None:
-        # Pykka only logs what on_start raises, so readiness and failure are reported from here.
+        # Pykka only logs an exception from on_start, so this method reports readiness and failure itself.
         try:
             self.cell.environment.device.bind_thread()
             self.open()
@@ -183,17 +183,18 @@ class ServiceActor(MailboxActor, ActorType):
         finally:
             cell.busy_since = None
             outbox.flush()
-            # Pykka's loop keeps its last message while it waits for the next, and the error of a crash its frames:
-            # neither must keep requests, with their arrays, alive.
+            # Pykka's loop keeps its last message while it waits for the next one, and the error of a crash keeps its
+            # frames. Neither may keep requests and their arrays alive.
             calls.clear()
             del call
 
 
-class reading:  # a function to its callers
-    """Refuse a request that raises while it is read, rather than fail the actor.
+class reading:  # lower case: callers use it like a function
+    """Refuse a request if reading it raises, rather than fail the actor.
 
-    Its arrays and options bring code of their own, which may raise anything. One program's bad argument must not cost
-    every other program the actor. Raises `InvalidRequest`. A `GpuActorsError` passes unchanged.
+    Raises `InvalidRequest` in place of the exception. A `GpuActorsError` passes unchanged. The request's arrays and
+    options run code of their own, which may raise any exception. One program's bad argument must not end the actor
+    that other programs use too.
     """
 
     __slots__ = ("_request",)
@@ -209,6 +210,6 @@ class reading:  # a function to its callers
             return
         name = type(self._request).__name__
         logger.warning("a %s could not be read", name, exc_info=error)
-        # The traceback holds the actor's frames, these the call, and the call this error: a cycle.
+        # The traceback holds the actor's frames, the frames hold the call, and the call holds this error: a cycle.
         error.__traceback__ = None
         raise InvalidRequest("message", name, f"could not be read, it raised {show(error)}") from error

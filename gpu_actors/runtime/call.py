@@ -5,8 +5,8 @@
        └────────────────settle───────────────┘
 
 Five parties may settle a call, and the first one decides its answer: the actor, the completion thread, the deadline
-timer, a cancelling waiter, the context on its way down. All go through `settle`, so a call is answered exactly once.
-The mailbox's lock guards its calls too: the answer and its count are one step.
+timer, a waiter that cancels, and the context that closes or fails. All of them use `settle`, so a call is answered
+exactly once. The mailbox's lock also guards its calls, so a call is answered and counted in one step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class CallState(IntEnum):
     DONE = 2
 
 
-# Looking a member up on its enum costs more than the comparison that it is for.
+# Looking a member up on its enum costs more than comparing with it.
 QUEUED, LAUNCHED, DONE = CallState
 
 
 class CallRegistry(Protocol):
-    """The `Mailbox` that a call was sent to, as the call sees it. Its lock guards the call."""
+    """The part of a `Mailbox` that the calls sent to it use. Its lock guards those calls."""
 
     lock: Any  # re-entrant: see Mailbox
     numbers: Iterator[int]
@@ -55,9 +55,10 @@ class CallRegistry(Protocol):
 
 
 class Gate:
-    """Blocks one thread until a call is done. It may be opened twice.
+    """Blocks one thread until a call is done. A gate may be opened twice.
 
-    It is not an Event, whose own lock is not re-entrant: the thread that waits may be the one that settles the call.
+    An Event would not do, because its own lock is not re-entrant and the waiting thread may be the one that settles
+    the call.
     """
 
     __slots__ = ("_lock",)
@@ -76,13 +77,13 @@ class Gate:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Call(Local, Generic[T]):
-    """A message, its answer once there is one, and the waiters for it. Safe to use from any thread.
+    """A message, its answer once it has one, and the waiters for the answer. Safe to use from any thread.
 
-    caller_notes: what had to be noted on the caller's thread, such as its stream.
-    prepared: what the handle prepared on the caller's thread, such as a cached plan, or None.
-    parked: something that outlives the actor holds the call outside the queue, and answers or requeues it later.
-    unmergeable: the call must not share a launch with others, because one that it shared has failed.
-    traced: decided when the call was accepted, so that a trace holds all of a call or nothing.
+    caller_notes: the facts that had to be noted on the caller's thread, such as the thread's stream.
+    prepared: the object that the handle prepared on the caller's thread, such as a cached plan, or None.
+    parked: whether an object that outlives the actor holds the call outside the queue, to answer or requeue it later.
+    unmergeable: whether the call must be launched alone, because a launch that it shared with others has failed.
+    traced: whether the call is traced. Decided when it was accepted, so that a trace has all events of a call or none.
     """
 
     message: Any
@@ -113,7 +114,7 @@ class Call(Local, Generic[T]):
     # Towards the answer
 
     def claim(self) -> bool:
-        """Claim the call for its launch. False if it has been answered (cancelled, expired) already."""
+        """Claim the call for its launch. False if it has been claimed, or answered (cancelled, expired), already."""
         with self.mailbox.lock:
             if self.state is not QUEUED:
                 return False
@@ -121,7 +122,7 @@ class Call(Local, Generic[T]):
             return True
 
     def unclaim(self) -> bool:
-        """Undo the claim: the launch did not answer the call, and it is launched again.
+        """Undo the claim, because the launch did not answer the call and the call will be launched again.
 
         False if the call has been answered meanwhile.
         """
@@ -146,7 +147,7 @@ class Call(Local, Generic[T]):
         return self.state is LAUNCHED and self.mailbox.cancel_launched(self)
 
     def expire(self) -> None:
-        """Answer with `DeadlineExceeded`. A launch goes on, and its result is dropped."""
+        """Answer with `DeadlineExceeded`. If the call was launched, the launch goes on and its result is dropped."""
         launched = self.state is LAUNCHED
         where = "after its launch" if launched else "before its launch"
         self.fail(DeadlineExceeded(f"the deadline passed {where}"))
@@ -158,10 +159,10 @@ class Call(Local, Generic[T]):
         outbox: Outbox | None,
         latest: CallState = LAUNCHED,
     ) -> bool:
-        """Answer, with ``error`` if there is one. False if the call's state is beyond ``latest``.
+        """Answer with ``error``, or with ``value`` if there is no error. False if the call's state is past ``latest``.
 
         On the main thread Ctrl-C may raise KeyboardInterrupt after any function call in here, and that must not lose a
-        waiter. So the step from one state to the other calls nothing, and the steps after it may be done twice.
+        waiter. So the change of state calls no function, and the steps after it can be repeated.
         """
         mailbox = self.mailbox
         kind = None if error is None else type(error)
@@ -179,9 +180,9 @@ class Call(Local, Generic[T]):
                 if error is not None:
                     self._context = error.__context__
                 settled = True
-                # The count changes before anyone is woken, so that a waiter who reads the stats finds itself in them.
+                # Counted before any waiter is woken, so that a waiter that reads the stats finds its call in them.
                 mailbox.answered[kind] += 1
-                # Last: a thread that sees the call done reads its answer without the lock.
+                # Set last: a thread that sees the call done reads its answer without the lock.
                 self.state = DONE
                 idle = mailbox.release(self)
             if self.timer is not None:
@@ -199,14 +200,14 @@ class Call(Local, Generic[T]):
                     called += 1
         except BaseException as interruption:
             if settled:
-                # A callback that was only interrupted is called again; one that raised has had its turn.
+                # A callback that Ctrl-C interrupted is called again. One that raised an Exception is not.
                 called += isinstance(interruption, Exception)
                 self._wake_again(waiters, (callbacks or ())[called:])
             raise
         return True
 
     def _wake_again(self, waiters: Sequence[Waiter] | None, callbacks: Sequence[Callable[[Call[T]], None]]) -> None:
-        """Repeat the steps after an answer that was interrupted. A waiter that is woken twice ignores the second."""
+        """Repeat the steps after an answer, because they were interrupted. A waiter ignores a second wake-up."""
         self.mailbox.release(self)
         outbox = Outbox()
         outbox.add(waiters or ())
@@ -226,8 +227,8 @@ class Call(Local, Generic[T]):
     # Waiting for it
 
     def add_waiter(self, waiter: Waiter) -> bool:
-        """Have this waiter woken when the call is done. False if it is done already."""
-        first = [waiter]  # not under the lock, where making an object may begin a collection (see Mailbox)
+        """Wake this waiter when the call is done. False if the call is done already."""
+        first = [waiter]  # made outside the lock: making an object may start a garbage collection (see Mailbox)
         with self.mailbox.lock:
             if self.state is DONE:
                 return False
@@ -254,7 +255,7 @@ class Call(Local, Generic[T]):
         self.when_done(gate)
         try:
             gate.wait(timeout)
-        finally:  # interrupted or not, this thread waits no longer
+        finally:  # interrupted or not, this thread no longer waits
             self.forget_callbacks(lambda added: added is gate)
         return self.done
 
@@ -271,7 +272,7 @@ class Call(Local, Generic[T]):
         callback(self)
 
     def forget_callbacks(self, unwanted: Callable[[Callable[[Call[T]], None]], bool]) -> int:
-        """Remove callbacks. Gives how many were removed; one that was called already does not count."""
+        """Remove the callbacks that are ``unwanted``. Returns how many; those called already do not count."""
         removed = 0
         with self.mailbox.lock:
             for callback in list(self._callbacks or ()):
@@ -281,16 +282,16 @@ class Call(Local, Generic[T]):
         return removed
 
     def answer(self) -> T:
-        """The result of a call that is done; raises its error."""
+        """Return the result of a call that is done, or raise its error."""
         error = self.error
         if error is None:
             return self.value  # type: ignore[return-value]
         try:
-            # Without the frames that an earlier reader left there.
+            # Drops the frames that an earlier reader left in the traceback.
             raise error.with_traceback(None)
         finally:
-            # A reader that handles another error made that the context of this one, which other readers hold too.
+            # The readers share this error. If this one was handling another error, raising made that one its context.
             error.__context__ = self._context
-            # The error's traceback holds this frame. Without the cycle through it, a failed call is freed at once and
-            # the collector has nothing to do.
+            # The error's traceback holds this frame. Deleting breaks that cycle: a failed call is freed at once and
+            # the garbage collector has nothing to do.
             del self, error

@@ -1,4 +1,4 @@
-"""ActorCell: the place in a context that an actor fills, and what stays there when the actor is replaced."""
+"""ActorCell: an actor's place in a context, with everything that stays when the actor is replaced."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Terminated:
 
 
 class Cell:
-    """The place in a context that an actor fills, as its handle and its watchers see it, wherever the actor runs.
+    """An actor's place in a context, as its handle and its watchers see it. The actor may run in another process.
 
-    ``state`` and ``restarts`` are written by the thread that supervises the actor, alone.
+    Only the thread that supervises the actor writes ``state`` and ``restarts``.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Cell:
         self._terminated: Terminated | None = None
 
     def takes_directly(self, message: object, prepared: Any = None) -> bool:
-        """Whether the calling thread may do the actor's work on a message, for it is short and the device allows it.
+        """Whether the calling thread may do the actor's work on a message: if it is brief and the device allows it.
 
-        prepared: see `Call`. Its ``brief``, if that is a bool, is the answer of the actor's class.
+        prepared: see `Call`. If its ``brief`` is a bool, that replaces the answer of the actor's class.
         """
         return False
 
@@ -77,7 +77,7 @@ class Cell:
             try:
                 watcher(self._terminated)
             except BaseException:
-                # It runs on the thread that supervises, which every other actor still needs.
+                # It runs on the supervisor's thread, which every other actor still needs.
                 logger.exception("a watcher of %s raised", self.name)
 
     def watch(self, callback: Callable[[Terminated], None]) -> None:
@@ -88,7 +88,7 @@ class Cell:
         callback(self._terminated)
 
     def after_fork(self, reason: Callable[[], ActorStopped]) -> None:
-        """Close the child process's copy, which has no actor, and answer its calls."""
+        """Close this copy in a forked process, where no actor runs, and answer its calls."""
         self._lock = threading.Lock()
         self.mailbox.after_fork(reason)
 
@@ -101,11 +101,12 @@ class Cell:
 
 
 class ActorCell(Cell):
-    """Mailbox, stream, completion and state of one child of a ContextActor, on whose thread ``ref`` is written too.
+    """Mailbox, stream, completion and state of one child of a ContextActor.
 
+    ref: the reference of the current incarnation. Only the ContextActor's thread writes it.
     progress: counts the failures of the actor.
     busy_since: the clock's reading when the actor took its current batch of calls, None while it has none.
-    stream: None before the first launch (see `open_stream`).
+    stream: the actor's stream, None before the first launch (see `open_stream`).
     shared: the object that all incarnations share (see `ServiceActor.make_shared`).
     """
 
@@ -141,7 +142,7 @@ class ActorCell(Cell):
             return bool(prepared.brief)
         try:
             return bool(self.actor_type.brief(message))
-        except Exception:  # of the caller's objects, or of the class: the actor's thread answers with it
+        except Exception:  # from the caller's objects or the actor's class: the actor's thread will answer with it
             return False
 
     # Used by the ContextActor
@@ -156,9 +157,9 @@ class ActorCell(Cell):
             self.ref.stop(block=False)
 
     def retire(self, failure: ActorFailed | None = None) -> None:
-        """Refuse new calls, answer those that wait and tell the watchers: no further incarnation follows.
+        """Refuse new calls, answer the open ones and tell the watchers, because no further incarnation follows.
 
-        failure: what ended the last incarnation, None if it stopped by itself.
+        failure: the error that ended the last incarnation, None if it stopped without one.
         """
         text = f"{self.name} has stopped" if failure is None else str(failure)
 
@@ -182,7 +183,7 @@ class ActorCell(Cell):
         self.environment.supervise(self, urn, "ready", None)
 
     def report_stopped(self, urn: str) -> None:
-        """The incarnation has stopped. Calls that it held are queued again. Those that it had claimed are failed."""
+        """Report that the incarnation has stopped. Calls that it held are queued again; those that it claimed fail."""
         for call in self._held():
             if call.state is LAUNCHED:
                 call.fail(ActorStopped(f"{self.name} stopped while it held the request"))
@@ -191,7 +192,7 @@ class ActorCell(Cell):
         self.environment.supervise(self, urn, "stopped", None)
 
     def report_failure(self, urn: str, error: BaseException) -> None:
-        """The incarnation ends with ``error``. Calls that it held are answered with it at once."""
+        """Report that ``error`` ended the incarnation. Answer the calls that it held with `ActorFailed` at once."""
         for call in self._held():
             call.fail(caused(ActorFailed(f"{self.name} failed while it held the request: {error!r}"), error))
         self.progress.crashed(error)

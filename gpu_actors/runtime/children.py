@@ -16,7 +16,7 @@ __all__ = ["Children"]
 
 @dataclass(eq=False)
 class Children(Environment):
-    """The environment of a context, with the cells that share it by their names."""
+    """The environment of a context, with the cells that share it, by name."""
 
     cells: dict[str, ActorCell] = field(init=False, default_factory=dict)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -37,7 +37,7 @@ class Children(Environment):
         return max(cell.progress.succeeded_at for cell in self.cells.values())
 
     def vital(self) -> list[str]:
-        """The names of the actors that the context cannot do without."""
+        """The names of the actors that the context needs (see `ServiceActor`)."""
         return [name for name, cell in self.cells.items() if cell.actor_type.vital]
 
     def vital_progress(self) -> list[Progress]:

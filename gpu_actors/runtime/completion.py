@@ -1,10 +1,10 @@
 """Completion: settles the calls of a stream's launches, in order, as they end.
 
-Each stream has one thread that waits for its launches. A wait on an event releases the GIL, raises the launch's error,
-and batches by itself: all launches that finished while the thread was busy are settled before the loops are woken once.
-A host callback from the driver would do none of this, and it never fires after a device error.
+Each stream has one thread that waits for its launches. A wait on an event releases the GIL and raises the launch's
+error. It also makes batches: all launches that finished while the thread was busy are settled, then each loop is woken
+once. A host callback from the driver would do none of this, and the driver never calls it after a device error.
 
-Waking that thread, and then the loop, costs more than a brief launch. So a loop whose own thread launched looks at the
+Waking that thread, and then the loop, takes longer than a brief launch. So a loop whose own thread launched polls the
 launch between its tasks, for `_POLLED` seconds at most. The thread stays responsible: the loop may be blocked.
 """
 
@@ -36,27 +36,27 @@ __all__ = ["Completion", "Failed", "Finish", "as_answer"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _SHORTEST, _LONGEST = 1e-5, 1e-3
-"""Seconds between two looks at a launch that a thread waits for."""
+"""The shortest and the longest pause, in seconds, between two checks of a launch that a thread waits for."""
 
 _POLLED = 200e-6
-"""Seconds for which a loop looks at a launch: about two wake-ups of a thread."""
+"""Seconds for which a loop polls a launch: about the time of two wake-ups of a thread."""
 
 _TICK, _TICKS = 5e-2, 10
-"""Seconds between two looks of a thread that need not be woken, and how many looks without a launch make it sleep."""
+"""Seconds between two checks of a thread that nothing wakes, and after how many checks without a launch it sleeps."""
 
 _WAKING = 1e-4
-"""Seconds that a thread takes to wake. One that takes longer waits for the GIL."""
+"""Seconds that a thread takes to wake. A thread that takes longer is waiting for the GIL."""
 
 Finish = Callable[[Outputs], Sequence[Any]]
 """Turns a launch's outputs into one result for each of its calls."""
 
 Failed = Callable[[BaseException], Collection[Call[Any]]]
-"""Called with the error of a failed launch. Returns the calls that it launches again, which are not failed."""
+"""Called with the error of a failed launch. Returns the calls that it launches again: they do not get the error."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A launch. over: it is not counted as in flight yet, or no longer."""
+    """A launch. over: True until the launch is counted as in flight, and again once it has ended."""
 
     event: Event
     calls: Sequence[Call[Any]]
@@ -67,7 +67,7 @@ class _Entry:
     _finishing: bool = False
 
     def finish_once(self, outputs: Outputs) -> Sequence[Any]:
-        if self._finishing:  # Ctrl-C interrupted it: what it did is not known
+        if self._finishing:  # Ctrl-C interrupted it: how far it got is not known
             raise ActorFailed("the program was interrupted while the request was finished")
         self._finishing = True
         return self.finish(outputs)
@@ -77,8 +77,8 @@ class _Entry:
 class Completion:
     """Settles the calls of one stream's launches.
 
-    on_lost: called, on the thread that saw it, when a launch reports that the context is lost. Returns the error for
-        the launch's calls.
+    on_lost: called when a launch reports that the context is lost, on the thread that saw the report. Returns the
+        error for the launch's calls.
     progress: counts how launches end.
     bind_thread: `Device.bind_thread`.
     """
@@ -95,12 +95,12 @@ class Completion:
     _asleep: bool = field(init=False, default=True)
     _next_look: float = field(init=False, default=math.inf)
     _closing: bool = field(init=False, default=False)
-    # One thread at a time settles launches, oldest first, and uses the outbox. An interrupted one leaves them to ours.
+    # One thread at a time settles launches, oldest first, and uses the outbox. If Ctrl-C stops it, ``_thread`` goes on.
     _settling: bool = field(init=False, default=False)
     _interrupted: bool = field(init=False, default=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _outbox: Outbox = field(init=False, default_factory=Outbox)
-    # The loop that polls, and whether the last launch was over in so short a time, as the next one may be.
+    # The loop that polls, and whether the last launch was brief, so that the next one may be brief too.
     _loop: asyncio.AbstractEventLoop | None = field(init=False, default=None)
     _brief: bool = field(init=False, default=True)
     _waited_for: list[float] = field(init=False, default_factory=list)
@@ -115,8 +115,9 @@ class Completion:
     ) -> None:
         """Count the launch, and settle ``calls`` when ``event`` is done.
 
-        They are settled at once if it is done and no earlier launch waits. For the thread that does the actor's work.
-        If that is the thread of a loop, it settles what is over, and the loop polls.
+        They are settled at once if it is done and no earlier launch is unfinished. Only the thread that does the
+        actor's work may call this. If it runs a loop, and launches are brief, the launches that have ended are settled
+        here, and the loop polls the others.
         """
         if self.mailbox.meter is not None:
             self.mailbox.launching(calls)
@@ -124,7 +125,7 @@ class Completion:
         if self._entries and self._polling_loop() is not None:
             try:
                 self._settle_ended()
-            except BaseException as error:  # Ctrl-C is raised once this launch is known
+            except BaseException as error:  # Ctrl-C is raised once this launch is watched
                 interruption = error
         if not self._entries and event.done():
             self.mailbox.launch_passed(len(calls))
@@ -132,10 +133,10 @@ class Completion:
             if interruption is not None:
                 raise interruption
             return
-        if self._thread is None or self._thread.ident is None:  # an interrupted start may not have begun
+        if self._thread is None or self._thread.ident is None:  # a start that was interrupted may have no thread
             self._thread = threading.Thread(target=self._run, name=f"{self.name}-completion", daemon=True)
             try:
-                self._thread.start()  # until here no launch is counted, which would never end
+                self._thread.start()  # before the launch is counted: without the thread its count would never end
             except Exception:
                 self._thread = None
                 raise
@@ -160,10 +161,10 @@ class Completion:
             raise interruption
 
     def wait(self, event: Event) -> None:
-        """Block the calling thread, any, until a launch that answers no call is over. Raises its error.
+        """Block the calling thread until a launch that answers no call has ended. Raises the launch's error.
 
-        One that hangs counts as the others do, and this thread looks whether the context is lost meanwhile: no other
-        thread could end a wait for the event itself.
+        Any thread may call it. `oldest` counts the launch, so a hang is noticed. Raises the mailbox's error if the
+        mailbox is closed meanwhile. So it polls: no other thread could end a wait for the event itself.
         """
         since, pause = self.clock.now(), _SHORTEST
         self._waited_for.append(since)
@@ -184,7 +185,7 @@ class Completion:
         return min(began + list(self._waited_for), default=None)
 
     def calls(self) -> set[Call[Any]]:
-        """The calls of unfinished launches. For the thread that does the actor's work."""
+        """The calls of unfinished launches. Only the thread that does the actor's work may ask."""
         return {call for entry in list(self._entries) for call in entry.calls}
 
     def close(self, timeout: float) -> bool:
@@ -203,59 +204,59 @@ class Completion:
             return None
 
     def _polling_loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of this thread, if it polls for what the thread launches."""
+        """The loop that runs on the calling thread, if the last launch was brief enough to poll, else None."""
         return asyncio._get_running_loop() if self._brief else None
 
     def _run(self) -> None:
-        with contextlib.suppress(GpuActorsError):  # the launches say why
+        with contextlib.suppress(GpuActorsError):  # the launches report why
             self.bind_thread()
         looks, waited = 0, False
         while (entry := self._oldest()) is not None or not self._closing:
             if self._interrupted:
-                self._interrupted = False  # first: what is settled now may be interrupted too
+                self._interrupted = False  # reset first: this settling may be interrupted too
                 if not self._settle_what_ended():
                     self._interrupted = True
             elif entry is None:
                 looks += 1
                 self._sleep(None if looks > _TICKS else _TICK)
-            elif self._loop is not None and not waited:  # the loop comes first
+            elif self._loop is not None and not waited:  # the loop gets the first try
                 waited = True
-                del entry  # the loop may be done with its arrays before this thread wakes
+                del entry  # the loop may settle it before this thread wakes: its arrays must not live longer
                 self._sleep(_TICK)
             else:
                 looks, waited = 0, False
                 self._wait(entry)
 
     def _sleep(self, seconds: float | None) -> None:
-        """Sleep until the bell rings, at most so long."""
+        """Sleep until the bell rings, for at most ``seconds``."""
         self._asleep = seconds is None
         self._next_look = math.inf if seconds is None else time.monotonic() + seconds
-        # A launch that came before this thread was known to sleep rang no bell.
+        # A launch that came before ``_asleep`` was set rang no bell.
         if seconds is not None or not (self._entries or self._closing or self._interrupted):
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=seconds)
         self._asleep, self._next_look = False, math.inf
 
     def _wait(self, entry: _Entry) -> None:
-        """Wait for the oldest launch, and settle those that are over."""
+        """Wait for the oldest launch, and settle all that have ended."""
         began = time.monotonic()
         entry.event.failure()
         self._brief = time.monotonic() - began < _POLLED / 2
         if self._settle_what_ended():
-            self._loop = None  # it is blocked, or it has stopped
+            self._loop = None  # the loop is blocked, or has stopped
         else:
             self._sleep(_TICK)
 
     def _poll(self, loop: asyncio.AbstractEventLoop, since: float | None = None) -> None:
-        """Settle what is over, on a loop's thread, and look again soon. since: when it first saw the oldest launch."""
+        """Settle the ended launches, on a loop's thread, and poll again soon. since: when it first saw the oldest."""
         if self._loop is not loop:
             return
         seen = self._oldest()
         self._settle_ended()
         entry, now = self._oldest(), time.monotonic()
         if now > self._next_look + _WAKING:
-            # Until the thread has the GIL, each call that releases it wakes the thread in vain, and that takes longer
-            # than a launch.
+            # The completion thread waits for the GIL. Until it has the GIL, each call that releases the GIL wakes the
+            # thread in vain, and each such wake-up takes longer than a launch.
             time.sleep(_WAKING)
         if since is None or entry is not seen:
             since = now
@@ -268,7 +269,7 @@ class Completion:
             self._bell.put(None)
 
     def _settle_what_ended(self) -> bool:
-        """`_settle_ended` for the thread, which goes on whatever a launch raises."""
+        """`_settle_ended` for the completion thread, which must go on: an exception is logged."""
         try:
             return self._settle_ended()
         except BaseException:
@@ -276,16 +277,16 @@ class Completion:
             return True
 
     def _settle_ended(self) -> bool:
-        """Settle the launches that are over, oldest first, and wake those who wait. False if another thread does so.
+        """Settle the launches that have ended, oldest first, and wake their waiters. False if another thread does so.
 
-        On a loop's thread Ctrl-C may interrupt it between any two calls. The thread does then what is left.
+        On a loop's thread Ctrl-C may interrupt it between any two calls. The completion thread then settles the rest.
         """
         settles = False
         try:
             with self._lock:
                 if self._settling:
                     return False
-                self._settling = settles = True  # in one step, so that it is given back
+                self._settling = settles = True  # in one step, so that `finally` resets it
             while (entry := self._oldest()) is not None and (entry.over or entry.event.done()):
                 self._settle_entry(entry)
             self._outbox.flush()
@@ -299,13 +300,13 @@ class Completion:
                 self._settling = False
 
     def _settle_entry(self, entry: _Entry) -> None:
-        """Settle the oldest launch. May be done twice. Raises what interrupted it, and no `Exception`."""
+        """Settle the oldest launch. Safe to repeat. Raises an interruption such as Ctrl-C, but no `Exception`."""
         interruption: BaseException | None = None
         if not entry.over:
             try:
                 self._settle(entry.event, entry.calls, entry.finish_once, entry.failed, self._outbox)
             except BaseException as error:
-                # The launches behind this one still have to be waited for, and its calls answered.
+                # The launches after this one must still be waited for, and the calls of this one answered.
                 if isinstance(error, Exception):
                     logger.exception("%s: settling a launch raised", self.name)
                 else:
@@ -323,7 +324,7 @@ class Completion:
     def _settle(
         self, event: Event, calls: Sequence[Call[Any]], finish: Finish, failed: Failed | None, outbox: Outbox
     ) -> None:
-        """Answer the calls. Raises the Ctrl-C, or the exit, that interrupted it, once they are answered."""
+        """Answer the calls. If Ctrl-C or an exit interrupts it, raises that once the calls are answered."""
         error = event.failure()
         interruption = None if error is None or isinstance(error, Exception) else error
         results: Sequence[Any] = ()
@@ -341,7 +342,7 @@ class Completion:
                 call.settle(result, None, outbox)
             return
         if type(error) is MockModeError:
-            # A mock device that does not compute answers every request so, and a benchmark times that.
+            # A mock device that does not compute answers every request with this error, and a benchmark times that.
             error.__traceback__ = None
             self.progress.launch_ended(None)
         else:
@@ -358,7 +359,7 @@ class Completion:
         """The error for calls whose launch raised ``error``, or whose `Finish` did."""
         if not isinstance(error, GpuActorsError):
             logger.error("%s: a finished launch could not be answered", self.name, exc_info=error)
-        # Its traceback refers through frames of this module to the calls. Its message says all.
+        # Its traceback would keep the calls alive, through frames of this module. Its message is enough.
         error.__traceback__ = None
         return as_answer(error, self.on_lost, self.name, "could not finish the request")
 
@@ -368,8 +369,8 @@ def as_answer(
 ) -> GpuActorsError:
     """The error for calls that an actor could not answer because of ``error``.
 
-    name: of the actor.
-    failure: what the actor failed in, such as "could not finish the request".
+    name: the actor's name.
+    failure: how the actor failed, such as "could not finish the request".
     """
     if isinstance(error, GpuActorsError):
         return on_lost(error) if isinstance(error, ContextLost) else error

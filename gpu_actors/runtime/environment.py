@@ -1,4 +1,4 @@
-"""Environment: what a context's actors share, and the context's functions that they call."""
+"""Environment: the objects that a context's actors share, and the functions of the context that they call."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ChildEvent: TypeAlias = Literal["ready", "failed", "stopped"]
 class Environment(ABC):
     """Device, options, clock, timers and trace of one context, and the callbacks of its ContextActor.
 
-    supervise: reports an event of a child's incarnation to the ContextActor: its cell, its urn, the event and the error
-        if it failed. Never blocks. Safe to use from any thread.
+    supervise: reports an event of a child's incarnation to the ContextActor. Its arguments are the child's cell, the
+        incarnation's urn, the event, and the error if it failed. Never blocks. Safe to use from any thread.
     carry_context: whether calls carry their caller's OpenTelemetry context.
     lost: why the device context is lost, None while it is not.
     failure: why the context has failed, None while it has not.
-    draining: whether the context closes and takes no more requests.
+    draining: whether the context is closing and accepts no more requests.
     compiler: the handle of the actor that compiles kernels, once the children are made.
-    kernels: the `KernelStore` that the actors share, and which kernels are quarantined.
+    kernels: the `KernelStore` that the actors share. It knows which kernels are quarantined.
     on_failing: called when a vital actor has failed too often without a success, and at each failure after that.
     """
 
@@ -65,8 +65,8 @@ class Environment(ABC):
     def context_lost(self, error: ContextLost) -> ContextLost:
         """Answer every unanswered call with `ContextLost`, and refuse later ones: the device context is lost.
 
-        Runs on the thread that saw it, so that no answer waits for an actor. Only the first report counts.
-        Returns the answer in place of ``error``, which does not know the generation.
+        Runs on the thread that saw the loss, so that no answer waits for an actor. Only the first report counts.
+        Returns the error to answer with in place of ``error``, which does not name the generation.
         """
 
     @property
@@ -76,11 +76,11 @@ class Environment(ABC):
 
     @property
     def open(self) -> bool:
-        """Whether requests are still taken in."""
+        """Whether requests are still accepted."""
         return self.lost is None and self.failure is None and not self.draining
 
     def note_caller(self) -> Any:
-        """What the launch of a request needs to know of the submitting thread. Raises `LaunchError`."""
+        """Return what a request's launch needs to know about the submitting thread. Raises `LaunchError`."""
         try:
             return self.device.note_caller()
         except Exception as error:
@@ -102,7 +102,7 @@ class Environment(ABC):
         return reading
 
     def trace_accepted(self, actor: str, call: Call[Any]) -> None:
-        """Record a submission, with the caller's OpenTelemetry context where spans are made."""
+        """Record a submission, with the label of the caller's work, and its OpenTelemetry context if calls carry it."""
         call.traced = True
         self.trace.emit(
             "request.accepted",

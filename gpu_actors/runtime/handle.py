@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-# signal.getsignal looks the handler up in an enum, whose error for a function takes its repr and several us.
+# signal.getsignal looks the handler up in an enum. For a function, the enum's error needs its repr and several us.
 from _signal import getsignal  # type: ignore[import-not-found]
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
@@ -26,16 +26,16 @@ __all__ = ["ActorHandle", "CallOptions"]
 
 _ALARM = getattr(signal, "SIGALRM", None)
 _ROOM = 300
-"""Frames of the recursion limit that an actor's work may take, with those of an array's own library."""
+"""Stack frames that an actor's work may need, including those of an array's own library."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class CallOptions:
-    """The ``**options`` of a method that makes a message of them. It decorates the method, which calls `check`.
+    """Decorates a method that makes a message of its ``**options``. The method passes them to `check`.
 
-    message: each option has the default, if any, of its field of the option's name. keywords: the TypedDict of the
-    options. The method's signature shows each of them.
+    message: the message's type. An option has the default of the type's field of that name, if there is one.
+    keywords: the TypedDict of the options. The method's signature then shows each option.
     """
 
     def __init__(self, message: type, keywords: type) -> None:
@@ -54,7 +54,7 @@ class CallOptions:
         self._method = ""
 
     def __call__(self, method: _Method) -> _Method:
-        # No wrapper: a call through one costs as much as the message.
+        # No wrapper: a call through one costs as much as making the message.
         signature = inspect.signature(method)
         *others, _ = signature.parameters.values()
         self._optional = [each for each in others if each.kind is each.KEYWORD_ONLY and each.default is not each.empty]
@@ -65,10 +65,10 @@ class CallOptions:
         return method
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that is not among them. It names the nearest one."""
+        """Raise TypeError for an option that the method does not have. The error names the nearest one."""
         if self._known.issuperset(given):
             return
-        import difflib  # only a mistake pays for it
+        import difflib  # only a mistake needs it
 
         name = next(name for name in given if name not in self._known)
         nearest = difflib.get_close_matches(name, [each.name for each in (*self._options, *self._optional)], 1)
@@ -77,17 +77,18 @@ class CallOptions:
 
 
 def _may_work_directly() -> bool:
-    """Whether the calling thread may do an actor's work: one that runs a loop, whose stack has room for it.
+    """Whether the calling thread may do an actor's work. It must run a loop and have room on its stack.
 
-    On the main thread a signal's handler may raise between any two instructions. `asyncio.run` and servers replace the
-    usual handler of Ctrl-C by one that does not, and one of SIGALRM is there to raise.
+    On the main thread a signal's handler may raise between any two instructions, so no such handler may be set.
+    `asyncio.run` and servers replace the default handler of Ctrl-C by one that does not raise. A handler of SIGALRM
+    is expected to raise.
     """
     if _get_running_loop() is None:
         return False
     try:
         sys._getframe(sys.getrecursionlimit() - _ROOM)
         return False
-    except ValueError:  # there are not so many frames
+    except ValueError:  # the stack has fewer frames
         pass
     return threading.get_ident() != threading.main_thread().ident or not (
         getsignal(signal.SIGINT) is signal.default_int_handler or (_ALARM is not None and callable(getsignal(_ALARM)))
@@ -95,7 +96,7 @@ def _may_work_directly() -> bool:
 
 
 class RecordingStats(NamedTuple):
-    """Counts of recorded launches: of those made, replayed and dropped. All are 0."""
+    """Counts of the recorded launches that were made, replayed and dropped. All are 0."""
 
     recorded: int
     replayed: int
@@ -103,7 +104,7 @@ class RecordingStats(NamedTuple):
 
 
 class ActorHandle(Local):
-    """Submits messages to an actor. Valid across restarts; safe from any thread and loop."""
+    """Submits messages to an actor. It stays valid when the actor restarts. Safe to use from any thread and loop."""
 
     __slots__ = ("_cell",)
 
@@ -120,7 +121,7 @@ class ActorHandle(Local):
 
     @property
     def max_in_flight(self) -> int:
-        """Launches that the actor may have unfinished at once."""
+        """How many launches the actor may have unfinished at once."""
         return self._cell.mailbox.max_in_flight
 
     @property
@@ -149,11 +150,12 @@ class ActorHandle(Local):
         timeout: float | None = None,
         priority: int = 0,
     ) -> Reply[Any]:
-        """Send a message; returns at once. All errors are reported by the reply.
+        """Send a message and return at once. The reply reports all errors.
 
         deadline: ``time.monotonic()`` seconds by which the reply must be answered, else `DeadlineExceeded`.
         timeout: the same in seconds from now. Give one of them at most.
-        priority: higher goes first, equals in order; a step is worth as many newer calls as the mailbox holds.
+        priority: higher goes first, equals in order. Each step lets a request overtake as many older requests as the
+            mailbox holds.
         """
         return Reply(self.send(message, deadline, timeout, priority))
 
@@ -171,11 +173,11 @@ class ActorHandle(Local):
         try:
             if environment.notes_caller:
                 call.caller_notes = environment.note_caller()
-            if "torch" in sys.modules:  # which alone has a grad mode
+            if "torch" in sys.modules:  # only torch has a grad mode
                 call.caller_notes = with_grad_mode(call.caller_notes)
             if type(priority) is not int:
                 raise InvalidRequest("priority", priority, "must be an int")
-            # A type with ``no_deadline`` gets no default: requests with limits of their own wait for its answer.
+            # A type with ``no_deadline`` gets no default: requests with deadlines of their own wait for its answer.
             default = environment.default_timeout is not None and not getattr(type(message), "no_deadline", False)
             if deadline is not None or timeout is not None or default:
                 call.deadline = environment.absolute_deadline(deadline, timeout)

@@ -2,10 +2,10 @@
 
 It outlives the actor: a restarted actor finds the calls that its predecessor left, and references stay valid. It
 never blocks a sender. One lock guards all of it: calls ordered by priority and age, their states and answers, the
-number of launches in flight, and whether the actor's thread sleeps, which alone needs to be woken.
+number of launches in flight, and whether the actor's thread sleeps. Only a sleeping thread needs to be woken.
 
 The lock is re-entrant. At any point of a thread's work here, even under the lock, the garbage collector may end a task
-that waits for a reply, which cancels its request. A signal handler or a finalizer may cancel and submit too. So no
+that waits for a reply and so cancel its request. A signal handler or a finalizer may cancel and submit too. So no
 decision under the lock relies on state that a function call in between may have changed.
 """
 
@@ -33,8 +33,8 @@ class ActorStats:
     """Counts since the context opened.
 
     submitted == completed + failed + cancelled + (queued or being worked on) + (in flight and unanswered).
-    in_flight: launches that have not finished. A deadline may have answered their requests.
-    errors: requests answered with an error, by the name of its type. Failed and cancelled ones together.
+    in_flight: launches that have not finished. Their requests may have been answered by a deadline already.
+    errors: requests answered with an error, by the name of its type. Counts both the failed and the cancelled ones.
     """
 
     submitted: int
@@ -49,7 +49,7 @@ class ActorStats:
 
 
 class Counted(Protocol):
-    """A launch. over: it does not count as in flight, not yet or no longer."""
+    """A launch. over: True until the launch is counted as in flight, and again once it has ended."""
 
     over: bool
 
@@ -58,8 +58,8 @@ class Mailbox:
     """Calls for one actor.
 
     capacity: how many calls may wait: queued, parked, or gathered by the actor. A message whose type has
-        ``frees_memory`` set is accepted beyond it, because its memory would be lost otherwise.
-    max_in_flight: how many launches may be unfinished. While there are so many, the mailbox is ``saturated`` and `take`
+        ``frees_memory`` set is accepted beyond the capacity, because its memory would be lost otherwise.
+    max_in_flight: how many launches may be unfinished. While that many are, the mailbox is ``saturated`` and `take`
         returns no calls.
     """
 
@@ -72,8 +72,8 @@ class Mailbox:
         self.on_traced: Callable[[Call[Any]], None] | None = None
         self.lock: Any = threading.RLock()
         self.numbers: Iterator[int] = itertools.count(1)
-        # The order of the calls, by rank and number, and those that still wait. A call that is answered while it waits
-        # is released at once, with the arrays in its message. Its place in the order is skipped later.
+        # The order of the calls, by rank and number, and the calls that still wait. A call that is answered while it
+        # waits is released at once, with the arrays in its message. Its place in the order is skipped later.
         self._order: list[tuple[int, int]] = []
         self._waiting: dict[int, Call[Any]] = {}
         self._parked = 0
@@ -91,7 +91,7 @@ class Mailbox:
         self._asleep = False
         self._flush_requested = False
         self._pipe: WakePipe | None = None
-        # While a sender's thread works in place of the actor's, that one sleeps on, and wake-ups are noted.
+        # While a sender's thread does the actor's work, the actor's thread stays asleep, and wake-ups are noted.
         self._working_directly = False
         self._nudged = False
         self._work: Callable[[Call[Any]], None] | None = None
@@ -106,7 +106,7 @@ class Mailbox:
     def put(self, call: Call[Any], direct: bool = False) -> None:
         """Queue a call, or answer it at once with `Overloaded` or the error that the mailbox was closed with.
 
-        direct: if the actor sleeps and could launch the call at once, this thread does the actor's work on it.
+        direct: whether this thread does the actor's work on the call, if the actor sleeps and could launch it at once.
         """
         refusal: GpuActorsError | None = None
         wake = works = False
@@ -138,7 +138,7 @@ class Mailbox:
             elif works and work is not None:
                 work(call)
         except BaseException:
-            # Ctrl-C: the sender never gets the call. Other senders rely on the actor, which must wake.
+            # Ctrl-C: the sender never gets the call. Other senders rely on the actor, so it must wake.
             if wake:
                 self._wake()
             call.cancel()
@@ -153,7 +153,7 @@ class Mailbox:
                     raise
 
     def close(self, reason: Callable[[], GpuActorsError], admit: type | None = None) -> None:
-        """Refuse calls from now on with a new error from ``reason``. Queued calls stay.
+        """Refuse calls from now on, each with a new error from ``reason``. Queued calls stay.
 
         admit: a type of messages that are still accepted.
         """
@@ -183,19 +183,19 @@ class Mailbox:
         return [call for call in taken if call not in in_flight]
 
     def write_off(self) -> None:
-        """Let `when_idle` wait for launches no longer: they may never end."""
+        """Let `when_idle` no longer wait for launches, because they may never end."""
         with self.lock:
             self._written_off = True
         self.notify_idle()
 
     def abandon(self) -> None:
-        """Release the actor and its pipe, however long the replies live: no actor will take calls again."""
+        """Release the actor and its pipe, because no actor will take calls again. Replies may live much longer."""
         self._pipe = self._work = None
 
     def after_fork(self, reason: Callable[[], GpuActorsError]) -> None:
-        """Close the child process's copy, which has no actor, and answer its calls."""
+        """Close this copy in a forked process, where no actor runs, and answer its calls."""
         self.lock = threading.RLock()
-        self._pipe, self._asleep, self._working_directly = None, False, False  # the parent's actor sleeps by that one
+        self._pipe, self._asleep, self._working_directly = None, False, False  # the parent's actor sleeps in the pipe
         self.close(reason)
         self.fail_all(reason)
         self.write_off()
@@ -207,7 +207,7 @@ class Mailbox:
         call.fail(error)
 
     def cancel_launched(self, _: Call[Any]) -> bool:
-        """Cancel a call that is launched. False: a launch cannot be cancelled here."""
+        """Cancel a call that has been launched. Always False: this mailbox cannot cancel a launch."""
         return False
 
     def record(self, call: Call[Any]) -> None:
@@ -223,7 +223,7 @@ class Mailbox:
                 entry = self._due()
             if entry is None:
                 return
-            # The callback is forgotten after it was called, so that Ctrl-C in between calls it twice rather than never.
+            # The callback is removed after its call, so that after Ctrl-C in between it is called twice, not never.
             entry[0]()
             with self.lock:
                 if entry in self._idle_callbacks:
@@ -234,16 +234,16 @@ class Mailbox:
     def take(
         self, controls: deque[Any], work: Callable[[Call[Any]], None] | None = None, limit: int = 256
     ) -> list[Call[Any]] | None:
-        """Sleep until calls wait, and take them, most urgent first. None if ``controls`` holds something.
+        """Sleep until calls wait, then take up to ``limit``, most urgent first. None if ``controls`` is not empty.
 
-        Empty if a flush was requested and no call waits.
+        The list is empty if a flush was requested and no call waits.
         work: does the actor's work on one call, on the thread of its sender, while the actor sleeps here (see `put`).
         """
         self._work = work
         while True:
             pipe = self._pipe = self._pipe or self.make_pipe()
             with self.lock:
-                # Set before the look for work, so that a call which arrives after that wakes the thread.
+                # Set before the check for work, so that a call that arrives after the check wakes the thread.
                 self._asleep = not self._working_directly
                 if self._working_directly:
                     self._nudged = True
@@ -261,18 +261,18 @@ class Mailbox:
             for call in calls:
                 if call.state is not DONE and call.number not in self._waiting:
                     self._push(call)
-                self._unpark(call)  # last: what is still parked may not have been given back
+                self._unpark(call)  # last: until here an interruption may have left the call out of the queue
         self.nudge()
 
     def park(self, call: Call[Any]) -> None:
-        """Note that something that outlives the actor holds the call. It still counts towards the capacity."""
+        """Note that an object that outlives the actor holds the call. The call still counts towards the capacity."""
         with self.lock:
             if call.state is not DONE and not call.parked:
                 call.parked = True
                 self._parked += 1
 
     def gather(self, count: int) -> None:
-        """Note how many calls the actor has taken that wait for others to share their launches."""
+        """Note how many calls the actor has taken and keeps until other calls share their launches."""
         self._gathered = count
 
     def request_flush(self) -> None:
@@ -289,13 +289,13 @@ class Mailbox:
                 wake, self._asleep = self._asleep, False
             if wake:
                 self._wake()
-        except BaseException:  # Ctrl-C: others count on the actor too
+        except BaseException:  # Ctrl-C: others rely on the actor too
             if wake:
                 self._wake()
             raise
 
     def _give_back(self) -> None:
-        """Let the actor's thread work again, and wake it if there is something to do. May be done twice."""
+        """Let the actor's thread work again, and wake it if there is something to do. Safe to repeat."""
         with self.lock:
             if self._working_directly:
                 self._working_directly, self._asleep = False, True
@@ -317,7 +317,7 @@ class Mailbox:
                 self.meter.launched(calls)
 
     def launch_began(self, calls: int = 1, launch: Counted | None = None) -> None:
-        """Count a launch that answers so many calls."""
+        """Count a launch that answers ``calls`` calls."""
         with self.lock:
             self._launched += 1
             self._launched_calls += calls
@@ -327,14 +327,14 @@ class Mailbox:
             self.saturated = self._in_flight >= self.max_in_flight
 
     def launch_passed(self, calls: int) -> None:
-        """Count a launch that ended as soon as it began. For the thread that does the actor's work."""
+        """Count a launch that ended as soon as it began. Only the thread that does the actor's work may call it."""
         self._launched += 1
         self._launched_calls += calls
 
     def launch_ended(self, launch: Counted | None = None) -> None:
-        """Count the end of a launch, and wake the actor if there is something that it could launch now.
+        """Count the end of a launch, and wake the actor if calls or a flush wait.
 
-        launch: is counted once, however often this is repeated.
+        launch: counted only once, even if this is repeated.
         """
         with self.lock:
             if launch is None or not launch.over:
@@ -342,7 +342,7 @@ class Mailbox:
                 if launch is not None:
                     launch.over = True
             self.saturated = self._in_flight >= self.max_in_flight
-        # Looked at without the lock: a call or a flush that comes later wakes the actor by itself.
+        # Read without the lock: a call or a flush that comes later wakes the actor anyway.
         if self._waiting or self._flush_requested:
             self.nudge()
         if self._idle_callbacks:
@@ -353,8 +353,8 @@ class Mailbox:
     def when_idle(self, callback: Callable[[], None], launches: bool = True) -> None:
         """Call ``callback`` as soon as no call is unanswered: once, or twice if Ctrl-C interrupts it.
 
-        launches: whether unfinished launches count too (see `write_off`). One whose calls a deadline answered may never
-            end.
+        launches: whether to wait for unfinished launches too (see `write_off`). A launch whose calls were answered by a
+            deadline may never end.
         """
         entry = (callback, launches)
         with self.lock:
@@ -384,7 +384,7 @@ class Mailbox:
     # Under the lock
 
     def release(self, call: Call[Any]) -> bool:
-        """Forget a call that is answered. The call itself calls it, and again if Ctrl-C interrupted it.
+        """Forget an answered call. `Call.settle` does this, and repeats it if Ctrl-C interrupted it.
 
         True if `record` has callbacks to run.
         """
@@ -403,7 +403,7 @@ class Mailbox:
             self._parked -= 1
 
     def rank(self, call: Call[Any]) -> tuple[int, int]:
-        """The lowest goes first. A step of priority is worth as many newer calls as the capacity."""
+        """The call's place: the lowest goes first. A step of priority overtakes up to ``capacity`` older calls."""
         return call.number - call.priority * self.capacity, call.number
 
     def _push(self, call: Call[Any]) -> None:
@@ -428,7 +428,7 @@ class Mailbox:
             pipe.wake()
 
     def _compact(self) -> None:
-        # A burst of cancellations must not pile up in the order.
+        # The places of cancelled calls must not pile up in the order.
         if len(self._order) > 2 * len(self._waiting) + 64:
             order, self._order = self._order, []
             try:
@@ -444,7 +444,7 @@ class Mailbox:
         if self._unanswered:
             return None
         launches_over = self._in_flight == 0 or self._written_off
-        # No generator: Ctrl-C while one is closed is lost.
+        # No generator: Ctrl-C is lost while a generator is closed.
         for entry in list(self._idle_callbacks):
             if launches_over or not entry[1]:
                 return entry

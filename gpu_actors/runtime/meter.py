@@ -14,7 +14,7 @@ from gpu_actors.runtime.call import DONE, Call
 __all__ = ["SECONDS", "Histogram", "Meter", "outcome_of"]
 
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of histograms of times."""
+"""Upper bounds of histograms of times, in seconds."""
 
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -32,16 +32,16 @@ class Histogram:
         self.total += value
 
     def counts(self) -> list[int]:
-        """How many values lie between each bound and the one below it, and last how many lie above all bounds."""
+        """The number of values between each bound and the one below it, followed by the number above all bounds."""
         return list(self._counts)
 
     def cumulative(self) -> list[int]:
-        """How many values lie up to each bound, and last how many there are."""
+        """The number of values up to each bound, followed by the number of all values."""
         return list(accumulate(self._counts))
 
 
 class Meter:
-    """Times the calls of one mailbox, which calls it under its lock.
+    """Times the calls of one mailbox. The mailbox calls the meter under its lock.
 
     latency: seconds from acceptance to the answer, by outcome.
     queue: seconds from acceptance to the first launch.

@@ -44,9 +44,9 @@ class Opening(Generic[C]):
         return context
 
     def abandon(self) -> C | None:
-        """Have the opening thread close the context once it is open.
+        """Make the opening thread close the context once it is open.
 
-        Returns the context if it is open already. The caller closes it then.
+        If the context is open already, returns it. The caller must then close it.
         """
         with self._lock:
             self._abandoned = True
@@ -54,7 +54,7 @@ class Opening(Generic[C]):
 
 
 def start_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Run a function in a thread that the end of the process does not wait for."""
+    """Run a function in a daemon thread, and return its future. The process may end without waiting for the thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -45,7 +45,7 @@ class Progress:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch_ended(self, error: BaseException | None) -> None:
-        """A launch, or the compilation of a kernel for one, has ended with this error, or with none."""
+        """Note that a launch, or the compilation of a kernel for one, ended with ``error``, or succeeded if None."""
         if error is None or isinstance(error, MockModeError):
             # A mock device that does not compute answers MockModeError.
             self.failed_launches = 0
@@ -56,7 +56,7 @@ class Progress:
             self._note(error)
 
     def crashed(self, error: BaseException) -> None:
-        """An incarnation of the actor has ended with an exception."""
+        """Note that an incarnation of the actor ended with an exception."""
         with self._lock:
             self._crashes = self.crashes + 1
             self._completed_before = self.answered()
@@ -64,12 +64,12 @@ class Progress:
 
     @property
     def crashes(self) -> int:
-        """Incarnations in a row that ended with an exception and without a request answered since."""
+        """How many incarnations have ended with an exception since a request was last answered with a result."""
         return self._crashes if self.answered() == self._completed_before else 0
 
     @property
     def failures(self) -> int:
-        """The greater of both counts."""
+        """The greater of ``failed_launches`` and ``crashes``."""
         return max(self.failed_launches, self.crashes)
 
     @property
@@ -78,7 +78,7 @@ class Progress:
 
     @property
     def reason(self) -> str:
-        """What fails, as text."""
+        """How the actor fails, as text."""
         what = f"{self.failed_launches} launches" if self.failed_launches >= self.crashes else f"{self.crashes} times"
         return f"has failed {what} in a row, last with {self._last}"
 
@@ -88,10 +88,10 @@ class Progress:
         return self.answered(), self.failed_launches, self.crashes
 
     def put_on_trial(self, completed: int, failed_launches: int, crashes: int) -> None:
-        """A probe succeeded: the actor is not failing until one more failure.
+        """Note that a probe succeeded. The actor is no longer ``failing``, but one more failure makes it so again.
 
-        The probe is no request, so its success ends no row of failures. completed, failed_launches, crashes: the
-        actor's ``counts`` before the probe.
+        The probe is no request, so its success does not end a row of failures. completed, failed_launches, crashes:
+        the actor's ``counts`` before the probe.
         """
         with self._lock:
             answered, failed_now, crashes_now = self.counts

@@ -1,12 +1,12 @@
 """The actors' base over Pykka: an actor's thread, its loop and its reference. Only this module imports Pykka.
 
 Pykka's loop asks an inbox for the next envelope and hands its message to ``on_receive``. It documents neither the inbox
-nor the envelope, so both are here, with all else that this package relies on and Pykka does not promise:
+nor the envelope, so both are here, with everything else that this package relies on and Pykka does not promise:
 
-    ThreadActor    a daemon thread with Pykka's own inbox, which is also written to without a look at Pykka's registry
-    MailboxActor   the same over an inbox that works through the calls of a mailbox between Pykka's messages
+    ThreadActor    a daemon thread with Pykka's own inbox. Messages can be posted to it without Pykka's registry
+    MailboxActor   the same with an inbox that works through the calls of a mailbox between Pykka's messages
 
-tests/runtime/test_pykka_base.py holds it against the release that is installed.
+tests/runtime/test_pykka_base.py checks all this against the installed release.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ThreadActor(pykka.ThreadingActor):
             super()._start_actor_loop()
 
     def post_message(self, message: Any) -> None:
-        """Put a message in the inbox. For any thread; a message to an actor that has stopped is dropped."""
+        """Put a message in the inbox. Any thread may call it. A message to an actor that has stopped is dropped."""
         # Not actor_ref.tell: it takes the registry's lock first, and raises once this actor has stopped.
         self.actor_inbox.put(_Envelope(message))  # type: ignore[arg-type]
 
@@ -46,12 +46,12 @@ class ThreadActor(pykka.ThreadingActor):
 class MailboxActor(ThreadActor):
     """An actor that works through the calls of a mailbox, on Pykka's thread and outside of Pykka's dispatch.
 
-    Its attributes have underscores. Names without belong to the actors that users write.
+    Its attributes begin with an underscore. Names without one are left to the actors that users write.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox  # before Pykka asks for the inbox
-        self._controls: deque[_Envelope] = deque()  # Pykka's messages that wait, which go before calls
+        self._controls: deque[_Envelope] = deque()  # Pykka's waiting messages. They go before calls
         super().__init__()
 
     @abstractmethod
@@ -63,7 +63,7 @@ class MailboxActor(ThreadActor):
         """Handle a message that was sent by ``actor_ref``, and return the answer."""
 
     def _check_sent(self, message: Any) -> None:
-        """Raise for a message that is not to be sent by ``actor_ref``. Called on the sender's thread."""
+        """Raise for a message that must not be sent by ``actor_ref``. Called on the sender's thread."""
 
     def on_receive(self, message: Any) -> Any:
         if type(message) is _Crash:
@@ -75,14 +75,14 @@ class MailboxActor(ThreadActor):
 
 
 def raise_exception(name: str, error: BaseException) -> NoReturn:
-    """Raise ``error``, or a RuntimeError in place of a BaseException, for which Pykka would stop every actor."""
+    """Raise ``error`` if it is an Exception, else a RuntimeError: for other errors Pykka would stop every actor."""
     if isinstance(error, Exception):
         raise error
     raise RuntimeError(f"{name} raised {error!r}") from error
 
 
 class Interrupted(RuntimeError):
-    """An actor's work was interrupted at any point of it, so that what it left is not known to be whole."""
+    """An actor's work was interrupted at an unknown point, so that its state may be inconsistent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class _Crash:
 
 @dataclass(slots=True, eq=False)
 class _Envelope:
-    """What Pykka's loop expects from an inbox."""
+    """A message in the form that Pykka's loop expects from an inbox."""
 
     message: Any
     reply_to: pykka.Future[Any] | None = None
@@ -104,7 +104,7 @@ class _Envelope:
 class _Inbox:
     """One incarnation's inbox: returns Pykka's own messages, and works through the mailbox's calls meanwhile.
 
-    Only Pykka's messages count as content, so that an incarnation that ends drains those and leaves the calls.
+    Only Pykka's messages count as its content. So an incarnation that ends drains them and leaves the calls.
     """
 
     mailbox: Mailbox
@@ -113,14 +113,14 @@ class _Inbox:
     check: Callable[[Any], None]
 
     def put(self, envelope: _Envelope) -> None:
-        # Here and not where the message is received: an error there ends the actor if nothing waits for the answer.
+        # Checked here, not where the message is received: an error there ends the actor if no sender waits for it.
         self.check(envelope.message)
         self.controls.append(envelope)
         self.mailbox.nudge()
 
     def get(self) -> _Envelope:
-        # Calls are handled in here, without an envelope and Pykka's dispatch around each batch. A lone request would
-        # pay for both in full.
+        # Calls are handled here, without an envelope and Pykka's dispatch for each batch. A request that comes alone
+        # would bear the whole cost of both.
         controls = self.controls
         # Pykka does not catch errors of an inbox: one that escaped would end the thread silently.
         try:
@@ -133,9 +133,10 @@ class _Inbox:
         return controls.popleft()
 
     def work_directly(self, call: Call[Any]) -> None:
-        """Work on one call on its sender's thread. An exception ends the actor as one on its own thread does.
+        """Work on one call on its sender's thread. An exception ends the actor, as it does on the actor's own thread.
 
-        Ctrl-C, and what else is no Exception, is raised to the sender too, and ends the actor with `Interrupted`.
+        Ctrl-C, or another error that is no Exception, is also raised to the sender, and ends the actor with
+        `Interrupted`.
         """
         try:
             self.work([call])

@@ -27,7 +27,7 @@ _AT_ONCE = 16
 
 
 class _Turns(threading.local):
-    """at_once: how many replies in a row were done when this thread's tasks awaited them, so that none suspended."""
+    """at_once: how many replies in a row were already done when this thread's tasks awaited them: no task suspended."""
 
     at_once = 0
 
@@ -36,11 +36,11 @@ _turns = _Turns()
 
 
 class Reply(Local, Generic[T]):
-    """What every request returns at once.
+    """The reply that every request returns at once.
 
-    ``await reply`` gives the result or raises the request's error (see `gpu_actors.errors`). It may be awaited more
+    ``await reply`` returns the result or raises the request's error (see `gpu_actors.errors`). It may be awaited more
     than once, from several tasks, loops and threads. A waiter that is cancelled cancels the request if no other
-    waits for it and it has not been launched. A task that finds one reply after the other answered lets its loop's
+    waiter is left and the request has not been launched. A task that awaits many replies that are done lets its loop's
     other tasks run after every 16th.
     """
 
@@ -73,11 +73,11 @@ class Reply(Local, Generic[T]):
             del call, self  # see Call.answer
 
     def result(self, timeout: float | None = None) -> T:
-        """Block this thread for the result, at most ``timeout`` seconds.
+        """Block this thread until the result is there, at most ``timeout`` seconds, and return it.
 
         Raises the request's error, ``TimeoutError`` when ``timeout`` passes first (the request goes on),
         `WouldBlock` when called on the thread of a running event loop before the reply is done, and `InvalidRequest`
-        for a ``timeout`` that is no time.
+        for a ``timeout`` that is not a number of seconds.
         """
         call = self._call
         if not call.done:
@@ -94,15 +94,15 @@ class Reply(Local, Generic[T]):
             del call, self  # see Call.answer
 
     def done(self) -> bool:
-        """True once there is an answer, a result or an error."""
+        """Whether the request has been answered, with a result or an error."""
         return self._call.done
 
     def cancel(self) -> bool:
-        """Cancel the request if it has not been launched. True if it now answers `RequestCancelled`."""
+        """Cancel the request if it has not been launched. True if it is answered with `RequestCancelled` now."""
         return self._call.cancel()
 
     def cancelled(self) -> bool:
-        """True if it answers `RequestCancelled`."""
+        """Whether the request was answered with `RequestCancelled`."""
         return isinstance(self._call.error, RequestCancelled)
 
     def exception(self) -> BaseException | None:
@@ -114,15 +114,15 @@ class Reply(Local, Generic[T]):
     # For asyncio
 
     async def wait(self) -> T:
-        """``await reply`` as a coroutine, where only that will do: ``create_task(reply.wait())``."""
+        """``await reply`` as a coroutine, for functions that need a coroutine: ``create_task(reply.wait())``."""
         return await self
 
     def add_done_callback(self, function: Callable[[Self], object], *, context: Context | None = None) -> None:
-        """Call ``function(reply)`` once when the reply is done, or soon if it is.
+        """Call ``function(reply)`` once when the reply is done, or soon if it is done already.
 
-        Added on the thread of a running event loop, it is called there, in ``context``, as asyncio calls it for a
-        future. Added elsewhere, it is called on the thread that answers the request, or on this one if the reply is
-        done. It must be short then, and its exceptions are logged.
+        If it is added on the thread of a running event loop, it is called there, in ``context``, as asyncio calls the
+        callback of a future. Otherwise it is called on the thread that answers the request, or on this one if the
+        reply is done. It must then be short, and its exceptions are logged.
         """
         context = copy_context() if context is None else context
         self._call.when_done(DoneCallback(self, function, asyncio._get_running_loop(), context))
@@ -167,7 +167,7 @@ class DoneCallback:
 
 
 def need_asyncio(call: str) -> None:
-    """Raise `AsyncioNeeded` if no asyncio event loop runs. call: the name of what needs one."""
+    """Raise `AsyncioNeeded` if no asyncio event loop runs. call: the name of the call that needs one."""
     if asyncio._get_running_loop() is None:
         raise _asyncio_needed(call)
 

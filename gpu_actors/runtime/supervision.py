@@ -1,7 +1,7 @@
-"""Supervisor: what happens when a child fails.
+"""Supervisor: decides what happens when a child fails.
 
-Models: Erlang/OTP's supervisor (restart strategies, intensity and period, escalation) and Akka's backoff. It has no
-thread of its own: the ContextActor passes it reports and timers, so every decision is made on one thread.
+Its models are Erlang/OTP's supervisor (restart strategies, intensity and period, escalation) and Akka's backoff. It has
+no thread of its own: the ContextActor passes it reports and timers, so every decision is made on one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Supervisor"]
 class Supervisor:
     """Restarts children by a policy, and escalates when they fail too often.
 
-    call_later: runs a function on the supervisor's thread once so many seconds have passed.
+    call_later: runs a function on the supervisor's thread after a number of seconds.
     escalate: called with the cell and its error when the policy grants no further restart.
     """
 
@@ -44,7 +44,7 @@ class Supervisor:
             cell.start()
 
     def ready(self, cell: ActorCell, urn: str) -> None:
-        """A child's incarnation has opened."""
+        """Note that a child's incarnation has opened."""
         if not self._current(cell, urn) or cell.state in ("stopped", "failed"):
             return
         restarted = cell.state == "restarting"
@@ -54,7 +54,7 @@ class Supervisor:
             self.trace.emit("actor.restarted", actor=cell.name, restarts=cell.restarts, error=error)
 
     def failed(self, cell: ActorCell, urn: str, error: BaseException) -> None:
-        """A child's incarnation raised: restart it, all of them, or escalate."""
+        """Handle the failure of a child's incarnation: restart the child, restart all children, or escalate."""
         if not self._current(cell, urn):
             return
         if self.stopping or cell in self._stop_requested:
@@ -63,7 +63,7 @@ class Supervisor:
         cell.ref = None
         # Vital actors share one allowance. Every other actor has its own.
         failures = self._failures.setdefault(None if cell.actor_type.vital else cell, deque())
-        # Where Ctrl-C interrupted the actor's work, no restart makes what it left whole.
+        # If Ctrl-C interrupted the actor's work, a restart cannot repair the state that the work left.
         delay = None if isinstance(error, Interrupted) else self.policy.grant(failures, self.clock.now())
         if delay is None:
             self.trace.emit("actor.failed", actor=cell.name, error=error)
@@ -80,7 +80,7 @@ class Supervisor:
         self.call_later(delay, lambda: self._restart(group))
 
     def stopped(self, cell: ActorCell, urn: str) -> None:
-        """A child's incarnation has stopped: on request, or for good if there was no request."""
+        """Handle the stop of a child's incarnation. If no stop was requested, the child has stopped for good."""
         if not self._current(cell, urn):
             return
         cell.ref = None
@@ -98,7 +98,8 @@ class Supervisor:
             if cell.ref is None:
                 self._replace(cell)
             else:
-                # The old incarnation still works on its last call. Two on one mailbox would overtake each other.
+                # The old incarnation still works on its last call. Two incarnations of one mailbox would overtake each
+                # other.
                 self._due.add(cell)
 
     def _replace(self, cell: ActorCell) -> None:

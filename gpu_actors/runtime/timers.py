@@ -91,7 +91,7 @@ class Timers:
         return timer
 
     def after(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Run ``callback`` after so many seconds."""
+        """Run ``callback`` on the timers' thread, this many seconds from now."""
         return self.at(self._clock.now() + seconds, callback)
 
     def cancelled(self) -> None:
@@ -113,7 +113,7 @@ class Timers:
             thread.join()
 
     def after_fork(self) -> None:
-        """Close the child process's copy, which has no thread."""
+        """Close this copy in a forked process, where the thread does not run."""
         self._condition = threading.Condition()
         self._thread = None
         self.close()

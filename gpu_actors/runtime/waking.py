@@ -28,11 +28,11 @@ _ONE = b"\0\0\0\1\0\0\0\0"  # a small number in either byte order, which an even
 class WakePipe:
     """One thread sleeps in `wait`. Any other thread wakes it with `wake`.
 
-    It is a descriptor and not a lock: the write releases the GIL. A thread that a lock wakes finds the GIL taken and
-    sleeps a second time. On Linux it is an eventfd, which costs less than the pipe of other systems.
+    It uses a descriptor, not a lock, because the write to one releases the GIL. A thread that a lock wakes finds the
+    GIL taken and sleeps a second time. On Linux it is an eventfd, which costs less than the pipe of other systems.
 
-    A wake-up is not lost if no thread waits yet, and a wait may end without one: look for work after it. Raises OSError
-    if the process has no file descriptors left. The descriptors are closed with the last reference.
+    A wake-up is not lost if no thread waits yet. A wait may end without a wake-up, so look for work after it. Raises
+    OSError if the process has no file descriptors left. The last reference closes the descriptors.
     """
 
     __slots__ = ("__weakref__", "_reader", "_writer")
@@ -53,11 +53,11 @@ class WakePipe:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Awaited by one task, once: ``yield waiter``. All but ``loop`` is for the loop's own thread.
+    """One task awaits it, once: ``yield waiter``. Only the loop's own thread may use anything but ``loop``.
 
-    A task that awaits an asyncio future goes to the end of its loop's queue once that is set. A task that waits alone
-    then costs the loop another turn, with another poll of its selector. A Waiter is future-like in asyncio's sense
-    (`asyncio.isfuture`): a task adds its next step to it as to any future, and `wake` takes that step at once.
+    A task that awaits an asyncio future goes to the end of its loop's queue once the future is set. If no other task
+    is ready, the loop then needs another turn, with another poll of its selector. A Waiter is future-like in asyncio's
+    sense (`asyncio.isfuture`): a task adds its next step to it as to any future, and `wake` runs that step at once.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -68,7 +68,7 @@ class Waiter:
     _context: Context | None = None
 
     def wake(self) -> None:
-        """Let the task continue. Raises an exception with which the task ends its loop."""
+        """Run the task's next step. If the task ends its loop with an exception, raises that."""
         # No function call in between: Ctrl-C after one would lose the step.
         step, self._step = self._step, None
         self._over = True
@@ -85,7 +85,7 @@ class Waiter:
         self._step, self._context = step, context
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Have the wait raise ``CancelledError``. False if it is over."""
+        """Make the wait raise ``CancelledError``. False if the wait has ended."""
         if self._over:
             return False
         self._error = asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg)
@@ -106,7 +106,7 @@ class Waiter:
 
 
 class Outbox:
-    """Collects waiters to wake. Belongs to one thread; `flush` before that thread sleeps."""
+    """Collects waiters to wake. It belongs to one thread, which must call `flush` before it sleeps."""
 
     __slots__ = ("_waiters",)
 

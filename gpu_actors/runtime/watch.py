@@ -1,6 +1,6 @@
-"""Watch: how long ago a launch of a context succeeded, and the probes that find out whether one still does.
+"""Watch: notes how long ago a launch of a context succeeded, and probes whether launches still succeed.
 
-A context that is not ready receives no requests, and an idle one has none, so both have to find out themselves.
+A context that is not ready receives no requests, and an idle context has none. So both need probes to find out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Watch"]
 class Watch:
     """Watches the launches of one context. Has at most one probe under way. Safe to use from any thread; never blocks.
 
-    Ages are real seconds, whatever the context's clock: what asks for readiness runs outside of the program.
+    Ages are real seconds, not those of the context's clock: readiness is asked for from outside of the program.
 
-    probe: begins a launch. Its call ends with the launch, or with `DeadlineExceeded` after so many seconds.
+    probe: begins a launch. Its call ends with the launch, or with `DeadlineExceeded` after the given seconds.
     """
 
     def __init__(self, children: Children, probe: Callable[[float | None], Call[None]]) -> None:
@@ -31,7 +31,7 @@ class Watch:
         self._probe = probe
         self._probing = threading.Lock()  # held while a probe is under way, or has a timer
         self._proved_at = time.monotonic()  # the context opened, so its device works
-        self._failure = -math.inf, ""  # when a probe last failed, and with what
+        self._failure = -math.inf, ""  # when a probe last failed, and its error as text
 
     @property
     def age(self) -> float:
@@ -53,7 +53,7 @@ class Watch:
             self._launch(limit if math.isfinite(limit) else None)
 
     def probe_while_failing(self) -> None:
-        """Probe every ``probe_interval`` seconds until no vital actor fails."""
+        """Probe every ``probe_interval`` seconds until no vital actor is failing."""
         children = self._children
         if self._failing() and self._probing.acquire(blocking=False):
             with undo_on_error(self._probing.release):
@@ -81,6 +81,6 @@ class Watch:
         self._rest()
 
     def _rest(self) -> None:
-        with contextlib.suppress(RuntimeError):  # Ctrl-C may have what waits for a call called twice
+        with contextlib.suppress(RuntimeError):  # after Ctrl-C a call's callback may run twice
             self._probing.release()
-        self.probe_while_failing()  # an actor that failed meanwhile found a probe under way
+        self.probe_while_failing()  # if an actor failed meanwhile, it began no probe, because one was under way
