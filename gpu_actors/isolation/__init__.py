@@ -1,4 +1,4 @@
-"""A context in a child process: what ``open_context(..., isolation="process")`` opens.
+"""A context in a child process, which ``open_context(..., isolation="process")`` opens.
 
     the program's process                                     the context's process
     IsolatedContext                                           ContextWorker ── GpuContext, on the device
@@ -6,6 +6,7 @@
            │                      └───────── two memfds ───────┘
       Generations: starts a process, sees it end, starts the next one
 
-`Link`, `RpcClient` and `ContextWorker` know no processes: a `Channel` carries their records. `docs/isolation.md` says
-what is lost when what dies. Nothing here is imported before a context is opened with isolation.
+`Link`, `RpcClient` and `ContextWorker` do not depend on processes: a `Channel` carries their records.
+`docs/isolation.md` says what is lost when either process dies. Nothing here is imported before a context is opened with
+isolation.
 """

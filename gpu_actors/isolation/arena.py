@@ -1,7 +1,7 @@
-"""Arena: memory that two processes share, a memfd, given out in blocks.
+"""Arena: a memfd, as memory that two processes share, handed out in blocks.
 
 It is as large as the machine's memory, or as the limits of the process allow, and sparse, so that it never has to grow.
-Pages that no block uses any more are given back to the system.
+Pages that no block uses any more are returned to the system.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Host = np.ndarray[Any, Any]
 
 _PAGE = mmap.PAGESIZE
 
-# Bytes of free pages that stay mapped for the next blocks.
+# Bytes of free pages that stay in memory for the next blocks.
 _WARM_BYTES = 64 << 20
 
-# The divisor of the address space (ulimit -v) that one arena may take. A context has two arenas.
+# One arena may take 1 / _SHARE of the address space (ulimit -v). A context has two arenas.
 _SHARE = 8
 _LEAST = 1 << 20
 
 
 class Arena:
-    """Blocks of shared memory. One process takes and gives them; the other one maps the same descriptor.
+    """Blocks of shared memory. One process takes them and gives them back; the other one maps the same descriptor.
 
-    A block is free again once it has been given as often as it was taken and held.
+    A block is free again once it has been given back as often as it was taken and held.
 
-    fd: of a memfd, which the arena owns; None makes one.
-    size: bytes of a new memfd.
+    fd: the descriptor of a memfd, which the arena then owns. None makes a new memfd.
+    size: the bytes of a new memfd, None for as many as possible.
 
-    Raises OSError if there is no room for a new one.
+    Raises OSError if there is no room for a new memfd.
     """
 
     shared: bool = True
@@ -52,11 +52,11 @@ class Arena:
         self._lock = threading.Lock()
         self.size: int = len(self._map)
         self.address: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
-        self._blocks: dict[int, list[int]] = {}  # by their start: size, holds
+        self._blocks: dict[int, list[int]] = {}  # by start: size and number of holds
         self._starts: list[int] = []
         self._free = _Spans()
         self._free.add(0, self.size)
-        self._dropped: deque[int] = deque()  # by finalizers, which may run where this thread holds the lock
+        self._dropped: deque[int] = deque()  # by finalizers, which may run while this thread holds the lock
         self._warm = _Spans()  # free pages that may still be in memory
 
     @property
@@ -70,13 +70,13 @@ class Arena:
             os.close(fd)
 
     def unmap(self) -> None:
-        """Close the mapping too, which has a descriptor of its own, unless an array lies in it."""
+        """Close the descriptor. Close the mapping, which has its own descriptor, unless an array lies in it."""
         self.close()
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def take(self, nbytes: int) -> int:
-        """The start of a new block, held once. Raises MemoryError where the arena is full."""
+        """Return the start of a new block, held once. Raises MemoryError if the arena has no room."""
         self._clear()
         room = _page_up(max(nbytes, 1))
         with self._lock:
@@ -114,7 +114,7 @@ class Arena:
             return sum(size for size, _ in self._blocks.values())
 
     def find(self, address: int) -> int | None:
-        """The start of the block that an address of this process lies in."""
+        """The start of the block that contains an address of this process. None if no block does."""
         place = address - self.address
         if not 0 <= place < self.size:
             return None
@@ -126,11 +126,11 @@ class Arena:
             return start if place < start + self._blocks[start][0] else None
 
     def memory(self, start: int, nbytes: int) -> Host:
-        """The bytes of a block, as an array that all arrays made of it keep alive."""
+        """The bytes of a block, as an array. Every array made of it keeps it alive."""
         return np.frombuffer(self._map, np.uint8, nbytes, start)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Host:
-        """An array in a block of its own, which is given with the array."""
+        """Return an array in a block of its own. The block is given back when the array is freed."""
         element = np.dtype(dtype)
         extents = (shape,) if isinstance(shape, int) else tuple(shape)
         count = 1
@@ -164,7 +164,7 @@ class _Spans:
         return next((begin for begin, end in self._spans if end - begin >= nbytes), None)
 
     def add(self, begin: int, end: int) -> None:
-        """One more span, which overlaps with none. It is joined with its neighbours."""
+        """Add a span that overlaps no other. It is joined with adjacent spans."""
         self.total += end - begin
         spans = self._spans
         index = bisect_right(spans, (begin, end))
@@ -176,7 +176,7 @@ class _Spans:
         spans.insert(index, (begin, end))
 
     def remove(self, begin: int, end: int) -> None:
-        """Take out what there is of a span."""
+        """Remove the bytes from ``begin`` to ``end`` from all spans that contain any of them."""
         spans = self._spans
         first = bisect_right(spans, (begin, begin))
         if first > 0 and spans[first - 1][1] > begin:
@@ -196,7 +196,7 @@ def _page_up(nbytes: int) -> int:
 
 
 def _new(size: int | None) -> tuple[int, mmap.mmap]:
-    """A memfd and its mapping. size: in bytes; None: as large as may be."""
+    """A memfd and its mapping. size: in bytes; None for as large as possible."""
     least = _LEAST if size is None else size
     nbytes = _memory() if size is None else size
     fd = os.memfd_create("gpu_actors", os.MFD_CLOEXEC)
@@ -205,7 +205,7 @@ def _new(size: int | None) -> tuple[int, mmap.mmap]:
             try:
                 os.ftruncate(fd, _page_up(nbytes))
                 return fd, mmap.mmap(fd, _page_up(nbytes))
-            except OSError:  # ulimit -f, or -v where the program has taken most of it
+            except OSError:  # ulimit -f, or ulimit -v if the program has used most of it
                 nbytes //= 2
                 if nbytes < least:
                     raise

@@ -1,4 +1,4 @@
-"""The cells of a context whose actors run in another process, as handles and health look at them."""
+"""The cells of a context whose actors run in another process, as its handles and its health see them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RemoteCell(Cell):
     def __init__(self, actor_type: Any, environment: RemoteChildren, client: RpcClient) -> None:
         super().__init__(actor_type, environment, "running", functools.partial(RemoteMailbox, client=client))
         self.shared: RemoteState = RemoteState(self.name, client.query)
-        # Counts nothing: the worker's context judges failures. Any launch's last success is each actor's here.
+        # Counts nothing: the worker's context judges failures. ``succeeded_at`` is when any launch last succeeded.
         self.progress = Progress(environment.options.degraded_after, lambda: 0, _ignore)
         self._earlier_restarts = 0
         self._client = client
@@ -53,13 +53,13 @@ class RemoteCell(Cell):
                 self.terminate(ActorStopped(f"{self.name} has {state}") if state == "failed" else None)
 
     def begin_again(self) -> None:
-        """Another process follows."""
+        """Keep the restarts counted so far, because the next process counts from 0."""
         self._earlier_restarts = self.restarts
         self.mailbox.begin_again()
 
 
 class RemoteChildren(Children):
-    """The environment of an isolated context. ``lost`` is None between two generations: another process follows."""
+    """The environment of an isolated context. ``lost`` stays None between generations: another process follows."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RemoteChildren(Children):
         make_lost: MakeLost = context_lost,
     ) -> None:
         spans = otel_listener()
-        # The part of a device that an environment reads. Which kernels are barred, the worker's context knows.
+        # The part of a device that an environment reads. The worker's context knows which kernels are barred.
         device: Any = SimpleNamespace(info=info, builds_kernels=False, barred=None)
         super().__init__(
             device=device,
@@ -81,7 +81,7 @@ class RemoteChildren(Children):
             carry_context=spans is not None,
         )
         self.make_lost: MakeLost = make_lost
-        self.notes_caller = False  # no stream of a device is handed over
+        self.notes_caller = False  # no stream of a device crosses to the worker
         cells: dict[str, Any] = {}
         for actor_type in actors:
             cell = RemoteCell(actor_type, self, client)
@@ -97,7 +97,7 @@ class RemoteChildren(Children):
             cell.update(status.health.actors[name], status.restarts[name])
 
     def next_generation(self, cause: str) -> MakeError:
-        """The worker is lost. Gives the function that makes the error of each request that it had."""
+        """Leave the generation of a lost worker. Returns the function that makes an error for each of its requests."""
         generation = self.generation
         self.generation += 1
         self.trace.emit("context.lost", generation=generation, error=self.make_lost(cause, generation, True))

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 __all__ = ["Channel", "Link"]
 
-# Records that may lie ahead of a missing one.
+# How many records after a missing one are kept.
 _MOST_EARLY = 65536
 
 
 class Channel(Protocol):
-    """Carries records one way; received ones go to the callback of its constructor. Safe to use from any thread."""
+    """Sends records, and passes received ones to the callback of its constructor. Safe to use from any thread."""
 
     def pack(self, record: Any, about: int = 0) -> Any:
-        """A record as it travels. about: the number of the request that it makes or answers, else 0.
+        """Return a record as it travels. about: the number of the request that it makes or answers, else 0.
 
-        Raises `InvalidRequest` for what cannot cross.
+        Raises `InvalidRequest` for a record that cannot cross.
         """
         ...
 
@@ -28,7 +28,7 @@ class Channel(Protocol):
         ...
 
     def forget(self, about: int) -> None:
-        """A request is answered here: a later response must not write into its arrays."""
+        """Forget a request that is answered here, so that a later response does not write into its arrays."""
         ...
 
     @property
@@ -44,8 +44,8 @@ class Link:
     never be answered: `check` reports a gap that lasts.
 
     receive: called with one record after the other.
-    broken: called once, with a sentence, if a record is missing.
-    patience: seconds that a gap may last.
+    broken: called with a sentence, if a record is missing or a send was interrupted.
+    patience: seconds for which a record may be missing.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Link:
                 self._receive(record)
 
     def check(self) -> None:
-        """Report a record that has been missing for too long. To be called now and then."""
+        """Report a record that has been missing for too long. Must be called now and then."""
         with self._receiving:
             if self._early and self._now() - self._gap_since > self._patience:
                 self._report()

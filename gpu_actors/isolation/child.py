@@ -28,7 +28,7 @@ _IDLE = 3600.0
 def main(descriptors: list[int], spec: bytes) -> None:
     """Serve one context until the program stops it or ends.
 
-    descriptors: the socket, the arena of requests and that of answers. spec: a `WorkerSpec` as a tuple, pickled.
+    descriptors: of the socket, the requests' arena and the answers' arena. spec: a `WorkerSpec` as a tuple, pickled.
     """
     enter_child()
     requests, answers = Arena(descriptors[1]), Arena(descriptors[2])
@@ -39,20 +39,20 @@ def main(descriptors: list[int], spec: bytes) -> None:
         worker.received(sequence, record)
 
     channel = PipeChannel(socket.socket(fileno=descriptors[0]), False, answers, requests, received, _is_handed_on)
-    # Found in a class, a partial is bound from Python 3.14 on.
+    # Static, because from Python 3.14 on a partial in a class is bound like a method.
     Mailbox.make_pipe = staticmethod(functools.partial(ReadingPipe, channel))
     worker = ContextWorker(channel)
     with hand_error_to(worker.refuse):  # such as an error while the actor's module is imported
         worker.open(WorkerSpec(*Unpickler(io.BytesIO(spec)).load()))
     channel.serve(lambda: -1.0 if worker.ended else _IDLE)
-    # Nothing that hangs may keep the process alive: the driver frees what it had.
+    # A thread that hangs must not keep the process alive. The driver frees the device memory.
     os._exit(0)
 
 
 class ReadingPipe(WakePipe):
-    """The pipe of an actor that had the last request: while it sleeps, it reads the channel itself.
+    """An actor's pipe. The actor that had the last request reads the channel while it sleeps in its pipe.
 
-    So the next request wakes only the thread that answers it. The actor delivers records for others.
+    So the next request wakes only the thread that answers it. That thread also delivers the records of other actors.
     """
 
     __slots__ = ("_due", "_substitute")
@@ -60,7 +60,7 @@ class ReadingPipe(WakePipe):
     def __init__(self, channel: PipeChannel) -> None:
         super().__init__()
         self._substitute = channel.substitute(self._reader)
-        self._due = False  # woken since it last slept
+        self._due = False  # whether it was woken since it last slept
 
     def wait(self) -> None:
         due, self._due = self._due, False
@@ -69,12 +69,12 @@ class ReadingPipe(WakePipe):
 
     def wake(self) -> None:
         self._due = True
-        # A record that it receives itself need not wake it: it looks for work next.
+        # A record that the actor's own thread receives need not wake it: it looks for work next.
         if self._substitute.receives != threading.get_ident():
             super().wake()
 
 
 def _is_handed_on(record: Any) -> bool:
-    """Whether another thread does the work of a record: an actor's, or one for layers of steps."""
-    # A request to the context itself may wait for an actor, and `Stop` does: not on the thread of one.
+    """Whether another thread does the work of a record: an actor's thread, or one for layers of steps."""
+    # A request to the context itself may wait for an actor, and `Stop` does, so an actor's thread must not do them.
     return type(record) is Request and (bool(record.actor) or type(record.message) is AttendLayer)

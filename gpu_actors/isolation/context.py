@@ -35,7 +35,7 @@ class IsolatedContext(GpuContext):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that answers now, None between two of them."""
+        """The id of the current process, None between two processes."""
         connection = self._generations.connection
         return None if connection is None else connection.pid
 
@@ -43,8 +43,10 @@ class IsolatedContext(GpuContext):
         return self._generations.empty(shape, dtype)
 
     def health(self) -> Health:
-        """The state of the context, as its process reported it at most a second ago, unless that is being replaced or
-        does not answer."""
+        """The state of the context, as its process reported it at most a second ago.
+
+        While the process is being replaced or does not answer, the state says so instead.
+        """
         return _examine(self._generations, self._children, self._stopped)
 
     def _probe(self, timeout: float | None) -> Call[None]:
@@ -84,7 +86,7 @@ class IsolatedContext(GpuContext):
 
 
 class Started(NamedTuple):
-    """A context whose first worker has opened it. obstacle: why "auto" is not CUDA there."""
+    """A context whose first worker has opened it. obstacle: why "auto" is not CUDA in the worker, or None."""
 
     children: RemoteChildren
     generations: Generations
@@ -94,10 +96,10 @@ class Started(NamedTuple):
 def start_isolated(
     device: str, options: ContextOptions, launcher: Launcher, make_lost: MakeLost = context_lost
 ) -> Started:
-    """Have a worker open a context. Blocks.
+    """Open a context in a worker. Blocks.
 
-    Raises what opening raises, `InvalidRequest` for options that cannot be sent, and `Unsupported` if a module opens
-    it that the process of another context imports.
+    Raises what opening raises, `InvalidRequest` for options that cannot be sent, and `Unsupported` in the process of
+    another context, if the module that opens this context is being imported there.
     """
     refuse_opening()
     worker_options = check_options(options)
@@ -110,7 +112,7 @@ def start_isolated(
     generations = Generations(device, options, worker_options, make_children, launcher)
     try:
         generations.start()
-    except RuntimeError as error:  # there is no thread for it
+    except RuntimeError as error:  # its thread cannot be started
         launcher.close()
         raise GpuActorsError(f"the context could not open: {error}") from error
     children, obstacle = generations.opened.result()
@@ -118,7 +120,7 @@ def start_isolated(
 
 
 def open_isolated(device: str, options: ContextOptions) -> tuple[GpuContext, str | None]:
-    """Open a context in a process of its own. Gives it, and why "auto" is not CUDA there. As `start_isolated`."""
+    """Open a context in its own process, as `start_isolated`. Returns it, and why "auto" is not CUDA there."""
     launcher = ChildProcess()
     with undo_on_error(launcher.arena.unmap):  # no request was made, so nothing lies in it
         children, generations, obstacle = start_isolated(device, options, launcher)

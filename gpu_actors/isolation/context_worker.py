@@ -1,4 +1,4 @@
-"""ContextWorker: owns a context, and answers the requests of a channel. It knows no processes."""
+"""ContextWorker: owns a context, and answers the requests of a channel. It does not depend on processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["ContextWorker"]
 
 _OF_A_LAYER = tuple(array_fields(AttendLayer))
 
-# Threads that launch layers of steps. Each waits for the device alone, so any number of steps goes on with these.
+# Threads that launch layers of steps. Each waits for nothing but the device, so they serve any number of steps.
 _THREADS = 32
 
 
@@ -66,34 +66,34 @@ class ContextWorker:
         self._side_tasks: SideTasks | None = None
         self._cells: Mapping[str, Any] = {}
         self._calls: dict[int, Call[Any] | Future[Any]] = {}
-        self._kept: dict[int, CompiledKernel | OpenStep] = {}  # what the program refers to, by request
-        # They launch layers, and wait for them, in place of the thread that reads the channel.
+        self._kept: dict[int, CompiledKernel | OpenStep] = {}  # objects that the program refers to, by request
+        # These threads launch layers and wait for them, so that the thread that reads the channel need not.
         self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-layers")
-        self._ready = True  # what the program knows
+        self._ready = True  # whether the last health that the program got was ready
 
     def open(self, order: WorkerSpec) -> None:
-        """Open the context, and send that it is open, or why not; then `ended` is true. Blocks."""
+        """Open the context, and send that it is open. If it does not open, `refuse` sends why. Blocks."""
         with hand_error_to(self.refuse):
             spec, obstacle = choose_device(order.device)
             context = start_context(lambda: open_device(spec, order.options), order.options)
             children = context._children
-            children.generation = order.generation  # sequences of an earlier process must be told from this one's
+            children.generation = order.generation  # tells an earlier process's sequences from this one's
             self._context, self._cells = context, children.cells
             self._side_tasks = SideTasks(context)
             self._link.send(Opened(context.info, obstacle, tuple(children.cells)))
 
     def refuse(self, error: BaseException) -> None:
-        """Send that the context does not open, and why; then `ended` is true."""
+        """Send why the context does not open, and set ``ended``."""
         self._link.send(OpenFailed(sendable_error(error)))
         self.ended = True
 
     def received(self, sequence: int, record: Any) -> None:
-        """The channel has brought a record, in any order and any number of times."""
+        """Take a record from the channel. Records may arrive in any order and any number of times."""
         self._link.received(sequence, record)
         self._link.check()
 
     def close(self) -> None:
-        """Close the context, where `Stop` has not, and cancel the functions beside it. Blocks briefly."""
+        """Close the context, unless `Stop` has, and cancel the functions that run beside it. Blocks briefly."""
         if self._side_tasks is not None:
             self._side_tasks.close()
         if self._context is not None:
@@ -212,7 +212,7 @@ class ContextWorker:
         counts = None if cell is None else _counts(cell)
         try:
             self._link.send(Response(number, value, error, counts, health), number)
-        except Exception as failure:  # the result cannot cross; and this is the thread of an actor
+        except Exception as failure:  # the result cannot cross, and this actor's thread must go on
             if not isinstance(failure, GpuActorsError):
                 failure = GpuActorsError(f"the answer cannot be sent: {failure!r}")
             self._link.send(Response(number, None, failure, counts, health), number)
@@ -234,5 +234,5 @@ class ContextWorker:
 
 def _counts(cell: Any) -> Counts:
     mailbox = cell.mailbox
-    # Read without its lock: the calling thread may be anywhere, and a number that is one behind is put right later.
+    # Read without the mailbox's lock: this thread may be at any point. A count that is one behind is corrected later.
     return Counts(mailbox._launched, mailbox._launched_calls, mailbox._in_flight, len(mailbox._waiting))

@@ -1,11 +1,11 @@
-"""Generations: one worker after the other for one context, each watched by the context's thread.
+"""Generations: starts one worker after the other for a context, and watches each on the context's thread.
 
     start ──> opened ──> serve ──> lost ──> wait for its end ──> backoff ──> start ...
       │                    │                                       │
       └── refused          └── closing: stop, end                  └── the restart policy's allowance is used up: failed
 
-A `Launcher` starts them: what a worker runs in is not known here. docs/isolation.md says when a generation is lost, and
-which starts are tried again.
+A `Launcher` starts the workers, so this module does not depend on what a worker runs in. docs/isolation.md says when a
+generation is lost, and which starts are tried again.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from gpu_actors.runtime.waking import Outbox
 
 __all__ = ["Generations"]
 
-# Seconds between two pings, at most.
+# The most seconds between two pings.
 _PING = 1.0
 
-# Seconds for a context to open in its process: a driver may take its time. These devices have none.
+# Seconds that a context may take to open in its process. A driver may be slow. These devices have no driver.
 _OPENING = {"mock": 60.0, "emulated": 60.0}
 _LONGEST_OPENING = 300.0
 
 # Seconds without a record after which a worker counts as hung by default. It answers pings on a thread that does
-# nothing else, so that a long launch does not keep it from answering.
+# nothing else, so a long launch does not keep it from answering.
 _SILENCE = 30.0
 
-# Seconds in which a context that opens tries again to start its first worker, and the least pause between two attempts.
+# Seconds for which an opening context keeps trying to start its first worker, and the least pause between two attempts.
 _FIRST_ATTEMPTS = 1.0
 _PAUSE = 0.02
 
-# What the system may refuse for a moment.
+# Errors of the system that may pass in a moment.
 _TRANSIENT = frozenset((errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC))
 
 
 class Generations:
     """The workers of one context, and the thread that talks to them.
 
-    worker_options: the options as a worker takes them.
+    worker_options: the options in the form that a worker takes.
     make_children: makes the context's environment from the first `Opened`.
     """
 
@@ -86,8 +86,8 @@ class Generations:
         self._closing: list[threading.Event] = []
         self._killing = False
         self._failures: deque[float] = deque()
-        self._lacks_resources = False  # the system lacked something for the last start
-        self._attempts: list[float] = []  # when such attempts in a row ended
+        self._lacks_resources = False  # whether the system lacked resources for the last start
+        self._attempts: list[float] = []  # when each attempt in a row that lacked resources ended
         self._pause = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-actors-isolation", daemon=True)
 
@@ -95,19 +95,19 @@ class Generations:
         self._thread.start()
 
     def stop(self, done: threading.Event) -> None:
-        """Close the context and end its worker; ``done`` is set when it has ended."""
+        """Close the context and end its worker. Sets ``done`` when the worker has ended."""
         self._closing.append(done)
         if self._ended():
             done.set()
         elif self.connection is None:
-            # Between two workers. A start under way may take long; its thread ends the worker that it starts.
+            # Between two workers. A start under way may take long. Its thread then ends the worker that it starts.
             self.client.give_up(_closed)
             done.set()
         self._pause.set()
         self._wake()
 
     def kill(self) -> None:
-        """Wait no longer for a worker that is to end."""
+        """Kill the worker instead of waiting for its end."""
         self._killing = True
         connection = self.connection
         if connection is not None:
@@ -171,7 +171,7 @@ class Generations:
             self._reap()
 
     def _tick(self) -> float:
-        """Check and ping the worker. Gives the seconds until the next call, or a negative number to leave it."""
+        """Check and ping the worker. Returns the seconds until the next call, negative to end `Connection.serve`."""
         self._outbox.flush()
         if self._lost is not None or self._killing:
             return -1.0
@@ -180,7 +180,7 @@ class Generations:
         opening = self.state == "starting"
         limit = _OPENING.get(self._device, _LONGEST_OPENING) if opening else self.limit()
         ticked_at, self._ticked_at = self._ticked_at, now
-        # This program may have been stopped itself: then it has to read what arrived meanwhile first.
+        # This program itself may have been stopped. Then it must first read the records that arrived meanwhile.
         if now - ticked_at < limit and now - self._link.last_received > limit:
             self._lost = f"its {self.launcher.noun} has not answered for {limit:g} s"
             return -1.0
@@ -191,7 +191,7 @@ class Generations:
         self._link.check()
         self.client.pump()
         period = min(_PING, limit / 4)
-        if now - self._pinged_at >= period:  # while it opens too: it answers then, so that a lost `Opened` is missed
+        if now - self._pinged_at >= period:  # also while it opens: its answers reveal that `Opened` was lost
             self._pinged_at = now
             self._link.send(Ping())
         return period
@@ -202,7 +202,7 @@ class Generations:
         return 0.0 if link is None else time.monotonic() - link.last_received
 
     def limit(self) -> float:
-        """Seconds that a worker may be silent."""
+        """Seconds for which a worker may be silent."""
         hang_timeout = self._options.hang_timeout
         return _SILENCE if hang_timeout is None else hang_timeout
 
@@ -267,9 +267,9 @@ class Generations:
             raise _not_open(cause)
         if self.state != "ready":
             self.reason = cause
-            return  # it never had a request
+            return  # the worker never had a request
         self.state, self.reason = "restarting", cause
-        # In this order: requests to the next generation must not go where the lost one's requests went.
+        # In this order: requests made in the next generation must not be sent to the lost worker.
         calls = self.client.detach()
         self.client.fail_all(calls, self.children.next_generation(cause))
         self._outbox.flush()
@@ -314,7 +314,7 @@ class Generations:
         self._pause.wait(max(_PAUSE, policy.delay(len(attempts) - 1)))
 
     def _fail(self, reason: str) -> None:
-        """No worker will follow."""
+        """Fail the context: no worker will follow."""
         self.state, self.reason = "failed", reason
         if not self.opened.done():
             self.opened.set_exception(_not_open(reason))

@@ -1,7 +1,8 @@
-"""Imports: records name classes and functions, so that either side may have to import a module.
+"""Imports: either side may have to import a module to read a record, because records name classes and functions.
 
-The body of such a module may itself open a context, send records and wait for responses. So no thread waits for its
-import to read or write a record, and a context's process, which runs the body again, opens no context there.
+The body of such a module may itself open a context, send records and wait for responses. So no thread waits for the
+end of an import in order to read or write a record. A context's process, which runs the body again, opens no context
+there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _in_child = False
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds what is already defined without waiting for its module."""
+    """Finds a class or function that is already defined, without waiting for its module's import."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         defined = getattr(sys.modules.get(module_name), global_name, None)
@@ -47,13 +48,13 @@ def _importing() -> Iterator[None]:
 
 
 def enter_child() -> None:
-    """This process is a context's own."""
+    """Note that this process is a context's own."""
     global _in_child
     _in_child = True
 
 
 def refuse_opening() -> None:
-    """Raises `Unsupported` while a context's process imports a module to read a record."""
+    """Raise `Unsupported` while a context's process imports a module to read a record."""
     if _in_child and _here.depth:
         reason = (
             "a module opens this context as it is imported, and a context's process imports it too: open it in a "
@@ -63,7 +64,7 @@ def refuse_opening() -> None:
 
 
 def refuse_unfinished(name: object) -> None:
-    """Raises PicklingError for the name of a module that is being imported. The other side would import it too."""
+    """Raise PicklingError for the name of a module that is being imported: the other side would import it too."""
     parts = name.split(".") if isinstance(name, str) else []
     for end in range(1, len(parts) + 1):
         unfinished = ".".join(parts[:end])

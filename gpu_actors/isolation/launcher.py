@@ -17,7 +17,7 @@ Received = Callable[[int, Any], None]
 
 
 class WorkerSpec(NamedTuple):
-    """The context that a worker opens. generation: the number of this one, from 1."""
+    """The context that a worker opens. generation: the number of the worker's generation, from 1."""
 
     device: str
     options: ContextOptions
@@ -25,11 +25,11 @@ class WorkerSpec(NamedTuple):
 
 
 class Connection(Protocol):
-    """One generation of a worker. `serve` returns at its end; `bury` always follows, once.
+    """One generation of a worker. `serve` returns when it has ended. `bury` is always called after that, once.
 
     channel: carries records to the worker.
-    name: of the worker in messages, as "its process, 17,".
-    pid: of its process, None if it has none of its own.
+    name: the worker's name in messages, such as "its process, 17,".
+    pid: the id of its process, None if it has no process of its own.
     """
 
     @property
@@ -42,34 +42,34 @@ class Connection(Protocol):
     def pid(self) -> int | None: ...
 
     def serve(self, tick: Callable[[], float]) -> None:
-        """Deliver records until the worker has ended or ``tick`` gives a negative number.
+        """Deliver records until the worker has ended or ``tick`` returns a negative number.
 
-        tick: called now and then; gives the seconds until the next call.
+        tick: called now and then. Returns the seconds until the next call.
         """
         ...
 
     def wake(self) -> None:
-        """Have the thread in `serve` call its ``tick`` soon. Safe in finalizers and signal handlers."""
+        """Make the thread in `serve` call its ``tick`` soon. Safe in finalizers and signal handlers."""
         ...
 
     def kill(self) -> None:
-        """End the worker without its help."""
+        """End the worker by force."""
         ...
 
     def bury(self, kill: bool) -> None:
-        """Wait for the end of the worker, and free what it held. kill: end it, as it does not end by itself."""
+        """Wait until the worker has ended, and free its resources. kill: whether to end it by force first."""
         ...
 
     def after_fork(self) -> None:
-        """In a forked child of the program: keep nothing open."""
+        """Called in a forked child of the program. Must keep nothing open."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts the generations of one worker. Those that share nothing with their worker inherit all but `start`.
+    """Starts the generations of one worker. A launcher that shares nothing with its worker inherits all but `start`.
 
-    noun: what a generation is called in messages.
-    patience: seconds that a record may be missing from its channel.
+    noun: the word for a generation in messages.
+    patience: seconds for which a record may be missing from its channel.
     """
 
     noun: str
@@ -83,13 +83,13 @@ class Launcher(Protocol):
         ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Host:
-        """An array that requests and their generation may use without a copy, or an ordinary one."""
+        """An array that a generation can use in requests without a copy. Here: an ordinary array."""
         return np.empty(shape, dtype)
 
     def close(self) -> None:
-        """No generation follows."""
+        """Called when no generation follows."""
         return
 
     def after_fork(self) -> None:
-        """In a forked child of the program: keep nothing open."""
+        """Called in a forked child of the program. Must keep nothing open."""
         return

@@ -1,16 +1,16 @@
 """Packing: records as bytes, and their arrays in shared memory.
 
-A record is pickled with protocol 5. Of frequent messages, results and errors only the fields are: their classes would
-take longer. Arrays are left out of the pickle and described beside it, each by its *place*:
+A record is pickled with protocol 5. Of frequent messages, results and errors only the fields are pickled: pickling
+their classes would take longer. Arrays are left out of the pickle. Each is described beside it by its *place*:
 
     inline     a small array, whose bytes travel along
-    block      bytes of the memory that the sender writes: copied there, or there already (`Arena.empty`)
-    argument   the receiver's own array, which came with the request that this record answers; with its bytes, unless
-               both sides see the memory in which the sender had it
+    block      bytes in the memory that the sender writes: copied there, or there already (`Arena.empty`)
+    argument   the receiver's own array, from the request that this record answers. Its bytes travel along if it is
+               small, or if the two sides do not share memory
     same       an array that this record has at an earlier place
 
 An array keeps its shape, dtype and strides, so that a request is answered and refused as in one process. A view with
-gaps takes as much room as it spans, of which only its elements are written.
+gaps takes as much room as it spans, but only its elements are written.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from gpu_actors.process import Local
 __all__ = ["INLINE", "Argument", "Memory", "Packed", "pack", "unpack"]
 
 INLINE = 8192
-"""Bytes up to which an array travels with its record."""
+"""The most bytes of an array that travels inside its record."""
 
-# Messages and results whose fields are pickled in place of the object, by their codes: 1 and so on.
+# Messages and results whose fields are pickled in place of the object. The codes count them from 1.
 _KINDS: tuple[type, ...] = (
     FlashForward,
     FlashBackward,
@@ -77,7 +77,7 @@ _MARK = pickle.PickleBuffer(bytearray())
 
 
 class Memory(Protocol):
-    """Where the arrays of records lie, as an `Arena` has them. shared: both sides see what either of them writes."""
+    """The memory of records' arrays, such as an `Arena`. shared: whether each side sees what the other one writes."""
 
     @property
     def shared(self) -> bool: ...
@@ -103,7 +103,7 @@ class Argument(NamedTuple):
 
     original: the caller's object.
     array: the same memory as an ndarray.
-    copy: its copy in a block, if there is one, which the other side may write.
+    copy: its copy in a block, or None. The other side may write the copy.
     """
 
     original: Any
@@ -114,10 +114,10 @@ class Argument(NamedTuple):
 class Packed(NamedTuple):
     """A record as bytes.
 
-    places: pickled, with the blocks that it gives back.
+    places: the places and the blocks that the record gives back, pickled.
     body: the record, pickled.
     arguments: the arrays, in the order of their places.
-    blocks: held for it.
+    blocks: the blocks that are held for the record.
     """
 
     places: bytes
@@ -127,9 +127,9 @@ class Packed(NamedTuple):
 
 
 def pack(record: Any, arena: Memory, known: Sequence[Argument] = (), returned: Sequence[int] = ()) -> Packed:
-    """A record as bytes. known: arrays that the other side has. returned: the other side's blocks that go back.
+    """Return a record as bytes. known: arrays that the other side has. returned: the other side's blocks that go back.
 
-    Raises `InvalidRequest` for what cannot cross.
+    Raises `InvalidRequest` for a record that cannot cross.
     """
     packer = _Packer(arena, known)
     try:
@@ -155,9 +155,9 @@ def unpack(
     copies: bool = False,
     on_returned: Callable[[list[int]], object] = lambda _: None,
 ) -> tuple[Any, list[Argument]]:
-    """A record from its bytes, and its arrays. Blocks of both sides are given back even if the record cannot be read.
+    """Return a record and its arrays, made from bytes. Both sides get their blocks back even if it cannot be read.
 
-    arena: the other side's.
+    arena: the arena that the other side writes.
     release: called with each of its blocks that this side no longer uses.
     arguments: the arrays of this side's request that the record answers.
     copies: whether arrays are copied out of their blocks, which are then released at once. Otherwise arrays lie in the
@@ -167,7 +167,7 @@ def unpack(
     placed, returned, fields = pickle.loads(places)
     on_returned(returned)
     arrays: list[Any] = []
-    waiting = {place[4]: place[7] for place in placed if place[0] == _IN_BLOCK}  # bytes by start, of blocks held here
+    waiting = {place[4]: place[7] for place in placed if place[0] == _IN_BLOCK}  # bytes of blocks held here, by start
     memories: dict[int, Host] = {}
     try:
         for place in placed:
@@ -201,14 +201,14 @@ class _Packer:
         self._known = {id(argument.original): index for index, argument in enumerate(known)}
         self._same: dict[Any, Any] = {}
         self._places_of: dict[int, int] = {}
-        # The block for the arrays that are copied, how much of it is left, and how much the next one shall have.
+        # The block for copied arrays, the bytes that are left in it, and the bytes that the next one must have.
         self._current = self._left = self._foreseen = 0
 
     def packed(self, record: Any, returned: list[int]) -> tuple[bytes, bytes]:
         content = self._flat(record)
         fields = len(self.places)  # the arrays that are fields of the message come first
         file = io.BytesIO()
-        # operator.not_ of a buffer is False, which leaves it out of the pickle.
+        # operator.not_ of a buffer is False, so pickle leaves the buffer out.
         pickler = _Pickler(file, 5, buffer_callback=operator.not_)
         pickler.extract = self._extract
         pickler.dump(content)
@@ -231,7 +231,7 @@ class _Packer:
             return 0, message, []
         values = list(message if isinstance(message, tuple) else _reader(kind)(message))
         at = [i for i, value in enumerate(values) if type(value) is np.ndarray and not value.dtype.hasobject]
-        # One block for all of them, which costs a fraction of one for each.
+        # One block for all arrays costs a fraction of one block for each.
         self._foreseen = sum([values[index].nbytes + _ALIGNED for index in at])
         for index in at:
             self._extract(values[index], values[index])
@@ -241,7 +241,7 @@ class _Packer:
     def _extract(self, original: Any, array: Any) -> Any:
         earlier = self._places_of.setdefault(id(original), len(self.places))
         index = self._known.get(id(original))
-        if earlier < len(self.places):  # the same object again: it is one on the other side too
+        if earlier < len(self.places):  # the same object again: it is one object on the other side too
             self.places.append((_SAME, earlier))
             if index is None:
                 self.arguments.append(self.arguments[earlier])
@@ -255,7 +255,7 @@ class _Packer:
     def _place(self, original: Any, array: Host) -> None:
         code = _code(array.dtype)
         copy = None
-        if array.flags.c_contiguous and 0 < array.nbytes <= INLINE:  # wherever it lies
+        if array.flags.c_contiguous and 0 < array.nbytes <= INLINE:  # even if it lies in a block
             place = _IN_RECORD, code, array.shape, array.strides, array.tobytes(), 0, array.flags.writeable
         else:
             place, copy = self._place_in_memory(code, array)
@@ -286,7 +286,7 @@ class _Packer:
         return place, copy
 
     def _room(self, nbytes: int) -> tuple[int, int]:
-        """A block with room for so many bytes, and the offset in it: behind the last array if there is room."""
+        """Return a block with room for ``nbytes``, and the offset in it. The current block is used if it has room."""
         aligned = -(-nbytes // _ALIGNED) * _ALIGNED
         if aligned > self._left:
             self._current = self._arena.take(max(nbytes, self._foreseen))
@@ -301,7 +301,7 @@ class _Packer:
 
 
 class _Pickler(pickle.Pickler):
-    """extract: describes the place of an array, and gives what is pickled instead."""
+    """extract: describes the place of an array, and returns the reduction that is pickled instead."""
 
     extract: Callable[[Any, Any], Any]
 
@@ -360,7 +360,7 @@ def _first(array: Host) -> int:
 
 
 def _extent(array: Host, first: int) -> tuple[int, int]:
-    """The addresses of an array's first byte in memory, and behind its last. first: that of its element 0."""
+    """The addresses of an array's first byte and of the byte after its last. first: the address of its element 0."""
     begin = end = first
     if array.flags.c_contiguous:
         return begin, end + array.nbytes
@@ -379,7 +379,7 @@ def _like(array: Host, memory: Host, offset: int) -> Host:
 
 
 def _spanned(array: Host, first: int, begin: int, end: int) -> bytes:
-    """The bytes that an array with gaps spans, of which only its elements are its own."""
+    """The bytes that an array with gaps spans. Only those of its elements are copied."""
     memory = np.empty(max(end - begin, 1), np.uint8)
     np.copyto(_like(array, memory, first - begin), array)
     return memory.tobytes()
@@ -398,7 +398,7 @@ def _dtype(code: Any) -> np.dtype[Any]:
 
 
 def _record(flat: Any, arrays: Sequence[Any]) -> Any:
-    """The record of `_Packer._flat`. arrays: in the order of their places."""
+    """The record that `_Packer._flat` took apart. arrays: in the order of their places."""
     if flat[0] == 0:
         _, number, actor, message, left, priority = flat
         return Request(number, actor, _filled(message, arrays), left, priority)
@@ -420,7 +420,7 @@ def _filled(fields: tuple[int, Any, list[int]], arrays: Sequence[Any]) -> Any:
 
 
 def _flat_error(error: BaseException | None) -> Any:
-    """The arguments of `_error`, or an error whose fields pickle has to try."""
+    """The arguments of `_error`, or the error itself if it must be pickled whole."""
     kind = type(error)
     if error is None or _ERRORS.get(kind.__name__) is not kind or error.__cause__ is not None:
         return error
@@ -445,7 +445,7 @@ def _itself(array: Any) -> Any:
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """The fields of a plain message: a dataclass with slots, whose own way of pickling spells each name out."""
+    """The field names of a dataclass with slots, whose own pickling would write each name. None for other types."""
     plain = dataclasses.is_dataclass(kind) and hasattr(kind, "__slots__") and kind.__reduce__ is object.__reduce__
     return tuple(field.name for field in dataclasses.fields(kind)) if plain else None
 
@@ -453,13 +453,13 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 @functools.cache
 def _reader(kind: type) -> Callable[[Any], Sequence[Any]]:
     names = _fields(kind) or ()
-    # attrgetter gives one name's value bare.
+    # attrgetter with one name returns the value alone, in no tuple.
     return operator.attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, x) for x in names]
 
 
 @functools.cache
 def _writers(kind: type) -> list[Callable[[Any, Any], None]]:
-    """Those of the slots: the class may be frozen."""
+    """The functions that set the slots. They work even if the class is frozen."""
     return [getattr(kind, name).__set__ for name in _fields(kind) or ()]
 
 

@@ -1,8 +1,8 @@
 """PipeChannel: a channel over a socket pair, with arrays in two shared arenas.
 
-Each side writes one arena and reads the other. `post` writes to the socket on the caller's thread; what the socket does
-not take goes to a backlog, which the thread in `serve` sends on. That thread reads, or one other in its place (see
-`Substitute`).
+Each side writes one arena and reads the other. `post` writes to the socket on the caller's thread. Bytes that the
+socket does not take go to a backlog, which the thread in `serve` sends later. That thread also reads, or one other
+thread reads in its place (see `Substitute`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpu_actors.isolation.packing import Argument, Packed, pack, unpack
 
 __all__ = ["AdaptiveSpin", "PipeChannel", "Substitute", "Unreadable"]
 
-_HEADER = struct.Struct("<IIQQ")  # bytes of the frame behind it, of the places in that; sequence; about
+_HEADER = struct.Struct("<IIQQ")  # bytes after the header, bytes of the places among them, sequence, about
 _READ = 1 << 18
 
 
@@ -37,7 +37,7 @@ class Unreadable(NamedTuple):
 
     @classmethod
     def of(cls, about: int, error: BaseException) -> Unreadable:
-        """error: of unpacking. Its frames hold the record's memory, so they do not go along."""
+        """error: the error of unpacking. The frames of its traceback hold the record's memory, so they are dropped."""
         if isinstance(error, GpuActorsError):
             return cls(about, error.with_traceback(None))
         return cls(about, GpuActorsError(f"cannot be read: {error!r}"))
@@ -50,14 +50,14 @@ class _Parcel(NamedTuple):
 
 
 class PipeChannel:
-    """One side's end. Owns the socket.
+    """One side's end of the channel. Owns the socket.
 
     is_client: whether this side makes the requests, and copies responses out of their blocks.
     outgoing: the arena that this side writes.
     incoming: the other side's arena.
     received: called with a sequence number and a record, on the thread that reads.
-    may_substitute: whether a substitute may receive a record. Other records are deferred to the thread in `serve`, with
-        all later ones until that thread has received them.
+    may_substitute: whether a substitute may receive a record. Other records are deferred to the thread in `serve`. So
+        are all later records, until that thread has received the deferred ones.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PipeChannel:
         self._received = received
         self._may_substitute = may_substitute
         self._reading = threading.Lock()  # held by the thread that reads
-        self._lent = False  # whether that is a substitute
-        self._deferred: deque[tuple[int, Any]] = deque()  # to the thread in `serve`, by a substitute
-        self._error: BaseException | None = None  # of a substitute
+        self._lent = False  # whether that thread is a substitute
+        self._deferred: deque[tuple[int, Any]] = deque()  # records that a substitute leaves to `serve`
+        self._error: BaseException | None = None  # that a substitute raised
         self._poll: select.epoll | None = None
         self._watched = 0
         self._lock = threading.Lock()
@@ -88,10 +88,10 @@ class PipeChannel:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._buffer = bytearray(_READ)
         self._partial = bytearray()
-        self._needed = 0  # bytes until another frame is whole
+        self._needed = 0  # bytes that ``_partial`` must have for a whole frame
         self._requests: dict[int, list[Argument]] = {}
         self._returned: deque[int] = deque()
-        self._held: dict[int, int] = {}  # blocks of ours that the other side has not given back, and how often
+        self._held: dict[int, int] = {}  # how often the other side still has to give back each block of ours
 
     # Sending
 
@@ -142,8 +142,8 @@ class PipeChannel:
     def serve(self, tick: Callable[[], float], *others: int) -> int | None:
         """Read, and send the backlog, until the other side has ended (None) or another descriptor is readable.
 
-        tick: called now and then; gives the seconds until the next call, negative to leave with -1.
-        others: descriptors to watch. Gives the one that was readable, after the rest of the socket was read.
+        tick: called now and then. Returns the seconds until the next call. If they are negative, `serve` returns -1.
+        others: descriptors to watch. `serve` returns the one that is readable, once the rest of the socket is read.
         """
         with select.epoll() as poll:
             for descriptor in (*others, self._wake):
@@ -175,7 +175,7 @@ class PipeChannel:
             events = ready.pop(self._socket.fileno(), 0)
             if events & select.EPOLLOUT:
                 self._flush()
-            # Where another thread reads, it sees the end of the other side too, and leaves it to this one.
+            # If another thread reads, it sees the end of the other side too, and leaves it to this thread.
             if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
                 try:
                     if not self.receive():
@@ -188,11 +188,11 @@ class PipeChannel:
                 return next(iter(ready))
 
     def substitute(self, waker: int) -> Substitute:
-        """For a thread that may read in place of the one in `serve`. waker: a descriptor that ends its wait."""
+        """The `Substitute` of a thread that may read in place of `serve`. waker: a descriptor that ends its wait."""
         return Substitute(self, self._socket, waker)
 
     def lend(self) -> bool:
-        """Let the calling thread read, until it gives that back. False where another thread reads."""
+        """Let the calling thread read until `give_back`. False if another thread reads, or has to read first."""
         if not self._reading.acquire(blocking=False):
             return False
         if self._deferred or self._poll is None:
@@ -203,7 +203,7 @@ class PipeChannel:
         return True
 
     def give_back(self, error: BaseException | None) -> None:
-        """Let the thread in `serve` read again. error: that it raises."""
+        """Let the thread in `serve` read again. error: an error for that thread to raise, or None."""
         self._lent = False
         self._reading.release()
         self._watch()
@@ -231,7 +231,7 @@ class PipeChannel:
         os.close(self._wake)
 
     def reclaim(self) -> None:
-        """Free the blocks that the other side holds. Only after its process has ended."""
+        """Free the blocks that the other side holds. Must be called only after its process has ended."""
         with self._lock:
             held, self._held = self._held, {}
         for start, times in held.items():
@@ -283,7 +283,7 @@ class PipeChannel:
         return True
 
     def _frames(self, data: memoryview) -> memoryview:
-        """Deliver the whole frames. Gives the rest."""
+        """Deliver the whole frames. Returns the rest of the data."""
         at, end = 0, len(data)
         while end - at >= _HEADER.size:
             size, placed, sequence, about = _HEADER.unpack_from(data, at)
@@ -338,7 +338,7 @@ class PipeChannel:
 
 
 class AdaptiveSpin:
-    """Whether to spin while waiting for the next request: docs/isolation.md says when, and why."""
+    """Decides whether to spin while waiting for the next request. docs/isolation.md says when, and why."""
 
     SPIN_SECONDS: float = 250e-6
     GAIN: float = 10e-6
@@ -369,7 +369,8 @@ class AdaptiveSpin:
 class Substitute:
     """Reads a channel on a thread that has nothing else to do, so that the thread in `serve` need not wake for it.
 
-    It sleeps until a record arrives, or first spins for at most ``AdaptiveSpin.SPIN_SECONDS``, without the GIL.
+    It sleeps until a record arrives. Before that it may spin, for at most ``AdaptiveSpin.SPIN_SECONDS``, without the
+    GIL.
     """
 
     def __init__(self, channel: PipeChannel, sock: socket.socket, waker: int) -> None:
@@ -379,10 +380,10 @@ class Substitute:
         self._poll.register(sock, select.POLLIN)
         self._poll.register(waker, select.POLLIN)
         self._spin = AdaptiveSpin()
-        self.receives: int = 0  # the thread that receives records in here
+        self.receives: int = 0  # the id of the thread that receives records here, or 0
 
     def read(self) -> bool:
-        """Wait for records and receive them, or for the waker. False at once where another thread reads."""
+        """Wait for records and receive them, or for the waker. False at once if `PipeChannel.lend` returns False."""
         channel = self._channel
         if not channel.lend():
             return False

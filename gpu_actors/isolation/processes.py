@@ -18,7 +18,7 @@ from gpu_actors.isolation.spawning import Process, spawn
 
 __all__ = ["ChildProcess"]
 
-# Seconds until a process that was killed must have ended; longer, and its shared memory is not used again.
+# Seconds in which a killed process must end. If it takes longer, its shared memory is not used again.
 _DYING = 10.0
 
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Counts(NamedTuple):
-    """Counts of one actor in the context's process. launched_calls: the requests in the launches begun."""
+    """Counts of one actor in the context's process. launched_calls: the requests in the launches that have begun."""
 
     launched: int
     launched_calls: int
@@ -39,7 +39,7 @@ class Counts(NamedTuple):
 class Request(NamedTuple):
     """Request ``number`` for an actor.
 
-    actor: its label. "" is the context itself, whose messages are a name and arguments (see `ContextWorker`).
+    actor: the actor's label. "" is the context itself, whose messages are a name and arguments (see `ContextWorker`).
     left: seconds until its deadline, or None.
     """
 
@@ -51,13 +51,13 @@ class Request(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Cancel a request if it has not been launched. It gets a response either way."""
+    """Cancel a request if it has not been launched. The request gets a response either way."""
 
     number: int
 
 
 class Release(NamedTuple):
-    """The program has dropped its last reference to a compiled kernel or a step. number: of its descriptor."""
+    """The program has dropped its last reference to a compiled kernel or a step. number: as in its descriptor."""
 
     number: int
 
@@ -74,7 +74,7 @@ class Stop(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The context is open. obstacle: why "auto" is not CUDA. labels: of its actors, in order."""
+    """The context is open. obstacle: why "auto" is not CUDA. labels: the labels of its actors, in order."""
 
     info: DeviceInfo
     obstacle: str | None
@@ -88,8 +88,8 @@ class OpenFailed(NamedTuple):
 class Response(NamedTuple):
     """The only response to request ``number``.
 
-    counts: of the actor that answered, None from the context itself.
-    health: of the context, if it may have changed.
+    counts: the counts of the actor that answered, None if the context itself did.
+    health: the health of the context if it may have changed, else None.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Status(NamedTuple):
 
 
 class KernelDescriptor(NamedTuple):
-    """A `CompiledKernel`, which stays in the process that compiled it. number: the kernel's in requests."""
+    """A `CompiledKernel`, which stays in the process that compiled it. number: stands for the kernel in requests."""
 
     number: int
     entry: str
@@ -122,7 +122,10 @@ class KernelDescriptor(NamedTuple):
 
 
 class StepDescriptor(NamedTuple):
-    """An `OpenStep`, which stays in the process of its device. number: the step's in requests. cache: its number."""
+    """An `OpenStep`, which stays in the process of its device.
+
+    number: stands for the step in requests. cache: the number of its cache.
+    """
 
     number: int
     cache: int

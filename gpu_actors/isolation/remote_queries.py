@@ -1,6 +1,7 @@
-"""Queries: what handles read of an actor without a request to it. They go to the context's process by their names.
+"""Queries: read an actor's state for its handles, without a request to the actor.
 
-The calling thread waits for the answer, about a tenth of a millisecond, and at most `QUERY_TIMEOUT`.
+A query is sent to the context's process by its name. The calling thread waits for the answer, about a tenth of a
+millisecond, and at most `QUERY_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ QUERIES: Mapping[str, Callable[..., Any]] = {
     "cache_stats": lambda cell, cache: cell.shared.find(cache).tables.stats(),
     "group_stats": lambda cell, cache: cell.shared.find(cache).tables.group_stats(),
 }
-"""What the context's process reads of the actor's cell, with the arguments of the query."""
+"""For each query, the function that the context's process calls with the actor's cell and the query's arguments."""
 
 
 class RemoteState:
-    """Stands for the state that an actor's incarnations share (``cell.shared``), which lies in another process.
+    """Stands for the state that an actor's incarnations share (``cell.shared``), if that lies in another process.
 
-    It has what the handles of this package read there.
+    It has the attributes that the handles of this package read.
 
-    query: sends a query, by its name and arguments, and gives the answer.
+    query: sends a query, by its name and arguments, and returns the answer.
     """
 
     def __init__(self, actor: str, query: Callable[..., Any]) -> None:
@@ -53,7 +54,7 @@ class RemoteState:
         raise Unsupported("shared", f"{self._actor}.{name}", reason)
 
     def recall(self, *_: Any) -> None:
-        """Repeated requests are recognised in the context's process."""
+        """None: the context's process recognises repeated requests."""
 
     def inspect(self, graph: Any) -> Any:
         return self._query("inspect", self._actor, graph)
@@ -92,7 +93,7 @@ class RemoteState:
         return SimpleNamespace(stats=functools.partial(self._query, name, self._actor, *arguments))
 
     def _query_or_last(self, name: str) -> Any:
-        """For metrics: the last answer while no process answers."""
+        """The answer to a query, or the last answer while no process answers. For metrics."""
         try:
             self._last[name] = self._query(name, self._actor)
         except (ActorStopped, ContextLost, DeadlineExceeded, Overloaded):

@@ -1,4 +1,4 @@
-"""RemoteStep: a step that has begun in the context's process, as `OpenStep` is one in this process."""
+"""RemoteStep: a step that has begun in the context's process. `OpenStep` is a step in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RemoteStep"]
 
 
 class _Client(Protocol):
-    """The `RpcClient`, as a step uses it."""
+    """The part of `RpcClient` that a step uses."""
 
     def attend(self, message: AttendLayer) -> Any: ...
 
@@ -26,11 +26,11 @@ class _Client(Protocol):
 class RemoteStep:
     """Sends each layer to the worker that has the step, and waits for its output.
 
-    A worker that has lost its device, or has ended, has no step: no later generation answers for it.
+    If the worker loses its device, or ends, the step is lost: no later generation continues it.
 
-    capture, replaying: none, for the device's streams are the worker's.
-    mailbox: of its actor. number: the worker's for it. generation: of the context, whose worker has it.
-    deadline: of the step. The worker aborts it then; a worker that does not answer is waited for no longer.
+    capture, replaying: None and False, because the device's streams belong to the worker.
+    mailbox: the mailbox of its actor. number: the worker's number for it. generation: the one whose worker has it.
+    deadline: the step's deadline. The worker then aborts it, and `attend` no longer waits for the worker.
     """
 
     capture: None = None
@@ -49,14 +49,14 @@ class RemoteStep:
 
     @property
     def open(self) -> bool:
-        """Whether it may have to be ended. The worker alone knows of steps that have failed."""
+        """Whether the step may have to be ended. Only the worker knows whether it has failed."""
         return not self._ended and self.client.has(self.generation)
 
     def capturing(self) -> None:
-        """None: the device's streams are the worker's."""
+        """None: the device's streams belong to the worker."""
 
     def attend(self, layer: int, arrays: Mapping[str, Any], stream: Any) -> Any:
-        """As `OpenStep.attend`. Raises `InvalidRequest` for a stream too, and what `RpcClient.attend` does."""
+        """Like `OpenStep.attend`. Also raises `InvalidRequest` for a stream, and what `RpcClient.attend` raises."""
         if self._over is not None:
             raise self._over
         if stream is not None:
@@ -65,7 +65,7 @@ class RemoteStep:
             return self.client.attend(AttendLayer(step=self, layer=layer, **arrays))
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: the layer may be launched
+        except BaseException:  # Ctrl-C: the layer may have been launched
             self._over = LaunchError("the launch of a layer was interrupted")
             self._mailbox.put(Call(EndStep(self.cache_number, self, False), self._mailbox))
             raise
@@ -76,6 +76,6 @@ class RemoteStep:
         )
 
     def end(self, result: Any) -> Any:
-        """The worker has ended it, with this result."""
+        """Note that the worker has ended the step with this result, and return the result."""
         self._ended = True
         return result

@@ -1,10 +1,10 @@
-"""RpcClient: sends the requests of a program to a worker, and settles them with its responses. It knows no processes.
+"""RpcClient: sends a program's requests to a worker, and settles them by its responses. It depends on no processes.
 
     submit ──> waiting ──attach──> pending ──> Response      (a worker has it: `Call.state` is LAUNCHED)
                   │                   └──────> ContextLost   (detach: every request that the worker had)
                   └──> deadline, cancelled, Overloaded, ActorStopped
 
-A request has a number of its own in the life of its context, so a late or second response matches nothing.
+Each request has a number of its own in the life of its context, so a late or second response matches no request.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MakeError = Callable[[bool], GpuActorsError]
 
 
 class RemoteKernel:
-    """The place of a `CompiledKernel`: the worker's number for it, and the generation that has it."""
+    """Stands for a `CompiledKernel` in a worker: the number that the worker gave it, and the worker's generation."""
 
     def __init__(self, number: int, generation: int) -> None:
         self.number = number
@@ -76,7 +76,7 @@ class _Pending(NamedTuple):
 
 
 class RemoteMailbox(Mailbox):
-    """The mailbox of one actor in another process: its requests go to a worker in place of a thread of this process."""
+    """The mailbox of one actor in another process. Its requests go to a worker, not to a thread of this process."""
 
     def __init__(self, name: str, capacity: int, max_in_flight: int, client: RpcClient) -> None:
         super().__init__(name, capacity, max_in_flight)
@@ -116,7 +116,7 @@ class RemoteMailbox(Mailbox):
         self._counts = counts
 
     def begin_again(self) -> None:
-        """Another worker follows, whose counts start at 0."""
+        """Keep the counts so far, because the next worker's counts start at 0."""
         launched, calls = self._sums()
         self._earlier_counts, self._counts = Counts(launched, calls, 0, 0), _NO_COUNTS
 
@@ -142,7 +142,7 @@ class RemoteMailbox(Mailbox):
 
 
 class _ThreadState(threading.local):
-    """sending: whether this thread is sending, or is the channel's own."""
+    """sending: whether this thread is sending a request, or is the channel's own thread."""
 
     sending = False
 
@@ -150,12 +150,12 @@ class _ThreadState(threading.local):
 class RpcClient:
     """Sends requests to the current worker, and keeps them while there is none.
 
-    capacity: requests that may wait for a worker, or for a channel that takes nothing more.
-    wake: has the channel's thread call `pump`.
-    kernel_cell: of the actor that kernels belong to, once it exists.
+    capacity: how many requests may wait for a worker, or for a channel that takes no more at the moment.
+    wake: makes the channel's thread call `pump`.
+    kernel_cell: the cell of the actor that kernels belong to, None until it exists.
 
-    The garbage collector may make and cancel requests wherever a thread is, also while that thread sends another. So
-    these requests, and every cancellation, are queued, and the channel's thread sends them.
+    The garbage collector may make and cancel requests at any point of a thread, even while the thread sends another
+    request. So requests made during a send, and every cancellation, are queued. The channel's thread sends them.
     """
 
     def __init__(self, capacity: int, wake: Callable[[], None]) -> None:
@@ -179,13 +179,16 @@ class RpcClient:
     # The program's side
 
     def submit(self, actor: str, call: Call[Any]) -> None:
-        """Send a request, or have it wait for a worker. Raises `Overloaded` (not for what frees memory, as in
-        `Mailbox`), and `InvalidRequest` for what cannot cross."""
+        """Send a request, or let it wait for a worker.
+
+        Raises `InvalidRequest` for a request that cannot cross, and `Overloaded` if too many wait. A request that
+        frees memory is never `Overloaded`, as in `Mailbox`.
+        """
         bounded = not getattr(type(call.message), "frees_memory", False)
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal()
-            if type(call.message) in _OF_A_STEP:  # which no later worker answers
+            if type(call.message) in _OF_A_STEP:  # no later worker answers these
                 self._step_number(call.message.step)
             link = self._link
             if link is None or self._waiting or self._thread.sending:
@@ -222,7 +225,8 @@ class RpcClient:
     def attend(self, message: AttendLayer) -> Any:
         """Send a layer of a step to the worker, and wait for its output.
 
-        Raises what `OpenStep.attend` does, `ContextLost` if the worker ends, and `WouldBlock` on the channel's thread.
+        Raises what `OpenStep.attend` raises, `ContextLost` if the worker ends, and `WouldBlock` on the channel's
+        thread.
         """
         if self._thread.sending:
             raise WouldBlock("attend would block the thread that receives its answer; call it on another one")
@@ -236,14 +240,14 @@ class RpcClient:
         return answer.out if answer.lse is None else answer
 
     def has(self, generation: int) -> bool:
-        """Whether the worker of a generation answers."""
+        """Whether the current worker is that of this generation."""
         return self._link is not None and self._generation == generation
 
     def cancel(self, call: Call[Any]) -> bool:
-        """Cancel a request that a worker has. True if the request is answered by that already.
+        """Cancel a request that a worker has. True if that has answered the request already.
 
-        A request that writes into nothing but its answer is cancelled here. For others the worker decides, and answers
-        `RequestCancelled` or the result.
+        A request that writes nothing but its answer is cancelled here. For other requests the worker decides, and
+        answers `RequestCancelled` or the result.
         """
         number = self._number_of.get(call)
         pending = None if number is None else self._pending.get(number)
@@ -255,7 +259,7 @@ class RpcClient:
         return False
 
     def forget(self, call: Call[Any]) -> None:
-        """A request is answered, by the worker or here. In the second case the worker is notified."""
+        """Forget a request that has been answered, by the worker or here. If here, the worker is notified."""
         number = self._number_of.pop(call, None)
         if number is None:
             return
@@ -277,7 +281,7 @@ class RpcClient:
         """Connect to a worker: it gets the waiting requests, in order, and then new ones."""
         self._thread.sending = True
         with self._lock:
-            self._notes.clear()  # for the worker before it
+            self._notes.clear()  # they were for the previous worker
             self._link, self._channel, self._generation = link, channel, generation
         self.pump()
 
@@ -294,14 +298,14 @@ class RpcClient:
                     return
             except GpuActorsError as error:
                 call.fail(error)
-            with self._lock:  # until here, new requests wait behind it
+            with self._lock:  # until here, new requests wait after it
                 if self._waiting and self._waiting[0][1] is call:
                     self._waiting.popleft()
         while self._notes:
             link.send(self._notes.popleft())
 
     def detach(self) -> list[Call[Any]]:
-        """The worker is lost: requests wait for the next one from now on. Gives those that it had, for `fail_all`."""
+        """Leave a lost worker: new requests wait for the next one. Returns the requests that it had, for `fail_all`."""
         with self._lock:
             self._link = self._channel = None
             pending, self._pending = self._pending, {}
@@ -309,14 +313,14 @@ class RpcClient:
         return [sent.call for sent in pending.values()]
 
     def fail_all(self, calls: Iterable[Call[Any]], make_error: MakeError, sent: bool = True) -> None:
-        """Fail requests together. sent: whether a worker had them."""
+        """Fail several requests at a time. sent: whether a worker had them."""
         outbox = Outbox()
         for call in calls:
             call.fail(make_error(sent), outbox)
         outbox.flush()
 
     def give_up(self, make_error: MakeError) -> None:
-        """No worker will follow: fail the waiting requests too, and refuse new ones."""
+        """Fail all requests, also waiting ones, and refuse new ones, because no worker will follow."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = functools.partial(make_error, False)
@@ -394,7 +398,7 @@ class RpcClient:
         return True
 
     def _undo(self, call: Call[Any] | None, value: Any) -> None:
-        """A response came too late: have the worker free what it made for the request, which no one else can."""
+        """Make the worker free what it made for a request, because its response came too late for the program."""
         undo = None if call is None or value is None else undo_message(call.message, value)
         if undo is not None:
             mailbox: Any = call and call.mailbox
@@ -416,7 +420,7 @@ class RpcClient:
         return step
 
     def _step_number(self, step: Any) -> int:
-        """The worker's number for a step. Raises `InvalidRequest`, and `StaleBuffer` if the worker has been lost."""
+        """The worker's number for a step. Raises `InvalidRequest` for a foreign step, `StaleBuffer` for a lost one."""
         if not isinstance(step, RemoteStep) or step.client is not self:
             raise InvalidRequest("step", show(step), "must be a step of this cache")
         if not self.has(step.generation):
@@ -424,7 +428,7 @@ class RpcClient:
         return step.number
 
     def _release_with(self, remote: RemoteKernel | RemoteStep) -> None:
-        """Have the worker drop what this stands for, with the last reference to it here."""
+        """Make the worker drop the object that ``remote`` stands for once no reference to ``remote`` is left."""
         weakref.finalize(remote, self._release, remote.number, remote.generation).atexit = False
 
     def _release(self, number: int, generation: int) -> None:

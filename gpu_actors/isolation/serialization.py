@@ -1,4 +1,4 @@
-"""Serialization: what of a context may go to another process, and in which form."""
+"""Serialization: which objects of a context may go to another process, and in which form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ELSEWHERE = "cannot cross to the context's process"
 
 
 def check_options(options: ContextOptions) -> ContextOptions:
-    """The options as the context's process takes them. Raises `InvalidRequest` for those that cannot cross."""
+    """Return the options for the context's process. Raises `InvalidRequest` for options that cannot cross."""
     if options.clock is not SYSTEM_CLOCK:
         raise InvalidRequest(
             "clock", show(options.clock), f'must be left out with isolation="process": it {_ELSEWHERE}'
@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
 
 
 def side_effect_free(message: Any) -> bool:
-    """Whether a request writes into nothing that outlives it, so that it may be dropped at any time."""
+    """Whether a request writes only into its own answer, so that it may be dropped at any time."""
     kind = type(message).__name__
     if kind in ("FlashForward", "PagedForward", "BatchedDecode"):
         return message.out is None
@@ -85,7 +85,7 @@ def side_effect_free(message: Any) -> bool:
 
 
 def undo_message(message: Any, result: Any) -> Any:
-    """The message that frees what a request has made, or None for a request that makes only its answer."""
+    """The message that frees the object that a request made, or None for a request that makes only its answer."""
     match message:
         case OpenCache():
             return CloseCache(result)
@@ -99,7 +99,7 @@ def undo_message(message: Any, result: Any) -> Any:
 
 
 def outbound(message: Any, notes: CallerNotes | None) -> tuple[Any, Restore | None]:
-    """A message over arrays of NumPy, and a function that gives its answer the kind of the caller's arrays.
+    """Return a message over NumPy arrays, and a function that converts its answer to the kind of the caller's arrays.
 
     Raises `InvalidRequest`, naming the argument, for an array that does not lie on the host.
     """
@@ -154,7 +154,7 @@ def _graph(message: ExecuteGraph, notes: CallerNotes | None) -> tuple[Any, Resto
 
 
 def _first(graph: OperationGraph) -> Any:
-    """The uid whose array gives the answer its kind: that of q, else of the first input."""
+    """The uid of the array whose kind the answer takes: q, else the first input."""
     try:
         return match_attention(graph).q.uid
     except GpuActorsError:
@@ -169,7 +169,7 @@ def _restored(array: Any, template: Adopted | None) -> Any:
 
 
 def sendable_error(error: BaseException) -> BaseException:
-    """The error, or one with its text if it cannot be pickled."""
+    """Return the error, or a `GpuActorsError` with its text if it cannot be pickled."""
     if isinstance(error, GpuActorsError):
         return error
     try:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheRef", "SideTasks"]
 
-# Plain functions that run at once; coroutines share one loop, and have no bound.
+# How many plain functions run at the same time. Coroutines share one loop, and their number has no bound.
 _THREADS = 32
 
 OnDone = Callable[[Any, "BaseException | None"], None]
 
 
 class CacheRef(NamedTuple):
-    """Stands for a `KvCache` of the context's among the arguments of a function."""
+    """Stands for a `KvCache` of the context among the arguments of a function."""
 
     number: int
     generation: int
@@ -35,7 +35,7 @@ class CacheRef(NamedTuple):
 
 
 class SideTasks:
-    """Runs functions with the context as their first argument: coroutines on a loop of its own, others in threads."""
+    """Runs functions with the context as first argument: coroutines on a loop of its own, others in threads."""
 
     def __init__(self, context: GpuContext) -> None:
         self._context = context
@@ -44,7 +44,7 @@ class SideTasks:
         self._threads = ThreadPoolExecutor(_THREADS, "gpu-actors-beside")
 
     def run(self, function: Any, arguments: tuple[Any, ...], on_done: OnDone) -> Future[Any]:
-        """Start a function. Its future cancels it: a coroutine at any time, another before it begins.
+        """Start a function. Its future can cancel it: a coroutine at any time, another function before it begins.
 
         on_done: called once, with the result or the error, on any thread.
         """
@@ -87,7 +87,7 @@ def _is_coroutine(function: Any) -> bool:
 async def _run_coroutine(function: Any, context: Any, arguments: list[Any]) -> Any:
     try:
         return await function(context, *arguments)
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+    except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
         raise GpuActorsError(f"the function raised {error!r}") from None
 
 
@@ -105,11 +105,11 @@ def _outcome(done: Future[Any]) -> tuple[Any, BaseException | None]:
     if error is None:
         return done.result(), None
     if not isinstance(error, GpuActorsError):
-        # The frames stay in the worker.
+        # The frames stay in the worker, so their text goes along.
         error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)).rstrip())
     return None, error
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    with asyncio.Runner(loop_factory=lambda: loop):  # which cancels the tasks that are left
+    with asyncio.Runner(loop_factory=lambda: loop):  # cancels the tasks that are left
         loop.run_forever()

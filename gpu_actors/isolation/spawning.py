@@ -1,7 +1,7 @@
 """Spawning: the program's side of the zygote.
 
-Each request to a zygote brings a socket for its answer, so a request that is given up disturbs no other. A zygote that
-does not answer in time is retired: another one takes its place, and its children live on.
+Each request to a zygote brings a socket for its answer, so an abandoned request disturbs no other. A zygote that does
+not answer in time is retired: another one takes its place, and its children live on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gpu_actors.isolation.zygote import ANSWER, GO, STARTED_BY
 
 __all__ = ["Process", "spawn"]
 
-# Seconds for a zygote to start and fork on a busy machine, and for one that has answered before.
+# Seconds for a new zygote to start and fork on a busy machine, and for a zygote that has answered before to fork.
 _STARTING = 60.0
 _ANSWERING = 5.0
 
 
 class Process(NamedTuple):
-    """A context's process. pidfd: readable once it has ended; the owner closes it."""
+    """A context's process. pidfd: a descriptor that is readable once it has ended. The owner closes it."""
 
     pid: int
     pidfd: int
@@ -43,12 +43,12 @@ class Process(NamedTuple):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after so many seconds at most."""
+        """Wait for the process, at most this many seconds. Whether it has ended."""
         return _readable(self.pidfd, seconds)
 
 
 class _NoAnswer(Exception):
-    """The zygote has ended, or does not answer. str(self): which."""
+    """The zygote has ended, or does not answer. str(self) says which."""
 
 
 class _Zygote:
@@ -74,7 +74,7 @@ class _Zygote:
         self._limit = _STARTING
 
     def fork(self, descriptors: Sequence[int], spec: bytes) -> Process:
-        """Fork a child. Raises OSError for what the system refuses, and `_NoAnswer`."""
+        """Fork a child. Raises OSError if the system refuses to, and `_NoAnswer`."""
         file_descriptor = os.memfd_create("gpu_actors_order", os.MFD_CLOEXEC)
         with open(file_descriptor, "wb") as file:
             file.write(pickle.dumps((dict(os.environ), _search_path(), _folder())) + spec)
@@ -107,10 +107,10 @@ class _Zygote:
         self._limit = _ANSWERING
         number, pid = ANSWER.unpack(message)
         if not number and not pidfds:
-            number = errno.EMFILE  # here: the kernel had no room for the descriptor
+            number = errno.EMFILE  # in this process: it had no room for the descriptor
         if number:
             raise OSError(number, os.strerror(number))
-        with contextlib.suppress(OSError):  # the child has ended already, which its descriptor shows
+        with contextlib.suppress(OSError):  # the child has ended already: its descriptor shows that
             answers.send(GO, socket.MSG_NOSIGNAL)
         return Process(pid, pidfds[0])
 
@@ -120,7 +120,7 @@ class _Zygote:
         return _NoAnswer("has closed its socket")
 
     def retire(self) -> None:
-        """Send no more requests. It ends with the last of its children."""
+        """Send no more requests. The zygote ends with the last of its children."""
         self.socket.close()
 
     def end(self) -> None:
@@ -174,7 +174,7 @@ class _Zygotes:
                 zygote.end()
 
     def after_fork(self) -> None:
-        """In a forked child of the program, which starts a zygote of its own."""
+        """Forget the zygotes in a forked child of the program. It starts a zygote of its own."""
         self._lock = threading.Lock()
         for zygote in (*self._retired, self._now):
             if zygote is not None:
@@ -190,9 +190,9 @@ def spawn(descriptors: Sequence[int], spec: Any) -> Process:
     """Start the process of a context. Blocks.
 
     Raises `GpuActorsError` if none can be started (`Unsupported` if there is no interpreter to start), and
-    OSError for what the system refuses, which it may grant later.
+    OSError if the system refuses a resource that it may grant later.
 
-    descriptors: for `gpu_actors.isolation.child.main`, which get copies. spec: its argument, pickled.
+    descriptors: `gpu_actors.isolation.child.main` gets copies of them. spec: that function's argument, not yet pickled.
     """
     _check_interpreter()
     return _zygotes.spawn(descriptors, pickle.dumps(spec))
@@ -219,13 +219,13 @@ def _search_path() -> list[str]:
 
 
 def _readable(descriptor: int, seconds: float) -> bool:
-    poll = select.poll()  # which takes descriptors beyond 1024
+    poll = select.poll()  # not select, which takes no descriptors beyond 1024
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 
 
 def _folder() -> str:
-    """The working directory, or the root if that is deleted: an interpreter may not start there."""
+    """The working directory. If it has been deleted, the root: an interpreter may not start in a deleted one."""
     return "/" if _is_deleted() else os.getcwd()
 
 
@@ -238,5 +238,5 @@ def _is_deleted() -> bool:
 
 
 os.register_at_fork(after_in_child=_zygotes.after_fork)
-# Contexts are closed before: by a hook of `handles.gpu_context` that runs earlier than these.
+# Contexts are closed before this, by a hook of `handles.gpu_context` that runs earlier.
 atexit.register(_zygotes.close)

@@ -1,8 +1,8 @@
 """The zygote: a process that has the package imported, and forks a child for each context.
 
-The zygote has one thread and never touches a device, so its children may. It ends with the program, whose process it
-watches, or with the last of its children once the program has closed its socket. A child ends with the zygote. Both
-ignore the signals that a supervisor sends to every process of a service: the program alone handles them.
+The zygote has one thread and never touches a device, so its children may. It watches the program's process and ends
+with it. If the program closes its socket, the zygote ends with the last of its children. A child ends with the zygote.
+Both ignore the signals that a supervisor sends to every process of a service: only the program handles them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ANSWER = struct.Struct("<iq")
 """The errno of a fork that failed, or 0, and the child's process id."""
 
 GO = b"go"
-"""The program has the child's descriptor. Without this message the child ends at once."""
+"""Tells the child that the program has its descriptor. Without this message the child ends at once."""
 
 STARTED_BY = "GPU_ACTORS_ZYGOTE_OF"
-"""Set in the environment of a zygote, and of nothing that it forks."""
+"""An environment variable of the zygote. The processes that it forks do not have it."""
 
 _PR_SET_PDEATHSIG = 1
 
-# What a context imports when it opens, besides the package itself.
+# The package, and the modules that a context imports when it opens.
 _PRELOADED = (
     "gpu_actors",
     "gpu_actors.isolation.child",
@@ -49,15 +49,15 @@ _PRELOADED = (
 
 
 def main(descriptor: int, program: int) -> None:
-    """Serve until the program has ended. descriptor: of the socket to it. program: its process id."""
+    """Serve until the program has ended. descriptor: of the socket to the program. program: its process id."""
     for number in SERVICE_SIGNALS:
         signal.signal(number, _ignore_signal)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may have it ignored, and then no child can be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, and then no child could be waited for
     try:
         watched = os.pidfd_open(program)
     except ProcessLookupError:
         return
-    if os.getppid() != program:  # it ended before it could be watched, and its number may be another's
+    if os.getppid() != program:  # the program ended before it could be watched, and its id may be another's
         return
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -65,7 +65,7 @@ def main(descriptor: int, program: int) -> None:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    # A function and not SIG_IGN, which the programs that an actor starts would inherit.
+    # A function, not SIG_IGN: programs that an actor starts would inherit SIG_IGN.
     return
 
 
@@ -73,7 +73,7 @@ class _Zygote:
     def __init__(self, sock: socket.socket, watched: int) -> None:
         self._socket: socket.socket | None = sock
         self._watched = watched
-        self._children: dict[int, int] = {}  # process ids by their descriptors
+        self._children: dict[int, int] = {}  # process ids by pidfd
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(watched, select.POLLIN)
@@ -97,7 +97,7 @@ class _Zygote:
             sock.close()
             self._socket = None
             return
-        if not descriptors:  # there was no room for one, so that nothing can be answered: the program sees an end
+        if not descriptors:  # no room for one, so no answer can be sent: the program sees the end of its socket
             return
         with socket.socket(fileno=descriptors[0]) as answers:
             try:
@@ -113,13 +113,13 @@ class _Zygote:
     def _fork(self, answers: socket.socket, descriptors: list[int]) -> None:
         zygote = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's library of linear algebra has threads, and sees to forks itself
+            warnings.simplefilter("ignore")  # NumPy's linear algebra library has threads, and handles forks itself
             child = os.fork()
         if child == 0:
             status = 1
             try:
-                # Before anything that may take its time: the signal comes for a parent that ends after this line, and
-                # the question after it is for one that ended before.
+                # Before anything that may take long. If the parent ends after this line, the signal comes. The check
+                # after it notices a parent that ended before.
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() == zygote and self._leave(answers):
                     _begin(descriptors)
@@ -128,7 +128,7 @@ class _Zygote:
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(status)
-        # The child is not reaped before this is sent, so its number is still its own.
+        # The child has not been reaped yet, so its process id is still its own.
         try:
             pidfd = os.pidfd_open(child)
         except OSError:
@@ -140,7 +140,7 @@ class _Zygote:
         _answer(answers, 0, child, pidfd)
 
     def _leave(self, answers: socket.socket) -> bool:
-        """In a child: close the descriptors of the zygote. Gives whether the program wants the child."""
+        """Close the zygote's descriptors in a child. Returns whether the program wants the child."""
         if self._socket is not None:
             self._socket.close()
         for descriptor in (self._watched, *self._children):
@@ -151,7 +151,7 @@ class _Zygote:
 
 
 def _answer(answers: socket.socket, number: int, child: int, *pidfd: int) -> None:
-    with contextlib.suppress(OSError):  # the program waits no longer, and the child sees that too
+    with contextlib.suppress(OSError):  # the program no longer waits, and the child notices that too
         socket.send_fds(answers, [ANSWER.pack(number, child)], pidfd)
 
 
