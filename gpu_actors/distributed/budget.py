@@ -1,4 +1,4 @@
-"""RetryBudget: how many requests may be repeated, as a share of those that are made."""
+"""RetryBudget: limits how many requests may be repeated, to a share of all requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RetryBudget"]
 class RetryBudget:
     """A token bucket of repetitions. A new request adds ``ratio`` of a token, up to ``burst``. A repetition takes one.
 
-    So workers that keep failing get at most ``1 + ratio`` times the load, and the burst covers a worker's death with
+    So workers that keep failing get at most ``1 + ratio`` times the load. The burst covers the loss of a worker with
     many requests in flight. Safe to use from any thread. Raises `InvalidRequest` for values below 0.
     """
 
@@ -37,7 +37,7 @@ class RetryBudget:
             self._left = min(self.burst, self._left + self.ratio)
 
     def take(self) -> bool:
-        """Take a token. False if there is none, and a request may not be repeated now."""
+        """Take a token. False if none is left: then no request may be repeated now."""
         with self._lock:
             if self._left < 1.0:
                 return False

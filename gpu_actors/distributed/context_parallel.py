@@ -1,7 +1,7 @@
-"""context_split: one request of attention over several workers, each with some of the rows (context parallel).
+"""context_split: divides an attention request over several workers, each with some of the rows (context parallel).
 
     2 parts       sequence 0          sequence 1
-                  0 0 1 1 1 1 0 0     0 1 1 0            a request a block: 4 requests, each with rows of both
+                  0 0 1 1 1 1 0 0     0 1 1 0            one request per block: 4 requests, each with rows of both
 
 Each worker gets the keys that its rows see, as after an all-gather of K and V. So each row is computed by one worker,
 and nothing is merged. The rows are divided in a zig-zag, because under a causal mask late rows see the most keys.
@@ -30,7 +30,7 @@ from gpu_actors.values import show
 
 __all__ = ["context_split", "context_split_backward", "zigzag"]
 
-# The axes of rows and of keys in dense operands. Packed ones have one axis less; their bias has a matrix a sequence.
+# The axes of rows and of keys in dense operands. Packed operands have one axis less, and a bias matrix per sequence.
 _ROWS = {"q": 1, "dout": 1, "out": 1, "lse": 2, "bias": 2}
 _KEYS = {"k": 1, "v": 1, "bias": 3}
 _ENDS = {"cu_seqlens_q": "max_seqlen_q", "cu_seqlens_k": "max_seqlen_k"}
@@ -51,17 +51,17 @@ def zigzag(rows: int, parts: int) -> list[tuple[slice, slice]]:
 async def context_split(
     pool: ContextPool, request: FlashForward, *, parts: int, timeout: float | None = None
 ) -> AttentionOutput:
-    """Answer a forward request by ``parts`` workers of a pool, each with its share of the rows, as `zigzag` says.
+    """Answer a forward request with ``parts`` workers of a pool. Each computes the rows that `zigzag` gives its part.
 
-    request: over arrays on the host. Each block of rows is a request with the keys that it sees: none after its
-    last row under a causal mask, none before its window. Slopes, sinks, descales and dropout go with it unchanged, and
-    of the bias its rows and keys. Of a varlen request every sequence is cut by itself, and a block has its rows of all.
-    parts: each goes to a worker that has none yet, while there is one. A lost worker's requests are repeated as
-    `ContextPool.ask` does. timeout: seconds for each block.
+    request: over arrays on the host. Each block of rows becomes a request with the keys that the block sees: none after
+    its last row under a causal mask, none before its window. It gets the slopes, sinks, descales and dropout unchanged,
+    and the bias of its rows and keys. Each sequence of a varlen request is cut separately, and a block has rows of all.
+    parts: how many. Each goes to a worker that has none yet, while there is such a worker. A lost worker's requests are
+    repeated as `ContextPool.ask` does. timeout: seconds for each block.
 
-    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for an ``out``, for padded sequences
-    (``seqused_q``, ``seqused_k``), and for dropout where q and k of a sequence differ in length and the mask or ALiBi
-    goes by the diagonal; and what the pool raises.
+    Raises `InvalidRequest` for operands whose rows do not agree; `Unsupported` for an ``out``, a block mask, padded
+    sequences (``seqused_q``, ``seqused_k``), and dropout if q and k of a sequence differ in length and the mask or
+    ALiBi depends on the diagonal; and what the pool raises.
     """
     check_forward(request)
     split = _Split(request, parts)
@@ -77,8 +77,8 @@ async def context_split_backward(
     """`context_split` for gradients.
 
     Blocks of rows share keys, so dk, dv and dsinks are sums over the blocks, in the order of rows, in float32 or
-    float64, and rounded once more than one context's: by half a unit in the last place for each block. So is the
-    gradient of a bias that all rows share. dq and other gradients of a bias belong to one block each.
+    float64. They are rounded once more than one context's: by half a unit in the last place for each block. The same
+    holds for the gradient of a bias that all rows share. dq and other gradients of a bias belong to one block each.
     """
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
     split = _Split(request, parts)
@@ -96,9 +96,9 @@ async def context_split_backward(
 class _Line(NamedTuple):
     """Rows and keys that are cut together: those of a packed sequence, or of all sequences of a dense request.
 
-    rows, keys: how many.
+    rows, keys: how many of them there are.
     first_row, first_key: where they begin in the operands.
-    offset: the key of row 0.
+    offset: the key on the diagonal of row 0.
     """
 
     rows: int
@@ -112,7 +112,7 @@ class _Block(NamedTuple):
     """A block of rows, with the keys that they see.
 
     part: the part that computes it.
-    rows, keys: the slices of each line, counted in the line.
+    rows, keys: one slice for each line, counted from the beginning of the line.
     """
 
     part: int
@@ -121,7 +121,7 @@ class _Block(NamedTuple):
 
 
 def _problem(request: FlashForward, operands: Mapping[str, Adopted]) -> AttentionProblem:
-    """The problem of the whole request, which is refused as one context refuses it."""
+    """The problem of the whole request. Refuses the request as one context does."""
     arrays: dict[str, Any] = {name: operand.array for name, operand in operands.items()}
     whole = broadcast_batch(dataclasses.replace(request, **arrays))
     return backward_problem(whole) if isinstance(whole, FlashBackward) else forward_problem(whole)
@@ -161,7 +161,7 @@ class _Split:
         if request.dropout_p and offsets and not self._positions:
             reason = f"its random numbers count rows and keys from 0, and the diagonal begins at key {offsets[0]}"
             raise Unsupported("dropout_p", request.dropout_p, reason, 0.0)
-        # The keys of a causal block end on its diagonal, which is the diagonal of its last row without positions too.
+        # A causal block's keys end on the diagonal of its last row, so bottom-right alignment needs no positions.
         ends_there = self._mask.causal and all(line.keys >= line.rows + line.offset for line in self._lines)
         chunked = request.attention_chunk > 0
         self._counts = bool(self._positions or request.dropout_p or chunked or (diagonal and not ends_there))
@@ -181,7 +181,7 @@ class _Split:
         return self._operands[name].array
 
     def joined(self, name: str, parts: Sequence[Any]) -> Any:
-        """The answer for all rows, from those of the blocks. name: the operand whose axis of rows it has."""
+        """The answer for all rows, joined from the blocks' answers. name: an operand with the same axis of rows."""
         axis = self._axes[name]
         shape = list(parts[0].shape)
         shape[axis] = self.array("q").shape[self._axes["q"]]
@@ -259,7 +259,7 @@ class _Split:
         return dataclasses.replace(self._request, **changed, **self._places(block))
 
     def _bias_of(self, block: _Block) -> Any:
-        """The bias of packed sequences' blocks: a matrix for each, as their rows and keys begin in different places."""
+        """A block's bias, if packed: one matrix per sequence, because their rows and keys begin in different places."""
         bias = self.array("bias")
         rows, keys = (max((1, *(one.stop - one.start for one in cuts))) for cuts in (block.rows, block.keys))
         cut = np.zeros((self._batch, bias.shape[1], min(rows, bias.shape[2]), keys), bias.dtype)
@@ -277,7 +277,7 @@ class _Split:
 
     def _places(self, block: _Block) -> Mapping[str, Any]:
         """The options that give the positions of a block's rows and keys in the whole request."""
-        count = self._batch if not self._packed else 1  # sequences of a line
+        count = self._batch if not self._packed else 1  # sequences per line
         if self._positions:
             begin = dict.fromkeys(_PLACES, np.zeros(self._batch, np.int32))
             places: dict[str, Any] = {}
@@ -287,7 +287,7 @@ class _Split:
                 return places
             chunk, sinks = max(1, self._mask.attention_chunk), self._mask.sink_tokens
             offsets = np.repeat(np.array([line.offset for line in self._lines], np.int32), count)
-            # Chunks begin at multiples, so the first one must.
+            # Chunks begin at multiples of ``chunk``, so the first key must be at one.
             first_key = -(offsets.min(initial=0) // chunk) * chunk
             begin = {"q_positions": first_key + offsets, "k_positions": np.full_like(offsets, first_key)}
             places["sink_tokens"] = sinks and sinks + int(first_key)

@@ -1,11 +1,11 @@
-"""KeySplit: which worker has which keys of a sequence, and the requests by which a row sees its keys on each.
+"""KeySplit: tells which worker has which keys of a sequence, and which requests let rows see their keys on each worker.
 
     3 workers, runs of 2     position   0  1 | 2  3 | 4  5 | 6  7 | 8  9 | 10 11 | 12
                              worker     0  0 | 1  1 | 2  2 | 0  0 | 1  1 |  2  2 |  0
-    keys of worker 0, by their place there                   0  1    2  3             4
+    keys of worker 0, numbered on worker 0                   0  1    2  3             4
 
 The keys of a worker are in order. So the keys that a row sees are [0, sinks) and [first, last) on every worker too,
-with bounds that are counted there. A cache takes such bounds as a window, whose row lies on the last key.
+with bounds that count the worker's keys. A cache takes such bounds as a window of a row that lies on the last key.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Ints = npt.NDArray[np.int64]
 class RowRequest(NamedTuple):
     """A request to one worker for some rows.
 
-    keys: how many of the worker's first keys they attend to.
-    reach: how many keys the window reaches back from the row's own, or -1.
+    keys: how many of the worker's first keys the rows attend to.
+    reach: how many keys the window reaches back from the row's own key, or -1 without a window.
     sinks: how many first keys stay visible.
-    apart: each row is a sequence of one row, whose own key is the last one. Otherwise they are the last rows of one
-        sequence, and see all keys behind their window's beginning.
+    apart: whether each row is a sequence of one row, whose own key is the last one. Otherwise the rows are the last
+        rows of one sequence, and see all keys after the beginning of their window.
     """
 
     rows: slice
@@ -59,7 +59,7 @@ class KeySplit(NamedTuple):
         return np.arange(begin, end) // self.run % self.workers
 
     def position(self, worker: int, key: int) -> int:
-        """The position in the whole sequence of a worker's key."""
+        """The position of a worker's key in the whole sequence."""
         whole, rest = divmod(key, self.run)
         return (whole * self.workers + worker) * self.run + rest
 
@@ -72,7 +72,7 @@ class KeySplit(NamedTuple):
     def tree(self, worker: int, begin: int, sees: Any) -> Any:
         """uint64 (rows,): the tree mask of a worker's own last ``rows`` keys.
 
-        sees: bool (rows, rows), which of the keys at ``begin`` and after each row sees. Every key before them is seen.
+        sees: bool (rows, rows), which of the keys from ``begin`` on each row sees. It sees all earlier keys.
         """
         count = len(sees)
         own = np.flatnonzero(self.owners(begin, begin + count) == worker)
@@ -81,9 +81,9 @@ class KeySplit(NamedTuple):
         return earlier + np.where(sees[:, own], bits[count - len(own) :], np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
     def asked(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> list[RowRequest]:
-        """The requests to a worker for rows at ``positions``, which follow each other, and the first ``length`` keys.
+        """The requests to a worker for rows at consecutive ``positions``, and the first ``length`` keys.
 
-        mask: of the whole problem. Rows that see no key of the worker are in no request.
+        mask: the mask of the whole problem. Rows that see no key of the worker are in no request.
         """
         sinks, first, last = self._bounds(worker, positions, length, mask)
         requests: list[RowRequest] = []
@@ -115,7 +115,7 @@ class KeySplit(NamedTuple):
         return requests
 
     def _bounds(self, worker: int, positions: _Ints, length: int, mask: KeyMask) -> tuple[_Ints, _Ints, _Ints]:
-        """(sinks, first, last) of each row, in keys of the worker. first is 0 if one range has all keys."""
+        """(sinks, first, last) of each row, in keys of the worker. first is 0 if one range has all visible keys."""
         begins = positions[:, None]
         ranges = mask.key_ranges(begins, begins + 1, np.zeros((1, 1), np.int64), length)
         bounds = [np.broadcast_to(np.clip(edge, 0, length), begins.shape)[:, 0] for edge in ranges]

@@ -20,10 +20,10 @@ class WorkerStats(NamedTuple):
     """Counts of one worker.
 
     outstanding: requests without an answer.
-    sequences: sequences that live there.
+    sequences: sequences that live on it.
     requests: all requests so far.
-    generation: 1, and one more after each loss.
-    leaving: it gets no new requests.
+    generation: 1 at first, and one more after each loss.
+    leaving: whether it is being removed, so that it gets no new requests.
     """
 
     outstanding: int
@@ -34,7 +34,7 @@ class WorkerStats(NamedTuple):
 
 
 class Member:
-    """A context in a pool. owned: the pool opened it, and closes it."""
+    """A context in a pool. owned: whether the pool closes it."""
 
     def __init__(self, name: str, context: GpuContext, owned: bool) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Member:
         self.outstanding: int = 0
         self.requests: int = 0
         self._sequences: dict[int, int] = {}  # by the generation that has them
-        self._lock = threading.RLock()  # a finalizer may free a sequence
+        self._lock = threading.RLock()  # re-entrant: a finalizer may free a sequence
         self._health_time = -1.0
         self._health: Health | None = None
 
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def leaving(self) -> bool:
-        """Whether it gets no new requests."""
+        """Whether it is being removed, so that it gets no new requests."""
         return self.leavers > 0
 
     @property

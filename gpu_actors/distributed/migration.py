@@ -1,7 +1,7 @@
-"""move_sequence: a sequence moves from one cache to another, in this process or between any two workers.
+"""move_sequence: moves a sequence from one cache to another, in this process or between any two workers.
 
 The source keeps the sequence until the target has confirmed it. So whichever step fails, one of the two has the
-sequence: the source before the import is answered, the target after.
+sequence: the source until the import is answered, the target after that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["copy_sequence", "exported_pages", "move_sequence"]
 async def exported_pages(
     cache: KvCache, seq: KvSequence, *, timeout: float | None = None
 ) -> AsyncIterator[SequencePages]:
-    """The pages of a sequence, whose lease ends with the block: ``async with exported_pages(cache, seq) as pages``.
+    """Lease the pages of a sequence until the block ends: ``async with exported_pages(cache, seq) as pages``.
 
     Raises what `KvCache.export_pages` raises.
     """
@@ -42,13 +42,13 @@ async def copy_sequence(
     asked: Callable[[KvCache, Reply[Any]], None] | None = None,
     arrived: Callable[[tuple[bytes, ...]], None] | None = None,
 ) -> KvSequence:
-    """Begin a sequence of ``target`` with the rows of one of ``source``, which stays: prefill here, decode there.
+    """Copy a sequence of ``source`` into ``target``, and return the copy: prefill on one, decode on the other.
 
-    source, target: of the same layers, layout, dtype and descales.
-    timeout: seconds for both steps together.
-    asked: called with each request and its cache.
-    arrived: called with the digests of the prompt that can begin with the pages, once the target has them.
-    Raises what `KvCache.export_pages` and `KvCache.import_pages` raise. The target is unchanged then.
+    source, target: caches with the same layers, layout, dtype and descales.
+    timeout: seconds for the export and the import together.
+    asked: called with the cache and the reply of each request.
+    arrived: called with the digests of the longest prompt that can begin with the pages, once the target has them.
+    Raises what `KvCache.export_pages` and `KvCache.import_pages` raise. The target is then unchanged.
     """
     need_asyncio("copy_sequence()")
     end = math.inf
@@ -70,12 +70,12 @@ async def copy_sequence(
 async def move_sequence(
     source: KvCache, seq: KvSequence, target: KvCache, *, timeout: float | None = None
 ) -> KvSequence:
-    """`copy_sequence`, after which the source forgets its sequence.
+    """Copy a sequence with `copy_sequence`, then free it at the source.
 
-    If it raises, the source has the sequence as before. Rows that are appended at the source meanwhile do not move.
+    If this raises, the source has the sequence as before. Rows that are appended at the source meanwhile do not move.
     """
     moved = await copy_sequence(source, seq, target, timeout=timeout)
-    # Without an await, so that a cancelled task leaves the sequence in one of the two. A lost source has none to free.
+    # Not awaited, so that a cancelled task leaves the sequence in one of the caches. A lost source has none to free.
     source.free(seq)
     return moved
 

@@ -1,4 +1,4 @@
-"""Parts of one request: the choice of a worker for each, the answers of all, and what the whole answer is made of."""
+"""Parts of one request: chooses a worker for each, gathers their answers, and converts operands and results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Answer = TypeVar("Answer", AttentionOutput, AttentionGradients)
 
 
 class Spread:
-    """Chooses for each part of a request a worker that has no other part, while there is one."""
+    """Chooses for each part of a request a worker that has no other part, while there is such a worker."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
         self._workers: dict[int, str] = {}
 
     def choice(self, part: int) -> Callable[[Mapping[str, Member]], Member]:
-        """A function that chooses this part's worker: the same one as before, while that may get requests."""
+        """Return a function that chooses this part's worker: the same as before, while that one may get requests."""
 
         def choose(members: Mapping[str, Member]) -> Member:
             name = self._workers.get(part)
@@ -46,14 +46,14 @@ class Spread:
 
 
 def check_forward(request: object) -> None:
-    """Raise `InvalidRequest` for what is no `FlashForward`, and `Unsupported` for one with an ``out``."""
+    """Raise `InvalidRequest` for a request that is no `FlashForward`, and `Unsupported` for one with an ``out``."""
     expect(type(request) is FlashForward, "request", show(request), "must be a FlashForward")
     if (out := getattr(request, "out", None)) is not None:
         raise Unsupported("out", describe(out), "parts cannot write into one array; copy the result")
 
 
 async def ask_parts(pool: ContextPool, parts: Sequence[tuple[int, FlashForward]], timeout: float | None) -> list[Any]:
-    """The answers to the requests, in order. parts: the number of the part that each belongs to, and the request."""
+    """Make requests, and return the answers in order. parts: for each request, the number of its part and itself."""
     spread = Spread(pool.dice)
 
     def ask(number: int, part: FlashForward) -> Coroutine[Any, Any, Any]:
@@ -63,7 +63,7 @@ async def ask_parts(pool: ContextPool, parts: Sequence[tuple[int, FlashForward]]
 
 
 def restored(answer: Answer, template: Adopted) -> Answer:
-    """An answer with arrays of the template's library."""
+    """Return an answer with arrays of the template's library."""
     return type(answer)(*(None if each is None else restore(each, template) for each in answer))
 
 
@@ -84,9 +84,9 @@ async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def host_operands(request: Any, names: Sequence[str]) -> dict[str, Adopted]:
-    """The operands of these names that a request has, as arrays of NumPy.
+    """The operands with these names that a request has, as NumPy arrays.
 
-    Raises `InvalidRequest` for one on a GPU, and `Unsupported` for a block mask.
+    Raises `InvalidRequest` for an operand on a GPU, and `Unsupported` for a block mask.
     """
     if (mask := getattr(request, "block_mask", None)) is not None:
         reason = "its lists number the blocks and heads of one request: a part would have others"

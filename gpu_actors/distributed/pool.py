@@ -44,13 +44,13 @@ class ContextPool(WorkerPool):
 
     contexts: `GpuContext` of this process, isolated or remote ones, by name. The pool does not close these.
     retries: how often one request may be repeated.
-    budget: how many repetitions there may be over all requests.
+    budget: limits the repetitions of all requests together.
     slots: how many sequences a worker should have at most.
-    bound: how far above the mean load of all workers a worker may be loaded with sequences.
+    bound: how many times the mean load of all workers a worker's load of sequences may be.
     directory: how many pages of prompts the pool remembers with their workers, the last used ones. Give it room for all
         pages of all sequences (0.15 KiB each): a smaller directory sends sequences with the same beginning to one
         worker.
-    seed: of the random choices.
+    seed: the seed of the random choices, None for any.
 
     Tasks of an event loop may share it. Requests may be made on several loops.
     """
@@ -66,14 +66,15 @@ class ContextPool(WorkerPool):
         """Make a request that needs no state, on the less loaded of two workers: ``await pool.ask(lambda ctx:
         ctx.flash_attn.forward(q, k, v))``.
 
-        If its worker is lost, leaves, or is full, another one gets it, as often as ``retries`` and the budget allow.
+        If its worker is lost, leaves, or is full, another worker gets it, as often as ``retries`` and the budget allow.
         request: called with a context, once for each attempt. Returns the reply.
         timeout: seconds for all attempts together, after which it raises `DeadlineExceeded`.
         repeatable: whether the request may be repeated although it may have been carried out. None: attention,
             gradients, graphs and compiles may. Anything else, such as ``ctx.run(...)``, may not.
-        choose: replaces the less loaded of two: chooses among the workers that may get the request, by name.
+        choose: called with the workers that may get the request, by name. Returns one, in place of the less loaded of
+            two.
 
-        Raises what the reply raises, and `WorkerLost` if no worker is left. Cancelling it cancels the request.
+        Raises what the reply raises, and `WorkerLost` if no worker is left. Cancelling the task cancels the request.
         """
         deadline = None
         if timeout is not None and timeout != math.inf:
@@ -110,7 +111,10 @@ class ContextPool(WorkerPool):
 
 
 async def answered(answer: Awaitable[T], cancel: Callable[[], object], seconds: float | None, late: str) -> T:
-    """The answer. It is cancelled with the task, and after so many seconds, which raises `DeadlineExceeded`."""
+    """Await an answer for at most ``seconds``, and raise `DeadlineExceeded` after them.
+
+    ``cancel`` is called then, and also if the task is cancelled.
+    """
     try:
         async with asyncio.timeout(seconds) as limit:
             return await answer
@@ -127,8 +131,8 @@ async def answered(answer: Awaitable[T], cancel: Callable[[], object], seconds: 
 class open_pool(Local):
     """Open a pool with new workers: ``async with open_pool("mock", workers=4) as pool``.
 
-    devices: as for `open_context`. A list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker a GPU.
-    workers: how many for each device.
+    devices: as for `open_context`. A list opens ``workers`` on each, so ["cuda:0", "cuda:1"] is one worker per GPU.
+    workers: how many workers for each device.
     options: as for `open_remote`.
     workplace: makes the workplace of each worker.
     others: retries, budget, slots, bound, directory and seed, as for `ContextPool`.

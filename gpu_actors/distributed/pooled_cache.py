@@ -1,4 +1,4 @@
-"""PooledKvCache: a paged KV cache on every worker of a pool, whose sequences each live on one of them."""
+"""PooledKvCache: a paged KV cache on every worker of a pool. Each sequence lives on one worker."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class PooledSequence:
 
     @property
     def cached(self) -> int:
-        """Rows that it began with."""
+        """How many rows the sequence began with."""
         return self.handle.cached
 
     @property
     def generation(self) -> int:
-        """Of its home. Once that is lost, every request with the sequence raises `StaleBuffer`."""
+        """The generation of its home. Once that is lost, every request with the sequence raises `StaleBuffer`."""
         return self.handle.generation
 
 
@@ -73,17 +73,17 @@ class _Shard:
 
 
 class PooledKvCache(Local):
-    """Made by `ContextPool.kv_cache`; enter it with ``async with``, on one event loop.
+    """A KV cache over a pool, made by `ContextPool.kv_cache`. Enter it with ``async with``, on one event loop.
 
     `create` chooses a home by the pages that workers have, and by their load. All later requests with a sequence go to
-    its home, in the order in which they are made, and are never repeated elsewhere. If the home is lost, what it had
-    is answered with `WorkerLost`, and the sequence is `StaleBuffer` from then on: create it again.
+    its home, in the order in which they are made, and are never repeated elsewhere. If the home is lost, its requests
+    are answered with `WorkerLost`. Later requests with the sequence raise `StaleBuffer`: create it again.
 
-    Requests take the arguments of `KvCache`'s, timeout and priority included.
+    Methods that return a `Reply` take the arguments of the same method of `KvCache`, including timeout and priority.
     """
 
     def __init__(self, pool: WorkerPool, spec: KvCacheSpec) -> None:
-        if isinstance(spec.layers, list):  # which may change before a later worker opens its cache
+        if isinstance(spec.layers, list):  # it may change before a later worker opens its cache
             spec = dataclasses.replace(spec, layers=tuple(spec.layers))
         self._pool = pool
         self._homes = pool.homes
@@ -99,7 +99,7 @@ class PooledKvCache(Local):
             raise GpuActorsError("this cache has been entered already; make one for each use")
         self._entered = True
         async with undo_on_error(self._leave):
-            # A bad spec is refused here, and not by the first sequence.
+            # A bad spec is refused here, not by the first sequence.
             for member in self._pool.candidates().values():
                 await self._shard(member)
         return self
@@ -114,8 +114,8 @@ class PooledKvCache(Local):
     async def create(self, tokens: Any = None, *, timeout: float | None = None) -> PooledSequence:
         """Begin a sequence, and choose its home.
 
-        tokens: ids of its whole prompt, as for `KvCache.create`. A worker that has the pages of its beginning is chosen
-        unless its load is too high.
+        tokens: the ids of its whole prompt, as for `KvCache.create`. A worker that has the pages of the prompt's
+        beginning is chosen, unless the worker's load is too high.
         If the home is lost meanwhile, another worker gets the sequence. Raises what `KvCache.create` raises.
         """
         self._check()
@@ -134,7 +134,7 @@ class PooledKvCache(Local):
         return await self._pool.attempt(choose, begin, lambda error, member: True)
 
     async def fork(self, seq: PooledSequence, *, timeout: float | None = None) -> PooledSequence:
-        """Begin a sequence with the rows of another, at the same home. As `KvCache.fork`."""
+        """Begin a sequence with the rows of another, at the same home, as `KvCache.fork` does."""
         member, cache = self._home(seq)
         reply = cache.fork(seq.handle, timeout=timeout)
         member.began(reply)
@@ -143,14 +143,15 @@ class PooledKvCache(Local):
     async def move(
         self, seq: PooledSequence, worker: str | None = None, *, timeout: float | None = None
     ) -> PooledSequence:
-        """Move a sequence to another home, with its rows and prefixes. ``seq`` is freed then.
+        """Move a sequence to another home, with its rows and prefixes. ``seq`` is then freed.
 
         Use it to decode on another worker than the one that prefilled, or before a home is removed.
         worker: the new home. None: one of the others, as for a sequence without tokens.
         timeout: seconds for reading the pages and writing them.
-        If it raises, the sequence is where it was. It waits for an open `step` of the sequence. Rows that are appended
-        later do not move, and neither do those of a step that begins later.
-        Raises `InvalidRequest` for a worker that takes no new sequence, `CacheFull`, and `WorkerLost` of either worker.
+        If this raises, the sequence stays where it was. The move waits for an open `step` of the sequence. Rows that
+        are appended later do not move, and neither do those of a step that begins later.
+        Raises `InvalidRequest` for a worker that takes no new sequence, `CacheFull`, and `WorkerLost` if either worker
+        is lost.
         """
         member, source = self._home(seq)
         others = {name: one for name, one in self._pool.candidates().items() if name != member.name}
@@ -172,11 +173,11 @@ class PooledKvCache(Local):
         return self._housed(home, handle)
 
     def truncate(self, seq: PooledSequence, length: int, **options: Any) -> Reply[None]:
-        """Keep the first ``length`` rows. As `KvCache.truncate`."""
+        """Keep the first ``length`` rows, as `KvCache.truncate` does."""
         return self._ask(seq, lambda cache, handle: cache.truncate(handle, length, **options))
 
     def free(self, seq: PooledSequence, **options: Any) -> Reply[None]:
-        """Forget a sequence. As `KvCache.free`."""
+        """Forget a sequence, as `KvCache.free` does."""
         reply = self._ask(seq, lambda cache, handle: cache.free(handle, **options))
 
         def freed(call: Any) -> None:
@@ -196,7 +197,7 @@ class PooledKvCache(Local):
         v: Array | None = None,
         **options: Any,
     ) -> Reply[Any]:
-        """Write rows behind those of sequences with one home. The arguments are those of `KvCache.append`."""
+        """Write rows after those of sequences with one home. The arguments are those of `KvCache.append`."""
         return self._ask(seqs, lambda cache, handles: cache.append(handles, k, v, **options))
 
     def attend(
@@ -206,21 +207,21 @@ class PooledKvCache(Local):
         return self._ask(seqs, lambda cache, handles: cache.attend(q, handles, **options))
 
     def step(self, seqs: Sequence[PooledSequence], **options: Any) -> Reply[KvStep]:
-        """Begin one pass of a model over the layers, for sequences with one home. As `KvCache.step`.
+        """Begin one pass of a model over the layers, for sequences with one home, as `KvCache.step` does.
 
-        The stream and the arrays of a step belong to one device, so a step does not split over workers: begin one at
-        each home, or bring the sequences to one home with `move`. A move and a `free` of its sequences wait until it
-        has ended. If the home is lost, layers and the commit raise what a request does.
-        `KvStep.captured` is of the home's cache: its steps take ``[seq.handle for seq in seqs]``.
+        The stream and the arrays of a step belong to one device, so a step is not divided over workers: begin one at
+        each home, or bring the sequences to one home with `move`. A `move` or a `free` of one of its sequences waits
+        until the step has ended. If the home is lost, layers and the commit raise what a request raises.
+        `KvStep.captured` belongs to the home's cache, whose steps take ``[seq.handle for seq in seqs]``.
         """
         return self._ask(seqs, lambda cache, handles: cache.step(handles, **options))
 
     def run(
         self, seqs: PooledSequence | Sequence[PooledSequence], function: Callable[..., Any], *arguments: Any
     ) -> Reply[Any]:
-        """Call ``function(context, cache, seqs, *arguments)`` at the home of the sequences, as `RemoteContext.run`.
+        """Call ``function(context, cache, seqs, *arguments)`` at the sequences' home, as `RemoteContext.run` does.
 
-        The reply raises `Unsupported` where the home is no remote context.
+        The reply raises `Unsupported` if the home is no `RemoteContext`.
         """
         try:
             member, cache = self._home(seqs)
@@ -236,16 +237,16 @@ class PooledKvCache(Local):
     # Observation
 
     def length(self, seq: PooledSequence) -> int:
-        """Rows of a sequence. As `KvCache.length`."""
+        """The number of rows of a sequence, as `KvCache.length` returns it."""
         _, cache = self._home(seq)
         return cache.length(seq.handle)
 
     def stats(self) -> Mapping[str, KvCacheStats]:
-        """`KvCache.stats` of each worker's cache, of those that answer."""
+        """`KvCache.stats` of the cache of each worker that answers."""
         return self._answers(KvCache.stats)
 
     def group_stats(self) -> Mapping[str, list[KvCacheStats]]:
-        """`KvCache.group_stats` of each worker's cache, of those that answer."""
+        """`KvCache.group_stats` of the cache of each worker that answers."""
         return self._answers(KvCache.group_stats)
 
     # Inside
@@ -282,7 +283,7 @@ class PooledKvCache(Local):
     def _opened(self, name: str, shard: _Shard, opening: asyncio.Task[KvCache]) -> None:
         failed = opening.cancelled() or opening.exception() is not None
         if failed and self._shards.get(name) is shard:
-            del self._shards[name]  # the next one tries again
+            del self._shards[name]  # the next request tries again
 
     def _housed(self, member: Member, handle: KvSequence) -> PooledSequence:
         member.housed(handle.generation, 1)
@@ -298,7 +299,7 @@ class PooledKvCache(Local):
         return reply
 
     def _home(self, seqs: Any) -> tuple[Member, KvCache]:
-        """The one home of sequences. Raises `InvalidRequest` and `StaleBuffer`."""
+        """The home that all these sequences share, and its cache. Raises `InvalidRequest` and `StaleBuffer`."""
         self._check()
         listed = list(seqs) if isinstance(seqs, list | tuple) else [seqs]
         sound = bool(listed) and all(isinstance(seq, PooledSequence) for seq in listed)

@@ -1,9 +1,9 @@
-"""Routing: which worker gets a request, and which one a new sequence. It works on names and numbers only.
+"""Routing: chooses the worker for a request or a new sequence. It works on names and numbers only.
 
 A stateless request goes to the less loaded of two random workers (Mitzenmacher, "The power of two choices in randomized
-load balancing", 1996). A sequence goes to a worker that has the pages of its beginning, as far as the `Directory` knows
-it: a wrong entry costs a prefill, never a wrong answer. Other prefixes go to their place on a ring of hashes with
-bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), the same for several routers.
+load balancing", 1996). A sequence goes to a worker that has the pages of its beginning according to the `Directory`. A
+wrong entry costs a prefill, but makes no answer wrong. Other prefixes go to their place on a ring of hashes with
+bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350). The place is the same for several routers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DIRECTORY = 1 << 16
 
 
 def less_loaded_of_two(loads: Mapping[str, float], dice: random.Random) -> str:
-    """Choose one of the workers. loads: by name, at least one."""
+    """The less loaded of two random workers. loads: the workers' loads by name, at least one."""
     names = list(loads)
     drawn = dice.sample(names, min(2, len(names)))
     return min(drawn, key=loads.__getitem__)
 
 
 class Directory:
-    """Which worker has the pages of a prefix. Keeps the ``capacity`` last used digests."""
+    """Notes which worker has the pages of a prefix. Keeps the ``capacity`` last used digests."""
 
     def __init__(self, capacity: int = DIRECTORY) -> None:
         self._capacity = capacity
@@ -39,7 +39,7 @@ class Directory:
         return len(self._workers)
 
     def find(self, digests: Sequence[bytes]) -> Iterator[str]:
-        """The workers that have pages of the prefix, that of the longest beginning first."""
+        """The workers that have pages of the prefix. The worker with the longest beginning comes first."""
         for digest in reversed(digests):
             worker = self._workers.get(digest)
             if worker is not None:
@@ -72,7 +72,7 @@ class Ring:
         self._places = [place for place in self._places if place[1] != worker]
 
     def from_place_of(self, key: bytes) -> Iterator[str]:
-        """Every worker once, in their order on the circle, from the key's place on."""
+        """Every worker once, in the order of the circle, starting at the key's place."""
         places = self._places  # never changed in place, so that a worker may join or leave meanwhile
         start = bisect_left(places, (_hash(key), ""))
         yielded: set[str] = set()
@@ -86,9 +86,9 @@ class Ring:
 class Homes:
     """Chooses the homes of new sequences.
 
-    bound: how far above the mean load of all workers a worker may be loaded.
-    slots: how many sequences a worker should have at most. Below half of them it always takes more, because a bound by
-        a small mean is noise.
+    bound: how many times the mean load of all workers a worker's load may be.
+    slots: how many sequences a worker should have at most. Below half of them it always takes more, because a bound
+        from a small mean is noise.
     directory: how many digests are remembered.
     """
 
@@ -105,7 +105,7 @@ class Homes:
         return max(self._bound * mean, self._slots / 2)
 
     def choose(self, digests: Sequence[bytes], loads: Mapping[str, float]) -> str:
-        """Choose a home. loads: of the workers, at least one. digests: of the prompt's pages, from the first on."""
+        """Choose a home. loads: the workers' loads, at least one. digests: of the prompt's pages, from the first on."""
         limit = self.limit(loads)
         home = None
         if digests:

@@ -1,4 +1,4 @@
-"""New rows of a sequence whose keys lie on several workers, as its caches store them.
+"""Prepares the new rows of a sequence whose keys lie on several workers, as its caches store them.
 
 A worker does not know the positions of its keys in the whole sequence. So rows are rotated and quantised before they
 are sent, with the arithmetic of the reference: in float64, rounded once.
@@ -29,7 +29,7 @@ ROTATION: tuple[str, ...] = ("rope", "positions", "rope_cos", "rope_sin")
 
 
 def on_host(name: str, array: Any) -> Any:
-    """An array of any library as a NumPy array. Raises `InvalidRequest` for one on a GPU."""
+    """Return an array of any library as a NumPy array. Raises `InvalidRequest` for an array on a GPU."""
     adopted = adopt(array, name)
     check_device(adopted, name, "cpu")
     return adopted.array
@@ -38,14 +38,14 @@ def on_host(name: str, array: Any) -> Any:
 def rotate_and_quantise(
     pool: AppendProblem, descales: Mapping[str, Any], k: Any, v: Any, q: Any, begin: int, rotation: Mapping[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """k and v as elements of the cache, and q rotated like k. All are (rows, heads, dim).
+    """Return k and v as elements of the cache, and q rotated like k. All are (rows, heads, dim).
 
-    pool: of the caches.
-    descales: k_descale and v_descale, (kv_heads,), if there are any.
+    pool: the layout and the dtype of the caches.
+    descales: k_descale and v_descale, (kv_heads,), if given.
     q: the queries, or None.
     begin: the position of the first row in the whole sequence.
     rotation: the options of `ROTATION`, by name.
-    Raises what one cache raises for the rotation of its rows.
+    Raises what a single cache raises when it rotates its rows.
     """
     on_cpu = {name: one if one is None or name == "rope" else on_host(name, one) for name, one in rotation.items()}
     rows = new_rows(AppendRows(cache=0, seqs=None, k=k, v=v, **on_cpu), pool, None)
@@ -68,9 +68,9 @@ def rotate_and_quantise(
 
 
 def dense_operands(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The operands of a dense forward of new rows to each other. fp8 elements are widened to float32, and q with them.
+    """The operands of a dense forward in which new rows attend to each other. fp8 k and v, and then q, become float32.
 
-    descales: k_descale, v_descale and, for an fp8 q, q_descale, (kv_heads,), if there are any.
+    descales: k_descale, v_descale and, for an fp8 q, q_descale, (kv_heads,), if given.
     """
     if name_of(k.dtype) not in FP8:
         return q, k, v
@@ -81,7 +81,7 @@ def dense_operands(descales: Mapping[str, Any], q: Any, k: Any, v: Any) -> tuple
 
 
 def tree_matrix(mask: Any, rows: int) -> Any:
-    """bool (rows, rows): which of the last rows each of them sees.
+    """bool (rows, rows): which of the last ``rows`` rows each of them sees.
 
     mask: uint64 or int64 (rows,), bit j for row j, or bool (rows, rows). Raises `InvalidRequest` and `Unsupported`.
     """

@@ -1,11 +1,11 @@
-"""ShardedKvCache: sequences whose keys lie on several workers, and their attention, merged.
+"""ShardedKvCache: keeps sequences whose keys lie on several workers, and merges the workers' attention.
 
     old keys: on every worker that has some ──────────┐
     new rows among themselves: one forward request ───┴──> merge ──> append the new rows to their owners
 
 `gpu_actors.distributed.key_split` says which keys of a worker a row sees. If a worker's keys are equally far apart, and
-the rows would need several requests or have slopes, it gets the positions of rows and keys instead (`k_positions`). The
-merge is `gpu_actors.partial.merge`.
+the rows would need several requests or have slopes, the worker gets the positions of rows and keys instead
+(`k_positions`). The merge is `gpu_actors.partial.merge`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ShardedSequence:
     """A sequence of a `ShardedKvCache`.
 
     number: unique in the process.
-    length: how many rows are written.
+    length: how many rows have been written.
     """
 
     number: int
@@ -83,7 +83,7 @@ class ShardedSequence:
 
 
 class _Attention(NamedTuple):
-    """Arguments of an attention to one layer, on the host. options: those that each worker gets."""
+    """The arguments of an attention to one layer, on the host. options: the options that each worker gets."""
 
     q: Any
     new: tuple[Any, Any] | None
@@ -99,18 +99,18 @@ class ShardedKvCache(Local):
     """A paged KV cache whose sequences are divided among the workers of a pool, in runs of ``interleave`` rows.
 
     So a sequence may have as many keys as all workers together have pages for, and each worker reads its share. Enter
-    it with ``async with`` on one event loop. It uses the workers that the pool has then.
+    it with ``async with`` on one event loop. It uses the workers that the pool has at that time.
 
     pool: a pool with at least one worker.
-    interleave: how many consecutive rows a worker has. None: ``page_size``.
-    num_blocks: pages of each worker.
-    k_descale, v_descale: on the host.
-    layers: a number. A sequence has the same rows on the same workers in all of them. A list raises `Unsupported`.
+    interleave: how many consecutive rows a worker gets in turn. None: ``page_size``.
+    num_blocks: the pages of each worker.
+    k_descale, v_descale: arrays on the host.
+    layers: a number. A sequence has the same rows on the same workers in all layers. A list raises `Unsupported`.
     The other arguments are those of `KvCacheSpec`. latent_dim and float64 raise `Unsupported`: a `PooledKvCache` takes
     them.
 
     Requests on a sequence take effect one after the other. Each takes effect wholly or not at all, unless a worker is
-    lost: then the sequence is lost, which raises `WorkerLost` first and `StaleBuffer` from then on.
+    lost. Then the sequence is lost: the request raises `WorkerLost`, and later requests raise `StaleBuffer`.
     """
 
     @_KV_CACHE
@@ -203,7 +203,7 @@ class ShardedKvCache(Local):
             freeing = [cache.free(handle) for cache, handle in zip(self._caches, seq._handles, strict=True)]
             freeing += [self._caches[rank].free(prefix) for (rank, _), prefix in seq._prefixes.items()]
             for reply in freeing:
-                with contextlib.suppress(ContextLost, StaleBuffer):  # with its rows
+                with contextlib.suppress(ContextLost, StaleBuffer):  # the rows are lost too
                     await reply
 
     # Rows
@@ -219,13 +219,13 @@ class ShardedKvCache(Local):
         rope_cos: Array | None = None,
         rope_sin: Array | None = None,
     ) -> int:
-        """Write rows behind those of a sequence. Returns the new length.
+        """Write rows after those of a sequence. Returns the new length.
 
         k: (rows, kv_heads, head_dim), in the cache's dtype; for an fp8 cache in float16, bfloat16 or its own dtype.
-        v: likewise, with head_dim_v. Both have an axis of the layers before all others where there are several.
+        v: likewise, with head_dim_v. If the cache has several layers, both have an axis of layers before all others.
         rope, positions, rope_cos, rope_sin: as in `AppendRows`. Rows are rotated and quantised before they are sent.
-        Raises `InvalidRequest` and `CacheFull`, and then nothing is written. Rows that are being written are written
-        even if the task is cancelled.
+        Raises `InvalidRequest` and `CacheFull`, and then nothing is written. A write that has begun is completed even
+        if the task is cancelled.
         """
         self._check_sequence(seq)
         rows = self._rows(k, v, self._layers)
@@ -259,21 +259,21 @@ class ShardedKvCache(Local):
         timeout: float | None = None,
         **options: Any,
     ) -> AttentionOutput:
-        """Attention of q, the last rows of a sequence, to all of it; k and v are appended then, where given.
+        """Attend with q, the last rows of a sequence, to the whole sequence. Then append k and v, if given.
 
-        q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. The output has its dtype,
-            bfloat16 for fp8. k, v: the same rows', as for `append`; None for rows that are in the cache.
-        layer: of a cache of several, whose rows are appended by a `step`, or by `append`: k and v are None there.
-        q_descale: fp32 (kv_heads,), of an fp8 q, which is not rotated.
+        q: (rows, heads_q, head_dim), in the cache's dtype, or float16 or bfloat16 over fp8. The output has q's dtype,
+            or bfloat16 for fp8. k, v: of the same rows, as for `append`; None for rows that are in the cache.
+        layer: of a cache of several layers. A `step` or `append` appends its rows, so k and v must be None.
+        q_descale: fp32 (kv_heads,), for an fp8 q, which cannot be rotated.
         causal, sinks, return_lse: as in `FlashForward`. timeout: seconds for the attention.
         tree_mask: in place of causal, as in `PagedForward`: uint64 (rows,) or bool (rows, rows).
         rope, positions, rope_cos, rope_sin: as in `AttendCache`; they rotate q too.
         options: of `AttendCache`: scale, soft cap, window, chunks, the first keys that stay visible, and ALiBi's
-            slopes, (heads_q,). Others are taken at their defaults only.
+            slopes, (heads_q,). Other options must have their defaults.
         The answer is rounded once more than one context's: by half a unit in the last place for each worker's part.
 
-        Raises `Unsupported` for other options; for ALiBi where neighbouring keys of a worker are not equally far apart
-        (``interleave=1`` makes them so); and for a tree mask without k and v beside a window,
+        Raises `Unsupported` for other options; for ALiBi if neighbouring keys of a worker are not equally far apart
+        (``interleave=1`` makes them so); and for a tree mask without k and v together with a window,
         chunks or ALiBi, because a worker that has some keys of the tree does not know their places. Raises what
         `append` raises, and then nothing is written.
         """
@@ -307,12 +307,12 @@ class ShardedKvCache(Local):
     ) -> ShardedStep:
         """Begin one pass of a model over all layers of a sequence, as `KvCache.step` does.
 
-        heads_q: of q, or a list with the number of each layer. rows: of q, the last ones of the sequence.
+        heads_q: the heads of q, or a list with one number per layer. rows: how many last rows of the sequence q has.
         append: whether each layer gets keys and values of these rows.
-        options: of `attend`. layer_options: for single layers, in place of these.
+        options: of `attend`. layer_options: options of single layers, which replace these.
         timeout: seconds for the whole step, after which it is aborted.
-        Its layers are requests that the workers answer, so a CUDA graph cannot capture them: use a `PooledKvCache`. It
-        takes no pages before the commit. Raises `InvalidRequest`, and `Unsupported` for other options.
+        The layers are requests that the workers answer, so a CUDA graph cannot capture them: use a `PooledKvCache`. The
+        step takes no pages before the commit. Raises `InvalidRequest`, and `Unsupported` for other options.
         """
         self._check_sequence(seq)
         count = integer("rows", rows, 1, MAX_SEQLEN)
@@ -385,7 +385,7 @@ class ShardedKvCache(Local):
     async def _attend(
         self, seq: ShardedSequence, layer: int, attention: _Attention, timeout: float | None = None
     ) -> tuple[Partial, tuple[Any, Any] | None]:
-        """The answer, and the new rows as the cache stores them."""
+        """The merged answer, and the new rows as the cache stores them."""
         q, new, rotation, mask, slopes, tree, sinks, per_score = attention
         options = {**per_score, "timeout": timeout}
         if new is not None:
@@ -479,7 +479,7 @@ class ShardedKvCache(Local):
         return partial
 
     async def _prefix(self, seq: ShardedSequence, rank: int, keys: int) -> KvSequence:
-        """A sequence of a worker that has its first ``keys`` keys."""
+        """A sequence on one worker that has the worker's first ``keys`` keys of ``seq``."""
         if keys == self.split.before(rank, seq.length):
             return seq._handles[rank]
         prefix = seq._prefixes.get((rank, keys))
@@ -501,7 +501,7 @@ class ShardedKvCache(Local):
         """Write the new keys and values of each layer."""
         k, v = new[0] if len(new) == 1 else map(np.stack, zip(*new, strict=True))
         writing = asyncio.ensure_future(self._write(seq, k, v))
-        # Half of a write would leave a sequence that cannot be used.
+        # Not cancelled: half of a write would leave a sequence that cannot be used.
         cancelled = None
         while not writing.done():
             try:
@@ -525,7 +525,7 @@ class ShardedKvCache(Local):
         replies = {}
         for rank in np.unique(owners).tolist():
             own_rows = owners == rank
-            for key in [key for key in seq._prefixes if key[0] == rank]:  # they would cost the write a page
+            for key in [key for key in seq._prefixes if key[0] == rank]:  # the write would need one more page
                 self._caches[rank].free(seq._prefixes.pop(key))
             options = {"expect_length": lengths[rank]}
             own_k, own_v = k[..., own_rows, :, :], v[..., own_rows, :, :]
@@ -616,9 +616,9 @@ _STEP_OPTIONS = (*_SUPPORTED, *ROTATION, "causal", "sinks", "tree_mask", "q_desc
 
 
 def _check_options(method: str, given: Mapping[str, Any], supported: Collection[str], where: str = "") -> None:
-    """Raise `Unsupported` for another option that is not at its default, TypeError for one that no cache has.
+    """Raise `Unsupported` for other options that are not at their defaults, TypeError for one that no cache has.
 
-    where: what stands before its name.
+    where: the text before an option's name in the error.
     """
     messages = (AttendCache, BeginStep) if method == "step" else (AttendCache,)
     options = {each.name: each.default for message in messages for each in dataclasses.fields(message)}

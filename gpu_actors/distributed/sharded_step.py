@@ -1,7 +1,7 @@
 """ShardedStep: one pass of a model over the layers of a `ShardedKvCache`.
 
-Its layers read the keys that the workers have, and its new rows stay here until the commit, which appends those of all
-layers at once. So a step that ends early has nothing to undo.
+Its layers read the keys that the workers have. Its new rows stay here until the commit appends those of all layers at
+once. So a step that ends early has nothing to undo.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["ShardedStep"]
 
 
 class _Sequence(Protocol):
-    """The `ShardedSequence` of a step."""
+    """The part of `ShardedSequence` that a step uses."""
 
     length: int
     _lock: asyncio.Lock
 
 
 class _Cache(Protocol):
-    """The `ShardedKvCache` of a step."""
+    """The part of `ShardedKvCache` that a step uses."""
 
     def _check_sequence(self, seq: Any) -> None: ...
 
@@ -46,13 +46,13 @@ class _Cache(Protocol):
 
 
 class ShardedStep(Local):
-    """One pass of a model over the layers of a sequence, as `ShardedKvCache.step` begins it.
+    """One pass of a model over the layers of a sequence, begun by `ShardedKvCache.step`.
 
-    Await `attend` for each layer, then `commit` or `abort`. Until then requests on the sequence wait, so await none
-    within the step. ``async with await cache.step(...)`` commits at the end of its block, and aborts if the block
-    raises or is cancelled. A step without a reference to it is aborted.
+    Await `attend` for each layer, then `commit` or `abort`. Until then other requests on the sequence wait, so await
+    none of them within the step. ``async with await cache.step(...)`` commits at the end of its block, and aborts if
+    the block raises or is cancelled. A step to which no reference is left is aborted.
 
-    length: the rows of the sequence, with those of the step.
+    length: the rows of the sequence, including those that the step appends.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class ShardedStep(Local):
         return f"<ShardedStep over {self._rows} rows>"
 
     async def attend(self, layer: int, q: Array, k: Array | None = None, v: Array | None = None) -> Any:
-        """Attention of q to the layer of the sequence and to the step's own rows, k and v.
+        """Attend with q to a layer of the sequence and to the step's own rows, k and v.
 
         q: (rows, heads_q, head_dim), k: (rows, kv_heads, head_dim), v: (rows, kv_heads, head_dim_v), on the host, with
-            the dtypes of `ShardedKvCache.attend`. k and v are None in a step that appends none.
-        The output is (rows, heads_q, head_dim_v); where the step, or this layer, has ``return_lse=True``, it is an
-        `AttentionOutput` with the LSE. A layer may be attended again: the commit takes its last rows.
-        Raises `InvalidRequest` and `Unsupported` for what the layer does not take, and then the step goes on;
-        `StaleBuffer` once it has ended; `DeadlineExceeded`, `WorkerLost` and other errors of a worker: then the step is
-        aborted.
+            the dtypes of `ShardedKvCache.attend`. k and v are None in a step that appends no rows.
+        The output is (rows, heads_q, head_dim_v). If the step, or this layer, has ``return_lse=True``, it is an
+        `AttentionOutput` with the LSE. A layer may be attended to again: the commit takes its last rows.
+        Raises `InvalidRequest` and `Unsupported` for arguments that the layer does not take, and then the step goes on;
+        `StaleBuffer` once the step has ended; `DeadlineExceeded`, `WorkerLost` and other errors of a worker, and then
+        the step is aborted.
         """
         async with self._in_turn():
             number = integer("layer", layer, 0, len(self._heads) - 1)
@@ -113,15 +113,15 @@ class ShardedStep(Local):
             except TimeoutError as error:
                 raise error if isinstance(error, DeadlineExceeded) else DeadlineExceeded(LATE) from None
             if new is not None:
-                self._new[number] = np.array(new[0]), np.array(new[1])  # the caller may write the next layer's there
+                self._new[number] = np.array(new[0]), np.array(new[1])  # the caller may reuse its arrays
         return AttentionOutput(answer.out, answer.lse) if return_lse else answer.out
 
     async def commit(self) -> int:
         """Keep the rows, and return the new length.
 
-        Raises `InvalidRequest` where a layer has no new rows, and then the step goes on. Where a worker refuses its
-        rows, as with `CacheFull`, no worker keeps any; where one is lost, the sequence is lost. Rows that are being
-        written are written even if the task is cancelled or the deadline passes.
+        Raises `InvalidRequest` if a layer has no new rows, and then the step goes on. If a worker refuses its rows, as
+        with `CacheFull`, no worker keeps any. If a worker is lost, the sequence is lost. A write that has begun is
+        completed even if the task is cancelled or the deadline passes.
         """
         async with self._in_turn():
             missing = [layer for layer in range(len(self._heads)) if layer not in self._new]
@@ -133,7 +133,7 @@ class ShardedStep(Local):
         return self.length
 
     async def abort(self) -> None:
-        """Leave the sequence as it was before the step. Waits for a layer that is attended to."""
+        """Leave the sequence as it was before the step. Waits for an `attend` under way."""
         self._end(StaleBuffer("the step has ended"))
         async with self._turn:
             return
@@ -152,12 +152,12 @@ class ShardedStep(Local):
 
     def __del__(self) -> None:
         if getattr(self, "_holds_sequence", False):
-            with contextlib.suppress(RuntimeError):  # of a loop that is closed
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._seq._lock.release)
 
     @contextlib.asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
-        """One layer, or the end, at a time. An error that is no refusal ends the step."""
+        """Let one layer, or the end, run at a time. An error that is no refusal ends the step."""
         async with self._turn:
             try:
                 if self._deadline is not None and self._loop.time() >= self._deadline:
@@ -176,7 +176,7 @@ class ShardedStep(Local):
                     self._release_sequence()
 
     def _end(self, reason: GpuActorsError) -> None:
-        """Let no layer follow. Requests on the sequence go on once none is in flight."""
+        """Let no layer follow. Requests on the sequence go on once no layer is in flight."""
         self._over = self._over or reason
         if not self._turn.locked():
             self._release_sequence()

@@ -1,7 +1,7 @@
-"""head_split: one request of attention over several workers, each with some of the heads (tensor parallel).
+"""head_split: divides an attention request over several workers, each with some of the heads (tensor parallel).
 
-Heads are independent in attention, so nothing is merged: the answer is bit-identical to one context's, if one kernel
-computes both and splits no keys (docs/distributed.md).
+Heads are independent in attention, so nothing is merged. The answer is bit-identical to one context's, if the same
+kernel computes both and splits no keys (docs/distributed.md).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OF_K = {"k": -2, "v": -2, "q_descale": -1, "k_descale": -1, "v_descale": -1}
 async def head_split(
     pool: ContextPool, request: FlashForward, *, parts: int, timeout: float | None = None
 ) -> AttentionOutput:
-    """Answer a forward request by ``parts`` workers of a pool, each with its share of the heads.
+    """Answer a forward request with ``parts`` workers of a pool. Each computes its share of the heads.
 
     request: over arrays on the host. Each part has heads_kv / parts heads of k and v and the heads of q that read them,
-    with their slopes, sinks, bias and descales. Dropout counts the heads of the whole.
-    parts: divides heads_kv. A part goes to a worker that has none yet, while there is one; a lost worker's part is
-    repeated as `ContextPool.ask` does. timeout: seconds for each part.
+    with their slopes, sinks, bias and descales. Dropout counts the heads of the whole request.
+    parts: must divide heads_kv. Each part goes to a worker that has none yet, while there is such a worker. A lost
+    worker's part is repeated as `ContextPool.ask` does. timeout: seconds for each part.
 
     Raises `InvalidRequest` for operands whose heads do not agree, `Unsupported` for ``parts`` that do not divide
     heads_kv and for an ``out``; and what the pool raises.
@@ -49,7 +49,7 @@ async def head_split(
 async def head_split_backward(
     pool: ContextPool, request: FlashBackward, *, parts: int, timeout: float | None = None
 ) -> AttentionGradients:
-    """`head_split` for gradients. Those of a bias that all heads share are summed over the parts."""
+    """`head_split` for gradients. The gradients of a bias that all heads share are summed over the parts."""
     expect(type(request) is FlashBackward, "request", show(request), "must be a FlashBackward")
     operands = host_operands(request, (*_OF_Q, *_OF_K))
     return _joined_gradients(await _answers(pool, request, operands, parts, timeout), operands)

@@ -1,4 +1,4 @@
-"""WorkerPool: the workers of a pool, and attempts at a request on one after the other."""
+"""WorkerPool: the workers of a pool, and attempts at a request on one worker after the other."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _IDLE_POLL_SECONDS = 0.02
 class PoolStats(NamedTuple):
     """Counts of a pool.
 
-    workers: by name.
+    workers: the counts of each worker, by name.
     repeated: how many requests were repeated on another worker.
-    retries_left: of the budget.
+    retries_left: how many repetitions the budget allows now.
     """
 
     workers: Mapping[str, WorkerStats]
@@ -53,7 +53,7 @@ class PoolStats(NamedTuple):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Keyword arguments of `ContextPool`, which `open_pool` and `ray_pool` take too."""
+    """Keyword arguments of `ContextPool`. `open_pool` and `ray_pool` take them too."""
 
     retries: int
     budget: RetryBudget | None
@@ -64,7 +64,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class WorkerPool(Local):
-    """What a pool and its caches share: members by name, the homes of sequences, and the budget of repetitions."""
+    """The state that a pool and its caches share: members by name, homes of sequences, and the budget of retries."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class WorkerPool(Local):
 
     @property
     def workers(self) -> Mapping[str, GpuContext]:
-        """The contexts by name, including those that leave."""
+        """The contexts by name, including those that are leaving."""
         return {name: member.context for name, member in self._members.items()}
 
     def add(self, context: GpuContext, name: str | None = None, *, owned: bool = False) -> str:
         """Add a worker, which gets requests from now on. Returns its name.
 
-        owned: the pool closes the context when the worker is removed or the pool is closed.
+        owned: whether the pool closes the context when the worker is removed or the pool is closed.
         Raises `InvalidRequest` for a name that another worker has.
         """
         expect(isinstance(context, GpuContext), "context", show(context), "must be an open context")
@@ -122,8 +122,9 @@ class WorkerPool(Local):
         """Drain and remove a worker: it gets no new requests, and leaves once its requests are answered and its
         sequences freed.
 
-        timeout: seconds (None: no limit) after which it leaves anyway. Its sequences are `StaleBuffer` then. Closing
-        its context answers its open requests, and other workers repeat those that may be repeated.
+        timeout: seconds (None: no limit) after which it leaves anyway. Requests with its sequences then raise
+        `StaleBuffer`. Closing its context answers its open requests, and other workers repeat those that may be
+        repeated.
         If the task is cancelled while it waits, the worker stays.
         Raises `InvalidRequest` for a name that no worker has.
         """
@@ -134,7 +135,7 @@ class WorkerPool(Local):
             async with asyncio.timeout(timeout):
                 while not member.idle:  # noqa: ASYNC110 (a lost generation loses its sequences without an event)
                     await asyncio.sleep(_IDLE_POLL_SECONDS)
-        if self._members.get(name) is member:  # and not another one that has its name by now
+        if self._members.get(name) is member:  # not another worker that has got its name meanwhile
             del self._members[name]
             self.homes.forget(name)
         if member.owned:
@@ -167,7 +168,7 @@ class WorkerPool(Local):
         make: Callable[[Member], Awaitable[T]],
         may_repeat: Callable[[GpuActorsError, Member], bool],
     ) -> T:
-        """Make a request, on another worker again if it fails and may be repeated.
+        """Make a request. If it fails and may be repeated, make it again on another worker.
 
         choose: chooses among the members that may get the request, by name.
         make: makes the request.
@@ -182,7 +183,7 @@ class WorkerPool(Local):
         make: Callable[[Member], Awaitable[T]],
         may_repeat: Callable[[GpuActorsError, Member], bool],
     ) -> T:
-        # It awaits nothing but `make`, so the simulation of `benchmarks.fleet` runs it without an event loop.
+        # It awaits only `make`, so that the simulation of `benchmarks.fleet` can run it without an event loop.
         self.budget.request()
         tried: set[str] = set()
         for retries_left in range(self.retries, -1, -1):
@@ -242,7 +243,7 @@ class WorkerPool(Local):
 
 def _other_may_succeed(error: GpuActorsError, member: Member) -> bool:
     if isinstance(error, ActorFailed):
-        return False  # the request itself may be what failed
+        return False  # the request itself may be the cause
     if isinstance(error, ActorStopped):
         return member.leaving or not member.context.health().ready
     return True

@@ -1,10 +1,10 @@
-"""A context that a worker has, in this process, a child process or anywhere that a channel reaches.
+"""A context in a worker: in this process, a child process or anywhere that a channel reaches.
 
 async with open_remote("mock") as ctx:  # in a child process
     reply = await ctx.flash_attn.forward(q, k, v)
     result = await ctx.run(step, cache, seq)  # step(context, cache, seq), beside the cache
 
-`gpu_actors.isolation` has what all of them share: records, their order, requests without an answer, and the worker.
+`gpu_actors.isolation` has the parts that all workers share: records, their order, unanswered requests, and the worker.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ class RemoteContext(IsolatedContext):
     """A context in a worker. Made by `open_remote`; safe to share between event loops and threads.
 
     It has the handles, replies and errors of any context. Requests on one worker reach it in the order in which they
-    are made, each once, whatever its channel does. A worker that ends is followed by the next generation, as its
-    `RestartPolicy` allows. What the lost one had is answered with `WorkerLost`; its caches, sequences and kernels are
-    `StaleBuffer`.
+    are made, each once, even if its channel reorders or repeats records. A worker that ends is followed by the next
+    generation, as its `RestartPolicy` allows. The lost worker's requests are answered with `WorkerLost`. Requests with
+    its caches, sequences and kernels raise `StaleBuffer`.
 
-    name: of the worker, in its errors.
+    name: the worker's name in errors.
     """
 
     def __init__(self, children: RemoteChildren, generations: Generations, name: str) -> None:
@@ -60,17 +60,17 @@ class RemoteContext(IsolatedContext):
     def run(self, function: Callable[..., T], *arguments: Any, timeout: float | None = None) -> Reply[T]: ...
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Reply[Any]:
-        """Call ``function(context, *arguments)`` in the worker, beside its context. The reply gives its result.
+        """Call ``function(context, *arguments)`` in the worker, beside its context. The reply returns its result.
 
-        So a step of many requests costs one round trip. A coroutine function runs on a loop of the worker's, where it
-        may await replies; another runs in a thread, 32 of them at once, where it may call ``reply.result()``.
+        So many requests can cost one round trip. A coroutine function runs on a loop of the worker, where it may await
+        replies. Another function runs in a thread, at most 32 at the same time, where it may call ``reply.result()``.
 
-        function: of a module that the worker can import. arguments: whatever can be pickled, arrays in shared memory;
-        a `KvCache` of this context becomes the worker's own handle of it.
+        function: from a module that the worker can import. arguments: any objects that can be pickled. Arrays go
+        through shared memory. A `KvCache` of this context becomes the worker's own handle of it.
         timeout: seconds (None: ``default_timeout``) after which the reply raises `DeadlineExceeded`.
 
-        The reply raises what the function raises, `InvalidRequest` for what cannot cross, `WorkerLost`, and
-        `RequestCancelled`. Cancelling it cancels a coroutine at its next await, and another only before it begins.
+        The reply raises what the function raises, `InvalidRequest` for an argument that cannot cross, `WorkerLost`, and
+        `RequestCancelled`. Cancelling it cancels a coroutine at its next await, another function only before it begins.
         """
         call: Call[Any] = Call(None, self._runs)
         try:
@@ -104,7 +104,7 @@ class RemoteContext(IsolatedContext):
         return CacheRef(argument._number, argument._generation, argument._spec)
 
     def _drain(self, timeout: float | None, launches: bool) -> Reply[None]:
-        """Functions go first: they may make requests."""
+        """Wait for functions first, because they may make requests."""
         self._children.draining = True
         self._runs.close(_draining)
         began = time.monotonic()
@@ -127,13 +127,13 @@ def _draining() -> ActorStopped:
 
 
 class open_remote(open_context):
-    """Open a context that a worker has, in the ways of `open_context`: ``async with open_remote(...) as ctx``.
+    """Open a context in a worker, in the ways of `open_context`: ``async with open_remote(...) as ctx``.
 
     device: as for `open_context`, in the worker.
     options: only those that can be sent to the worker. ``restart`` is the policy for workers that end.
     workplace: starts the worker; None starts a child process. See `ChildProcess` and `InProcess`. Each context needs
-        one of its own.
-    name: of the worker, in errors; None: "worker 1" and so on.
+        a workplace of its own.
+    name: the worker's name in errors; None: "worker 1" and so on.
 
     Entering raises what `open_context` raises.
     """

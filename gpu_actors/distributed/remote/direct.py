@@ -13,16 +13,16 @@ from gpu_actors.isolation.launcher import Launcher, Received, WorkerSpec
 
 __all__ = ["DirectChannel", "InProcess", "Inbox"]
 
-# Its put is re-entrant: a finalizer may send wherever its thread is.
+# Its put is re-entrant, because a finalizer may send at any point of a thread's work.
 Inbox = queue.SimpleQueue[Any]
 
-# Seconds for a context to close in its thread, when it has to.
+# Seconds that a context may take to close in its thread.
 _CLOSING = 10.0
 _LONGEST = 3600.0
 
 
 class DirectChannel:
-    """Hands records to the other side's inbox as they are. inbox: of the other side."""
+    """Puts records into the other side's inbox as they are. inbox: the other side's."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -36,7 +36,7 @@ class DirectChannel:
             self._inbox.put((sequence, parcel))
 
     def forget(self, about: int) -> None:
-        """Nothing is kept for a request here."""
+        """Does nothing, because nothing is kept for a request here."""
 
     @property
     def waiting(self) -> int:
@@ -44,10 +44,10 @@ class DirectChannel:
 
 
 class InProcess(Launcher):
-    """Each generation is a context of this process, whose records a thread hands on. Nothing is copied or pickled.
+    """Each generation is a context of this process, with a thread that reads records. Nothing is copied or pickled.
 
-    It costs least and isolates least: for tests, and for devices that may share a process. A worker that hangs cannot
-    be ended; it is left behind, and the next generation opens beside it.
+    It costs least and isolates least. Use it for tests, and for devices that may share a process. A worker that hangs
+    cannot be ended: it is abandoned, and the next generation opens beside it.
     """
 
     noun: str = "worker"
@@ -104,7 +104,7 @@ class ThreadConnection:
         self._cut()
 
     def after_fork(self) -> None:
-        """The threads stayed behind, and nothing else is open."""
+        """Does nothing: the threads do not run in the forked child, and nothing else is open."""
 
     def _cut(self) -> None:
         self.channel.cut = self._worker_channel.cut = True  # type: ignore[attr-defined]

@@ -18,11 +18,11 @@ __all__ = ["Faults", "Faulty"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What a channel does to each record. Delays differ, so that records overtake each other.
+    """The faults of a channel. Delays differ, so that records overtake each other.
 
-    seed: of the random generator.
-    double, drop: probabilities.
-    delay: at most, in seconds.
+    seed: the seed of the random generator.
+    double, drop: the probabilities that a record is doubled or dropped.
+    delay: the longest delay of a record, in seconds.
     """
 
     seed: int = 0
@@ -34,8 +34,8 @@ class Faults:
 class Faulty(InProcess):
     """`InProcess` over bad channels, in both directions.
 
-    patience: seconds until a missing record is a lost generation.
-    doubled, dropped, overtaken: records so far.
+    patience: seconds for which a record may be missing before its generation is lost.
+    doubled, dropped, overtaken: how many records were, so far.
     """
 
     def __init__(self, faults: Faults | None = None, *, patience: float = 5.0) -> None:
@@ -49,7 +49,7 @@ class Faulty(InProcess):
         return ThreadConnection(order, received, lambda inbox: _FaultyChannel(self, inbox))
 
     def throw(self) -> list[float]:
-        """The delays with which a record arrives: none if it is dropped, two if it is doubled."""
+        """Draw the delays with which a record arrives: none if it is dropped, two if it is doubled."""
         faults, generator = self.faults, self._random
         with self._lock:
             if generator.random() < faults.drop:
