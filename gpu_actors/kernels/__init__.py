@@ -1,1 +1,1 @@
-"""The kernel families, and what dispatch, plans and programs ask of them: one folder a family."""
+"""The kernel families, and what dispatch, plans and programs ask of them. Most families have their own file."""

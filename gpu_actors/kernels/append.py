@@ -1,6 +1,6 @@
-"""The append kernel: new rows of K and V, perhaps rotated and quantised, to the ends of many caches in one launch.
+"""The append kernel: appends new rows of K and V, perhaps rotated and quantised, to many caches in one launch.
 
-q can be rotated in the same launch. The parameters are the struct of kernels_cu/append/params.cuh.
+The same launch can rotate q. The parameters are the struct of kernels_cu/append/params.cuh.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ AppendLayout: TypeAlias = Literal["paged", "dense", "pointers"]
 
 _KERNEL = "append"
 _WARPS, _WARP = 4, 32
-_MAX_ROWS = 16  # of a thread block: their places and rotations lie in shared memory
-_BLOCK_UNITS = 4 * _WARPS * _WARP  # four a thread: enough in flight, and few enough to spread small batches
-_FULL_GPU = 256  # blocks below which a row more a block would leave multiprocessors idle
+_MAX_ROWS = 16  # per thread block: shared memory holds their places and rotations
+_BLOCK_UNITS = 4 * _WARPS * _WARP  # four per thread: enough in flight, and few enough to spread small batches
+_FULL_GPU = 256  # with fewer blocks, another row per block would leave multiprocessors idle
 _PLACE_BYTES, _ROTATION_BYTES = 24, 8
 
 _CONVERTS = {"float16": ("float16",), "bfloat16": ("bfloat16",), "float32": ("float32", "float16", "bfloat16")}
@@ -50,11 +50,11 @@ _CONVERTS = {"float16": ("float16",), "bfloat16": ("bfloat16",), "float32": ("fl
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864, section 3.2.2) of the first columns of every head.
 
-    dim: columns that are rotated: even, at most head_dim. base: pair i turns by base^(-2i/dim) radians a position.
-    interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + dim / 2 ("NeoX", "rotate half").
-    inv_freq: dim / 2 radians a position, instead of what follows from base: for scaled embeddings.
-    table_rows: positions of the tables of cosines and sines that come with the request, instead of both; 0 for none.
-    Raises InvalidRequest for anything else.
+    dim: the number of rotated columns, even and at most head_dim. base: pair i turns by base^(-2i/dim) radians per
+    position. interleaved: columns 2i and 2i + 1 are a pair ("GPT-J"); else i and i + dim / 2 ("NeoX", "rotate half").
+    inv_freq: radians per position of each of the dim / 2 pairs, instead of those from base; for scaled embeddings.
+    table_rows: positions of the tables of cosines and sines that come with the request and replace base and inv_freq;
+    0 for no tables. Raises InvalidRequest for other values.
     """
 
     dim: int
@@ -77,7 +77,7 @@ class Rope:
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """Radians a position of each pair."""
+        """The radians per position of each pair."""
         if self.inv_freq is not None:
             return self.inv_freq
         return tuple(self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2))
@@ -85,17 +85,17 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendProblem:
-    """One append: shapes, dtypes and options, and no data.
+    """The shapes, dtypes and options of one append, without its data.
 
-    layout: of the caches: "paged" (num_blocks, page_size, heads_kv, dim) with a block table (batch, max_blocks),
-        "dense" (batch, max_seq, heads_kv, dim), or "pointers", an address a sequence of (heads_kv, max_seq, dim).
-    total: new rows, packed. rows: of each sequence, or 0 where cu_seqlens says it.
+    layout: of the caches, "paged" (num_blocks, page_size, heads_kv, dim) with a block table (batch, max_blocks),
+        "dense" (batch, max_seq, heads_kv, dim), or "pointers", the address of each sequence's (heads_kv, max_seq, dim).
+    total: all new rows, packed. rows: new rows of each sequence, or 0 if cu_seqlens defines them.
     dtype: of the new rows. cache_dtype: of the caches, the same or a narrower one.
     page_size, num_blocks, max_blocks: of paged caches. max_seq: of the others.
-    rope: rotates K, and q where heads_q > 0. positions: of the rotation, given a row; else the row's place in its
-        sequence. descales: the fp8 cache has some.
-    latent: of multi-head latent attention: a row of the one cache has the head_dim_v columns of v, the latent, and
-        behind them the head_dim columns of k, which are rotated.
+    rope: rotates K, and q if heads_q > 0. positions: whether the request gives each row's position for the rotation;
+        else it is the row's place in its sequence. descales: whether the fp8 cache has descales.
+    latent: multi-head latent attention with a single cache: a row has the head_dim_v columns of v, the latent, followed
+        by the head_dim columns of k, which are rotated.
     """
 
     layout: AppendLayout
@@ -119,20 +119,20 @@ class AppendProblem:
 
     @property
     def sides(self) -> dict[str, int]:
-        """The caches that there are, "k" and perhaps "v", and the columns of a row of each."""
+        """The columns of a cache's row, by cache: "k", and "v" unless the cache is latent."""
         if self.latent:
             return {"k": self.head_dim_v + self.head_dim}
         return {"k": self.head_dim, "v": self.head_dim_v}
 
     @property
     def capacity(self) -> int:
-        """Rows that a sequence may have in its cache."""
+        """The most rows that a sequence may have in its cache."""
         return self.max_blocks * self.page_size if self.layout == "paged" else self.max_seq
 
 
 @functools.lru_cache(maxsize=1024)
 def append_variant(problem: AppendProblem, arch: str) -> Variant:
-    """Raises `Unsupported` for what the kernel does not take. Sizes are not in a variant."""
+    """The variant for a problem, independent of its sizes. Raises `Unsupported` if the kernel does not take it."""
     p, rope, units = problem, problem.rope, _checked_units(problem, arch)
     macros: Macros = {
         "HEAD_DIM": p.head_dim,
@@ -185,7 +185,7 @@ def _checked_units(p: AppendProblem, arch: str) -> _Units:
 
 
 class _Units(NamedTuple):
-    """Pieces of one head's row that threads move, of each operand."""
+    """The pieces of one head's row that threads move, for each operand."""
 
     k: int
     v: int
@@ -210,7 +210,7 @@ def _shared_bytes(p: AppendProblem) -> int:
 
 
 class _Cut(NamedTuple):
-    """How a launch's rows are dealt out: see the fields of these names in kernels_cu/append/params.cuh."""
+    """How a launch's rows are divided among blocks: see the same fields in kernels_cu/append/params.cuh."""
 
     block_rows: int
     parts: int
@@ -233,7 +233,7 @@ def append_geometry(problem: AppendProblem) -> LaunchGeometry:
 
 
 class AppendTrial(NamedTuple):
-    """A small append that proves a kernel. new: rows of each sequence. before: keys that it has already."""
+    """A small append that proves a kernel. new: new rows of each sequence. before: keys that it has already."""
 
     problem: AppendProblem
     new: tuple[int, ...]
@@ -241,7 +241,7 @@ class AppendTrial(NamedTuple):
 
 
 def append_trials(problem: AppendProblem) -> list[AppendTrial]:
-    """Sequences without new rows and without keys, pages begun, filled and crossed, and rows that share a block."""
+    """Return appends of sequences without new rows or keys, begun, filled and crossed pages, and rows in one block."""
     trials = []
     sizes = (((3, 0, 21, 1, 0, 8), (5, 2, 7, 0, 0, 8), 2), ((530, 3), (0, 9), 1))
     for new, before, heads in sizes:
@@ -265,18 +265,18 @@ append_layout = functools.partial(struct_layout, "Params", "append/params.cuh")
 
 
 def pack_append(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The parameters of a launch.
+    """Return the parameters of a launch.
 
-    buffers, by name; outer strides may be any, the last axis is contiguous:
+    The buffers by name; outer strides may be any, the last axis is contiguous:
         k (total, heads_kv, head_dim), v (total, heads_kv, head_dim_v) of dtype: the new rows, sequence after sequence.
-        cu_seqlens_q int32 (batch + 1,) of the new rows, where ``rows`` is 0; rows past its end are no sequence's.
+        cu_seqlens_q int32 (batch + 1,) of the new rows, if ``rows`` is 0; rows past its end belong to no sequence.
         cache_seqlens int32 (batch,): keys of each sequence, the new ones included.
-        k_cache, v_cache of cache_dtype, as the layout says; with "pointers" k_pointers, v_pointers uint64 (batch,).
-            Of a latent cache k_cache alone, and k_descale, which is that of v too.
-        block_table int32 (batch, max_blocks), where paged.
-        positions int32 (total,); rope_cos, rope_sin float32 (table_rows, rope.dim / 2), where asked for.
-        q, q_rotated (total, heads_q, head_dim) of dtype, where heads_q > 0: the latter is an output.
-        k_descale, v_descale float32 (batch, heads_kv), positive; one of them may be missing.
+        k_cache, v_cache of cache_dtype, in the layout; with "pointers" k_pointers, v_pointers uint64 (batch,).
+            A latent cache is k_cache alone, and its k_descale serves v, too.
+        block_table int32 (batch, max_blocks), if paged.
+        positions int32 (total,); rope_cos, rope_sin float32 (table_rows, rope.dim / 2), if asked for.
+        q, q_rotated (total, heads_q, head_dim) of dtype, if heads_q > 0; q_rotated is an output.
+        k_descale, v_descale float32 (batch, heads_kv), positive; either may be missing.
     Raises InvalidRequest for an operand that is missing or not as described.
     """
     binder, steps = _binder(problem)
@@ -284,7 +284,7 @@ def pack_append(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
-    """The one cache as two: of its first columns, which are v's, and of those behind them."""
+    """Return the buffers with the latent cache as two: its first columns as v_cache, the rest as k_cache."""
     cache, found = buffers["k_cache"], dict(buffers)
     if cache.shape[-1] != problem.sides["k"]:
         reason = f"must have {problem.sides['k']} columns: {problem.head_dim_v} of v, and k's behind them"
@@ -299,7 +299,7 @@ def _columns(problem: AppendProblem, buffers: Mapping[str, Buffer]) -> dict[str,
 
 @functools.lru_cache(maxsize=256)
 def _binder(problem: AppendProblem) -> tuple[Binder, bytes]:
-    """What packs the struct, and behind it turns a position of each pair, in units of 2^-64, whole turns dropped."""
+    """Return what packs the struct, and the bytes after it: each pair's turns per position modulo 1, times 2^64."""
     layout, rope = append_layout(), problem.rope
     turns = () if rope is None or rope.table_rows else rope.frequencies
     steps = [round(math.fmod(radians / math.tau, 1.0) * 2.0**64) % (1 << 64) for radians in turns]

@@ -1,7 +1,7 @@
-"""backward_mma: its macros, its parameters, and the three kernels that it launches with memory between them.
+"""backward_mma: its macros, its parameters, its three kernels, and the scratch memory between them.
 
-The keys of backward_prepare and backward_finish are its key under their names. The parameters are struct BackwardParams
-of kernels_cu/backward/params.cuh, which holds the forward's.
+The keys of backward_prepare and backward_finish differ from its key in ``kernel`` alone. The parameters are struct
+BackwardParams of kernels_cu/backward/params.cuh, which holds the forward's Params.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare", "backward_mma", "backward
 
 _PREPARE_THREADS = 128
 _WARP = 32
-_DS_BITS, _DS_BITS_OF_MODS = 14, 7  # of 15 that float16 has, and with room for derivatives up to 256
+_DS_BITS, _DS_BITS_OF_MODS = 14, 7  # of the 15 that float16 has; 7 leave room for derivatives up to 256
 _FIRST_VECTOR_REDUCTION = 90  # compute capability from which four floats are added to global memory at once
 
-# The macros of the outer kernels. Options that they do not read would only make more variants.
+# The macros of the prepare and finish kernels. Options that these do not read would only make more variants.
 _COMMON = ("BLOCK_M", "ELEMENT", "KV_ELEMENT", "OUT_ELEMENT", "VARLEN", "SINKS", "DS_BITS")
 _PREPARE_MACROS = (*_COMMON, "HEAD_DIM_V", "COMPUTE_BITS", "TIES_AWAY", "NATURAL_LSE")
 _FINISH_MACROS = (*_COMMON, "HEAD_DIM", "WARPS", "BIAS_ELEMENT", "SUMMED_Q")
 
 
 def keys_of(key: DispatchKey, names: Sequence[str]) -> tuple[DispatchKey, ...]:
-    """The keys of the kernels that are launched for the key of any of them, in order."""
+    """The keys of all kernels of a launch in order, from the key of any of them."""
     return tuple(dataclasses.replace(key, kernel=name) for name in names)
 
 
 def gradient_macros(key: DispatchKey, names: Sequence[str], own: Macros) -> Macros:
-    """The macros of the kernel before, in or after the products that a key names. own: of those but the first."""
+    """The macros of the kernel that a key names. own: macros of the second and third of the three kernels alone."""
     prepare, main, finish = keys_of(key, names)
     macros = {name: value for name, value in forward_macros(main).items() if name != "LSE"}
-    if key.dtype == "float16":  # bf16 and what floats are rounded to have float's range
+    if key.dtype == "float16":  # bf16, and float32 rounded for tensor cores, have float32's range
         macros["DS_BITS"] = _DS_BITS if key.score_mod is None else _DS_BITS_OF_MODS
     scored = key.softcap or key.alibi or key.bias is not None or key.score_mod is not None
     macros |= flags(NATURAL_LSE=scored)
@@ -92,9 +92,9 @@ def backward_threads(key: DispatchKey) -> int:
 
 
 def dq_floats(key: DispatchKey) -> int:
-    """Floats of dQ that a slot holds: what the lanes have in registers, columns that do not exist included.
+    """The floats of dQ in a slot: all that the lanes hold in registers, padding columns included.
 
-    As Columns in kernels_cu/mma/shares.cuh deals out pairs of blocks of 8 columns; the kernels assert that it agrees.
+    Columns in kernels_cu/mma/shares.cuh divides pairs of blocks of 8 columns in the same way; the kernels assert it.
     """
     tile = tile_of(keys_of(key, NAMES)[1])
     chunk = 16 // ELEMENTS[key.dtype].itemsize
@@ -116,7 +116,7 @@ def _warp_tile(key: DispatchKey) -> int:
 
 
 _FORWARD = "forward."
-# Scratch memory of the kernels, of the shapes that `backward_scratch` gives.
+# The scratch memory of the kernels. Its shapes are those of `Program.scratch`.
 _SCRATCH = (
     "statistics",
     "dq_sums",
@@ -131,12 +131,12 @@ _SCRATCH = (
 
 
 def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) -> Pack:
-    """What packs the parameters of one of the kernels of a gradient. number: of the pass, for backward_simple.
+    """Return what packs the parameters of one kernel of a gradient. number: its pass, for backward_simple.
 
-    scored: those of the problem's score modification included, which the outer kernels do not know. Its buffers: the
-    forward's operands, out and lse as of `forward_packer`; dout like out; dq, dk and dv like q, k and v, or what
-    `sum_scratch` gives for those that sequences share; dbias like bias, without gaps; dsinks like sinks; dlse like lse,
-    or missing; the scratch of the program. Only what the problem asks for is looked at.
+    scored: whether to include the parameters of the score modification, unknown to the prepare and finish kernels. The
+    buffers are the forward's operands, out and lse as for `forward_packer`; dout like out; dq, dk and dv like q, k and
+    v, or the memory of `sum_scratch` for those that sequences share; dbias like bias, without gaps; dsinks like sinks;
+    dlse like lse, or missing; the scratch of the program. Only buffers that the problem asks for are read.
     """
     binder = functools.cache(lambda: _binder(problem, number))
     score = score_packer(problem) if scored else None
@@ -145,7 +145,7 @@ def backward_packer(problem: AttentionProblem, scored: bool, number: int = 0) ->
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         more = launch_values(problem, buffers, values.dropout_seed, _FORWARD)
         more |= {name: buffers[name].address for name in _SCRATCH if name in buffers}
-        # The first kernel clears what the others add to. It is not compiled for the sizes, which differ by their tiles.
+        # The first kernel clears the sums. It is not compiled for their sizes, which depend on the tiles of the others.
         if "dq_sums" in buffers:
             more["slot_floats"] = buffers["dq_sums"].shape[1]
         if "dq_turns" in buffers:
@@ -168,7 +168,7 @@ def _binder(problem: AttentionProblem, number: int) -> Binder:
     scalars = forward_scalars(problem, _FORWARD) | {"batch": problem.batch, "pass": number}
     for operand in operands:
         if operand.name == "dbias":
-            # The kernels use the same strides for its sums, which have no gaps either.
+            # The kernels use the strides of dbias for its sums, too. Neither has gaps.
             scalars["dbias_size"] = math.prod(operand.shape)
     return Binder.of(layout, operands, scalars)
 
@@ -195,7 +195,7 @@ def _operands(problem: AttentionProblem, layout: ParamsLayout) -> Iterator[Opera
         yield operand("dsinks", ".", shapes["sinks"].shape, *shapes["sinks"].dtypes)
 
 
-_BOUNDS = 4  # words that kernels_cu/backward/bounds.cuh keeps of each sequence and KV head
+_BOUNDS = 4  # words that kernels_cu/backward/bounds.cuh keeps for each sequence and KV head
 
 
 def backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
@@ -212,9 +212,9 @@ def gradient_program(
     floats: int,
     shares: tuple[int, ...] = (),
 ) -> Program:
-    """The kernels of these names: over rows, over tiles of keys (that of ``key``), and over rows again.
+    """The program of the kernels of these names: over rows, over tiles of keys (``key``'s), and over rows again.
 
-    pack: for the kernel of ``key``. floats: of dQ that a slot holds. shares: turns that a slot has, beside one.
+    pack: for the kernel of ``key``. floats: floats of dQ in a slot. shares: the shape of a slot's turns, () for one.
     """
     tile, outer = tile_of(key), backward_packer(problem, False)
     row_blocks = -(-problem.seqlen_q // tile.block_m) * problem.heads_q
@@ -229,7 +229,7 @@ def gradient_program(
 
 
 def query_slots(problem: AttentionProblem, block_m: int) -> int:
-    """How many slots of so many query rows there are: see kernels_cu/backward/params.cuh."""
+    """The number of slots of ``block_m`` query rows: see kernels_cu/backward/params.cuh."""
     if problem.layout == "varlen":
         return (problem.total_q // block_m + problem.batch) * problem.heads_q
     return problem.batch * -(-problem.seqlen_q // block_m) * problem.heads_q
@@ -238,7 +238,7 @@ def query_slots(problem: AttentionProblem, block_m: int) -> int:
 def _scratch(
     key: DispatchKey, problem: AttentionProblem, floats: int, shares: tuple[int, ...]
 ) -> dict[str, ScratchSpec]:
-    """What the kernels hand to each other. The first one clears what the others add to."""
+    """The scratch memory that the kernels share. The first one clears the sums that the others add to."""
     tile, slots = tile_of(key), query_slots(problem, tile_of(key).block_m)
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     scratch = {
@@ -264,14 +264,14 @@ def _scratch(
 
 
 def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """A block of keys that a tile of keys does not divide, which one has 48 of, and turns that are never taken."""
+    """Why blocks of keys are not whole tiles (one tile has 48 keys) or turns at a bias are never taken, or None."""
     size = None if problem.score_mod is None else problem.score_mod.block_size
     if size is None:
         return bias_turns_refusal(problem)
     if problem.deterministic and problem.dbias:
         reason = "blocks take turns at a bias by batch and head, and each head has lists of its own"
         return order_refusal(problem, reason, "bias", problem.bias_shape, None)
-    widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider ones are refused anyway
+    widest = min(max(problem.head_dim, problem.head_dim_v), GREATEST_DIM)  # wider heads are refused anyway
     keys = tile_for(_MAIN, "backward", arch, problem.dtype, widest, problem.mask, False, problem.layout).block_n
     if size[1] % keys == 0:
         return None

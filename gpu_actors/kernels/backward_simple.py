@@ -1,4 +1,4 @@
-"""How backward_simple is compiled, and what it launches: three passes of one kernel."""
+"""How backward_simple is compiled and launched: one kernel in up to three passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARP = 32
 
 
 def simple_backward_macros(key: DispatchKey) -> Macros:
-    """The forward macros, but for the LSE's, which gradients read anyway; of backward_sum, its own."""
+    """The forward macros without LSE, since gradients always read the LSE. backward_sum has its own macros."""
     if key.kernel == SUM:
         return sum_macros(key)
     return {name: value for name, value in forward_macros(key).items() if name != "LSE"}
@@ -33,7 +33,7 @@ def simple_backward_threads(key: DispatchKey) -> int:
 
 
 def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """The passes over queries, over keys, and over what dsinks and dbias are of."""
+    """The passes over queries, over keys, and, if these have gradients, over sinks and tiles of the bias."""
     tile, threads, shared_bytes = tile_of(key), simple_backward_threads(key), shared_bytes_of(key)
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     queries = row_tiles * problem.heads_q * problem.batch
@@ -53,9 +53,9 @@ def simple_backward_program(problem: AttentionProblem, key: DispatchKey, target:
 
 
 def _refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
-    """Rows that do not fit into shared memory: of more than 256 columns of float64 below 163 KiB."""
+    """Refuse rows that do not fit into shared memory: over 256 columns of float64 where a block has under 163 KiB."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > MAX_HEAD_DIM:  # on any architecture
+    if widest > MAX_HEAD_DIM:  # refused on any architecture
         return None
     try:
         tile_for("backward_simple", "backward", arch, problem.dtype, widest, problem.mask)
@@ -74,7 +74,7 @@ BACKWARD_SIMPLE = KernelFamily(
     "backward",
     ("dense", "varlen"),
     tensor_cores=False,
-    companions=(SUM,),  # also behind backward_mma: this family takes what that takes, and float64
+    companions=(SUM,),  # backward_mma has it, too: this family takes the same problems, and float64
     refuses=_refuses,
     score_mods=True,
     invariant=True,

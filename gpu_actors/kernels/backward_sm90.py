@@ -1,8 +1,8 @@
-"""backward_sm90: what it takes, its macros, its parameters, and the three kernels that it launches.
+"""backward_sm90: the problems that it takes, its macros, its parameters, and the three kernels that it launches.
 
 struct Sm90BackwardParams of kernels_cu/backward_sm90/params.cuh:    q, k, v, dout | BackwardParams | ScoreParams
 
-backward_prepare_sm90 and backward_finish_sm90 share its tile, and their keys are its key under their names.
+backward_prepare_sm90 and backward_finish_sm90 have its tile. Their keys differ from its key in ``kernel`` alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 NAMES = _PREPARE, _MAIN, _FINISH = "backward_prepare_sm90", "backward_sm90", "backward_finish_sm90"
 
 CONSUMERS = 2
-"""Warpgroups of a block that multiply."""
+"""The warpgroups of a block that multiply."""
 
 _NARROW = 128
 _PREPARE_THREADS, _WARPGROUP = 128, 128
@@ -62,7 +62,7 @@ def sm90_backward_threads(key: DispatchKey) -> int:
 
 
 def sm90_dq_floats(key: DispatchKey) -> int:
-    """Floats of dQ that a slot holds: a tile's rows, padded to the columns that are multiplied."""
+    """The floats of dQ in a slot: a tile's rows, padded to the columns that are multiplied."""
     tile = tile_of(keys_of(key, NAMES)[1])
     return tile.block_m * padded_backward_dims(tile, key.head_dim, key.head_dim_v)[0]
 
@@ -70,7 +70,7 @@ def sm90_dq_floats(key: DispatchKey) -> int:
 def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
     tile = tile_of(key)
     dim, dim_v = padded_backward_dims(tile, key.head_dim, key.head_dim_v)
-    share = 2 if shares_keys(tile) else 1  # of the columns of Q and dO, which a consumer multiplies
+    share = 2 if shares_keys(tile) else 1  # consumers that divide the columns of Q and dO
     boxes = (
         ("q", dim // share, tile.block_m),
         ("k", dim, tile.block_n),
@@ -82,7 +82,7 @@ def sm90_backward_packer(problem: AttentionProblem, key: DispatchKey, encode: En
 
 def sm90_backward_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
     pack = sm90_backward_packer(problem, key, target.encode)
-    turns = (CONSUMERS,)  # one for each one's share of a slot
+    turns = (CONSUMERS,)  # one per consumer, for its share of a slot
     return gradient_program(problem, key, NAMES, sm90_backward_threads, pack, sm90_dq_floats(key), turns)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a kernel of a user's own: which are arrays, and the bytes of all others."""
+"""The arguments of a user's own kernel: which of them are arrays, and the bytes of the others."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _POINTER_BYTES = 8
 
 
 def argument_field(parameters: Sequence[KernelParameter], place: int) -> str:
-    """What errors call the argument: ``args['x']``, or ``args[0]`` for a parameter without a name."""
+    """The name of an argument in errors: ``args['x']``, or ``args[0]`` if the parameter has no name."""
     return f"args[{parameters[place].name or place!r}]"
 
 
 def arguments_by_place(parameters: Sequence[KernelParameter], args: Any) -> tuple[Any, ...]:
-    """One argument a parameter, from a sequence in their order or a mapping by their names."""
+    """Return one argument per parameter, from a sequence in the parameters' order or a mapping by their names."""
     names = [parameter.name for parameter in parameters]
     if isinstance(args, Mapping):
         if "" in names:
@@ -50,9 +50,9 @@ def arguments_by_place(parameters: Sequence[KernelParameter], args: Any) -> tupl
 
 
 def written_places(parameters: Sequence[KernelParameter], out: Any) -> tuple[int, ...]:
-    """The parameters whose arrays get what the kernel writes.
+    """The places of the parameters whose arrays receive the kernel's results.
 
-    out: names or places, one or a sequence of them; None: every pointer to what is not const.
+    out: a name or place, or a sequence of them; None stands for every pointer to a type that is not const.
     """
     if out is None:
         return tuple(place for place, parameter in enumerate(parameters) if parameter.written)
@@ -69,7 +69,7 @@ def written_places(parameters: Sequence[KernelParameter], out: Any) -> tuple[int
 
 
 def value_bytes(parameter: KernelParameter, size: int | None, value: Any, field: str) -> bytes:
-    """The bytes of an argument that is no array. size: of the parameter, None where it is not known."""
+    """The bytes of an argument that is no array. size: the parameter's bytes, None if unknown."""
     if parameter.pointer:
         data = bytes(_POINTER_BYTES)  # None: a null pointer
     elif parameter.dtype is not None:
@@ -111,14 +111,14 @@ def _scalar_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
         raise beyond from None
     with np.errstate(over="ignore"):
         rounded = np.array(number).astype(dtype)
-    # The value itself is asked, because a finite long double may be an infinite float.
+    # This checks the value itself, because a finite long double may be an infinite float.
     if value == value and abs(value) != math.inf and not math.isfinite(float(rounded)):
         raise beyond
     return rounded.tobytes()
 
 
 def _whole_bytes(parameter: KernelParameter, value: Any, field: str) -> bytes:
-    """The bytes of a struct, or of a type that the source gave a name of its own."""
+    """The bytes of a struct, or of another type that the source names."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.names:
         return value.tobytes()
     if isinstance(value, np.generic):

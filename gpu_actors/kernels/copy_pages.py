@@ -1,6 +1,6 @@
 """The kernel that copies pages within a KV cache's pools, into them and out of them.
 
-Of the pool, an `AppendProblem`, only the shape and dtype of the cache count.
+The pool is an `AppendProblem`. Only the shape and dtype of its cache count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_actors.kernels.support import ELEMENTS
 __all__ = ["pack_page_copy", "page_copy_geometry", "page_copy_variant"]
 
 _WARPS, _WARP = 4, 32
-_PART_BYTES = 8192  # four rounds of 16 bytes a thread
+_PART_BYTES = 8192  # four rounds of 16 bytes per thread
 
 
 @functools.cache
@@ -34,10 +34,10 @@ def page_copy_geometry(pairs: int, pool: AppendProblem) -> LaunchGeometry:
 def pack_page_copy(
     pairs: int, pool: AppendProblem, buffers: Mapping[str, Buffer], source: str = "cache", target: str = "cache"
 ) -> bytes:
-    """The parameters of a launch that copies ``pairs`` pages of a cache, each contiguous in itself.
+    """Return the parameters of a launch that copies ``pairs`` pages of a cache, each of them contiguous.
 
-    source, target: "cache", or "pages", whose k_pages and v_pages are (pairs, ...). page_pairs: int32 (pairs, 2) of
-    (source, destination), no destination twice, nor among the sources of the same pool.
+    source, target: "cache", or "pages" for the buffers k_pages and v_pages, (pairs, ...). page_pairs: int32 (pairs, 2)
+    of (source, destination); no destination occurs twice, or among the sources of the same pool.
     """
     itemsize = ELEMENTS[pool.cache_dtype].itemsize
     found = {
@@ -47,7 +47,7 @@ def pack_page_copy(
         if f"{side}_{name}" in buffers
     }
     more = {f"{name}_stride": buffer.strides[0] * itemsize for name, buffer in found.items()}
-    # A list of pages has one for each pair; the pool has its own number.
+    # A list of pages has one page per pair; the pool has its own number of pages.
     blocks = tuple(pool.num_blocks if name == "cache" else pairs for name in (source, target))
     return _binder(pairs, pool, (source, target), blocks).pack(buffers, more)
 
@@ -73,5 +73,5 @@ def _page_bytes(pool: AppendProblem) -> tuple[int, int]:
 
 
 def _parts(size: int) -> int:
-    """Blocks that share a page of so many bytes."""
+    """The blocks that share a page of ``size`` bytes."""
     return -(-size // _PART_BYTES)

@@ -1,12 +1,12 @@
-"""decode_mma: what it takes, the macros, grids and parameters of its kernels, and their launch.
+"""decode_mma: the problems that it takes, the macros, grids and parameters of its kernels, and their launch.
 
     split on the host         decode_mma -> decode_combine                    lengths are NumPy arrays
-    split on the device       decode_plan -> decode_mma -> decode_combine     with positions too
+    split on the device       decode_plan -> decode_mma -> decode_combine     else, or with positions or cache_leftpad
 
-The keys of one launch differ in ``kernel`` alone. kernels_cu/decode/decode_mma.cu tells how rows are packed and split.
+The keys of one launch differ in ``kernel`` alone. kernels_cu/decode/decode_mma.cu says how rows are packed and split.
 All three kernels take struct DecodeParams of kernels_cu/decode/params.cuh. Grids and scratch memory depend on shapes
-alone and on no length, so that a captured launch serves every step of a sequence. With one split pinned there is
-nothing to combine.
+alone, not on lengths, so that a captured launch serves every step of a sequence. If a single split is pinned, nothing
+is combined.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def decode_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
 
 
 def decode_keys(problem: AttentionProblem, key: DispatchKey, planned: bool) -> tuple[DispatchKey, ...]:
-    """The kernels of a launch in order. key: of the one that attends. planned: whether the host splits the work."""
+    """The keys of a launch in order. key: the attending kernel's. planned: whether the host splits the work."""
     names = [key.kernel] if planned else [PLAN, key.kernel]
     if problem.num_splits != 1:
         names.append(COMBINE)
@@ -109,12 +109,12 @@ def decode_keys(problem: AttentionProblem, key: DispatchKey, planned: bool) -> t
 
 
 def ranges_of(key: DispatchKey, multiprocessors: int) -> int:
-    """Ranges that the work is split into: as many as blocks run at once."""
+    """The ranges that the work is split into: as many as there are blocks that run at once."""
     return max(1, multiprocessors) * decode_tile(key).blocks
 
 
 def step_geometry(key: DispatchKey, problem: AttentionProblem, ranges: int) -> LaunchGeometry:
-    """The grid of one of a launch's kernels. It depends on no length, so that a graph can hold it."""
+    """The grid of one kernel of a launch. It does not depend on lengths, so that a graph can hold it."""
     if key.kernel == PLAN:
         return LaunchGeometry((1, 1, 1), (decode_threads(key), 1, 1), 0)
     if key.kernel == DECODE:
@@ -124,7 +124,7 @@ def step_geometry(key: DispatchKey, problem: AttentionProblem, ranges: int) -> L
 
 
 def usual_decode_problems(arch: str) -> list[AttentionProblem]:
-    """What is worth compiling ahead: pages and pointers, one new row of 1, 4 or 8 heads, and 8 rows of them."""
+    """Problems worth compiling ahead: over pages and pointers, with 1 or 8 new rows of up to 8 heads per KV head."""
     kv_dtypes = ["bfloat16"]
     if capability(arch) >= FIRST_FP8_CAPABILITY:
         kv_dtypes.append("float8_e4m3fn")
@@ -141,7 +141,7 @@ def _usual(kv_dtype: str, head_dim: int, ratio: int, rows: int) -> AttentionProb
 
 
 def decode_macros(key: DispatchKey) -> Macros:
-    """Options that one of the three kernels does not read keep one value, so that they make no further variants."""
+    """The macros of a kernel of the three. Options that it does not read keep one value, to make no more variants."""
     tile, _, shared_bytes = decode_tile(key)
     work = split_macros(key)
     if key.kernel == DECODE:
@@ -159,7 +159,7 @@ def decode_macros(key: DispatchKey) -> Macros:
 
 
 def query_macros(key: DispatchKey) -> Macros:
-    """Of 8-bit queries, that they are widened to halves, as keys and values are: exactly, and in the fewest steps."""
+    """The macros that widen 8-bit queries to halves, as keys and values are: exactly, and in the fewest steps."""
     element = ELEMENTS[key.dtype]
     return {"Q_ELEMENT": element.c_type, "ELEMENT": ELEMENTS["float16"].c_type} if element.fp8 else {}
 
@@ -169,7 +169,7 @@ def _sharing(key: DispatchKey) -> Macros:
 
 
 def split_macros(key: DispatchKey) -> Macros:
-    """What every kernel is compiled for that counts tiles of keys."""
+    """The macros of every kernel that counts tiles of keys."""
     work = flags(VARLEN=key.varlen_q, POINTERS=key.layout == "pointers", POSITIONS=key.positions)
     work |= flags(OWN_LAYOUTS=key.own_layouts, BATCH_IDX=key.cache_batch_idx, LEFTPAD=key.cache_leftpad)
     return work | mask_macros(key)
@@ -182,17 +182,17 @@ def decode_threads(key: DispatchKey) -> int:
 _ATTENTION = "attention."
 _SCRATCH = ("plan", "sums", "partial_out", "partial_sums", "cache_layouts")
 CHUNK = 16
-"""Bytes that a cp.async copies, and a multiple of which its addresses are."""
+"""The bytes that a cp.async copies. Its addresses are multiples of it."""
 
 
 decode_layout = functools.partial(struct_layout, "DecodeParams", "common/params.cuh", "decode/params.cuh")
 
 
 def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Pack:
-    """What packs the parameters of the kernels of a launch over a cache. ranges: that the work is split into.
+    """Return what packs the parameters of a launch over a cache. ranges: the ranges that the work is split into.
 
-    Its buffers are those of `_operands`, by name, with any outer strides, and the scratch memory that the launch has.
-    Where "pointers", the strides of k_cache.0 and v_cache.0 hold for all. Rows of caches must begin at multiples of 16
+    The buffers are those of `_operands`, by name, with any outer strides, and the scratch memory of the launch. With
+    "pointers", all caches have the strides of k_cache.0 and v_cache.0. Rows of caches must begin at multiples of 16
     bytes.
     """
     ranged = {"ranges": ranges, "min_units": min_units(key)}
@@ -200,10 +200,10 @@ def decode_packer(problem: AttentionProblem, key: DispatchKey, ranges: int) -> P
 
 
 def split_packer(problem: AttentionProblem, key: DispatchKey, splits: int) -> Pack:
-    """What packs the parameters of decode_simple and its merge, which cut every item into pieces of equal length.
+    """Return what packs the parameters of decode_simple and its merge. Both cut every item into equal pieces.
 
-    splits: the most pieces of an item. Buffers are as of `decode_packer`, but that partial_out and partial_sums are
-    float64 where q is, and that rows of caches may begin anywhere.
+    splits: the most pieces of an item. The buffers are as for `decode_packer`, except that partial_out and partial_sums
+    are float64 if q is, and that rows of caches may begin at multiples of the element size.
     """
     return _packer(problem, lambda: _binder(problem, key.row_tile, splits, {}), ITEMSIZES[problem.kv_dtype])
 
@@ -225,7 +225,7 @@ def _packer(problem: AttentionProblem, make: Callable[[], Binder], alignment: in
 def pack_pointers(problem: AttentionProblem, side: str, alignment: int, buffers: Mapping[str, Buffer]) -> bytes:
     """The addresses of a batch's cache arrays, uint64 (batch,). side: "k_cache" or "v_cache".
 
-    alignment: bytes, at multiples of which rows begin.
+    alignment: rows begin at multiples of this many bytes.
     """
     first = buffers[f"{side}.0"]
     addresses = []
@@ -303,7 +303,7 @@ def _check_alignment(name: str, cache: Buffer, axes: tuple[int, ...], alignment:
 def rows_refusal(address: int, strides: Sequence[int], alignment: int = CHUNK) -> str | None:
     """Why a kernel cannot follow the rows of a cache, or None.
 
-    strides: in bytes, of the axes of more than one. alignment: bytes, at multiples of which rows must begin.
+    strides: in bytes, of the axes of extent above 1. alignment: rows must begin at multiples of this many bytes.
     """
     if address % alignment or any(stride % alignment for stride in strides):
         return f"rows of a cache must begin at multiples of {alignment} bytes"
@@ -313,7 +313,7 @@ def rows_refusal(address: int, strides: Sequence[int], alignment: int = CHUNK) -
 
 
 UNKNOWN_MULTIPROCESSORS = 4
-"""Of an emulated device: a few ranges show every way of splitting."""
+"""The multiprocessors assumed for an emulated device: a few ranges show every way of splitting."""
 
 
 def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
@@ -324,9 +324,9 @@ def decode_program(problem: AttentionProblem, key: DispatchKey, target: Target) 
 
 
 def split_program(problem: AttentionProblem, main: Part, pack: Pack, ranges: int, lengths_on_host: bool) -> Program:
-    """A kernel that attends ranges of the work, with what splits the work before it and merges pieces behind it.
+    """The program of a kernel that attends ranges, with the kernels that split the work before and merge pieces after.
 
-    main: of a grid of ``ranges`` blocks. pack: for the kernels beside it.
+    main: that kernel, with a grid of ``ranges`` blocks. pack: for the other kernels.
     """
     keys = decode_keys(problem, main.key, lengths_on_host)
     return Program(
@@ -337,7 +337,7 @@ def split_program(problem: AttentionProblem, main: Part, pack: Pack, ranges: int
 
 
 def _split(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
-    """From lengths that are NumPy arrays to the ranges, int32 (ranges + 1, 4)."""
+    """Return what makes the ranges, int32 (ranges + 1, 4), from lengths in NumPy arrays."""
     split = splitter(problem, key, ranges)
 
     def plan(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def _split(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
 
 
 def cache_tables(problem: AttentionProblem, alignment: int = CHUNK) -> dict[str, ScratchSpec]:
-    """Where the arrays of "pointers" lie, and how. alignment: as of `pack_pointers`."""
+    """The tables of addresses and layouts of the arrays of "pointers". alignment: as for `pack_pointers`."""
     specs = {}
     if problem.layout == "pointers":
         for side in "kv":

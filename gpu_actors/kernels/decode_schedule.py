@@ -1,7 +1,7 @@
-"""Splits the work of a decode launch into ranges of equal length, on the host from lengths that it knows.
+"""Splits the work of a decode launch into ranges of equal length, on the host, from lengths that the host knows.
 
-The words are those of kernels_cu/decode/plan.cuh, and so are the results: decode_plan computes the same positions on
-the device where lengths lie there. Splitting by equal ranges of the whole is stream-K (Osama et al., arXiv 2301.03598).
+kernels_cu/decode/plan.cuh defines the terms. If lengths lie on the device, decode_plan computes the same positions
+there. Splitting the whole work into equal ranges is stream-K (Osama et al., arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["ITEM_UNITS", "Schedule", "Workload", "before", "min_units", "splitte
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MIN_UNITS = 2  # of a range: one alone may be an item's beginning, without keys
-_LENGTHS = 64  # of a batch, whose ranges a plan keeps
-ITEM_UNITS = 1  # what beginning an item is counted as, in tiles of keys
+_MIN_UNITS = 2  # of a range: a single unit may be the beginning of an item, without keys
+_LENGTHS = 64  # batches of different lengths whose ranges a splitter keeps
+ITEM_UNITS = 1  # the cost of beginning an item, in tiles of keys
 
 
 class Workload(NamedTuple):
-    """What is to be split: tiles of keys by entry. exists: whether an entry has rows at all."""
+    """The work to split. tiles: the tiles of keys of each entry. exists: whether an entry has rows."""
 
     tiles: Ints
     exists: npt.NDArray[np.bool_]
@@ -42,28 +42,28 @@ class Workload(NamedTuple):
 
     @property
     def pieces(self) -> Ints:
-        """The pieces that an item of each entry is cut into, whatever the ranges."""
+        """The pieces that an item of each entry is cut into, independent of the ranges."""
         return np.maximum(1, np.minimum(self.splits, self.tiles))
 
 
 class Schedule(NamedTuple):
-    """positions: int32 (ranges + 1, 4): entry, KV head and tile at which each range begins, and where the last ends."""
+    """positions: int32 (ranges + 1, 4): entry, KV head and tile where each range begins and the last one ends."""
 
     positions: npt.NDArray[np.int32]
     workload: Workload
 
 
 Split: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any] | None], Schedule]
-"""From lengths, keys of each sequence (batch,), and new rows of each, None if all have ``seqlen_q``, to the ranges."""
+"""Maps the keys of each sequence (batch,) and its new rows, None if all have ``seqlen_q``, to the ranges."""
 
 
 def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
-    """What splits the launches of a problem. Its lengths and rows are within what the problem says."""
+    """Return what splits the launches of a problem. Its lengths and rows must be within the problem's limits."""
     tile, least = decode_tile(key).tile.block_n, min_units(key)
 
     @functools.lru_cache(maxsize=_LENGTHS)
     def of_tiles(counts: bytes) -> Schedule:
-        """Of sequences of so many tiles of keys, int64 (batch,), whose rows fit into a block."""
+        """The ranges of sequences with these tiles of keys, int64 (batch,), if their rows fit into a block."""
         schedule = split(np.frombuffer(counts, np.int64) * tile, None)
         schedule.positions.flags.writeable = False
         return schedule
@@ -72,7 +72,7 @@ def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
         return _split(least, ranges, workload(problem, key, lengths, rows))
 
     def split_by_tiles(lengths: npt.NDArray[Any], rows: npt.NDArray[Any] | None) -> Schedule:
-        # The last row sees all keys. A step of decoding adds one, and most steps no tile.
+        # The last row sees all keys. A decoding step adds one key, and most steps add no tile.
         if rows is not None:
             return split(lengths, rows)
         return of_tiles(((lengths.astype(np.int64) + tile - 1) // tile).tobytes())
@@ -82,7 +82,7 @@ def splitter(problem: AttentionProblem, key: DispatchKey, ranges: int) -> Split:
 
 
 def _split(least: int, ranges: int, load: Workload) -> Schedule:
-    """least: units of a range."""
+    """least: the fewest units of a range."""
     units = load.units
     sums = before(units * load.heads)
     total, entries = int(sums[-1]), units.size
@@ -101,7 +101,7 @@ def _split(least: int, ranges: int, load: Workload) -> Schedule:
 
 
 def min_units(key: DispatchKey) -> int:
-    """The fewest units of a range, while there are enough for that."""
+    """The fewest units of a range, if the work has as many."""
     return max(_MIN_UNITS, RANGE_KEYS // decode_tile(key).tile.block_n)
 
 
@@ -125,7 +125,7 @@ def workload(
 
 
 def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[Ints, Ints, Ints]:
-    """Positions moved on to where the next piece begins."""
+    """Move positions forward to where the next piece begins."""
     count, pieces = load.tiles[entry], load.pieces[entry]
     piece = -(-tile * pieces // np.maximum(count, 1))
     past = (tile > 0) & (piece == pieces)
@@ -135,7 +135,7 @@ def _at_a_piece(load: Workload, entry: Ints, head: Ints, tile: Ints) -> tuple[In
 
 
 def before(counts: npt.NDArray[Any]) -> Ints:
-    """Sums of all that comes before, with the sum of everything at the end."""
+    """The sum of the counts before each count, followed by the sum of all."""
     sums = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
     return sums

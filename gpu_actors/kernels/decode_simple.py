@@ -1,10 +1,10 @@
 """decode_simple, the kernel of every request over caches that tensor cores do not take, and its merge.
 
     one split      decode_simple
-    else           decode_simple -> decode_simple_combine
+    more splits    decode_simple -> decode_simple_combine
 
-Every item is cut into the same number of pieces, wherever lengths lie: nothing is split on the host or by a kernel.
-kernels_cu/decode/decode_simple.cu tells what a block does.
+Every item is cut into the same number of pieces, whether lengths lie on the host or on the device. No further kernel
+and no code on the host splits the work. kernels_cu/decode/decode_simple.cu says what a block does.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = ["DECODE_SIMPLE", "SIMPLE", "SIMPLE_COMBINE"]
 SIMPLE, SIMPLE_COMBINE = "decode_simple", "decode_simple_combine"
 
 _ROW_TILES = (4, 8, 16, 32)
-_KEYS = (32, 16)  # of a tile, the first that fits
+_KEYS = (32, 16)  # of a tile; the first that fits counts
 _COMBINE_WARPS = 4
 _WARP = 32
-_LEAST_KEYS = 128  # of a piece of the longest sequence that a table or cache can hold, where the planner decides
-_BLOCKS = 2  # a multiprocessor, likewise
+_LEAST_KEYS = 128  # of a piece of the longest sequence that a table or cache can hold, if no splits are pinned
+_BLOCKS = 2  # per multiprocessor, if no splits are pinned
 
 
 def simple_row_tile(problem: AttentionProblem) -> int:
-    """The packed rows that a block takes: 8 where there are no more, else as many as registers sum."""
+    """The packed rows of a block: 8 if there are no more, else as many as registers can sum."""
     widest, double = max(problem.head_dim, problem.head_dim_v), problem.dtype == "float64"
     if double and widest > MAX_HEAD_DIM:
-        return 4  # of a latent cache; 8 do not fit into the shared memory of every architecture
+        return 4  # latent cache: 8 rows do not fit into the shared memory of every architecture
     if packed_rows(problem) <= 8 or (double and widest > 256):
         return 8
     return 32 if widest <= 128 and not double else 16
 
 
 def simple_tile(key: DispatchKey) -> tuple[Tile, int]:
-    """The tile of a key, and the bytes of shared memory of its block."""
+    """The tile of a key, and the shared memory of its block in bytes."""
     warps = 2 if key.row_tile == 4 else 4
     for keys in _KEYS:
         tile = Tile(key.row_tile, keys, 1, warps)
@@ -59,7 +59,7 @@ def simple_tile(key: DispatchKey) -> tuple[Tile, int]:
 
 
 def simple_macros(key: DispatchKey) -> Macros:
-    """Options that the merge does not read keep one value."""
+    """The macros of the kernel or of its merge. Options that the merge does not read keep one value."""
     tile, shared = simple_tile(key)
     work = split_macros(key) | {"CACHE_ALIGNMENT": ELEMENTS[key.kv_dtype].itemsize}
     if key.kernel == SIMPLE_COMBINE:
@@ -77,7 +77,7 @@ def simple_threads(key: DispatchKey) -> int:
 
 
 def splits_of(problem: AttentionProblem, row_tile: int, multiprocessors: int) -> int:
-    """Pieces that each item is cut into at most: those asked for, or enough for all multiprocessors."""
+    """The most pieces of an item: those that the request pins, or enough for all multiprocessors."""
     if problem.num_splits:
         return problem.num_splits
     wanted = -(-_BLOCKS * multiprocessors // max(1, items_of(problem, row_tile)))

@@ -1,8 +1,8 @@
-"""decode_sm90: what it takes, its tile, its macros, its parameters and its launch.
+"""decode_sm90: the problems that it takes, its tile, its macros, its parameters and its launch.
 
     struct Sm90DecodeParams of kernels_cu/decode_sm90/params.cuh:    k, v | DecodeParams
 
-The split and the merge are decode_mma's kernels, under keys that differ in ``kernel`` alone.
+decode_mma's kernels split and merge the work. Their keys differ in ``kernel`` alone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["DECODE_SM90", "NAME", "part_of", "sm90_decode_tile"]
 
 NAME = "decode_sm90"
 SM90_ROW_TILES = (64, 128)
-"""Packed rows of a block: of one or two warpgroups."""
+"""The packed rows of a block of one warpgroup, or of two."""
 
 _FEWEST_ROWS = 16
 _WIDEST = 128  # head dim
-_BARRIERS, _FOUND = 16, 16  # bytes of a stage's, and of the word behind them
+_BARRIERS, _FOUND = 16, 16  # bytes of a stage's barriers, and of the word after them
 _WIDENED = 2  # stages that hold widened keys and values
-_WIDE = 2  # bytes of an element there
+_WIDE = 2  # bytes of a widened element
 _WARP = 32
 
 
@@ -67,7 +67,7 @@ def sm90_row_tile(problem: AttentionProblem) -> int:
 
 
 def sm90_decode_tile(key: DispatchKey) -> DecodeTile:
-    """One block a multiprocessor, with as many stages as fit. Tiles of keys are those of the split and the merge."""
+    """The tile for one block per multiprocessor: as many stages as fit, and keys as in the split and the merge."""
     block_n, narrow = decode_tile(key).tile.block_n, ELEMENTS[key.kv_dtype].fp8
     columns = sum(padded_head_dim(dim, key.kv_dtype) for dim in (key.head_dim, key.head_dim_v))
     stage = block_n * columns * ELEMENTS[key.kv_dtype].itemsize + _BARRIERS
@@ -90,7 +90,7 @@ def sm90_decode_threads(key: DispatchKey) -> int:
 
 
 def part_of(page_size: int, keys: int) -> int:
-    """The keys that one copy brings: of a tile of ``keys``, or the largest power of two that divides the page size."""
+    """The keys that one copy brings: the largest power of two that divides the page size, but at most ``keys``."""
     return min(keys, page_size & -page_size) if page_size else keys
 
 

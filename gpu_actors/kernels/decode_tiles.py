@@ -1,4 +1,4 @@
-"""The tiles of decode_mma: how many packed rows and keys a block takes, and how many of those a launch has."""
+"""The tiles of decode_mma: the packed rows and keys of a block, and the number of tiles in a launch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 ROW_TILES = (16, 32, 64)
 WIDE_ROW_TILES = (16, 32)  # more do not fit into shared memory beside keys of over 256 columns
-# Bytes that should be on their way to a multiprocessor: bandwidth times latency, with some to spare.
+# Bytes that should be in flight to a multiprocessor: bandwidth times latency, with some to spare.
 _BYTES_IN_FLIGHT = 96 * 1024
 
 
 class DecodeTile(NamedTuple):
-    """tile: of packed rows and keys. blocks: a multiprocessor. shared_bytes: a block."""
+    """tile: its packed rows and keys. blocks: per multiprocessor. shared_bytes: per block."""
 
     tile: Tile
     blocks: int
@@ -38,10 +38,10 @@ class DecodeTile(NamedTuple):
 
 
 def packed_rows(problem: AttentionProblem) -> int:
-    """The rows by which kernel and tile are chosen: query heads a KV head, times new rows.
+    """The rows by which kernel and tile are chosen: query heads per KV head, times new rows.
 
-    Where the splits are pinned, a sequence must be computed alike whatever rows others in the batch have: then the
-    heads alone decide. Where rows are invariant, one row must be computed as a prompt is: then nothing does.
+    With pinned splits, a sequence must be computed alike, however many rows the rest of its batch has: the heads alone
+    count. With invariant rows, a single row must be computed as a prompt is: the number is fixed.
     """
     if problem.invariant:
         return ROW_TILES[-1]
@@ -56,18 +56,18 @@ def row_tile_of(problem: AttentionProblem) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def decode_tile(key: DispatchKey) -> DecodeTile:
-    """The tile of a key: two blocks a multiprocessor where two stages and more fit in for both, else one.
+    """The tile of a key: for two blocks per multiprocessor if each can have two stages or more, else for one.
 
-    Raises Unsupported where not even one fits.
+    Raises Unsupported if not even one fits.
     """
     limit, whole = shared_mem_limit(capability(key.arch)), shared_a_multiprocessor(key.arch)
     widest, narrow = max(key.head_dim, key.head_dim_v), ELEMENTS[key.kv_dtype].fp8
-    # Work that is done once a tile and warp costs relatively more where a tile has half the bytes.
+    # Work that is done once per tile and warp costs relatively more if a tile has half the bytes.
     sizes: tuple[int, ...] = (128, 64, 32) if narrow and key.row_tile == 16 and widest <= 128 else (64, 32)
     if widest > GREATEST_DIM:
         return _wide_tile(key, limit, whole)
     if key.row_tile >= 64 and widest > 192:
-        sizes = (32,)  # a warp has all keys of a tile, and registers for no more of them beside O
+        sizes = (32,)  # a warp has all keys of a tile; beside O, its registers hold no more of them
     for block_n in sizes:
         warps = 2 if block_n == 32 and key.row_tile == 16 else max(4, key.row_tile // 16)
         for blocks in (2, 1):
@@ -79,7 +79,7 @@ def decode_tile(key: DispatchKey) -> DecodeTile:
 
 
 def _wide_tile(key: DispatchKey, limit: int, whole: int) -> DecodeTile:
-    """The tile of rows of more columns than a warp's registers sum: `VALUE_WARPS` share them."""
+    """The tile for rows of more columns than a warp's registers can sum: `value_warps` warps share them."""
     for block_n in (32, 16):
         key_warps = block_n // 16 if key.row_tile == 16 else 1
         tile = _deepest(key, block_n, value_warps(key) * key.row_tile // 16 * key_warps, 1, min(limit, whole - 1024))
@@ -89,12 +89,12 @@ def _wide_tile(key: DispatchKey, limit: int, whole: int) -> DecodeTile:
 
 
 def value_warps(key: DispatchKey) -> int:
-    """Warps that share a row's columns of V."""
+    """The number of warps that share a row's columns of V."""
     return 1 if max(key.head_dim, key.head_dim_v) <= GREATEST_DIM else 2
 
 
 def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int) -> DecodeTile | None:
-    """The tile with as many stages as the bytes in flight call for and ``room`` holds; None below two."""
+    """The tile with as many stages as the bytes in flight need and ``room`` holds; None if these are fewer than two."""
     k_row, chunk = mma_row(key.head_dim, key.kv_dtype), 16 // ELEMENTS[key.kv_dtype].itemsize
     sharing = value_warps(key)
     columns = key.head_dim_v if sharing == 1 else -(-key.head_dim_v // (16 * chunk)) * 16 * chunk
@@ -111,10 +111,10 @@ def _deepest(key: DispatchKey, block_n: int, warps: int, blocks: int, room: int)
 
 
 def row_tiles(problem: AttentionProblem, row_tile: int) -> int:
-    """Tiles of packed rows of the longest sequence. row_tile: of the key."""
+    """The tiles of packed rows of the longest sequence. row_tile: the key's."""
     return -(-problem.seqlen_q * problem.gqa_ratio // row_tile)
 
 
 def items_of(problem: AttentionProblem, row_tile: int) -> int:
-    """Tiles of packed rows times KV heads, in all."""
+    """The items of a launch: its tiles of packed rows times KV heads."""
     return problem.batch * row_tiles(problem, row_tile) * problem.heads_kv

@@ -1,7 +1,7 @@
 """Picks the kernel that answers a problem, and says why.
 
 `FAMILIES` lists the kernels from the most to the least specialised; the first that does not refuse a problem takes it.
-To add a kernel, name its family here; its file says the rest, but for the tiles, which are in `tiles`.
+To add a kernel, add its family to the list. Its file holds the rest, except the tiles, which are in `tiles`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Verdict(NamedTuple):
-    """What became of a family. reason: a sentence."""
+    """Whether a family was taken. reason: why, in a sentence."""
 
     family: str
     taken: bool
@@ -102,13 +102,13 @@ def dispatch_key(
 ) -> DispatchKey:
     """The key of the kernel that answers ``problem`` on ``arch`` ("sm_90a", ...), without a GPU.
 
-    Raises Unsupported for what `check_support` refuses, and where every family does: then with the reason of the last
-    that is for problems of this kind at all. Raises what ``barred`` gives for the first family that takes the problem,
-    where it bars all of these; of an invariant problem, where it bars that one.
+    Raises Unsupported if `check_support` refuses the problem. Raises it if every family does, with the reason of the
+    last family that is for problems of this kind. If ``barred`` bars every family that takes the problem, raises its
+    error for the first of them. An invariant problem takes that first family or none.
     """
     _check_support(problem, arch, families)
     refusal: Unsupported | None = None
-    meant = False  # whether that is of a family for problems of this kind
+    meant = False  # whether the refusal is by a family for problems of this kind
     failed: GpuActorsError | None = None
     for family in families:
         found = family.refusal(problem, arch)
@@ -117,11 +117,11 @@ def dispatch_key(
             why = None if barred is None else barred(key)
             if why is None:
                 return key
-            if problem.invariant:  # the next family has other bits
+            if problem.invariant:  # the next family would give other bits
                 raise why
             failed = failed or why
             continue
-        if problem.invariant and found.field == "batch":  # nor may the size of a batch decide
+        if problem.invariant and found.field == "batch":  # the size of a batch may not decide either
             raise found
         own = found.field not in _OTHER_KINDS and (found.field != "block_mask" or family.block_masks)
         if own or not meant:
@@ -132,7 +132,7 @@ def dispatch_key(
 
 
 def _check_support(problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...]) -> None:
-    """`check_support`, which for a head dim names the limits of the kernels that are for problems of this kind."""
+    """Like `check_support`, but an error about a head dim names the limit of the kernels for problems of this kind."""
     found = find_unsupported(problem, arch)
     if found is None:
         return
@@ -154,8 +154,8 @@ def answering_key(
 ) -> DispatchKey:
     """The key that answers a problem on a device. families, barred: as for `dispatch_key`.
 
-    A device that runs no kernels refuses what no kernel does, but for gradients: those it gives in every precision, for
-    programs whose gradients are to be checked in float64.
+    A device that runs no kernels refuses a problem that no kernel takes, except gradients. It computes these in every
+    precision, so that programs can check their gradients in float64.
     """
     if runs_kernels or problem.direction == "forward":
         return dispatch_key(problem, arch, families, barred)
@@ -163,7 +163,7 @@ def answering_key(
 
 
 def family_of(key: DispatchKey) -> KernelFamily:
-    """The family of a key's kernel. Raises InvalidRequest where nothing is compiled for it (the oracle's)."""
+    """The family of a key's kernel. Raises InvalidRequest for the oracle's key, for which nothing is compiled."""
     family = _BY_KERNEL.get(key.kernel)
     if family is None:
         raise InvalidRequest("kernel", key.kernel, f"compiled kernels are {', '.join(_BY_KERNEL)}")
@@ -204,7 +204,7 @@ def explain(
     return verdicts
 
 
-# The fields that a key takes from its problem. The family decides num_splits, and of bias only the dtype counts.
+# The fields that a key takes from its problem. The family decides num_splits, and only the dtype of a bias counts.
 _CARRIED = tuple(
     field.name
     for field in dataclasses.fields(DispatchKey)

@@ -20,30 +20,30 @@ MakeProgram: TypeAlias = Callable[[AttentionProblem, DispatchKey, Target], Progr
 
 
 _POSITIONS = ("q_positions", "k_positions", "dropout_first_head", "dropout_heads")
-GREATEST_DIM = 256  # of kernels that multiply on tensor cores
-_BLOCK_MASK = 128  # rows, or keys, that every tile but one of 48 keys divides
-_CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements all the same
+GREATEST_DIM = 256  # head dim of kernels that multiply on tensor cores
+_BLOCK_MASK = 128  # a number of rows or keys that every tile divides, except one of 48 keys
+_CHUNK = 16  # bytes; rows of a dtype of more than 16 bits are multiples of 8 elements, too
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
     """One kernel and the problems that it is for.
 
-    name: of the kernel, as in DispatchKey. reason: a sentence on what it is for, shown where it is taken.
-    direction, layouts, dtypes: that it is for, None for all; of the layouts and dtypes the last is the usual one.
-    tensor_cores: whether it multiplies there, which takes head dims in whole chunks and no products in full float32.
-    refuses: why it does not take a problem of this kind on an architecture, or None.
-    program: what is launched for a problem whose key names the kernel. macros, threads: what a key's kernel is compiled
-    for, and the threads of its block; the key names this kernel or a companion.
+    name: the kernel's, as in DispatchKey. reason: a sentence on what the kernel is for, shown where it is taken.
+    direction, layouts, dtypes: those that it is for, None for all; the last layout and dtype are the usual ones.
+    tensor_cores: whether it multiplies there. It then takes head dims in whole chunks, and no products in full float32.
+    refuses: returns why the kernel does not take a problem of this kind on an architecture, or None.
+    program: returns what is launched for a problem whose key names the kernel. macros, threads: return what a key's
+    kernel is compiled for, and the threads of its block; the key names this kernel or a companion.
     companions: kernels that are launched with it, under keys that differ in the name alone.
-    num_splits, persistent: as in DispatchKey. row_tile: likewise, from a problem; None where it is 0.
+    num_splits, persistent: as in DispatchKey. row_tile: returns that of a problem's key; None stands for 0.
     score_mods: whether it includes common/score.cuh, and so the score modification of a graph; companions do not.
-    block_masks: whether it walks along the lists of a block mask, which divide into its tiles.
-    positions: whether rows, keys and heads may stand in a larger problem. row_stats: whether it stores a row's largest
-    score and the sum of its exponentials. lacks: further fields of a problem that it does not know. greatest_dim: of
-    heads on tensor cores, but for a latent cache's. tma: whether it loads by TMA, which not all strides suit
-    (`kernels.forward_sm90.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, at multiples
-    of which they must begin then; loads by TMA do. invariant: whether a row's bits follow from the row and its keys.
+    block_masks: whether it follows the lists of a block mask, whose blocks its tiles divide.
+    positions: whether rows, keys and heads may belong to a larger problem. row_stats: whether it stores a row's largest
+    score and the sum of its exponentials. lacks: further fields of a problem that it does not take. greatest_dim: the
+    widest head on tensor cores, except over a latent cache. tma: whether it loads by TMA, which not all strides suit
+    (`kernels.forward_sm90.tma_refusal`). chunks: whether it copies rows of caches in chunks of 16 bytes, so that rows
+    must begin at multiples of 16; TMA needs this, too. invariant: whether a row's bits depend only on it and its keys.
     """
 
     name: str
@@ -108,7 +108,7 @@ class KernelFamily:
         return self.refuses(problem, arch) or (self._chunk_refusal(problem) if self.tensor_cores else None)
 
     def _chunk_refusal(self, problem: AttentionProblem) -> Unsupported | None:
-        """The nearest head dim is the next one up, for rows can be padded and cannot be shortened."""
+        """The error's nearest head dim is the next larger one, because rows can be padded but not shortened."""
         if problem.compute == "f32":
             return Unsupported("compute", problem.compute, "tensor cores have no float32 products", "tf32")
         chunk = _CHUNK if ELEMENTS[problem.kv_dtype].fp8 else _CHUNK // 2

@@ -1,13 +1,13 @@
-"""Batches as requests over a cache of the same arrays: dense ones of few query rows, where a published rule says so.
+"""Answers batches as requests over a cache of the same arrays: dense ones of few rows, if a published rule says so.
 
     forward_sm90, forward_mma     a tile of up to 192 rows holds the rows of one query head, and reads all its keys
-    decode_sm90, decode_mma       a tile of 16 to 128 rows holds those of a whole group, and its keys are split
+    decode_sm90, decode_mma       a tile of 16 to 128 rows holds the rows of a whole group, and its keys are split
 
 Keys and values stay where they lie: a dense cache is an array (batch, seqlen_k, heads_kv, dim).
 
-Rows of an invariant context have the bits that they have over a cache, so there any number of them is packed. Of packed
-sequences (total_k, heads_kv, dim) each has the whole array as its cache, in which its keys end where ``cu_seqlens_k``
-says and what lies before them is padding. So the bounds may lie anywhere, and nothing is copied.
+Rows of an invariant context have the bits that they have over a cache, so any number of them is packed there. Each of
+the packed sequences (total_k, heads_kv, dim) has the whole array as its cache. Its keys end where ``cu_seqlens_k``
+says, and the rows before them count as padding. So the bounds may lie anywhere, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = ["Packing", "as_cache", "has_cache_form", "option_without_cache", "pac
 _MULTIPROCESSORS = {80: 108}  # of an A100, where a device does not say how many it has; else those of an H100
 _RENAMED = {"k": "k_cache", "v": "v_cache"}
 _TILED = (FORWARD_SM90.name, FORWARD_MMA.name)
-# What packed rows do not have, or mean otherwise. Of a request the names of two are others.
+# Options that packed rows lack or understand differently. Two have another name in a request.
 _LACKING = ("dropout_p", "score_mod", "alibi_signed", "q_positions", "k_positions", "positions", "varlen_q", "wide_lse")
 _OF_REQUESTS = {"score_mod": "block_mask", "wide_lse": "lse_dtype"}
 
 
 class Packing(NamedTuple):
-    """What packing the rows of a dense problem comes to. key: of the kernel that attends packed rows.
+    """How the rows of a dense problem would be packed. key: that of the kernel that attends packed rows.
 
-    tiled_by: the kernel that takes the problem otherwise. tile: its rows. rows, heads: of a head, and of query heads a
-    KV head. splits: see `split_count`. asked: ``pack_gqa`` of the request.
+    tiled_by: the kernel that takes the problem otherwise. tile: the rows of its tile. rows: those of a head. heads:
+    query heads per KV head. splits: see `split_count`. asked: ``pack_gqa`` of the request.
     """
 
     tiled_by: str
@@ -64,7 +64,7 @@ class Packing(NamedTuple):
     def taken(self) -> bool:
         if self.asked is not None:
             return self.asked
-        # `should_pack` for every architecture: FlashAttention packs on those before sm_90 to have fewer binaries.
+        # `should_pack` decides on every architecture. FlashAttention always packs before sm_90, to have fewer binaries.
         return self.splits > 1 or should_pack(self.rows, self.heads, self.tile)
 
     @property
@@ -86,10 +86,10 @@ def packing_of(
     asked: bool | None = None,
     barred: Barred | None = None,
 ) -> Packing | None:
-    """Whether rows of a dense problem are packed, or None where no kernel packs them.
+    """Return how rows of a dense problem would be packed, or None if no kernel packs them.
 
-    key: what answers the problem otherwise. families: to choose from, for operands that lie as k and v do.
-    multiprocessors: of the device, where it says. asked: ``pack_gqa`` of the request. barred: as for `dispatch_key`.
+    key: what answers the problem otherwise. families: those that can read k and v where they lie. multiprocessors: the
+    device's, None if unknown. asked: ``pack_gqa`` of the request. barred: as for `dispatch_key`.
     """
     if not _may_pack(problem, key):
         return None
@@ -112,13 +112,13 @@ def _may_pack(problem: AttentionProblem, key: DispatchKey) -> bool:
 
 
 def has_cache_form(problem: AttentionProblem) -> bool:
-    """Whether the kernels over caches take a batch as `as_cache` has it, if their own refusals let them."""
+    """Whether kernels over caches can take a batch in the form of `as_cache`, apart from their own refusals."""
     p = problem
     return min(p.batch, p.seqlen_q, p.total_k) > 0 and option_without_cache(p) is None
 
 
 def option_without_cache(problem: AttentionProblem) -> str | None:
-    """The field of a request by which its batch is none of `as_cache`, or None."""
+    """The field of a request that keeps its batch from the form of `as_cache`, or None."""
     measured = problem.mask != "full" or problem.alibi is not None  # from the diagonal
     if measured and problem.alignment == "top_left":
         return "alignment"
@@ -127,7 +127,7 @@ def option_without_cache(problem: AttentionProblem) -> str | None:
 
 
 def as_cache(problem: AttentionProblem) -> AttentionProblem:
-    """A problem over a cache that holds its keys and values. Every sequence of a dense one has all keys."""
+    """The problem over a cache that holds a batch's keys and values. Sequences of a dense batch have all its keys."""
     splits = 1 if problem.invariant else 0
     if problem.layout == "dense":
         return dataclasses.replace(problem, layout="cache", alignment="bottom_right", num_splits=splits)
@@ -137,7 +137,7 @@ def as_cache(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _seen(problem: AttentionProblem) -> int:
-    """The keys of a sequence that one of its rows sees."""
+    """The number of keys of a sequence that any of its rows sees."""
     rows, keys = problem.seqlen_q, problem.seqlen_k
     begin, end, offset = (np.array([value], np.int64) for value in (0, rows, keys - rows))
     sinks, first, last = (int(found.max()) for found in problem.key_ranges(begin, end, offset, keys))
@@ -146,9 +146,9 @@ def _seen(problem: AttentionProblem) -> int:
 
 
 def packed_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """What is launched for a problem whose key names a kernel over caches.
+    """The program of a problem whose key names a kernel over caches.
 
-    Of a dense one, lengths and the split of the work follow from shapes: every launch copies the same few numbers.
+    For a dense problem, lengths and the split of the work follow from shapes: each launch copies the same few numbers.
     """
     program = program_of(as_cache(problem), key, target._replace(lengths_on_host=True))
     parts = (Part(part.key, part.geometry, functools.partial(_as_caches, part.pack)) for part in program.parts)

@@ -1,4 +1,4 @@
-"""FlashAttentionConfig: the tiles that FlashAttention-2 would choose. No kernel here reads it; `tiles` has theirs."""
+"""FlashAttentionConfig: the tiles that FlashAttention-2 would choose. No kernel here reads it; see `tiles`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FlashAttentionConfig:
     """Tiles of FlashAttention-2's forward with a pipeline of K and V tiles (Dao, arXiv 2307.08691).
 
     head_dim: of q, k and v. seq_q, seq_kv: rows. sm: compute capability times ten, 80 for 8.0.
-    block_m, block_n: query rows and keys of a tile. num_warps: a block. num_stages: K and V tiles in flight.
-    dtype: of q, k and v in shared memory. Make one with `auto`, or any with its fields.
+    block_m, block_n: query rows and keys of a tile. num_warps: per block. num_stages: K and V tiles in flight.
+    dtype: of q, k and v in shared memory. `auto` makes the usual one; the constructor takes any fields.
     """
 
     head_dim: int
@@ -40,10 +40,10 @@ class FlashAttentionConfig:
     ) -> FlashAttentionConfig:
         """The usual configuration: 128 x 128 up to dim 64, 128 x 64 up to 128, else 64 x 64.
 
-        8 warps on sm 90 and newer where block_m is 128, else 4; 3 stages on sm 90 and newer, else 2. Where
-        that exceeds what a block may have of shared memory, stages are given up one by one. Raises
-        Unsupported where even one stage does not fit (float32 of dim 256 on sm 80, say), and for an unknown
-        dtype or sm. Raises InvalidRequest for a size or an sm that is no int.
+        8 warps on sm 90 and newer if block_m is 128, else 4; 3 stages on sm 90 and newer, else 2. If
+        these exceed the shared memory of a block, there are fewer stages. Raises Unsupported if even one
+        stage does not fit (float32 of dim 256 on sm 80, say), and for an unknown dtype or sm. Raises
+        InvalidRequest for a size or an sm that is no int.
         """
         for name, size in (("head_dim", head_dim), ("seq_q", seq_q), ("seq_kv", seq_kv)):
             integer(name, size, 0)
@@ -73,7 +73,7 @@ class FlashAttentionConfig:
 
     @property
     def shared_mem_bytes(self) -> int:
-        """Bytes of the Q tile, of num_stages K and V tiles, and of a float for each query row."""
+        """The bytes of the Q tile, of num_stages K and V tiles, and of a float for each query row."""
         rows = self.block_m + 2 * self.num_stages * self.block_n
         return rows * self.head_dim * ELEMENTS[self.dtype].itemsize + 4 * self.block_m
 

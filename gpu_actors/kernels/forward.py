@@ -1,4 +1,4 @@
-"""How forward_mma, forward_wide and forward_simple are compiled, and what they launch: one kernel."""
+"""How forward_mma, forward_wide and forward_simple are compiled and launched: each is one kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forward_program(problem: AttentionProblem, key: DispatchKey, target: Target)
 
 
 def scored_packer(problem: AttentionProblem) -> Pack:
-    """What packs Params and, behind them, RowStats and ScoreParams of launches of a problem."""
+    """Return what packs Params, followed by RowStats and ScoreParams, for launches of a problem."""
     more = [pack for pack in (row_stats_packer(problem), score_packer(problem)) if pack is not None]
     first = forward_packer(problem)
     if not more:

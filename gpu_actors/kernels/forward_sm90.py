@@ -1,9 +1,9 @@
-"""forward_sm90: what it takes, its macros, the order in which its blocks work, its parameters and its launch.
+"""forward_sm90: the problems that it takes, its macros, the order in which its blocks work, its parameters, its launch.
 
 struct Sm90Params of kernels_cu/forward_sm90/params.cuh:    q, k, v, out | Params | RowStats | ScoreParams | Schedule
 
-Tile sizes are in `tiles`. The schedule is drawn in kernels_cu/forward_sm90/schedule.cuh. TMA asks more of an operand
-than a kernel that reads through pointers: `tma_refusal` says what.
+Tile sizes are in `tiles`. The schedule is drawn in kernels_cu/forward_sm90/schedule.cuh. TMA has requirements on an
+operand that reads through pointers do not have: see `tma_refusal`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ ROWS = 64
 """The rows of a consumer, and of its boxes of queries and outputs."""
 
 SWIZZLE_ROWS = 8
-"""The rows after which TMA's swizzle repeats: boxes of a page begin at multiples of them."""
+"""The rows after which TMA's swizzle repeats. Boxes of a page begin at multiples of it."""
 
 MULTIPROCESSORS = 132
-"""The multiprocessors of an H100 or H200 (SXM), assumed where a device does not say how many it has."""
+"""The multiprocessors of an H100 or H200 (SXM), assumed if a device does not say how many it has."""
 
-_MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # numbers that blocks draw lie beyond it
-_L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section want room, too
-_CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # a tile of keys up to head dim 128, and beyond: see `tiles`
+_MAX_TILES = (1 << 31) - 1 - MULTIPROCESSORS * 8  # blocks draw numbers beyond it
+_L2_BYTES = 32 << 20  # of 50 MiB: outputs and the next section need room, too
+_CACHE_KEYS, _WIDE_CACHE_KEYS = 128, 64  # keys of a tile up to head dim 128, and above: see `tiles`
 _FACTORS = {"softmax_scale": (2.0**-30, 2.0**30), "softcap": (2.0**-10, 2.0**10)}
 
 
@@ -77,7 +77,7 @@ def sm90_refuses(problem: AttentionProblem, arch: str) -> Unsupported | None:
 
 
 def _register_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Why options are left to other kernels that would spill registers together."""
+    """Why options that would spill registers together are left to other kernels, or None."""
     biased, dropped = problem.bias is not None, problem.dropout_p > 0.0
     dim = max(problem.head_dim, problem.head_dim_v)
     wide, summed_apart = dim > 192, ELEMENTS[problem.dtype].fp8 and 64 < dim <= 128
@@ -96,7 +96,7 @@ def _register_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Why new rows over a cache are left to the kernels that decode."""
+    """Why new rows over a cache are left to the kernels that decode, or None."""
     if not problem.decoding:
         return None
     if ELEMENTS[problem.dtype].fp8:
@@ -116,7 +116,7 @@ def _cache_refusal(problem: AttentionProblem) -> Unsupported | None:
     if problem.num_splits > 1:
         return Unsupported("num_splits", problem.num_splits, "forward_sm90 does not split keys", 1)
     if problem.num_splits and problem.varlen_q:
-        # decode_mma takes a sequence of fewer rows alone; with pinned splits it must have the same bits in a batch.
+        # Alone, a sequence of fewer rows goes to decode_mma. With pinned splits it must have the same bits in a batch.
         reason = (
             "forward_sm90 takes a sequence or leaves it by the rows of others, and pinned splits promise the same bits"
         )
@@ -141,7 +141,7 @@ def _shape_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def folded_factor_refusal(problem: AttentionProblem, kernel: str) -> Unsupported | None:
-    """Of the problem's scale or softcap."""
+    """Why a kernel cannot fold the problem's scale or softcap into other factors, or None."""
     for field, (least, greatest) in _FACTORS.items():
         value = getattr(problem, field)
         if field == "softcap" and value == 0.0:
@@ -166,7 +166,7 @@ def sm90_macros(key: DispatchKey) -> Macros:
 
 
 class Sections(NamedTuple):
-    """tiles: of rows, in all. row_tiles: of a sequence. all_heads: query heads of all sequences. heads: a section."""
+    """tiles: all row tiles. row_tiles: per sequence. all_heads: query heads of all sequences. heads: per section."""
 
     tiles: int
     row_tiles: int
@@ -175,7 +175,7 @@ class Sections(NamedTuple):
 
 
 def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
-    """The schedule of a problem: as many whole KV heads a section as L2 holds the keys and values of."""
+    """The schedule of a problem: a section has whole KV heads, at most as many as L2 holds keys and values of."""
     row_tiles = -(-problem.seqlen_q // tile.block_m)
     all_heads = problem.batch * problem.heads_q
     itemsize = ELEMENTS[problem.dtype].itemsize
@@ -185,10 +185,10 @@ def sections_of(problem: AttentionProblem, tile: Tile) -> Sections:
 
 
 def section_heads(all_heads: int, group: int, bytes_a_head: int) -> int:
-    """Query heads of a section: of the larger half of what L2 holds, the number that fills the last section best.
+    """The query heads of a section: the number above half of what L2 holds that fills the last section best.
 
-    A last section of few heads would end with long tiles. group: query heads a KV head. bytes_a_head: of its keys and
-    values.
+    A last section of few heads would end with long tiles. group: query heads per KV head. bytes_a_head: the bytes of a
+    KV head's keys and values.
     """
     most = max(1, _L2_BYTES // max(1, bytes_a_head)) * group
     if most >= all_heads:
@@ -197,14 +197,14 @@ def section_heads(all_heads: int, group: int, bytes_a_head: int) -> int:
 
 
 COUNTER = "tile_counter"
-"""The name of the scratch memory, one int32 of 0, that blocks draw tiles from."""
+"""The name of the scratch memory from which blocks draw tiles: one int32 of 0."""
 
 TMA_ALIGNMENT = 16
-"""Bytes that addresses and strides are multiples of."""
+"""Addresses and strides are multiples of this many bytes."""
 
 _ALIGNMENT = 64  # of the struct, because its tensor maps have it
 _MAX_STRIDE = 1 << 40
-_NO_MAP = bytes(128)  # of an operand without elements, which no block looks at
+_NO_MAP = bytes(128)  # for an operand without elements, which no block reads
 
 
 schedule_layout = functools.partial(struct_layout, "Schedule", "forward_sm90/params.cuh")
@@ -215,8 +215,8 @@ def tma_refusal(
 ) -> Unsupported | None:
     """Why TMA cannot move an operand, or None.
 
-    shape, strides: (..., dim), strides in elements; those of axes of extent 1 may be anything.
-    address: where it starts. itemsize: bytes of an element.
+    shape, strides: (..., dim), strides in elements; axes of extent 1 may have any stride.
+    address: the operand's. itemsize: bytes of an element.
     """
     if address % TMA_ALIGNMENT:
         return Unsupported(name, hex(address), "TMA moves operands that start at a multiple of 16 bytes")
@@ -234,9 +234,9 @@ def tma_refusal(
 
 
 def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTensorMap | None) -> Pack:
-    """What packs the parameters of launches of a problem. encode: the device's own tensor maps.
+    """Return what packs the parameters of launches of a problem. encode: makes the device's tensor maps.
 
-    Its buffers are those of `forward_operands` and of `_schedule_binder`.
+    The buffers are those of `forward_operands` and of `_schedule_binder`.
     """
     k, v = ("k_cache", "v_cache") if problem.decoding else ("k", "v")
     tile = tile_of(key)
@@ -249,7 +249,7 @@ def sm90_packer(problem: AttentionProblem, key: DispatchKey, encode: EncodeTenso
 
 
 def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: EncodeTensorMap | None) -> Pack:
-    """What packs tensor maps and, behind them, what ``params`` packs. boxes: operand, columns, rows of `_rows_map`."""
+    """Return what packs tensor maps, and after them ``params``. boxes: operand, columns and rows for `_rows_map`."""
 
     def pack(buffers: Mapping[str, Buffer], values: Values) -> bytes:
         assert encode is not None, "a launch by TMA is packed for a device"
@@ -262,9 +262,9 @@ def mapped_packer(params: Pack, boxes: Sequence[tuple[str, int, int]], encode: E
 
 
 def _rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: EncodeTensorMap) -> bytes:
-    """An operand (.., rows, heads, dim) as (dim, rows, heads, batch), in boxes of a swizzle's width and ``rows`` rows.
+    """The map of an operand (.., rows, heads, dim) as (dim, rows, heads, batch). Boxes have ``rows`` rows.
 
-    columns: of a tile, of which boxes take 128 bytes each where that is a multiple of them, else 64.
+    columns: those of a tile. A box, like the swizzle, is 128 bytes wide if that divides a tile's row, else 64.
     """
     itemsize = ELEMENTS[buffer.dtype].itemsize
     refusal = tma_refusal(name, buffer.shape, buffer.strides, buffer.address, itemsize)
@@ -277,7 +277,7 @@ def _rows_map(name: str, buffer: Buffer, columns: int, rows: int, encode: Encode
         shape, strides = (1, *shape), (0, *strides)
     batch, length, heads, dim = shape
     extents = (dim, length, heads, batch)
-    # The stride of an axis of one element has no meaning, but the driver checks it. A row has whole 16 bytes.
+    # The stride of an axis of extent 1 has no meaning, but the driver checks it. A row is a multiple of 16 bytes.
     steps = tuple(
         (stride if extent > 1 else dim) * itemsize
         for extent, stride in zip(extents[1:], (strides[1], strides[2], strides[0]), strict=True)
@@ -319,9 +319,9 @@ def _schedule_binder(problem: AttentionProblem, sections: Sections) -> Binder:
 
 
 def sm90_program(problem: AttentionProblem, key: DispatchKey, target: Target) -> Program:
-    """A cache takes the kernel alone, too, whatever its lengths are."""
+    """The program of the kernel alone. A cache needs no other kernel either, wherever its lengths lie."""
     pack = sm90_packer(problem, key, target.encode)
-    # One block a multiprocessor, and no more than there are tiles.
+    # One block per multiprocessor, but no more than there are tiles.
     blocks = min(sections_of(problem, tile_of(key)).tiles, target.multiprocessors or MULTIPROCESSORS)
     geometry = LaunchGeometry((blocks, 1, 1), (threads_of(key), 1, 1), shared_bytes_of(key))
     return Program((Part(key, geometry, pack),), {COUNTER: ScratchSpec((1,), "int32", zero=True, rearmed=True)})

@@ -1,4 +1,4 @@
-"""Checks of keys that come from outside, as those given to ``ctx.nvrtc.warm``."""
+"""Checks of keys that come from callers, such as those given to ``ctx.nvrtc.warm``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SUMMED = ("", "q", "k", "v", "qk", "qv", "kv")
 
 
 def check_key(key: object) -> DispatchKey | Variant:
-    """``key`` itself if its kernel computes what its fields say. `Variant.source` checks a variant's.
+    """Return ``key`` itself if its kernel computes what its fields say. `Variant.source` checks variants later.
 
-    Raises InvalidRequest where a field is outside its domain, Unsupported where the kernel does not take it. What is no
-    `DispatchKey` is the field "key".
+    Raises InvalidRequest for a field outside its domain, Unsupported for one that the kernel does not take. For an
+    object that is no `DispatchKey`, the error names the field "key".
     """
     if isinstance(key, Variant):
         return key

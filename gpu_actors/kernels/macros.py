@@ -1,4 +1,4 @@
-"""The macros of kernels_cu/common/params.cuh, which every kernel over tiles of queries and keys is compiled for."""
+"""The macros of kernels_cu/common/params.cuh, for which every kernel over tiles of queries and keys is compiled."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = [
 
 Macros: TypeAlias = dict[str, str | int]
 
-# Significant bits of operands, where a float32 request computes in less. f16 gives its precision alone: kernels keep
-# the range of float, so that large inputs do not become infinite.
+# Significant bits of operands of a float32 request in a lower precision. f16 stands for its precision alone: kernels
+# keep the range of float, so that large inputs do not become infinite.
 _COMPUTE_BITS = {"tf32": 11, "f16": 11, "bf16": 8}
 
 
 def flags(**options: bool) -> Macros:
-    """The macros of options that are on. Those that are off are left to their defaults."""
+    """The macros of options that are on. Options that are off keep their defaults."""
     return {name: 1 for name, on in options.items() if on}
 
 
 def mask_macros(key: DispatchKey) -> Macros:
     """The macros of kernels_cu/common/mask.cuh."""
-    # Sink tokens are exempt from a window, and only from that.
+    # Sink tokens are exempt from a window, and from nothing else.
     sinks = key.sink_tokens and key.sliding_window
     return flags(CAUSAL=key.causal, WINDOW=key.sliding_window, SINK_TOKENS=sinks, CHUNKED=key.attention_chunk)
 
 
 def score_macros(key: DispatchKey) -> Macros:
-    """The options of a score that every kernel has, and the LSE."""
+    """The macros of the score options that every kernel has, and of the LSE."""
     alibi = flags(ALIBI=key.alibi, ALIBI_SIGNED=key.alibi_signed)
     return alibi | flags(SOFTCAP=key.softcap, SINKS=key.sinks, DESCALES=key.descales, LSE=key.lse)
 
 
 def bias_macros(key: DispatchKey) -> Macros:
-    """What is added to a score, or hides it."""
+    """The macros of a bias that is added to scores, or of a mask that hides them."""
     if key.bias == "bool":
         return {"BIAS_ELEMENT": "uint8_t", "BIAS_HIDES": 1}
     return {} if key.bias is None else {"BIAS_ELEMENT": ELEMENTS[key.bias].c_type}
@@ -67,7 +67,7 @@ def tile_macros(key: DispatchKey, tile: Tile, shared_bytes: int) -> Macros:
 
 def forward_macros(key: DispatchKey) -> Macros:
     macros = tile_macros(key, tile_of(key), shared_bytes_of(key)) | mask_macros(key) | score_macros(key)
-    # The alignment matters where a mask or ALiBi measures from the diagonal.
+    # The alignment matters if a mask or ALiBi measures from the diagonal.
     top_left = key.alignment == "top_left" and (key.mask != "full" or key.alibi)
     macros |= flags(VARLEN=key.varlen, TOP_LEFT=top_left, DROPOUT=key.dropout, POSITIONS=key.positions)
     macros |= flags(ROW_STATS=key.row_stats, WIDE_LSE=key.wide_lse)
@@ -76,7 +76,7 @@ def forward_macros(key: DispatchKey) -> Macros:
 
 
 def compute_macros(key: DispatchKey) -> Macros:
-    """The precision that operands are rounded to, where a float32 request computes in less."""
+    """The macros of the precision to which operands of a float32 request are rounded, if it asks for a lower one."""
     if key.dtype != "float32" or key.compute not in _COMPUTE_BITS:
         return {}
     # The conversion instruction rounds ties away from 0; f16 and bf16 round to even.

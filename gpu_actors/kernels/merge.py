@@ -1,4 +1,4 @@
-"""The kernels that merge partial results and that give the gradient of it."""
+"""The kernels that merge partial results and that compute the gradients of the merge."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _LSE_DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeProblem:
-    """Merge ``count`` partials, whose outs are (batch, rows, heads, columns) and whose lse are (batch, heads, rows).
+    """A merge of ``count`` partials. Their outs are (batch, rows, heads, columns), their lse (batch, heads, rows).
 
-    batch: 0 where there is no such axis. dtype, lse_dtype: of the partials. out_dtype, out_lse_dtype: of the results.
+    batch: 0 if there is no such axis. dtype, lse_dtype: of the partials. out_dtype, out_lse_dtype: of the results.
     sinks: the dtype of the learned sinks, or None.
     """
 
@@ -65,18 +65,18 @@ class MergeProblem:
 
     @property
     def units(self) -> int:
-        """Groups of all rows: a thread each."""
+        """The groups of all rows. Each group takes one thread."""
         return self.results * self.groups
 
     @property
     def groups(self) -> int:
-        """Threads that share a row: each takes 16 bytes of the narrower of the outs' and the result's type."""
+        """The threads that share a row. Each takes 16 bytes of the narrower type, or 2 columns if one is float64."""
         sizes = (ELEMENTS[self.dtype].itemsize, ELEMENTS[self.out_dtype].itemsize)
         return -(-self.columns // (2 if max(sizes) == 8 else 16 // min(sizes)))
 
 
 def merge_variant(problem: MergeProblem, arch: str) -> Variant:
-    """Sizes are not in a variant."""
+    """The variant for a merge. It does not depend on sizes."""
     _check_merge(problem, arch)
     if problem.dtype == "float64" and ELEMENTS[problem.out_dtype].itemsize == 2:
         reason = "sums in float64 would be rounded twice on their way to 16 bits"
@@ -106,14 +106,14 @@ def example_merge(dtype: str, out_dtype: str, sinks: str | None = None) -> Merge
 
 
 def merge_variants(arch: str) -> list[Variant]:
-    """What is worth compiling ahead: partials in 16 bits or float32 to either 16-bit type or float32."""
+    """The variants worth compiling ahead: 16-bit partials to their own type, float32 to it or to either 16-bit type."""
     pairs = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
     pairs += [("float32", "bfloat16"), ("float32", "float16")]
     return [merge_variant(example_merge(*pair), arch) for pair in pairs]
 
 
 def merge_trials(problem: MergeProblem) -> list[MergeProblem]:
-    """Three partials and more, with columns that fill a thread's share and that do not."""
+    """Merges that prove a kernel: of three partials and more, with columns that fill a thread's share or do not."""
     sizes = ((3, 2, 3, 72), (9, 0, 7, 21))
     return [
         dataclasses.replace(problem, count=count, batch=batch, rows=rows, heads=4, columns=columns)
@@ -134,7 +134,7 @@ TERM_FIELDS = 8
 
 
 def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """The table of terms, uint64 (count, TERM_FIELDS): where each partial lies, out.N and lse.N."""
+    """The table of terms, uint64 (count, TERM_FIELDS): where out.N and lse.N of each partial lie."""
     layout = struct_layout("Term", "merge/terms.cuh")
     table = []
     for index in range(problem.count):
@@ -144,7 +144,7 @@ def pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def pack_merge(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
-    """buffers: terms uint64 (count, TERM_FIELDS), of `pack_terms`; out and lse; sinks (heads,), where asked for."""
+    """buffers: terms uint64 (count, TERM_FIELDS), from `pack_terms`; out and lse; sinks (heads,), if asked for."""
     return _binder(problem).pack(buffers)
 
 
@@ -161,7 +161,7 @@ def _binder(p: MergeProblem) -> Binder:
 def _result_operands(
     p: MergeProblem, layout: ParamsLayout, dtype: str, lse_dtype: str, suffix: str = "", prefix: str = ""
 ) -> Iterator[Operand]:
-    """out and lse, with the suffix, as the struct's fields of these names after the prefix."""
+    """The operands out and lse plus the suffix. Their fields of the struct are the prefix plus out and lse."""
     outer, axes = ((p.batch,), "b") if p.batch else ((), "")
     out, lse = (*outer, p.rows, p.heads, p.columns), (*outer, p.heads, p.rows)
     yield layout.operand(f"out{suffix}", f"{axes}rh.", out, dtype, prefix=prefix, field="out")
@@ -177,7 +177,7 @@ GRADIENT_TERM_FIELDS = 10
 
 
 def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, ...]:
-    """In the order of the launches; with sinks the second sums the rows of each sink. out_dtype: of dout."""
+    """The variants in the order of the launches. With sinks, the second sums the rows of each. out_dtype: dout's."""
     _check_merge(problem, arch)
     if problem.out_dtype == "float64" and ELEMENTS[problem.dtype].itemsize == 2:
         reason = "gradients in float64 would be rounded twice on their way to 16 bits"
@@ -187,12 +187,12 @@ def merge_gradient_variants(problem: MergeProblem, arch: str) -> tuple[Variant, 
 
 
 def sums_dtype(problem: MergeProblem) -> str:
-    """float64 where an operand is, else float32."""
+    """The dtype of sums: float64 if an operand has it, else float32."""
     return "float64" if "float64" in (problem.dtype, problem.lse_dtype, problem.out_dtype) else "float32"
 
 
 def _lanes(problem: MergeProblem) -> int:
-    """Threads that share a row: a power of 2, so that a warp has whole rows."""
+    """The threads that share a row: a power of 2, so that a warp has whole rows."""
     return min(_WARP, 1 << (problem.groups - 1).bit_length())
 
 
@@ -225,8 +225,8 @@ def pack_gradient_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) ->
 def pack_merge_gradients(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
     """The parameters of either launch.
 
-    buffers: terms uint64 (count, GRADIENT_TERM_FIELDS), of `pack_gradient_terms`; dout, and dlse, which may be missing;
-    with sinks these, (heads,), dsinks like them in float32, and sink_parts (heads, batch * rows), of the sums' dtype.
+    buffers: terms uint64 (count, GRADIENT_TERM_FIELDS), from `pack_gradient_terms`; dout; dlse, or none; with sinks
+    also sinks (heads,), dsinks (heads,) in float32, and sink_parts (heads, batch * rows) of the sums' dtype.
     """
     return _gradient_binder(problem).pack(buffers)
 

@@ -1,7 +1,7 @@
 """How many blocks of a kernel fit on a multiprocessor, from its resources alone.
 
-Figures: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Registers are handed out by the
-warp in units of 256; from compute capability 8.0 on a block pays 1 KiB of shared memory more than it asks for.
+Figures: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Registers are allocated per warp
+in units of 256. From compute capability 8.0 on, a block takes 1 KiB of shared memory more than it asks for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIMITS = {
 
 
 class Occupancy(NamedTuple):
-    """blocks: that run at once on a multiprocessor. warps: of them all, as a share of the most there can be."""
+    """blocks: those that run at once on a multiprocessor. warps: their warps, as a share of the most possible."""
 
     blocks: int
     warps: float
@@ -60,7 +60,7 @@ def occupancy(arch: str, registers: int, shared_bytes: int, threads: int) -> Occ
 
 
 def shared_a_multiprocessor(arch: str) -> int:
-    """Bytes of shared memory that the blocks of a multiprocessor have together, 1 KiB for each included."""
+    """The bytes of shared memory that the blocks of a multiprocessor have together, with the 1 KiB for each block."""
     return _limits(capability(arch)).shared_kib * 1024
 
 

@@ -1,6 +1,6 @@
 """Which kernel family takes which option on which architecture: one table, for docs and for `explain`.
 
-Every cell comes from the checks that requests go through. docs/reports/options.md is this table printed.
+Every cell comes from the checks that requests go through. docs/reports/options.md is the printed table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpu_actors.kernels.support import ELEMENTS, example_problem, find_unsupport
 
 __all__ = ["OPTIONS", "Explanation", "OptionCell", "explain_problem", "option_cell", "options_of"]
 
-# Fields that ask for nothing by themselves, or that another row asks for.
+# Fields that ask for nothing alone, or that belong to another row.
 _NO_ROWS: tuple[str, ...] = (
     "descales",
     "page_size",
@@ -43,7 +43,7 @@ _NO_ROWS += ("q_positions", "k_positions", "own_layouts", "bias_keys")
 
 
 def _rows_of_fields() -> dict[str, dict[str, Any]]:
-    """A row for each flag and number that a problem has by default off, so that a new one has a row at once."""
+    """A row for each flag and number of a problem that is off by default, so that a new one has a row at once."""
     masks = {field.name for field in dataclasses.fields(KeyMask)}
     rows: dict[str, dict[str, Any]] = {"`window_size`": {"window_size": (128, 0)}}
     for field in dataclasses.fields(AttentionProblem):
@@ -90,7 +90,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_OPTIONS)
 """Every row of the table: the fields of an `AttentionProblem` that ask for the option."""
 
-# Of one direction or one kind of layout alone.
+# Options of one direction or one kind of layout alone.
 _ONLY = {
     "deterministic": "backward",
     "summed": "backward",
@@ -111,7 +111,7 @@ _OF_BATCHES = (
 class OptionCell(NamedTuple):
     """Whether a family takes an option on an architecture.
 
-    option: its row in docs/reports/options.md. reason: a sentence; what the family is for, where it takes the option.
+    option: its row in docs/reports/options.md. reason: a sentence: why not, or what a family that takes it is for.
     """
 
     option: str
@@ -123,11 +123,11 @@ class OptionCell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request has the kernel that it has.
+    """Why a request gets its kernel.
 
-    key: what `inspect_key` gives, None where no kernel takes the request. verdicts: of each family, in the order in
-    which they are asked. options: the cells of docs/reports/options.md for the options of this request, for the
-    families of its kind. str() prints all three.
+    key: what `inspect_key` returns, None if no kernel takes the request. verdicts: one for each family, in the order in
+    which the families are asked. options: the cells of docs/reports/options.md for the options of this request and the
+    families of its kind. str() shows all three.
     """
 
     key: DispatchKey | None
@@ -147,7 +147,7 @@ class Explanation:
 def explain_problem(
     problem: AttentionProblem, arch: str, key: DispatchKey | None, barred: Barred | None = None
 ) -> Explanation:
-    """key: what answers the problem, or None. barred: as for `dispatch_key`."""
+    """Explain the kernel of a problem. key: what answers it, or None. barred: as for `dispatch_key`."""
     verdicts = explain(problem, arch, barred=barred)
     if key is not None and key.kernel == REFERENCE.name:
         verdicts.append(Verdict(REFERENCE.name, True, REFERENCE.reason))
@@ -163,21 +163,21 @@ def explain_problem(
 def _moved(
     problem: AttentionProblem, arch: str, families: tuple[KernelFamily, ...], barred: Barred | None
 ) -> list[Verdict]:
-    """The verdicts of all families where operands lie so that only these can follow them."""
+    """The verdicts on all families, if only ``families`` can read operands where they lie."""
     others = iter(explain(problem, arch, families, barred))
     why = {True: "TMA cannot move operands that lie as these do", False: "rows of the cache begin between its chunks"}
     return [next(others) if family in families else Verdict(family.name, False, why[family.tma]) for family in FAMILIES]
 
 
 def options_of(problem: AttentionProblem) -> list[str]:
-    """The rows of the table that a problem asks for, in the table's order; "none" where it asks for nothing."""
+    """The rows of the table that a problem asks for, in the table's order; "none" if it asks for nothing."""
     found = {name: set(fields.items()) for name, fields in OPTIONS.items() if fields and _asks(problem, fields)}
-    # A row of several fields says more than the rows of some of them.
+    # A row of several fields replaces the rows of some of these fields.
     return [name for name, own in found.items() if not any(own < other for other in found.values())] or ["none"]
 
 
 def option_cell(option: str, family: KernelFamily, arch: str) -> OptionCell:
-    """For a request of bfloat16 and head dim 64 in the layout that the family is for."""
+    """The cell for a request of bfloat16 and head dim 64 in the layout that the family is for."""
     reason = _refusal(OPTIONS[option], family, arch)
     return OptionCell(option, family.name, arch, reason is None, family.reason if reason is None else reason)
 

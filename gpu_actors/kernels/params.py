@@ -1,7 +1,7 @@
 """Binds the operands of a launch to the fields of a kernel's parameter struct, and packs the Params of all kernels.
 
-Params is declared once, in kernels_cu/common/params.cuh, and read from there: a field cannot be in another place
-here than in the kernel.
+Params is declared once, in kernels_cu/common/params.cuh, and read from there, so that a field has the same place here
+and in the kernel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "struct_layout",
 ]
 
-# A window bound that no pair of rows can exceed; it stays addable to two row indices in 32 bits.
+# A window bound that no pair of rows can exceed. Its sum with two row indices fits into 32 bits.
 UNBOUNDED = 1 << 30
 
 _C_TYPES = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f", "double": "d"}
@@ -54,7 +54,7 @@ _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+);(?:\s*//.*)?")
 _AXES = {"b": "batch", "r": "row", "h": "head"}
 
 ITEMSIZES = {"bool": 1, "int32": 4, "uint64": 8} | {name: element.itemsize for name, element in ELEMENTS.items()}
-"""Bytes of an element, by its dtype."""
+"""The bytes of an element, by its dtype."""
 
 
 class Field(NamedTuple):
@@ -77,7 +77,7 @@ class ParamsLayout:
         return {field.name: position for position, field in enumerate(self.fields)}
 
     def named(self, source: object, code: str = "i") -> dict[str, Any]:
-        """The fields with this code of the struct module that ``source`` has as attributes of the same names."""
+        """The values of fields with this code of the struct module, from attributes of ``source`` with these names."""
         names = [field.name for field in self.fields if field.code == code]
         return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
@@ -94,10 +94,10 @@ class ParamsLayout:
         field: str | None = None,
         optional: bool = False,
     ) -> Operand:
-        """Where an operand goes: its address into ``prefix + field``, its strides into the Strides beside it.
+        """Describe where an operand goes: its address into ``prefix + field``, its strides into the Strides beside it.
 
-        field: "" where the address goes nowhere; the operand's name where not given.
-        axes: of each axis b (batch), r (row), h (head), . (without gaps, like all after it), "" (any stride, which no
+        field: "" if no field takes the address; by default the operand's name.
+        axes: for each axis b (batch), r (row), h (head), . (it and all after it have no gaps), "" (any stride, which no
         field takes) or the name of the field that takes its stride.
         """
         field = name if field is None else field
@@ -105,7 +105,7 @@ class ParamsLayout:
         def index(axis: str) -> int:
             return self.positions[f"{prefix}{field}_strides.{_AXES[axis]}" if axis in _AXES else prefix + axis]
 
-        # A stride along an extent of 1 has no meaning, and must be 0 where the operand is broadcast along it.
+        # A stride along an extent of 1 has no meaning. It must be 0 if the operand is broadcast along it.
         strides = tuple((n, index(axis)) for n, axis in enumerate(axes) if axis not in ("", ".") and shape[n] > 1)
         packed = next((n for n, axis in enumerate(axes) if axis == "."), len(shape))
         address = self.positions[prefix + field] if field else None
@@ -154,7 +154,7 @@ def parse_layout(header: str, name: str) -> ParamsLayout:
 
 @functools.cache
 def struct_layout(name: str, *files: str) -> ParamsLayout:
-    """The layout of a struct of the last of these files of kernels_cu, whose members the others may declare."""
+    """The layout of a struct of the last of these files of kernels_cu. The others may declare its members' types."""
     return parse_layout("\n".join(map(asset_text, files)), name)
 
 
@@ -162,7 +162,7 @@ forward_layout = functools.partial(struct_layout, "Params", "common/params.cuh")
 
 
 def divider(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift) for a division of 0 <= n < 2^31 by 1 <= divisor < 2^31, which no cubin knows.
+    """(multiplier, shift) to divide 0 <= n < 2^31 by 1 <= divisor < 2^31, a divisor for which no cubin is compiled.
 
     n // divisor == (n * multiplier >> 32) >> shift; a multiplier of 0 stands for division by 1. Both fit 32 bits.
     Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994, theorem 4.2.
@@ -176,9 +176,9 @@ def divider(divisor: int) -> tuple[int, int]:
 class Operand(NamedTuple):
     """An operand of a launch, and where its address and strides go in the struct.
 
-    address: index of the field, or None where the address goes nowhere. strides: (axis of the operand, index of the
-    field) of each axis of extent above 1 that the kernel strides over. packed: the first of the axes that lie without
-    gaps, the number of axes where none has to.
+    address: index of the field, or None if no field takes the address. strides: (axis of the operand, index of the
+    field) of each axis of extent above 1 that the kernel strides over. packed: the first of the axes that must have no
+    gaps, or the number of axes if all may have them.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Operand(NamedTuple):
     packed: int
 
     def check(self, buffer: Buffer | None) -> Buffer:
-        """The buffer, after a look at its shape, dtype, last axes and alignment."""
+        """Return the buffer, after a check of its shape, dtype, last axes and alignment."""
         name, shape = self.name, self.shape
         if buffer is None or buffer.shape != shape or buffer.dtype not in self.dtypes:
             given = None if buffer is None else f"{buffer.dtype}{list(buffer.shape)}"
@@ -210,10 +210,10 @@ class Operand(NamedTuple):
 
 
 class Binder(NamedTuple):
-    """How the operands of a problem become the bytes of a struct. values: of every field, those of operands still 0.
+    """Packs the operands of a problem into the bytes of a struct. values: of every field; 0 for those of operands.
 
-    Packers make theirs with the first launch (`functools.cache`), because a device that runs no kernels needs none.
-    They raise InvalidRequest for an operand that is missing or not as described.
+    A packer makes its binder at the first launch (`functools.cache`), because a device that runs no kernels needs none.
+    Packers raise InvalidRequest for an operand that is missing or not as described.
     """
 
     layout: ParamsLayout
@@ -227,14 +227,14 @@ class Binder(NamedTuple):
         operands: Iterable[Operand],
         scalars: Mapping[str, int | float] = MappingProxyType({}),
     ) -> Binder:
-        """scalars: by the name of their field; fields that nothing names are 0."""
+        """scalars: values by the name of their field; fields without a value are 0."""
         values: list[int | float] = [0] * len(layout.fields)
         for name, value in scalars.items():
             values[layout.positions[name]] = value
         return cls(layout, tuple(values), tuple(operands))
 
     def pack(self, buffers: Mapping[str, Buffer], more: Mapping[str, int | float] = MappingProxyType({})) -> bytes:
-        """more: fields that are known with the launch alone, by name. Axes of extent 1 may have any stride."""
+        """more: fields by name whose values only a launch knows. Axes of extent 1 may have any stride."""
         values = list(self.values)
         for operand in self.operands:
             buffer = buffers.get(operand.name)
@@ -251,9 +251,9 @@ class Binder(NamedTuple):
 
 
 def forward_packer(problem: AttentionProblem) -> Pack:
-    """What packs the parameters of forward launches of a problem.
+    """Return what packs the parameters of forward launches of a problem.
 
-    Its buffers are those of `forward_operands`, by name. Only what the problem asks for is looked at.
+    The buffers are those of `forward_operands`, by name. Only buffers that the problem asks for are read.
     """
     layout = forward_layout()
     binder = functools.cache(lambda: Binder.of(layout, forward_operands(problem, layout), forward_scalars(problem)))
@@ -268,7 +268,7 @@ row_stats_layout = functools.partial(struct_layout, "RowStats", "common/params.c
 
 
 def row_stats_packer(problem: AttentionProblem) -> Pack | None:
-    """What packs the bytes that follow a launch's Params, or None if the problem has none of these outputs."""
+    """Return what packs RowStats, which follow a launch's Params, or None if the problem has none of these outputs."""
     if not problem.row_stats:
         return None
     layout, shape = row_stats_layout(), problem.lse_shape
@@ -281,7 +281,7 @@ def row_stats_packer(problem: AttentionProblem) -> Pack | None:
 def launch_values(
     problem: AttentionProblem, buffers: Mapping[str, Buffer], dropout_seed: int = 0, prefix: str = ""
 ) -> dict[str, int]:
-    """The fields of struct Params that a launch decides and not its problem. prefix: of their names."""
+    """The fields of struct Params that a launch decides, not its problem. prefix: of the fields' names."""
     values: dict[str, int] = {}
     if problem.dropout_p:
         if not 0 <= dropout_seed < 1 << 64:
@@ -309,9 +309,9 @@ def forward_scalars(problem: AttentionProblem, prefix: str = "") -> dict[str, in
 
 
 def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: str = "") -> Iterator[Operand]:
-    """Every operand of struct Params that the problem asks for.
+    """Yield every operand of struct Params that the problem asks for.
 
-    Outer strides may be any; some descales may be missing.
+    Outer strides may be any; descales may be missing.
     """
     p, varlen = problem, problem.layout == "varlen"
     operand = functools.partial(layout.operand, prefix=prefix)
@@ -350,7 +350,7 @@ def forward_operands(problem: AttentionProblem, layout: ParamsLayout, prefix: st
 
 
 def key_rows(p: AttentionProblem) -> tuple[tuple[int, ...], str]:
-    """The outer shape of k and v, and what the axes of either are. Pages are a batch."""
+    """The outer shape of k and v, and the axes of each as `ParamsLayout.operand` takes them. Pages are a batch."""
     if p.layout == "varlen":
         return (p.total_k,), "rh."
     if p.layout == "paged":
@@ -365,16 +365,16 @@ _SCORE_AXES = "bhrk"
 
 
 def score_layout(mod: ScoreMod) -> ParamsLayout | None:
-    """struct ScoreParams of the modification's header, or None where it reads nothing."""
+    """The layout of struct ScoreParams in the modification's header, or None if it reads no tensor and no scalar."""
     if not mod.tensors and not mod.scalars:
         return None
     return parse_layout(mod.header, "ScoreParams")
 
 
 def score_packer(problem: AttentionProblem) -> Pack | None:
-    """What packs the bytes that follow a launch's own parameters, or None if there are none.
+    """Return what packs ScoreParams, which follow a launch's own parameters, or None if there are none.
 
-    Its buffers: ``ScoreMod.tensor_name(n)`` of every tensor, with any strides.
+    The buffers are ``ScoreMod.tensor_name(n)`` for every tensor, with any strides.
     """
     mod = problem.score_mod
     layout = None if mod is None else score_layout(mod)

@@ -1,4 +1,4 @@
-"""Program: what a kernel family launches for a problem, whichever request or graph the problem comes from."""
+"""Program: what a kernel family launches for a problem, independent of the request or graph that has the problem."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EncodeTensorMap: TypeAlias = Callable[[TensorMap], bytes]
 class Target(NamedTuple):
     """What a program depends on besides the problem.
 
-    multiprocessors: of the device, where it says. encode: makes its tensor maps. lengths_on_host: whether the lengths
+    multiprocessors: the device's, None if unknown. encode: makes its tensor maps. lengths_on_host: whether the lengths
     of a cache are NumPy arrays, so that the host can split the work.
     """
 
@@ -44,18 +44,18 @@ class Target(NamedTuple):
 
 
 ANYWHERE = Target()
-"""A device of which nothing is known."""
+"""Stands for a device about which nothing is known."""
 
 
 class Values(NamedTuple):
-    """What a launch passes by value. score_scalars: of the problem's score modification, in order."""
+    """The values that a launch passes by value. score_scalars: those of the problem's score modification, in order."""
 
     dropout_seed: int = 0
     score_scalars: Sequence[float] = ()
 
 
 Pack: TypeAlias = Callable[[Mapping[str, Buffer], Values], bytes]
-"""From buffers by name to the bytes of a kernel's parameter struct. Raises InvalidRequest naming the operand."""
+"""Packs buffers by name into the bytes of a kernel's parameter struct. Raises InvalidRequest naming the operand."""
 
 
 Split: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -66,7 +66,7 @@ NO_VALUES = Values()
 
 
 def flat_grid(blocks: int, threads: int, shared_bytes: int, field: str, value: int) -> LaunchGeometry:
-    """The launch of so many blocks. field, value: the size that makes them so many, which Unsupported names."""
+    """The geometry of ``blocks`` blocks. field, value: the size that Unsupported names if these are too many."""
     if blocks > _MAX_BLOCKS:
         reason = f"makes {blocks} blocks, and a grid holds {_MAX_BLOCKS}"
         raise Unsupported(field, value, reason, max(1, value * _MAX_BLOCKS // blocks))
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The kernels of a launch in order, and what lies between them. split: where the host splits the work."""
+    """The kernels of a launch in order, and the scratch memory between them. split: on the host, or None."""
 
     parts: tuple[Part, ...]
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Program:
         return tuple(part.key for part in self.parts)
 
     def steps(self, kernels: Sequence[Kernel], values: Values) -> Steps:
-        """kernels: of `keys`, loaded. The same object again for the same `Kernels`, if they pass no values."""
+        """The steps of a launch; the same object for the same `Kernels` if there are no values. kernels: of `keys`."""
         memo = kernels if isinstance(kernels, Kernels) and values is NO_VALUES else None
         steps: Steps | None = None if memo is None else memo.memo.get(self._number)
         if steps is None:

@@ -1,6 +1,6 @@
-"""The gradients of q, k or v that the sequences of a batch share: a kernel behind the others adds theirs up.
+"""The gradients of a q, k or v that the sequences of a batch share: a last kernel adds those of the sequences up.
 
-The others store theirs unrounded, (batch, rows, heads, dim), in scratch memory of this name for ``dk``: "dk_parts".
+The other kernels store them unrounded, (batch, rows, heads, dim), in scratch memory: "dk_parts" for ``dk``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gpu_actors.kernels.support import ELEMENTS
 __all__ = ["SUM", "SUM_THREADS", "part_dtype", "sum_macros", "sum_parts", "sum_scratch"]
 
 SUM = "backward_sum"
-"""The kernel."""
+"""The name of the kernel."""
 
 SUM_THREADS = 256
-"""Of a block: an element each."""
+"""The threads of a block. Each takes one element."""
 
 
 def part_dtype(problem: AttentionProblem) -> str:
-    """What the gradients of sequences are stored as before they are added up."""
+    """The dtype in which the gradients of sequences are stored before they are added up."""
     return "float64" if problem.dtype == "float64" else "float32"
 
 
@@ -50,8 +50,8 @@ def sum_scratch(problem: AttentionProblem) -> dict[str, ScratchSpec]:
 
 
 def sum_parts(problem: AttentionProblem, key: DispatchKey) -> tuple[Part, ...]:
-    """A launch for each shared operand, behind the others."""
-    # It reads no scores, and a family that walks along no lists has it, too.
+    """A launch for each shared operand, after the other kernels."""
+    # The kernel reads no scores, and families without block masks launch it, too.
     own, parts = dataclasses.replace(key, kernel=SUM, score_mod=None), []
     for name, (_, *shape) in part_shapes(problem).items():
         blocks = -(-math.prod(shape) // SUM_THREADS)

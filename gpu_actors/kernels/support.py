@@ -1,7 +1,7 @@
-"""What the kernels here can compute, and the reasons for what they cannot.
+"""Which problems the kernels can compute, and why they refuse others.
 
-`refusals` is the one list, in the order in which the reasons count. What no device could answer (shapes that contradict
-each other, a negative softcap) is refused earlier, by `gpu_actors.validation`.
+`refusals` is the single list of reasons; the first one counts. `gpu_actors.validation` refuses earlier what no device
+could answer (shapes that contradict each other, a negative softcap).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FIRST_FP8_CAPABILITY = 90
 class Element(NamedTuple):
     """A dtype as kernels know it.
 
-    c_type: its type in kernels_cu/common/types.cuh. itemsize: bytes. computes: the precisions its products can be
-    taken in, the default first. out: the dtype of the output.
+    c_type: its type in kernels_cu/common/types.cuh. itemsize: in bytes. computes: the possible precisions of its
+    products, the default first. out: the dtype of the output.
     """
 
     c_type: str
@@ -69,7 +69,7 @@ LEAST_FACTOR, GREATEST_FACTOR = 1e-36, 1e36
 
 
 def check_support(problem: AttentionProblem, arch: str) -> None:
-    """Raise the first of `refusals`, where there is one."""
+    """Raise the first of `refusals`, if there is one."""
     found = find_unsupported(problem, arch)
     if found is not None:
         raise found[1]
@@ -81,7 +81,7 @@ def find_unsupported(problem: AttentionProblem, arch: str) -> tuple[str, Unsuppo
 
 @functools.lru_cache(maxsize=64)
 def capability(arch: str) -> int:
-    """Times ten: sm_80 -> 80, sm_90a -> 90, sm_120a -> 120."""
+    """The compute capability times ten: sm_80 -> 80, sm_90a -> 90, sm_120a -> 120."""
     digits = re.search(r"\d+", check_arch(arch))
     assert digits is not None
     return int(digits[0])
@@ -94,7 +94,7 @@ def check_capability(arch: str) -> None:
 
 
 def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Of a kernel that takes maxima before it scales."""
+    """Why a kernel that takes maxima before it scales does not take a problem, or None."""
     if problem.softmax_scale >= SMALLEST_SCALE:
         return None
     reason = "maxima are taken before the scale, which needs a positive scale"
@@ -102,7 +102,7 @@ def scale_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def bias_turns_refusal(problem: AttentionProblem) -> Unsupported | None:
-    """Of a kernel whose blocks take turns at the gradient of a bias."""
+    """Why a kernel whose blocks take turns at the gradient of a bias does not take a problem, or None."""
     p = problem
     own_tiles = p.layout == "varlen" or p.q_positions or p.k_positions
     if not (p.deterministic and p.dbias and p.bias and p.bias[1] and own_tiles):
@@ -112,9 +112,9 @@ def bias_turns_refusal(problem: AttentionProblem) -> Unsupported | None:
 
 
 def order_refusal(problem: AttentionProblem, reason: str, field: str, value: object, nearest: object) -> Unsupported:
-    """That no kernel orders the sums of a problem's gradients.
+    """The error of a problem if no kernel orders the sums of its gradients.
 
-    field, value, nearest: what is refused in an invariant context, where ``deterministic`` is not the caller's option.
+    field, value, nearest: what the error names in an invariant context, where callers do not set ``deterministic``.
     """
     if not problem.invariant:
         return Unsupported("deterministic", True, reason, False)
@@ -123,7 +123,7 @@ def order_refusal(problem: AttentionProblem, reason: str, field: str, value: obj
 
 
 def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProblem:
-    """A problem of one sequence of 1024 rows and keys and one head, as requests are by default but for ``fields``."""
+    """A problem of one sequence of 1024 rows and keys and one head, with the default options except ``fields``."""
     element = ELEMENTS[dtype]
     usual: dict[str, Any] = {
         **dict.fromkeys(("batch", "heads_q", "heads_kv"), 1),
@@ -136,9 +136,9 @@ def example_problem(dtype: str, head_dim: int, **fields: Any) -> AttentionProble
 
 
 def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupported]]:
-    """Every reason to refuse a problem, (code, error), in the order in which they count.
+    """Yield every reason to refuse a problem, (code, error). The first one counts.
 
-    A later one may take for granted that no earlier one holds.
+    A later check may assume that no earlier reason holds.
     """
     p = problem
     yield from _unknown(p, arch)
@@ -196,7 +196,7 @@ def refusals(problem: AttentionProblem, arch: str) -> Iterator[tuple[str, Unsupp
 
 
 def _invariant_refusals(p: AttentionProblem) -> Iterator[tuple[str, Unsupported]]:
-    """What makes a row's bits depend on what is beside it, whatever the kernel."""
+    """The options by which a row's bits depend on its surroundings in every kernel."""
     if p.dropout_p:
         reason = "dropout draws by a sequence's place in its batch, and bits of this context do not depend on it"
         yield "invariant.dropout", Unsupported("dropout_p", p.dropout_p, reason, 0.0)

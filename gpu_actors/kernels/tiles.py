@@ -1,6 +1,6 @@
-"""The one table of tile sizes, and what follows from a tile: shared memory and tile counts.
+"""The table of all tile sizes, and the sizes that follow from a tile, such as shared memory.
 
-Python reads it for grids and shared-memory sizes, and hands the same numbers to the kernels as macros; the
+Grids and shared-memory sizes are computed from the table, and the kernels receive the same numbers as macros. The
 kernels assert that the shared memory they lay out is what the launch provides.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Tile(NamedTuple):
-    """block_m: query rows a block. block_n: keys a tile. stages: key tiles in flight. warps: a block."""
+    """block_m: query rows per block. block_n: keys per tile. stages: key tiles in flight. warps: per block."""
 
     block_m: int
     block_n: int
@@ -41,12 +41,12 @@ class Tile(NamedTuple):
 
 
 class _TileRow(NamedTuple):
-    """Which problems a tile is for. None matches everything; head_dim is the largest one it is for, and head_dim_v
-    that of v where it has a bound of its own.
+    """Which problems a tile is for. None matches everything. head_dim is the largest head dim that the tile is for, and
+    head_dim_v that of v if v has its own bound.
 
-    scale_only: whether nothing but the scale may stand between product and score. plain: whether no bias, dropout or
-    score modification may, which need registers. bare: whether no bias or dropout may, which need more. blocks: how
-    many at a time must fit into the shared memory of a multiprocessor. layouts: as in AttentionProblem.
+    scale_only: whether only the scale may stand between product and score. plain: whether it excludes bias, dropout and
+    score modifications, which need registers. bare: whether it excludes bias and dropout, which need more. blocks: the
+    blocks that must fit into a multiprocessor's shared memory at once. layouts: as in AttentionProblem.
     hopper: whether it is for compute capability 9.0 alone.
     """
 
@@ -81,10 +81,10 @@ _backward_sm90 = functools.partial(_TileRow, "backward_sm90", direction="backwar
 _simple = functools.partial(_TileRow, "forward_simple")
 _backward_simple = functools.partial(_TileRow, "backward_simple", direction="backward")
 
-# The first row that matches counts, of those whose tiles fit into the architecture's shared memory.
+# The first row counts that matches and whose tiles fit into the architecture's shared memory.
 TILES = (
-    # Consumers of 64 rows each, of four warps, beside a producer of four. Where the output does not fit beside two
-    # stages of K and V, it leaves from registers.
+    # Consumers of 64 rows and four warps each, beside a producer of four warps. If the output does not fit beside two
+    # stages of K and V, it is stored from registers.
     # Pages divide a tile of 128 or 64 keys, or are multiples of it.
     _sm90(Tile(192, 128, 2, 16), _HALVES, 64, scale_only=True),
     _sm90(Tile(128, 128, 2, 12), _HALVES, 64),  # 160 registers do not suffice
@@ -101,10 +101,10 @@ TILES = (
     _sm90(Tile(128, 64, 2, 12), _HALVES, 256, bare=True),
     _sm90(Tile(128, 48, 2, 12), _HALVES, 256),
     # 8-bit elements, with V transposed: keys, too, come in boxes of 64 or 128 bytes. Tensor cores keep 13 fraction
-    # bits of a sum, so that they sum the keys of one tile alone. Each of its block_n / 32 steps cuts off 34 numbers (32
-    # products, what was summed before, the sum) by less than 2^-13 of the tile's sum P|V|. With 256 keys that is below
-    # 3.4% of it, with 128 below 1.7%, however many tiles there are, where the largest product of each step has factors
-    # of 2^-6 or more, the least normal number. Products of more than 2^-6 of the largest number lose nothing. Under a
+    # bits of a sum, so they sum the keys of one tile alone. Each of its block_n / 32 steps truncates 34 numbers (32
+    # products, the earlier sum, the new sum) by less than 2^-13 of the tile's sum P|V|. With 256 keys that is below
+    # 3.4% of the sum, with 128 below 1.7%, for any number of tiles, if the largest product of each step has factors of
+    # 2^-6 or more, the least normal number. Products of more than 2^-6 of the largest number lose nothing. Under a
     # mask, registers do not hold the scores of 256 keys.
     _sm90(Tile(192, 128, 2, 16), _EIGHTS, 64, scale_only=True),
     _sm90(Tile(128, 256, 2, 12), _EIGHTS, 128, ("full",), scale_only=True),
@@ -112,8 +112,9 @@ TILES = (
     _sm90(Tile(128, 64, 2, 12), _EIGHTS, 192),
     _sm90(Tile(128, 128, 2, 12), _EIGHTS, 256, scale_only=True),
     _sm90(Tile(128, 64, 2, 12), _EIGHTS, 256),
-    # 32 rows a warp read half as much of K and V from shared memory as 16 do; up to dim 128, with nothing but the scale
-    # between product and score and no window, registers hold them. Four such warps leave room for a second block.
+    # Warps of 32 rows read half as much of K and V from shared memory as warps of 16. Up to dim 128, with
+    # only the scale between product and score, and no window, registers hold 32. Four such warps leave
+    # room for a second block.
     _mma(Tile(128, 64, 3, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2),
     _mma(Tile(128, 64, 2, 4), dtypes=_HALVES, head_dim=64, masks=_NO_WINDOW, scale_only=True, blocks=2),
     _mma(Tile(128, 32, 3, 4), dtypes=_HALVES, head_dim=128, masks=_NO_WINDOW, scale_only=True, blocks=2),
@@ -124,8 +125,8 @@ TILES = (
     _mma(Tile(64, 32, 2, 4), dtypes=_FLOATS, head_dim=192),
     _mma(Tile(64, 16, 2, 4), dtypes=_FLOATS),
     _mma(Tile(32, 16, 2, 2), dtypes=_FLOATS),
-    # Two warps share 16 rows, for which one has no registers above 256 columns. Above 384, registers do not hold the
-    # places of a second stage either, and above 448 no window beside the scores of 32 keys. Blocks of a mask divide
+    # Two warps share 16 rows, because one warp lacks the registers above 256 columns. Above 384, registers do not hold
+    # the places of a second stage either, and above 448 no window beside the scores of 32 keys. Blocks of a mask divide
     # into 64 or 32 rows.
     _wide(Tile(64, 32, 2, 8), head_dim=384),
     _wide(Tile(64, 32, 1, 8), head_dim=448),
@@ -133,14 +134,14 @@ TILES = (
     _wide(Tile(64, 16, 1, 8)),
     _wide(Tile(48, 16, 1, 6), plain=True),
     _wide(Tile(32, 16, 1, 4)),
-    # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps; block_m query rows pass by.
+    # Backward on Hopper: two consumers of 64 keys each, beside a producer of four warps, loop over block_m query rows.
     _backward_sm90(Tile(128, 128, 2, 12), _HALVES, 64, scale_only=True),
     _backward_sm90(Tile(64, 128, 2, 12), _HALVES, 128),
     # Wider heads: both consumers share 64 keys. Two tiles of Q beside one of dO fit up to 192, one of each above.
     _backward_sm90(Tile(128, 64, 2, 12), _HALVES, 192),
     _backward_sm90(Tile(128, 64, 1, 12), _HALVES),
-    # Backward: block_n keys stay, block_m query rows pass by. 16 keys a warp with dK and dV of 128 columns, or 32 with
-    # half of the columns, fill its registers; wider heads give half of the columns to a second warp.
+    # Backward: a block keeps block_n keys and loops over block_m query rows. A warp's registers are full with 16 keys
+    # and dK and dV of 128 columns, or 32 keys and half of the columns. Wider heads give half of them to a second warp.
     _backward(Tile(64, 128, 2, 8), dtypes=_HALVES, head_dim=128, scale_only=True),
     _backward(Tile(32, 128, 2, 8), dtypes=_HALVES, head_dim=128),
     _backward(Tile(32, 64, 2, 4), dtypes=_HALVES, head_dim=128),
@@ -153,7 +154,7 @@ TILES = (
     _backward(Tile(32, 32, 1, 4), dtypes=_FLOATS),
     _backward(Tile(16, 16, 2, 4), dtypes=_FLOATS),
     _simple(Tile(32, 32, 1, 4), head_dim=128),
-    # 32 rows of 256 doubles, twice, are more than the 99 KiB of the smallest architectures.
+    # 32 rows of 256 doubles, twice, exceed the 99 KiB of the smallest architectures.
     _simple(Tile(16, 16, 1, 4), dtypes=("float64",)),
     _simple(Tile(32, 32, 1, 4)),
     _simple(Tile(8, 16, 1, 4), dtypes=("float64",), head_dim=512),
@@ -162,7 +163,7 @@ TILES = (
     _backward_simple(Tile(16, 16, 1, 4)),
     _backward_simple(Tile(8, 16, 1, 4)),
     _backward_simple(Tile(8, 16, 1, 4), head_dim=512),
-    _backward_simple(Tile(4, 16, 1, 2), head_dim=512),  # float64, of compute capability 8.0
+    _backward_simple(Tile(4, 16, 1, 2), head_dim=512),  # float64 on compute capability 8.0
 )
 
 
@@ -181,9 +182,9 @@ def tile_for(
     head_dim_v: int | None = None,
     block_size: tuple[int, int] | None = None,
 ) -> Tile:
-    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: of v, by default the same.
-    block_size: rows and keys of a block of a block mask, which the tile divides. Further ones: as in `_TileRow`.
-    Raises Unsupported where the table has no row for it.
+    """The tile of a kernel for a problem. head_dim: the larger of q's and v's. head_dim_v: v's, by default the same.
+    block_size: rows and keys of a block of a block mask, which the tile must divide. The others are as in `_TileRow`.
+    Raises Unsupported if the table has no row for the problem.
     """
     sm = capability(arch)
     limit = shared_mem_limit(sm)
@@ -233,14 +234,14 @@ def shared_mem_bytes(kernel: str, tile: Tile, dtype: str, head_dim: int, head_di
 
 
 def _simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Tiles of Q, of K or V, and of P, all in the dtype that sums are kept in; rows of an odd length."""
+    """Tiles of Q, of K or V, and of P, all in the dtype of the sums. Rows are padded to an odd length."""
     pitch = max(head_dim, head_dim_v) | 1
     values = (tile.block_m + tile.block_n) * pitch + tile.block_m * tile.block_n
     return values * (8 if dtype == "float64" else 4)
 
 
 def _backward_simple_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Two tiles of each side and two of their pairs."""
+    """Two tiles of rows, two of keys, and two of scores of their pairs."""
     return 2 * _simple_bytes(tile, dtype, head_dim, head_dim_v)
 
 
@@ -250,19 +251,19 @@ def _mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
 
 
 def _wide_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """The tile of Q, `stages` tiles of K and V, all of whole groups of 64 columns, and the scores of warps in float."""
+    """The tile of Q, `stages` tiles of K and V, all padded to 64 columns, and the scores of warps in float."""
     row, row_v = (-(-dim // 64) * 64 * ELEMENTS[dtype].itemsize for dim in (head_dim, head_dim_v))
     keys = tile.stages * tile.block_n
     return (tile.block_m + keys) * row + keys * row_v + tile.warps * 16 * tile.block_n * 4
 
 
 def mma_row(dim: int, dtype: str) -> int:
-    """Bytes of a row in shared memory, padded to 32 bytes, one step of an mma."""
+    """The bytes of a row in shared memory, padded to 32 bytes, one step of an mma."""
     return -(-dim * ELEMENTS[dtype].itemsize // 32) * 32
 
 
 def padded_head_dim(dim: int, dtype: str = "bfloat16") -> int:
-    """What forward_sm90 rounds a head dim up to: kernels_cu/forward_sm90/layout.cuh."""
+    """The head dim to which forward_sm90 pads ``dim``: see kernels_cu/forward_sm90/layout.cuh."""
     dims = (64, 128, 192, 256) if ELEMENTS[dtype].fp8 else (64, 96, 128, 192, 256)
     return next(padded for padded in dims if dim <= padded)
 
@@ -273,7 +274,7 @@ def shares_keys(tile: Tile) -> bool:
 
 
 def padded_backward_dims(tile: Tile, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """What backward_sm90 rounds both head dims up to: kernels_cu/backward_sm90/layout.cuh."""
+    """The head dims to which backward_sm90 pads both: see kernels_cu/backward_sm90/layout.cuh."""
     if not shares_keys(tile):
         return (64, 64) if tile.block_m == 128 else (128, 128)
     if max(head_dim, head_dim_v) > 192:
@@ -282,14 +283,14 @@ def padded_backward_dims(tile: Tile, head_dim: int, head_dim_v: int) -> tuple[in
 
 
 def value_pieces(tile: Tile, dtype: str, head_dim_v: int) -> int:
-    """In how many pieces of V's columns forward_sm90 sums a tile's P V, each apart from O: 1 for 16-bit floats."""
+    """The number of pieces of V's columns in which forward_sm90 sums a tile's P V apart from O; 1 for 16-bit floats."""
     if not ELEMENTS[dtype].fp8:
         return 1
     return {64: 1, 128: 1, 192: 2, 256: 256 // tile.block_n}[padded_head_dim(head_dim_v, dtype)]
 
 
 def output_is_direct(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> bool:
-    """Whether forward_sm90 has no room for an output tile, and stores the output from registers."""
+    """Whether forward_sm90 stores the output from registers, because it has no room for an output tile."""
     return _sm90_bytes_with(tile, dtype, head_dim, head_dim_v, direct=False) > shared_mem_limit(90)
 
 
@@ -300,7 +301,7 @@ def _sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
 def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, direct: bool) -> int:
     """Tiles of Q, and of O unless it is stored directly, stages of K and V, mbarriers, two slots for tile indices.
 
-    Of 8 bits also a tile of V as it arrives, its two mbarriers and a word about it.
+    With 8-bit elements also a tile of V as it arrives, its two mbarriers and a word about it.
     """
     itemsize, out_itemsize = ELEMENTS[dtype].itemsize, ELEMENTS[ELEMENTS[dtype].out].itemsize
     q, v = (padded_head_dim(dim, dtype) * itemsize for dim in (head_dim, head_dim_v))
@@ -312,14 +313,14 @@ def _sm90_bytes_with(tile: Tile, dtype: str, head_dim: int, head_dim_v: int, dir
 
 
 def backward_warp_tile(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Keys, and rows of dQ, that a warp of backward_mma takes: 32 where they are many and registers suffice."""
+    """The keys, and the rows of dQ, of a warp of backward_mma: 32 for large tiles if registers suffice, else 16."""
     return 32 if tile.block_m == 64 and dtype == "bfloat16" and head_dim == head_dim_v == 128 else 16
 
 
 def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """K, V, `stages` tiles of Q and dO with two floats a row, and the scores: twice where warps share a head's columns.
+    """K, V, `stages` tiles of Q and dO with two floats per row, and the scores, twice if warps share a head's columns.
 
-    As laid out in kernels_cu/backward/ring.cuh, which asserts it.
+    The layout is in kernels_cu/backward/ring.cuh, which asserts the size.
     """
     sharing = max(1, tile.warps * backward_warp_tile(tile, dtype, head_dim, head_dim_v) // tile.block_n)
     split = sharing > 1 and tile.block_m % (16 * sharing) == 0
@@ -330,10 +331,10 @@ def _backward_mma_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) 
 
 
 def _backward_sm90_bytes(tile: Tile, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """K, V, stages of Q and dO with a float a row, two tiles of scores, a tile of dQ in float, mbarriers, a number.
+    """K, V, stages of Q and dO with a float per row, two tiles of scores, a tile of dQ in float, mbarriers, a number.
 
-    Consumers that share keys have one stage of dO and no tile of dQ. As laid out in
-    kernels_cu/backward_sm90/layout.cuh, which asserts it.
+    Consumers that share keys have one stage of dO and no tile of dQ. The layout is in
+    kernels_cu/backward_sm90/layout.cuh, which asserts the size.
     """
     (dim, dim_v), itemsize = padded_backward_dims(tile, head_dim, head_dim_v), ELEMENTS[dtype].itemsize
     stages, stages_v = tile.stages, 1 if shares_keys(tile) else tile.stages

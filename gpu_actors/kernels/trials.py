@@ -1,9 +1,8 @@
-"""Trials: the small problems that prove a kernel on a machine, beside the oracle.
+"""Trials: the small problems that prove a kernel on a machine, by comparison with the oracle.
 
-A family names those of its keys, so that each path of its code is taken: tiles that are full and that end early, more
+A family has trials for each of its keys that take every path of its code: tiles that are full and that end early, more
 tiles than the pipeline has stages, several heads that share keys, sequences without rows, without keys and with more
-rows than keys, every option that the key has. Sizes follow from the key's tile, so that they are as small as that
-allows.
+rows than keys, every option of the key. Sizes follow from the key's tile, and are as small as it allows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gpu_actors.kernels.tiles import Tile
 __all__ = ["BROKEN", "Trial", "batch_trials", "cache_trials", "crowded_trials", "example_of"]
 
 BROKEN = -1
-"""In the place of a sequence's keys: a length that contradicts the cache, whose rows are answered with NaN."""
+"""Stands for a sequence's number of keys: a length that contradicts the cache. The kernel answers its rows with NaN."""
 
 
 class Trial(NamedTuple):
@@ -42,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def example_of(key: DispatchKey) -> AttentionProblem:
-    """A problem of one sequence with this key."""
+    """Return a problem of one sequence that has this key."""
     carried = {name: getattr(key, name) for name in _DEFAULTS if hasattr(key, name)}
     # A flag of the key may be a number in the problem.
     carried |= {name: type(default)(carried[name]) for name, default in _DEFAULTS.items() if name in FLAGS}
@@ -65,12 +64,12 @@ def example_of(key: DispatchKey) -> AttentionProblem:
 
 
 _HEADS_KV = 2
-_SPARE = 11  # rows behind the last packed sequence
+_SPARE = 11  # rows after the last packed sequence
 _MOST_KEYS = 600  # of a sequence, where a pipeline has many stages
 
 
 def batch_trials(key: DispatchKey, tile: Tile) -> list[Trial]:
-    """Those of a kernel of dense or packed batches, forward or backward."""
+    """The trials of a kernel of dense or packed batches, forward or backward."""
     heads: dict[str, Any] = {"heads_q": 2 * _HEADS_KV, "heads_kv": _HEADS_KV}
     problem, other = (dataclasses.replace(_with_options(key, tile, others), **heads) for others in (False, True))
     rows = tile.block_m + 9
@@ -79,31 +78,31 @@ def batch_trials(key: DispatchKey, tile: Tile) -> list[Trial]:
     if key.layout == "varlen":
         fewer = tile.block_m + 5
         short = (3, 40), (fewer, _keys_to_an_edge(other, tile, fewer)), (1, 1)
-        # Lengths that lie on the device may be more than the caller says.
+        # Lengths on the device may exceed the caller's maxima.
         said = None if other.bias else 10
         return [_packed(problem, ((rows, keys), (0, 7), (5, 0), (37, 21))), _packed(other, short, said)]
     return [_dense(problem, rows, keys), _dense(other, rows, 5), _dense(other, 30, _keys_to_an_edge(other, tile, 30))]
 
 
-# Where an edge of the mask lies in a tile of keys decides what a kernel masks there. Such arithmetic errs by one, which
-# only shows where the edge lies at the tile's end or a key beside it.
+# What a kernel masks in a tile of keys depends on where an edge of the mask lies in it. An error by one in this
+# arithmetic shows only if the edge lies at the tile's end or one key beside it.
 
 
 def _keys_before_an_edge(problem: AttentionProblem, tile: Tile, rows: int) -> int:
-    """More keys than a pipeline holds, of which the first row of a block sees those up to a tile's last one."""
+    """Return more keys than a pipeline holds. The first row of a block sees them up to the last key of a tile."""
     most = min((tile.stages + 2) * tile.block_n, _MOST_KEYS)
     return most - (most - (rows - 2 - _right_of(problem))) % tile.block_n
 
 
 def _keys_to_an_edge(problem: AttentionProblem, tile: Tile, rows: int) -> int:
-    """More keys than a tile holds, of which the first row sees whole tiles, or the last one leaves out whole tiles."""
+    """Return more keys than a tile holds. The first row sees whole tiles, or the last row leaves out whole tiles."""
     left = problem.window_size[0]
     first = rows - 1 - _right_of(problem) if left < 0 else rows - min(rows, tile.block_m) + 1 + left
     return tile.block_n + 1 + (first - 1) % tile.block_n
 
 
 def _with_left_edge(problem: AttentionProblem, tile: Tile, rows: int, keys: int) -> AttentionProblem:
-    """With a window, if there is one, of which the last row of a block leaves out one key of a tile."""
+    """Return the problem with its window, if any, moved: a block's last row then leaves out one key of a tile."""
     left, right = problem.window_size
     if left < 0:
         return problem
@@ -118,7 +117,7 @@ def _right_of(problem: AttentionProblem) -> int:
 
 
 def _packed(problem: AttentionProblem, lengths: tuple[tuple[int, int], ...], said: int | None = None) -> Trial:
-    """said: the most rows, and keys, of a sequence as the caller says."""
+    """said: the caller's maximum of rows, and of keys, of a sequence; by default the true ones."""
     rows, keys = zip(*lengths, strict=True)
     sizes: dict[str, Any] = {"batch": len(lengths), "seqlen_q": said or max(rows), "seqlen_k": said or max(keys)}
     sizes |= {"total_q": sum(rows) + _SPARE, "total_k": sum(keys) + _SPARE}
@@ -130,21 +129,21 @@ def _dense(problem: AttentionProblem, rows: int, keys: int) -> Trial:
     return Trial(dataclasses.replace(problem, **sizes), ((rows, keys),) * 2)
 
 
-# (rows, query heads a KV head), from the most rows that are packed together to the fewest. Where the splits are pinned,
-# the heads alone decide how many rows a block takes, and so they do where each sequence has one row.
+# (rows, query heads per KV head), from the most rows that are packed together to the fewest. If the splits are pinned,
+# or if each sequence has one row, the heads alone decide how many rows a block takes.
 _PACKED = ((37, 2), (67, 2), (11, 2), (5, 3), (3, 2), (1, 3))
 _PINNED = ((3, 37), (2, 67), (3, 22), (5, 15), (3, 6), (3, 3))
 _SPLITS = 3
 _PADDING = 13
-_PAGES = (16, 64)  # keys, which every kernel takes that takes pages of more than one key
+_PAGES = (16, 64)  # keys; every kernel that takes pages of more than one key takes these
 _CROWD = 258  # sequences: more than decode_plan has threads
-_CROWDED = ((1, 3), (1, 22))  # as those above; with more rows a tile the oracle would take too long
+_CROWDED = ((1, 3), (1, 22))  # as those above; with more rows per tile the oracle would take too long
 
 
 def cache_trials(
     key: DispatchKey, tile: Tile, row_tile: Callable[[AttentionProblem], int] | None = None
 ) -> Iterator[Trial]:
-    """Those of a kernel of new rows over a cache: with its own splits, and with pinned ones where it has those."""
+    """Yield the trials of a kernel of new rows over a cache: with its own splits, and pinned ones if it has any."""
     own, pinned = _over_caches(key, tile)
 
     def lengths(problem: AttentionProblem, rows: int) -> list[int]:
@@ -158,18 +157,18 @@ def cache_trials(
     packed = _PINNED if key.layout == "pointers" else _PACKED
     pinned = dataclasses.replace(pinned, num_splits=_SPLITS)
     for problem, sizes, page_size in ((own, packed, _PAGES[0]), (pinned, _PINNED, _PAGES[1])):
-        # What a kernel splits is checked on the device, where lengths may lie.
+        # A kernel that splits checks lengths on the device, where they may lie.
         yield from _of_row_tile(key, problem, sizes, lambda *of: [*lengths(*of), BROKEN], page_size, row_tile)
 
 
 def crowded_trials(key: DispatchKey, tile: Tile, row_tile: Callable[[AttentionProblem], int]) -> Iterator[Trial]:
-    """Of the kernel that splits the work on the device: so many sequences that a thread counts several."""
+    """Yield trials of the kernel that splits work on the device, with enough sequences that a thread counts several."""
     problem = dataclasses.replace(next(_over_caches(key, tile)), heads_kv=1 if key.latent else _HEADS_KV + 1)
     yield from _of_row_tile(key, problem, _CROWDED, lambda *_: [1, 2, 3] * (_CROWD // 3), _PAGES[0], row_tile)
 
 
 def _over_caches(key: DispatchKey, tile: Tile) -> Iterator[AttentionProblem]:
-    """Two problems with a key's options, of other values."""
+    """Yield two problems with a key's options, which have different values."""
     for others in (False, True):
         problem = _with_options(key, tile, others)
         yield dataclasses.replace(problem, heads_kv=1 if key.latent else _HEADS_KV)
@@ -183,7 +182,7 @@ def _of_row_tile(
     page_size: int,
     row_tile: Callable[[AttentionProblem], int],
 ) -> Iterator[Trial]:
-    """The trial of the first sizes whose rows fill the key's tile. lengths: of keys, for rows of that number."""
+    """Yield the trial of the first sizes whose tile is the key's. lengths: returns keys of sequences for their rows."""
     for rows, ratio in sizes:
         own = 1 if key.layout == "pointers" else rows
         trial = _cached(problem, own, ratio, lengths(problem, own), page_size)
@@ -193,7 +192,7 @@ def _of_row_tile(
 
 
 def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: Sequence[int], page_size: int) -> Trial:
-    """keys: of each sequence."""
+    """keys: the number of keys of each sequence."""
     pattern = (rows, 1, 0, rows, rows) if problem.varlen_q else (rows,)
     lengths = list(zip(itertools.cycle(pattern), keys, strict=False))
     batch, total_q = len(lengths), sum(own for own, _ in lengths)
@@ -212,16 +211,16 @@ def _cached(problem: AttentionProblem, rows: int, ratio: int, keys: Sequence[int
 
 
 def _with_options(key: DispatchKey, tile: Tile, others: bool) -> AttentionProblem:
-    """A problem whose options, where the key has them, are such that each takes part in a result.
+    """Return a problem with the key's options, each with a value that takes part in the result.
 
-    others: with other values of what a kernel learns at its launch alone: which sides of a window there are, what
-    sequences and heads share of a bias, the steps of positions.
+    others: whether to use the other values of options that a kernel learns only at its launch: the sides of a window,
+    whether sequences and heads share a bias, the steps of positions.
     """
-    # Longer than a tile: of one that the window shows whole, the diagonal alone may hide a part.
+    # The window is longer than a tile, so that the diagonal alone may hide a part of a tile within it.
     reach, right = tile.block_n + 21, 0 if key.causal else 9
     options: dict[str, Any] = {}
     if key.sliding_window:
-        # A chunk is a window, too: the key has no other sign of one.
+        # A chunk counts as a window, and the key does not say whether there is another.
         sides = (-1, -1) if key.attention_chunk and not key.sink_tokens else (3, right) if key.causal else (-1, right)
         options["window_size"] = sides if others else (reach, right)
     if key.sink_tokens:
@@ -239,7 +238,7 @@ def _with_options(key: DispatchKey, tile: Tile, others: bool) -> AttentionProble
     if key.row_stats:
         options["score_sum_exp"] = True
     if key.positions:
-        # Rows apart and a window leave no order for blocks to take turns in.
+        # If rows stand apart and there is a window, blocks have no order in which to take turns.
         steps = 2 if others and not (key.deterministic and key.sliding_window) else 1
         options |= {"q_positions": steps, "k_positions": steps}
     return dataclasses.replace(example_of(key), **options)

@@ -1,6 +1,6 @@
-"""From a key to the variant that is compiled for it, and what is worth compiling ahead.
+"""Returns the variant that is compiled for a key, and the keys and variants worth compiling ahead.
 
-A cubin serves every key with equal macros: what a kernel decides at run time (the GQA ratio, say) is not among them.
+A cubin serves every key with equal macros. What a kernel decides at run time (by the GQA ratio, say) is no macro.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Asks the actor that compiles to have a kernel ready for its device; answered with a `Cubin`, or a built `Kernel`.
+    """Asks the actor that compiles to make a kernel ready for its device. The reply is a `Cubin`, or a built `Kernel`.
 
-    Each call that waits for the kernel has a time limit of its own, so this has none.
+    Each call that waits for the kernel has its own deadline, so this message has none.
     """
 
     no_deadline: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class Prepare:
 
 @functools.lru_cache(maxsize=1024)
 def variant_of(key: DispatchKey | Variant) -> Variant:
-    """Keys that differ in what no macro depends on have one variant."""
+    """The variant of a key. Keys that differ only in fields that no macro depends on have the same one."""
     if isinstance(key, Variant):
         return key
     family = family_of(key)
@@ -59,7 +59,7 @@ def variant_of(key: DispatchKey | Variant) -> Variant:
 
 
 def variants_of(program: Program | None) -> tuple[Variant, ...]:
-    """In the order in which `Program.steps` takes the kernels."""
+    """The variants of a program, in the order in which `Program.steps` takes the kernels."""
     return () if program is None else tuple(variant_of(key) for key in program.keys)
 
 
@@ -72,7 +72,7 @@ def block_threads(key: DispatchKey | Variant) -> int:
 def standard_variants(arch: str) -> list[DispatchKey]:
     """The keys worth compiling ahead: the usual dtypes, head dims and masks, dense, varlen and over caches.
 
-    fp8 is among them where the architecture has it.
+    fp8 is among the dtypes if the architecture has it.
     """
     dtypes = ["bfloat16", "float16"]
     if capability(arch) >= FIRST_FP8_CAPABILITY:
@@ -85,7 +85,7 @@ def standard_variants(arch: str) -> list[DispatchKey]:
         shapes += [(dtype, dim, "causal", True) for dim in (64, 128)]
     shapes += [("float32", 64, mask, False) for mask in ("full", "causal")]
     shapes.append(("bfloat16", 32, "full", True))  # what `gpu-actors embed` asks for
-    # Requests over caches with what splits and merges their work, wherever their lengths lie.
+    # Requests over caches, with the kernels that split and merge their work, wherever lengths lie.
     cached = _keys_of(usual_decode_problems(arch), arch, Target(lengths_on_host=False))
     return _keys_of([_usual_problem(*shape) for shape in shapes], arch) + cached
 
@@ -99,7 +99,7 @@ def usual_backward_keys(arch: str) -> list[DispatchKey]:
 
 
 def kv_variants(arch: str) -> list[Variant]:
-    """What a `KvCache` of the usual dtypes and head dims launches besides attention, with halves rotated or none."""
+    """What a `KvCache` of usual dtypes and head dims launches besides attention, with rotated halves or no rotation."""
     plain = AppendProblem(
         layout="paged", batch=1, total=1, heads_kv=1, head_dim=128, head_dim_v=128, dtype="bfloat16",
         cache_dtype="bfloat16", page_size=16, num_blocks=1, max_blocks=1,
