@@ -1,1 +1,1 @@
-"""From a request to a launch."""
+"""Turns requests into launches: signatures, plans and operands."""

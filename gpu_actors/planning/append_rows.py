@@ -26,19 +26,19 @@ _AXES = "batch, rows, kv_heads, head_dim"
 _WHOLE, _LATENT = ("k", "v"), ("k_pe", "c_kv")
 
 NEW_ROWS = (*_WHOLE, *_LATENT)
-"""The fields of a message that new rows come in, by the kind of the cache."""
+"""The fields of a message that hold new rows. Which two it uses depends on the kind of the cache."""
 
 
 @dataclass(slots=True, eq=False)
 class NewRows:
     """Rows of several sequences, packed: k (total, kv_heads, head_dim), v (total, kv_heads, head_dim_v).
 
-    Of a latent cache k is k_pe and v is c_kv, as in `AppendProblem`. layers: where there are several, k and v have an
-    axis of them first.
-    counts: rows of each sequence, int32 (batch,). rows: their number a sequence if it is the same for all, else 0.
-    tokens: of each sequence, or None if they are not known.
-    turned: the rows of q of each sequence, where they are rotated apart from these, being others or at positions of
-    their own; turned_rows and turned_positions are as rows and positions.
+    For a latent cache k is k_pe and v is c_kv, as in `AppendProblem`. layers: if there are several, k and v begin with
+    an axis of layers.
+    counts: rows of each sequence, int32 (batch,). rows: the rows of a sequence if all have the same number, else 0.
+    tokens: those of each sequence, or None if they are not known.
+    turned: the number of q's rows in each sequence, if q is rotated separately because it has other rows or other
+    positions; turned_rows and turned_positions are to q what rows and positions are to k.
     """
 
     k: Any
@@ -61,7 +61,7 @@ class NewRows:
 
     @property
     def ends(self) -> Any:
-        """int32 (batch + 1,), as cu_seqlens."""
+        """The bounds of the sequences, int32 (batch + 1,), like cu_seqlens."""
         return ends_of(self.counts)
 
     @property
@@ -75,7 +75,7 @@ class NewRows:
         return self.k.dtype, self.rows, self.rope, tables, apart, *kinds
 
     def check_reach(self, lengths: Any) -> None:
-        """Raise `InvalidRequest` where a row lies beyond the tables of its rotation. lengths: with these rows."""
+        """Raise `InvalidRequest` if a row lies beyond its rotation's tables. lengths: of sequences with these rows."""
         rope = self.rope
         if rope is None or not rope.table_rows:
             return
@@ -95,7 +95,7 @@ class NewRows:
                     expect(0 <= position < rope.table_rows, field, position, reason)
 
     def angles(self, lengths: Any, of_q: bool = False) -> tuple[Any, Any]:
-        """Cosines and sines that the rows are rotated by, (total, pairs) each. lengths: with these rows."""
+        """The cosines and sines that rotate the rows, (total, pairs) each. lengths: of sequences with these rows."""
         # Only a mock device and keys over several workers compute here, so only their programs pay for the import.
         from gpu_actors.reference.rope import rope_angles
 
@@ -128,7 +128,7 @@ class NewRows:
         )
 
     def turning(self, pool: AppendProblem, max_blocks: int, heads_q: int) -> AppendProblem:
-        """The rotation of q apart from these rows: an append of nothing."""
+        """The separate rotation of q: an append without new rows."""
         return _problem_of(
             pool,
             batch=len(self.turned),
@@ -144,19 +144,19 @@ class NewRows:
         )
 
     def problems(self, pool: AppendProblem, heads_q: int, max_blocks: int = 1) -> list[AppendProblem]:
-        """The appends of a launch: that of these rows, and where q is rotated apart, that."""
+        """The appends of a launch: of these rows, and of q if it is rotated separately."""
         own = [self.problem(pool, max_blocks, heads_q)]
         return own if self.turned is None else [*own, self.turning(pool, max_blocks, heads_q)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _problem_of(pool: AppendProblem, **changes: Any) -> AppendProblem:
-    # A cache asks for the same few again and again, three times a request.
+    # A cache asks for the same few again and again, three times per request.
     return dataclasses.replace(pool, **changes)
 
 
 def counts_of(field: str, ends: Any, batch: int) -> Any:
-    """Rows of each sequence, int32 (batch,), by cu_seqlens."""
+    """The rows of each sequence, int32 (batch,), from cu_seqlens."""
     optional_array(field, ends, ((batch + 1,),), ("int32",))
     on_host = isinstance(ends, np.ndarray)
     expect(on_host, field, describe(ends), "must be a NumPy array: pages are taken on the host")
@@ -168,9 +168,9 @@ def counts_of(field: str, ends: Any, batch: int) -> Any:
 
 
 def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int | None, layers: int = 1) -> NewRows:
-    """The rows of an adopted message. batch: sequences that it names; None for one that is not in a list.
+    """Return the rows of an adopted message. batch: the sequences that it lists; None for a single one without a list.
 
-    layers: of the cache. Where there are several, each array has an axis of them before all others.
+    layers: those of the cache. If there are several, each array begins with an axis of layers.
     """
     names, others = (_LATENT, _WHOLE) if pool.latent else (_WHOLE, _LATENT)
     for name in others:
@@ -191,7 +191,7 @@ def new_rows(message: AppendRows | AttendCache, pool: AppendProblem, batch: int 
         ends_field = "cu_seqlens_q"
     ends = getattr(message, ends_field)
     if ends_field == "cu_seqlens_q" and len(getattr(k, "shape", ())) == 4:
-        ends = None  # as many new rows a sequence, whatever rows q has
+        ends = None  # each sequence has equally many new rows; cu_seqlens_q is about q alone
     if k is None or v is None:
         raise InvalidRequest(names[k is not None], None, f"must be given: rows have {' and '.join(names)}")
     whole = k, v
@@ -257,7 +257,7 @@ def _add_rotation(rows: NewRows, message: AppendRows | AttendCache) -> None:
 
 
 def place_rows(rows: NewRows, message: AttendCache) -> None:
-    """Have a rope rotate rows by their q_positions where the message gives no others."""
+    """Let a rope rotate rows by q_positions if the message gives no other positions."""
     places: Any = message.q_positions
     if rows.rope is None or rows.positions is not None or (places is None and message.k_positions is None):
         return
@@ -268,7 +268,7 @@ def place_rows(rows: NewRows, message: AttendCache) -> None:
 
 
 def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
-    """Have a rope rotate q, which is adopted, apart from the new rows where it has others or positions of its own."""
+    """Let a rope rotate q, an adopted array, separately from the new rows if it has other rows or other positions."""
     given: Any = message.positions_q
     if rows.rope is None:
         if given is not None:
@@ -290,7 +290,7 @@ def turn_apart(rows: NewRows, message: AttendCache, q: Any) -> None:
 
 
 def _placed(places: Any, counts: Any) -> Any:
-    """The positions of packed rows, int32 (total,), by those of their sequences."""
+    """The positions of packed rows, int32 (total,), from those of their sequences."""
     reason = "must be a NumPy array where a rope rotates rows that have positions, or give their positions"
     expect(isinstance(places, np.ndarray), "q_positions", None if places is None else describe(places), reason)
     first, step = steps_of(places)
@@ -299,7 +299,7 @@ def _placed(places: Any, counts: Any) -> Any:
 
 
 def pack_rows(field: str, array: Any, axis: int = 0) -> Any:
-    """(batch, rows, ...) as (batch * rows, ...), without a copy on a device. axis: that of the batch."""
+    """Reshape (batch, rows, ...) to (batch * rows, ...), without a copy on a device. axis: the batch's."""
     if not isinstance(array, DeviceArray):
         before, (batch, rows), behind = array.shape[:axis], array.shape[axis : axis + 2], array.shape[axis + 2 :]
         return array.reshape(*before, batch * rows, *behind)

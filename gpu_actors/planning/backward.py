@@ -1,4 +1,4 @@
-"""Backward requests: what decides their plan, how it is made, and how a request is bound to it."""
+"""Backward requests: their signatures, how their plans are made, and how a request is bound to its plan."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bind_backward(plan: Plan, request: FlashBackward, kernels: Sequence[Kernel])
 
 
 def summed_of(request: FlashBackward) -> str:
-    """The operands that its sequences share, as "kv"."""
+    """The names of the operands that a request's sequences share, as "kv"."""
     return request.summed if isinstance(request, SharedBackward) else ""
 
 
@@ -89,7 +89,7 @@ def backward_plan(request: FlashBackward, device: Device, accumulate: Accumulate
 
 
 def attention_gradients(template: Adopted | None, outputs: Outputs) -> Sequence[AttentionGradients]:
-    """The answer to one request, in the kind of its q."""
+    """The answer to one request, in arrays of the kind of its q."""
     found = [outputs.get(name) for name in _NAMES]
     if template is not None:
         found = [None if array is None else restore(array, template) for array in found]

@@ -1,7 +1,7 @@
-"""Block masks of requests: the modification that kernels compile, the lists that a launch reads, and what NumPy does.
+"""Block masks of requests: the modification that kernels compile, the lists that a launch reads, and NumPy's mask.
 
-A mask becomes the score modification of a graph with the problem's sequences, rows and keys. Kernels count those from
-the beginning of a sequence in every layout.
+A mask becomes the score modification of a graph with the problem's sequences, rows and keys. In every layout, kernels
+count rows and keys from the beginning of a sequence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def masked_problem(request: FlashForward | PagedForward, problem: AttentionProbl
 
 
 def planned_mask(request: FlashForward | PagedForward, problem: AttentionProblem) -> PlannedMask | None:
-    """What kernels make of a request's block mask; None where it has none, or has no rows or keys.
+    """The block mask of a request as kernels take it; None if the request has no mask, no rows or no keys.
 
     Raises `InvalidRequest` for lists that do not fit, and `Unsupported` for a mask_mod that no kernel computes.
     """
@@ -62,7 +62,7 @@ def planned_mask(request: FlashForward | PagedForward, problem: AttentionProblem
 
 
 def mask_signature(mask: BlockMask | None) -> Hashable:
-    """What of a block mask decides a plan. Its numbers are not read."""
+    """The part of a block mask that decides a plan. The numbers in its lists are not read."""
     if mask is None:
         return None
     lists = tuple(described(getattr(mask, name)) for name in LISTS)
@@ -79,7 +79,7 @@ def launch_masked(
     seed: int = 0,
     into: Any = None,
 ) -> Launch:
-    """`Plan.launch` with an adopted block mask. inputs, oracle: of the request without it. seed: of dropout."""
+    """Like `Plan.launch`, with an adopted block mask. inputs, oracle: those without the mask. seed: dropout's."""
     problem, planned = plan.problem, plan.block_mask
     if planned is None:  # there are no rows or no keys
         return plan.launch(inputs, oracle, kernels, Values(seed), into)
@@ -98,7 +98,7 @@ def launch_masked(
 
 
 def _visible(mask: BlockMask, problem: AttentionProblem) -> Any:
-    """bool (batch, heads, rows, keys)."""
+    """Which keys each row sees, bool (batch, heads, rows, keys)."""
     # Imported here because only programs on a mock device compute in NumPy.
     from gpu_actors.reference.graph import evaluate_graph
 
@@ -111,7 +111,7 @@ def _visible(mask: BlockMask, problem: AttentionProblem) -> Any:
 
 
 def _graph(mask: BlockMask, problem: AttentionProblem) -> tuple[OperationGraph, int, Node]:
-    """The mask as a graph over scores, the uid of what its node of lists reads, and that node."""
+    """Return the mask as a graph over scores, the uid of the scores that its node of lists reads, and that node."""
     graph = OperationGraph()
     dims = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     dtype = "float64" if problem.dtype == "float64" else "float32"
@@ -134,7 +134,7 @@ def _modified(graph: OperationGraph, scores: GraphTensor, mask_mod: Callable[...
     except GpuActorsError:
         raise
     except Exception as error:
-        error.__traceback__ = None  # it holds this frame, and so what is planned
+        error.__traceback__ = None  # it holds this frame, and so the plan's objects
         raise InvalidRequest("block_mask", show(mask_mod), f"mask_mod raised {show(error)}") from error
 
 
@@ -181,7 +181,7 @@ def _check(mask: BlockMask, problem: AttentionProblem, gradients: bool) -> None:
 
 
 def _check_numbers(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check lists on the host. Those on a device are the caller's care."""
+    """Check lists on the host. The caller answers for lists on a device."""
     for name in LISTS[::2]:
         indices = name.replace("num_blocks", "indices")
         if name not in shapes or not isinstance(getattr(mask, name), np.ndarray):
@@ -211,7 +211,7 @@ def _check_once(mask: BlockMask, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _check_turns(lists: Sequence[Any]) -> None:
-    """Check that lists on the host name the same blocks: deterministic gradients wait by both."""
+    """Check that kv and q lists on the host name the same blocks, because deterministic gradients wait by both."""
     half = len(lists) // 2
     if all(isinstance(array, np.ndarray) for array in lists) and not agree(lists[:half], lists[half:]):
         reason = "q_indices must name the blocks of kv_indices the other way round, each once"
@@ -219,5 +219,5 @@ def _check_turns(lists: Sequence[Any]) -> None:
 
 
 def _cut(array: Any, shape: tuple[int, ...]) -> Any:
-    """The beginning of a list along its last axes."""
+    """Cut a list along its last axes to its beginning, of ``shape``."""
     return array if tuple(array.shape) == shape else array[tuple(slice(extent) for extent in shape)]

@@ -1,11 +1,11 @@
-"""Requests over caches: what their plan depends on, how it is made, and how a request is bound to it.
+"""Requests over caches: their signatures, how their plans are made, and how a request is bound to its plan.
 
-`PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, where they are given
-cu_seqlens_q, alibi_slopes, sinks, tree_mask (uint64 bits), the descales, q_positions and k_positions, and by layout
+`PagedForward` and `BatchedDecode` become launches with the same operands: q, cache_seqlens, if given cu_seqlens_q,
+alibi_slopes, sinks, tree_mask (uint64 bits), the descales, q_positions and k_positions, and by layout
 
     paged     k_cache, v_cache (num_blocks, page_size, heads_kv, dim), block_table and perhaps cache_leftpad
     cache     k_cache, v_cache (batch, capacity, heads_kv, dim), perhaps cache_batch_idx and cache_leftpad
-    pointers  k_cache.0, v_cache.0, k_cache.1, ... (heads_kv, max_seq, dim), one a sequence; q (batch, 1, heads, dim)
+    pointers  k_cache.0, v_cache.0, k_cache.1, ... (heads_kv, max_seq, dim), per sequence; q (batch, 1, heads, dim)
 
 Outputs are out, shaped like q, and lse, (batch, heads, rows) or (heads, total_q).
 """
@@ -77,7 +77,7 @@ _paged_arrays: _Values = operator.attrgetter(*_PAGED_ARRAYS)
 def adopt_cache_request(
     message: CacheRequest, device: str, notes: CallerNotes | None = None
 ) -> tuple[CacheRequest, Adopted | None]:
-    """`adopt_request` for a request that may have one length for all sequences, as FlashAttention takes it."""
+    """`adopt_request` for a request that may give one length for all sequences, as FlashAttention allows."""
     field = "cache_seqlens" if isinstance(message, PagedForward) else "seq_lens"
     length = getattr(message, field)
     if not isinstance(length, numbers.Integral):
@@ -94,10 +94,10 @@ def adopt_cache_request(
 
 
 def signature(request: CacheRequest) -> Hashable:
-    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
+    """What decides the plan of an adopted request. Hashing it raises TypeError if an option cannot be hashed."""
     paged = isinstance(request, PagedForward)
     scalars = (_paged_scalars if paged else _scalars)(request)
-    # Equal is not alike: 1 == True == 1.0, and what validation refuses must not find the plan of what it accepts.
+    # Equal values may be of other types: 1 == True == 1.0. A refused value must not find the plan of an accepted one.
     # The window is not checked yet, so it may be of any length.
     kinds = (*map(type, scalars), type(request.window_size[0]), type(request.window_size[1]))
     arrays = tuple(map(described, (_paged_arrays if paged else _arrays)(request)))
@@ -109,12 +109,12 @@ def signature(request: CacheRequest) -> Hashable:
     arrays = (*arrays, apart, lengths_on_host(request), mask)
     if request.cu_seqlens_q is None or request.max_seqlen_q is not None:
         return scalars, kinds, arrays
-    # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+    # The longest sequence shapes the grid, so it belongs to the plan even if it has to be looked up.
     return scalars, kinds, arrays, longest("cu_seqlens_q", request.cu_seqlens_q)
 
 
 def _caches_described(caches: Any) -> Hashable:
-    # Every array of a list: that they are alike is what validation found out, and only of these.
+    # Every array of a list counts: validation found only the arrays of the planned list to be alike.
     return tuple(map(described, caches)) if isinstance(caches, list) else described(caches)
 
 
@@ -127,7 +127,7 @@ def _arrays_of(caches: Any) -> list[Any]:
 
 
 def check_cached(plan: Plan, request: CacheRequest) -> None:
-    """Check what depends on the data of an adopted request."""
+    """Check the contents of an adopted request's arrays, such as its lengths."""
     problem = plan.problem
     if isinstance(request, PagedForward):
         lengths, blocks, padding = request.cache_seqlens, request.k_cache.shape[0], request.cache_leftpad
@@ -143,7 +143,7 @@ def check_cached(plan: Plan, request: CacheRequest) -> None:
 
 
 def check_operands(plan: Plan, request: CacheRequest) -> None:
-    """`check_cached` but for lengths and block tables, which a KvCache makes itself."""
+    """`check_cached` without lengths and block tables, which a KvCache makes itself."""
     problem = plan.problem
     if problem.bias_keys:
         check_bias(problem, request)
@@ -159,7 +159,7 @@ def check_operands(plan: Plan, request: CacheRequest) -> None:
 
 
 def _arrays_read(request: CacheRequest) -> dict[str, Any]:
-    """What a launch reads, as the request has it."""
+    """The arrays of a request that a launch reads, by name."""
     names = _PAGED_READ if isinstance(request, PagedForward) else _READ
     arrays = {name: array for name in names if (array := getattr(request, name)) is not None}
     if not isinstance(request, PagedForward):
@@ -169,7 +169,7 @@ def _arrays_read(request: CacheRequest) -> dict[str, Any]:
 
 
 def bind_cached(plan: Plan, request: CacheRequest, kernels: tuple[Kernel, ...] = ()) -> Launch:
-    """A launch of a plan on the arrays of an adopted request that `check_cached` let pass."""
+    """Return a launch of a plan on the arrays of an adopted request. `check_cached` must have accepted the request."""
     out = request.out
     into = out if out is None or isinstance(request, PagedForward) else _with_row(out)
     oracle = functools.partial(cached_oracle, plan.problem, plan.accumulate)
@@ -198,13 +198,13 @@ def cached_problem(request: CacheRequest, info: DeviceInfo) -> AttentionProblem:
     else:
         problem = decode_problem(request)
     if info.invariant:
-        # One split: the keys of a sequence grow, and with them where more of them would lie.
+        # One split, because the bounds of several splits would move while the keys of a sequence grow.
         return dataclasses.replace(problem, invariant=True, num_splits=problem.num_splits or 1)
     return problem
 
 
 def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, key: DispatchKey | None = None) -> Plan:
-    """The plan of an adopted request, with the kernels of ``key`` where that is given."""
+    """Make the plan of an adopted request, with the kernels of ``key`` if it is given."""
     if key is None:
         problem, key = pose_cached(request, device)
     else:
@@ -216,7 +216,7 @@ def _cached_plan(request: CacheRequest, device: Device, accumulate: Accumulate, 
 
 
 def lengths_on_host(request: CacheRequest) -> bool:
-    """Whether the host can split the work of an adopted request; the kernels do it where lengths lie on the device."""
+    """Whether the host can split the work of an adopted request. If lengths lie on the device, the kernels split it."""
     lengths = (
         (request.cache_seqlens, request.cu_seqlens_q) if isinstance(request, PagedForward) else (request.seq_lens,)
     )
@@ -224,7 +224,7 @@ def lengths_on_host(request: CacheRequest) -> bool:
 
 
 class Decoding:
-    """The plans of an actor's requests over caches; outlives its incarnations."""
+    """The plans of an actor's requests over caches. They outlive the actor's incarnations."""
 
     def __init__(self, device: Device, accumulate: Accumulate) -> None:
         self.plans: PlanCache[Plan] = PlanCache(_PLANS)
@@ -235,7 +235,7 @@ class Decoding:
 
 
 def operands(request: CacheRequest) -> dict[str, Any]:
-    """The launch's inputs by name, as the module says."""
+    """The launch's inputs by the names in this module's docstring."""
     inputs: dict[str, Any] = {}
     if isinstance(request, PagedForward):
         for name in ("q", *_PAGED):
@@ -259,21 +259,21 @@ def operands(request: CacheRequest) -> dict[str, Any]:
 
 
 def decoding_output(decode: bool, template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
-    """The answer to one request. decode: a `BatchedDecode`, whose output has no axis of rows."""
+    """The answer to one request. decode: whether it is a `BatchedDecode`, whose output has no axis of rows."""
     if decode:
         out, lse = outputs["out"], outputs.get("lse")
-        # The caller's own array has no such axis.
+        # The caller's own array has no axis of rows.
         outputs = {"out": out[:, 0] if result is None else out, "lse": None if lse is None else lse[..., 0]}
     return attention_output(template, result, outputs)
 
 
 def _with_row(array: Any) -> Any:
-    """(batch, heads, dim) as (batch, 1, heads, dim)."""
+    """View (batch, heads, dim) as (batch, 1, heads, dim)."""
     return array.inserted(1) if isinstance(array, DeviceArray) else array[:, None]
 
 
 def tree_bits(mask: Any) -> Any:
-    """A tree mask as uint64, one number a row."""
+    """A tree mask as uint64, one number per row."""
     if mask.dtype != np.bool_:
         return mask.view(np.dtype(np.uint64))
     expect(isinstance(mask, np.ndarray), "tree_mask", describe(mask), "of bool must lie on the host; give uint64 bits")
@@ -282,7 +282,7 @@ def tree_bits(mask: Any) -> Any:
 
 
 def cached_oracle(problem: AttentionProblem, accumulate: Accumulate, inputs: Mapping[str, Any]) -> Outputs:
-    """What the kernels of a problem over a cache are compared with."""
+    """Compute a problem over a cache with NumPy: the reference for its kernels."""
     # Only a mock device computes here, so only its programs pay for the import.
     from gpu_actors.reference import gather_cache, gather_caches, gather_pages
     from gpu_actors.reference.paged import evaluate_cached

@@ -1,17 +1,17 @@
 """Cascade attention over a KvCache: pages that neighbours in a batch share are read once for all of them.
 
-The rows of a group's sequences are packed as the rows of one sequence over the prefix that they share. All of them see
-all of it, so nothing is masked there. Each sequence's own keys are its tail. The two partial results of a row, in
-float32, are merged and rounded once:
+The rows of a group's sequences are packed as the rows of one sequence over the prefix that they share. Every row sees
+the whole prefix, so nothing is masked there. Each sequence's own keys are its tail. The two partial results of a row,
+in float32, are merged and rounded once:
 
     q of a group, packed ──> prefix, once ──> prefix.out, prefix.lse ──┐
     q of each sequence ────> its own tail ──> tail.out, tail.lse ──────┴──merge──> out, lse
 
-The idea is FlashInfer's (docs/decoding.md), the rule vLLM's: `gpu_actors.kernels.rules`. Learned sinks go to the tails,
-of which each row has one, and so they count once.
+The idea is FlashInfer's (docs/decoding.md), the rule is vLLM's: `gpu_actors.kernels.rules`. Learned sinks go to the
+tails. Each row has exactly one tail, so sinks count once.
 
-Operands beside those of `gpu_actors.planning.cached`, for each of the two parts under "prefix." and "tail.":
-block_table, cache_seqlens, out, lse and the scratch of its kernels; and "prefix.cu_seqlens_q".
+The operands are those of `gpu_actors.planning.cached`, "prefix.cu_seqlens_q", and for each part, with "prefix." or
+"tail." before the name: block_table, cache_seqlens, out, lse and the scratch of its kernels.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ from gpu_actors.planning.tma_eligibility import device_key, eligible_families
 
 __all__ = ["CascadeKeys", "Cascader", "Cascading", "prefix_problem", "tail_problem"]
 
-_KERNELS = (DECODE, DECODE_SM90)  # whose launches have the same kernels whatever their sizes
+_KERNELS = (DECODE, DECODE_SM90)  # their launches have the same kernels for all sizes
 _PLANS = 4096
 _FEWER = f"no prefix of {SHARED_KEYS} keys has {SHARING_SEQUENCES} neighbours that share it"
 _FLOAT = "float32"
-_MANY_ROWS = 128  # of a packed group, for the largest tile of rows: then one kernel serves groups of any size
+_MANY_ROWS = 128  # assumed of a packed group, for the largest tile of rows: one kernel then serves groups of any size
 _PARTS = _PREFIX, _TAIL = "prefix.", "tail."
 
 
 class CascadeKeys(NamedTuple):
-    """What a cascade launches: the kernels of each part, and the merge."""
+    """The keys of what a cascade launches: the kernels of each part, and the merge."""
 
     prefix: tuple[DispatchKey, ...]
     tail: tuple[DispatchKey, ...]
@@ -79,14 +79,14 @@ class CascadeKeys(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """In the order in which `Cascader.bind` takes their kernels."""
+        """The variants, in the order in which `Cascader.bind` takes their kernels."""
         return (*map(variant_of, (*self.prefix, *self.tail)), self.merge)
 
 
 class Cascading(NamedTuple):
-    """Whether a launch is a cascade, and why. reason: a sentence. groups: that share a prefix. sequences: in them.
+    """Whether a launch is a cascade. reason: why, in a sentence. groups: those that share a prefix. sequences: in them.
 
-    prefix_keys: of all groups' prefixes together. saved_bytes: of keys and values that are not read again.
+    prefix_keys: the keys of all groups' prefixes. saved_bytes: bytes of keys and values that are not read again.
     """
 
     taken: bool
@@ -107,15 +107,15 @@ class Cascader:
         self._keys: PlanCache[CascadeKeys | None] = PlanCache(_PLANS)
 
     def keys(self, plan: Plan, request: PagedForward, most_pages: int, forced: bool) -> CascadeKeys | str:
-        """The kernels that a cascade of such requests would take, or why there is none.
+        """Return the kernels that a cascade of such requests would take, or why there is none.
 
-        most_pages: that could be saved by sharing. forced: whatever the rule says.
+        most_pages: the most pages that sharing could save. forced: whether to ignore the rule.
         """
         p = plan.problem
         reason = _refusal(plan, request)
         if reason is not None:
             return reason
-        # Of a group that is large enough, all sequences but one could save the prefix.
+        # In a group that is large enough, all sequences but one can save the prefix.
         if not forced and most_pages * p.page_size < (SHARING_SEQUENCES - 1) * SHARED_KEYS:
             return _FEWER
         families = eligible_families({name: getattr(request, name) for name in ("q", "k_cache", "v_cache")})
@@ -148,7 +148,7 @@ class Cascader:
         kernels: Sequence[Kernel],
         forced: bool,
     ) -> tuple[Launch | None, Cascading]:
-        """A launch on the arrays of a request, or None where a cascade does not pay, and why.
+        """Return a launch on the arrays of a request, or None if a cascade does not pay, and the reason.
 
         kernels: of `CascadeKeys.variants`, or none.
         """
@@ -188,7 +188,7 @@ class Cascader:
 
 
 class _Parts(NamedTuple):
-    """What launches of the same shapes have in common. steps: their grids and what packs their parameters."""
+    """What launches of the same shapes share. steps: grids, and what packs the parameters."""
 
     problems: tuple[AttentionProblem, AttentionProblem]
     prefix: Program
@@ -233,7 +233,7 @@ def _parts(p: AttentionProblem, keys: CascadeKeys, shapes: tuple[int, int, int, 
 
 
 def _refusal(plan: Plan, request: PagedForward) -> str | None:
-    """Why a cascade would not be exact, or None: its rows would see other keys, or score them otherwise."""
+    """Why a cascade would not be exact, because rows would see other keys or score them differently, or None."""
     p = plan.problem
     if plan.vacuous:
         return "there are no rows"
@@ -258,7 +258,7 @@ def _refusal(plan: Plan, request: PagedForward) -> str | None:
 
 
 def _gain(p: AttentionProblem, found: SharedPrefixes, rows: Any, keys: CascadeKeys) -> Cascading:
-    """What a cascade of these groups comes to, by the rule."""
+    """What a cascade of these groups would save, and whether the rule takes it."""
     ratio, tiles = p.gqa_ratio, [part[0].row_tile for part in (keys.tail, keys.prefix)]
     sizes = np.diff(found.ends)
     # A tile of packed rows reads all keys that it sees.
@@ -292,15 +292,15 @@ def _page_bytes(p: AttentionProblem) -> int:
 
 
 def prefix_problem(p: AttentionProblem, groups: int, longest: int, total: int, capacity: int) -> AttentionProblem:
-    """The rows of groups, each over the prefix that it shares. longest, total: rows. capacity: keys."""
+    """The rows of groups, each over its shared prefix. longest: most rows of a group. total: rows. capacity: keys."""
     sizes: dict[str, Any] = {"batch": groups, "seqlen_q": longest, "total_q": total, "seqlen_k": capacity}
-    # A causal mask may come with a window whose right edge it makes void.
+    # A causal mask may come with a window, whose right edge has no effect then.
     seen: dict[str, Any] = {"causal": False, "window_size": (-1, -1), "tree_mask": False, "sinks": False}
     return dataclasses.replace(p, **sizes, **seen, varlen_q=True, return_lse=True, out_dtype=_FLOAT)
 
 
 def tail_problem(p: AttentionProblem, capacity: int) -> AttentionProblem:
-    """The rows of sequences, each over its own keys. capacity: of those."""
+    """The rows of sequences, each over its own keys. capacity: the most of these keys."""
     return dataclasses.replace(p, seqlen_k=capacity, return_lse=True, out_dtype=_FLOAT)
 
 
@@ -322,9 +322,9 @@ def _merge_problem(p: AttentionProblem) -> MergeProblem:
 
 
 def _packed_in_place(q: Any) -> bool:
-    """Whether all rows of q are as far from each other as two of one sequence."""
+    """Whether the stride between rows of q is the same within a sequence and from one sequence to the next."""
     if q.ndim == 3 or isinstance(q, np.ndarray):
-        return True  # rows on the host are put next to each other
+        return True  # rows on the host are copied next to each other
     batch, rows = q.shape[:2]
     return bool(batch == 1 or rows == 1 or q.strides[0] == rows * q.strides[1])
 
@@ -355,12 +355,12 @@ def _inputs(p: AttentionProblem, request: PagedForward, found: SharedPrefixes, r
 
 
 def _pack_part(name: str, groups: int, pack: Pack, buffers: Mapping[str, Buffer]) -> Params:
-    """For a kernel of one part, which takes its operands by their own names."""
+    """Pack the parameters of one part's kernel, which takes its operands by names without the part's prefix."""
     own = {key.removeprefix(name): buffer for key, buffer in buffers.items() if key.startswith(name)}
     if name == _PREFIX:
         own["q"] = _flat(buffers["q"])
         for factor in ("k_descale", "v_descale"):
-            if factor in buffers:  # the pool's, so all sequences have the same
+            if factor in buffers:  # they are the pool's, so all sequences have the same
                 one = buffers[factor]
                 own[factor] = one._replace(shape=(groups, *one.shape[1:]))
     return pack({**buffers, **own}, NO_VALUES)
@@ -378,7 +378,7 @@ def _pack_terms(problem: MergeProblem, buffers: Mapping[str, Buffer]) -> bytes:
 
 
 def _flat(q: Buffer) -> Buffer:
-    """q with the rows of all sequences along one axis."""
+    """Return q with the rows of all sequences along one axis."""
     if len(q.shape) == 3:
         return q
     (batch, rows, *shape), (stride, row, *strides) = q.shape, q.strides

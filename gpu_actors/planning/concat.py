@@ -14,10 +14,9 @@ __all__ = ["concat"]
 
 
 def concat(fields: tuple[str, str], left: Any, right: Any) -> Any:
-    """Both along the last axis, left first. fields: their names.
+    """Join two arrays along the last axis, left first. fields: their names.
 
-    NumPy, torch and libraries of the array API standard (CuPy, JAX) concatenate their own arrays, in the caller's
-    stream.
+    NumPy, torch and libraries of the array API standard (CuPy, JAX) join their own arrays, in the caller's stream.
     """
     for field, array in zip(fields, (left, right), strict=True):
         is_array = hasattr(array, "dtype") and len(getattr(array, "shape", ())) > 0

@@ -55,14 +55,14 @@ def explain_request(request: Request, device: Device) -> Explanation:
         return explain_problem(problem, info.arch, _key_of(adopted, device), barred)
     except (Unsupported, Unqualified) as error:
         found, refused = explain_problem(problem, info.arch, None, barred), str(error)
-        # What none takes is refused, and so is what the one kernel of an invariant context cannot read where it lies.
+        # No kernel takes the request, or the only kernel of an invariant context cannot read an operand where it lies.
         return _changed(found, lambda verdict: refused if verdict.taken else None)
 
 
 def _explain_forward(
     problem: AttentionProblem, key: DispatchKey, packing: Packing | None, barred: Barred | None
 ) -> Explanation:
-    """As `explain_problem`. Kernels that the rule for packing leaves out name its numbers."""
+    """Like `explain_problem`. Kernels that the rule for packing excludes have its numbers as their reason."""
     as_a_cache = key.decoding if packing is None else packing.taken
     if packing is None and not as_a_cache:
         return explain_problem(problem, key.arch, key, barred)
@@ -82,7 +82,7 @@ def _explain_forward(
 
 
 def _changed(found: Explanation, reason: Callable[[Verdict], str | None]) -> Explanation:
-    """With the verdicts that have another reason, for which the family does not take the request."""
+    """Change verdicts to a refusal, if ``reason`` returns a sentence that says why."""
     verdicts = ((verdict, reason(verdict)) for verdict in found.verdicts)
     changed = (v if why is None else Verdict(v.family, False, why) for v, why in verdicts)
     return dataclasses.replace(found, verdicts=tuple(changed))

@@ -1,6 +1,6 @@
-"""Forward requests: what decides their plan, how it is made, and how a request is bound to it.
+"""Forward requests: their signatures, how their plans are made, and how a request is bound to its plan.
 
-A request whose signature has been seen before finds its plan by one dictionary look-up; then only its arrays are bound.
+A request whose signature is known finds its plan by one dictionary look-up. Then only its arrays are bound.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ _OPTIONAL = (
     "seqused_q",
     "seqused_k",
 )
-# The scalars that decide a plan. dropout_seed decides none, the longest sequences may have to be found first, and of a
-# block mask not all decides.
+# Scalars that `forward_signature` does not simply include: dropout_seed decides no plan, the longest sequences may have
+# to be found first, and only a part of a block mask decides a plan.
 _UNSAID = ("dropout_seed", "max_seqlen_q", "max_seqlen_k", "block_mask")
 _scalars: Callable[[FlashForward], tuple[Any, ...]] = operator.attrgetter(
     *(name for name in scalars_of(FlashForward) if name not in _UNSAID)
 )
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _MULTIPLIED = ("q", "k", "v", "dout")
-_TILES = ("q", "k", "v", "out")  # of operands that move in tiles
+_TILES = ("q", "k", "v", "out")  # operands that move in tiles
 # The dtype that fp32 operands are rounded to before a product. "f16" keeps fp32's range: large values stay finite.
 _ROUNDED = {"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}
 
 
 def forward_signature(request: FlashForward, plain: bool) -> Hashable:
-    """What decides the plan of an adopted request. Hashing it raises TypeError where an option cannot be hashed."""
+    """What decides the plan of an adopted request. Hashing it raises TypeError if an option cannot be hashed."""
     q, k, v = request.q, request.k, request.v
     scalars = _scalars(request)
     return (
@@ -96,9 +96,9 @@ def forward_signature(request: FlashForward, plain: bool) -> Hashable:
 
 
 def call_signature(request: FlashForward, options: Mapping[str, Any]) -> Hashable | None:
-    """What decides the plan of a plain request, as its caller wrote it; None where that takes a closer look.
+    """What decides the plan of a plain request, as its caller wrote it; None if only a closer look can tell.
 
-    options: what the caller gave beside q, k and v. Few are given, so it is read sooner than `forward_signature`.
+    options: what the caller gave besides q, k and v. These are few, so this is faster than `forward_signature`.
     """
     q, k, v = request.q, request.k, request.v
     if not type(q) is type(k) is type(v) is np.ndarray or "dropout_seed" in options:
@@ -132,15 +132,15 @@ def is_plain(request: FlashForward) -> bool:
 
 
 def is_padded(request: FlashForward) -> bool:
-    """Whether sequences of a request end before its rows or keys do."""
+    """Whether a request's sequences may end before its rows or keys do."""
     return request.seqused_q is not None or request.seqused_k is not None
 
 
 def broadcast_batch(request: FlashForward) -> FlashForward:
-    """An adopted request whose q, k or v of one sequence stands for that of every sequence: strides of 0, no copy.
+    """Return an adopted request in which a q, k or v of one sequence serves every sequence, by strides of 0, uncopied.
 
-    Dense alone: others, and batches that differ otherwise, are left for validation to refuse. A `FlashBackward` becomes
-    a `SharedBackward`.
+    This is for dense batches. Validation refuses others, and batch sizes that differ in other ways. A `FlashBackward`
+    becomes a `SharedBackward`.
     """
     q, k, v = (getattr(array, "shape", ()) for array in (request.q, request.k, request.v))
     if q[:1] == k[:1] == v[:1]:
@@ -163,7 +163,7 @@ def broadcast_batch(request: FlashForward) -> FlashForward:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class SharedBackward(FlashBackward):
-    """A backward request whose operands of one sequence stand for those of all. summed: their names, as "kv"."""
+    """A backward request in which operands of one sequence serve all sequences. summed: their names, as "kv"."""
 
     summed: str = ""
 
@@ -176,7 +176,7 @@ def _repeated(array: Any, batch: int) -> Any:
 
 
 def _has_no_options(request: FlashForward) -> bool:
-    """True where no operand but q, k, v and out is given. Written out because every request passes here."""
+    """Whether no operand but q, k, v and out is given. Written out for speed, because every request comes here."""
     return (
         request.cu_seqlens_q is None
         and request.cu_seqlens_k is None
@@ -208,7 +208,7 @@ def _other_signature(request: FlashForward) -> Hashable:
 def _optional_signature(request: FlashForward) -> Hashable:
     longest_q, longest_k = request.max_seqlen_q, request.max_seqlen_k
     kinds = (type(longest_q), type(longest_k))
-    # The longest sequence shapes the grid, so it belongs to the plan even where it has to be looked up.
+    # The longest sequence shapes the grid, so it belongs to the plan even if it has to be looked up.
     if request.cu_seqlens_q is not None and longest_q is None:
         longest_q = longest("cu_seqlens_q", request.cu_seqlens_q)
     if request.cu_seqlens_k is not None and longest_k is None:
@@ -218,7 +218,7 @@ def _optional_signature(request: FlashForward) -> Hashable:
 
 
 def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequence[Kernel]) -> Launch:
-    """A launch of a plan on the arrays of an adopted request. Checks what depends on their data."""
+    """Return a launch of a plan on the arrays of an adopted request, after the checks that depend on the arrays."""
     problem = plan.problem
     inputs = {"q": request.q, "k": request.k, "v": request.v} if plain else bound_inputs(problem, request)
     if request.out is not None:
@@ -231,7 +231,7 @@ def bind_forward(plan: Plan, request: FlashForward, plain: bool, kernels: Sequen
 
 
 def bound_inputs(problem: AttentionProblem, request: FlashForward) -> dict[str, Any]:
-    """The operands of an adopted request by name. Checks sequence bounds that lie on the host."""
+    """Return the operands of an adopted request by name, after a check of sequence bounds that lie on the host."""
     inputs = {"q": request.q, "k": request.k, "v": request.v}
     if not _has_no_options(request):
         for name in _OPTIONAL:
@@ -253,7 +253,7 @@ def pose_forward(request: FlashForward, device: Device) -> tuple[AttentionProble
 
 
 def weigh_forward(request: FlashForward, device: Device) -> tuple[AttentionProblem, DispatchKey, Packing | None]:
-    """The problem, the kernel that takes it if the rule for packing does not, and what packing its rows comes to."""
+    """Return the problem, the key of its kernel if its rows are not packed, and how its rows would be packed."""
     info = device.info
     problem = batch_problem(request, info)
     if problem.invariant:
@@ -263,14 +263,14 @@ def weigh_forward(request: FlashForward, device: Device) -> tuple[AttentionProbl
         return problem, key_for(problem, device, request, _TILES), None
     families = eligible_families({name: getattr(request, name) for name in _TILES})
     key = device_key(problem, device, families)
-    # Sequences that `broadcast_batch` lets share one in memory are not packed.
+    # Sequences that share the memory of one (`broadcast_batch`) are not packed.
     if any(array.shape[0] > 1 and array.strides[0] == 0 for array in (request.q, request.k, request.v)):
         return problem, key, None
     return problem, key, packing_of(problem, key, families, info.multiprocessors, request.pack_gqa, device.barred)
 
 
 def _check_eight_bits(request: FlashForward, problem: AttentionProblem, arch: str) -> None:
-    """Raise Unsupported for an option by which an invariant batch misses the kernels that take fp8 on older GPUs."""
+    """Raise Unsupported for an option that keeps an invariant batch from the kernels that take fp8 on older GPUs."""
     field = option_without_cache(problem)
     if field is None or capability(arch) >= FIRST_FP8_CAPABILITY or not ELEMENTS[problem.dtype].fp8:
         return
@@ -302,7 +302,7 @@ def forward_plan(request: FlashForward, device: Device, accumulate: Accumulate) 
 
 
 def attention_output(template: Adopted | None, result: Any, outputs: Outputs) -> Sequence[AttentionOutput]:
-    """The answer to one request. result: the caller's own ``out``, where it gave one."""
+    """The answer to one request. result: the caller's own ``out``, if it gave one."""
     out, lse = outputs["out"], outputs.get("lse")
     if template is not None:
         lse = None if lse is None else restore(lse, template)
@@ -312,7 +312,7 @@ def attention_output(template: Adopted | None, result: Any, outputs: Outputs) ->
 
 
 def rounded_inputs(problem: AttentionProblem, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The operands as NumPy multiplies them: rounded to what the problem computes in."""
+    """The operands as NumPy multiplies them: rounded to the precision in which the problem computes."""
     if problem.compute not in _ROUNDED:
         return inputs
     from gpu_actors.reference.low_precision import rounder

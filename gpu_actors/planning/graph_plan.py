@@ -1,7 +1,7 @@
-"""GraphPlan: how a device answers a graph, worked out once for every graph of the same signature, by GraphPlanner.
+"""GraphPlan: how a device answers a graph. GraphPlanner makes one plan for all graphs of the same signature.
 
-Where kernels do it, the plan names the tensors that become their operands; on the mock device NumPy computes the
-graph. Outputs lie in memory as the graph's strides say.
+If kernels compute the graph, the plan names the tensors that become their operands. On the mock device NumPy computes
+the graph. Outputs lie in memory as the graph's strides say.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gpu_actors.runtime.call import Call
 
 __all__ = ["GraphPlan", "GraphPlanner", "Result", "graph_plan"]
 
-# The axes of (batch, heads, rows, dim) that kernels have, in their order.
+# The axes of (batch, heads, rows, dim), in the order of the kernels.
 _ROWS_FIRST = (0, 2, 1, 3)
 _DIM_FIRST = (0, 3, 1, 2)
 _STATS = (0, 1, 2)
@@ -56,7 +56,7 @@ _IN_TILES = ("float16", "bfloat16", *FP8)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output. name: in the launch. memory: its axes as they lie there. kernel: those that a kernel has, or None.
+    """An output. name: that in the launch. memory: its axes in memory order. kernel: its axes in a kernel, or None.
 
     uid: None for a gradient that was not asked for.
     """
@@ -68,7 +68,7 @@ class Result:
     kernel: tuple[int, ...] | None = None
 
     def buffer_of(self, buffer: Buffer) -> Buffer:
-        """A kernel's buffer, with the axes that the kernel has."""
+        """Return the buffer with its axes as a kernel has them."""
         assert self.kernel is not None
         back = _inverse(self.memory)
         axes = [back[axis] for axis in self.kernel]
@@ -78,9 +78,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """match: the attention that the graph is, None where it is none and NumPy computes it. key: of its kernel.
+    """match: the graph as attention, None if it is no attention and NumPy computes it. key: that of its kernel.
 
-    program: what is launched; None where NumPy answers. variants: of the kernels that `bind` takes, in that order.
+    program: what is launched; None if NumPy answers. variants: those of the kernels that `bind` takes, in their order.
     """
 
     signature: str
@@ -97,7 +97,7 @@ class GraphPlan:
         return () if self.program is None else self.program.keys
 
     def bind(self, graph: OperationGraph, given: Binding, kernels: Sequence[Kernel]) -> Launch:
-        """A launch on the arrays of one request. graph: any of this signature. kernels: of `variants`, or none."""
+        """Return a launch on one request's arrays. graph: any of this signature. kernels: of `variants`, or none."""
         outputs = {result.name: result.spec for result in self.results}
         oracle = functools.partial(self._oracle, graph, {**given.arrays, **given.numbers})
         if self.match is None:
@@ -115,7 +115,7 @@ class GraphPlan:
         return Launch(self.key, inputs, outputs, oracle, steps, program.scratch)
 
     def answer(self, given: Binding, outputs: Outputs) -> Sequence[dict[int, Any]]:
-        """Arrays by uid, in the kind of the request's q, or of its first array where the graph is no attention."""
+        """Arrays by uid, of the kind of the request's q, or of its first array if the graph is no attention."""
         first = next(iter(given.arrays)) if self.match is None else self.match.q.uid
         template = given.foreign.get(first)
         found: dict[int, Any] = {}
@@ -150,10 +150,10 @@ def graph_plan(
     accumulate: str,
     families: tuple[KernelFamily, ...] = FAMILIES,
 ) -> GraphPlan:
-    """Plan a sound graph for a device. Raises Unsupported, naming the node, where no kernel computes it.
+    """Plan a sound graph for a device. Raises Unsupported, naming the node, if no kernel computes it.
 
-    runs_kernels: else NumPy computes what is no attention, or is attention that no kernel takes. families: the forward
-    kernels to choose from, which not all reach all arrays.
+    runs_kernels: if False, NumPy computes a graph that is no attention, or that no kernel takes. families: the forward
+    kernels to choose from, because some kernels cannot read some arrays.
     """
     match: AttentionMatch | None = None
     key: DispatchKey | None = None
@@ -188,7 +188,7 @@ def _invariant(match: AttentionMatch) -> AttentionProblem:
 
 
 def _check_contiguous(graph: OperationGraph, match: AttentionMatch) -> None:
-    """Check that kernels can read and write whole rows, and no single elements."""
+    """Check that kernels can read and write whole rows instead of single elements."""
     wanted: dict[int, int] = {view.uid: 2 if view.transposed else 3 for view in (match.q, match.k, match.v)}
     wanted |= dict.fromkeys((match.out,) if match.bias is None else (match.out, match.bias), 3)
     if match.gradients is not None:
@@ -225,7 +225,7 @@ def _results(graph: OperationGraph, match: AttentionMatch | None, runs_kernels: 
 
 
 def _names(match: AttentionMatch) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """What kernels call the outputs, and the axes that they want."""
+    """The outputs by uid: their names in kernels, and the axes that kernels take."""
     if match.gradients is not None:
         operands = _kernel_inputs(match)
         return {uid: (f"d{name}", operands[name][1]) for name, uid in match.gradients.written.items()}
@@ -234,7 +234,7 @@ def _names(match: AttentionMatch) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def _kernel_inputs(match: AttentionMatch) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """The uids of what has a gradient, by a kernel's names, and the axes that are batch, rows, heads and dim there.
+    """The operands that have gradients, by a kernel's names: uids, and which axes are batch, rows, heads and dim.
 
     k may come as (batch, heads, dim, rows).
     """
@@ -245,7 +245,7 @@ def _kernel_inputs(match: AttentionMatch) -> dict[str, tuple[int, tuple[int, ...
 
 
 def _operands(match: AttentionMatch, given: Binding) -> dict[str, AnyArray]:
-    """A kernel's inputs by name, as it has them: heads and rows change places by their strides alone."""
+    """A kernel's inputs by name, in its order of axes. Only strides change: heads and rows swap places."""
     arrays = given.arrays
     operands = {name: arrays[uid].transpose(*axes) for name, (uid, axes) in _kernel_inputs(match).items()}
     if match.gradients is not None:
@@ -273,7 +273,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
 
 
 class GraphPlanner(AttentionPlanner):
-    """`AttentionPlanner` that takes graphs too. Plans of graphs and of requests lie in one cache."""
+    """An `AttentionPlanner` that takes graphs, too. One cache holds the plans of graphs and of requests."""
 
     plans: PlanCache[Any]
 
@@ -286,7 +286,7 @@ class GraphPlanner(AttentionPlanner):
         _check_graph(graph)
         with reading(call.message):
             given = bind_arrays(graph, arrays, self.device_name, call.caller_notes)
-            # Those like q, k and v, which kernels may load in tiles.
+            # Arrays like q, k and v, which kernels may load in tiles.
             tiles = {
                 f"tensor {uid}": array
                 for uid, array in given.arrays.items()

@@ -1,7 +1,7 @@
 """KernelStore: the kernels of a context, and the calls of its actors that wait for one to be compiled.
 
-A miss never holds a mailbox: the call is parked, the NvrtcActor compiles, and when the kernel is there every call
-parked for it goes back to its place in its queue. The store outlives the actors, so no parked call is forgotten.
+A miss never blocks a mailbox: the call is parked while the NvrtcActor compiles. Once the kernel is compiled, every call
+parked for it returns to its place in its queue. The store outlives the actors, so no parked call is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CAPACITY = 256
 class _Entry:
     """The kernel of a variant.
 
-    product: None while it is compiled. parked: calls that wait, by their cell. used: when it was, by the store's count.
+    product: None until it is compiled. parked: waiting calls, by their cell. used: the store's count at the last use.
     """
 
     product: Cubin | Kernel | None = None
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Quarantine:
-    """The variants of a context that failed their proof and are launched no more. For any thread: it only grows."""
+    """The variants of a context that failed their proof and are not launched. It only grows; any thread may use it."""
 
     def __init__(self) -> None:
         self._failed: dict[Variant, Unqualified] = {}
@@ -69,11 +69,11 @@ class Quarantine:
 
 
 class KernelStore:
-    """Kernels by variant, as many as ``capacity``, for all actors of a context and from any of their threads.
+    """Up to ``capacity`` kernels by variant, for all actors of a context. Any of their threads may use it.
 
-    A request may take several kernels, so variants come in tuples: a call waits for all of them. Those used longest ago
-    are dropped first; the device unloads a kernel once no plan and no launch holds it either. One that is asked for
-    again comes from the cubin cache.
+    A request may take several kernels, so variants come in tuples: a call waits for all of them. The least recently
+    used kernels are dropped first. The device unloads a dropped kernel once no plan and no launch holds it. A kernel
+    that is needed again comes from the cubin cache.
     """
 
     def __init__(self, environment: Environment, capacity: int = _CAPACITY) -> None:
@@ -87,9 +87,9 @@ class KernelStore:
         self._lock = threading.RLock()
 
     def get(self, variants: tuple[Variant, ...], cell: ActorCell) -> Kernels | None:
-        """The loaded kernels, or None if one must be compiled first.
+        """Return the loaded kernels, or None if one must be compiled first.
 
-        Called on the thread of the cell's actor, which loads those that no actor has loaded yet.
+        Called on the thread of the cell's actor. It loads the kernels that no actor has loaded yet.
         """
         together = self._together.get(variants)
         if together is None:
@@ -112,7 +112,7 @@ class KernelStore:
         return together[0]
 
     def product(self, variant: Variant) -> Cubin | Kernel | None:
-        """What was compiled, or what a device has built or loaded of it. None if it must be compiled first."""
+        """Return a variant's cubin, or the kernel that a device built or loaded. None if it must be compiled first."""
         entry = self._compiled_entry(variant)
         if entry is None:
             return None
@@ -120,13 +120,13 @@ class KernelStore:
         return entry.product
 
     def wait_for(self, variants: tuple[Variant, ...], call: Call[Any], cell: ActorCell) -> None:
-        """Park a call of the cell's actor until its kernels are there, and have those compiled that are not yet."""
+        """Park a call of the cell's actor until its kernels are compiled, and ask for those that are missing."""
         failure = self.quarantine.of(variants)
         if failure is not None:
             forget_plans()
             if call.prepared is None:
                 raise failure
-            # Its plan is older than the quarantine. Another one may have other kernels.
+            # The call's plan is older than the quarantine. A new plan may have other kernels.
             call.prepared = None
             cell.mailbox.requeue([call])
             return
@@ -138,7 +138,7 @@ class KernelStore:
                     self._entries[variant] = _Entry()
                     missing.append(variant)
             if awaited:
-                # If several are missing, the call is given back when the first is there, and waits for the next.
+                # If several are missing, the call is requeued after the first is compiled, and then waits for the next.
                 cell.mailbox.park(call)
                 self._entries[awaited[0]].parked.setdefault(cell, []).append(call)
         if not awaited:  # compiled since the actor looked
@@ -157,7 +157,7 @@ class KernelStore:
         return None if entry is None or entry.product is None else entry
 
     def _load(self, entry: _Entry) -> Kernel:
-        product = entry.product  # another actor's thread may load it, too: the device gives both the same
+        product = entry.product  # another actor's thread may load it, too: the device returns the same to both
         if isinstance(product, Cubin):
             product = entry.product = self._environment.device.load(product, product.entry_points[0])
         assert product is not None
@@ -170,7 +170,7 @@ class KernelStore:
             self._environment.device.barred = self.quarantine.bars
             forget_plans()
         with self._lock:
-            # The next request for a variant that failed has it compiled again.
+            # The next request for a failed variant compiles it again.
             parked = self._entries.pop(variant).parked
             if error is None:
                 self._entries[variant] = _Entry(compiling.answer(), next(self._count))
@@ -178,7 +178,7 @@ class KernelStore:
         for cell, calls in parked.items():
             if isinstance(error, Unqualified):
                 for call in calls:
-                    call.prepared = None  # a plan for other kernels is made, where there are some
+                    call.prepared = None  # to plan again, for other kernels if there are any
             if error is None or isinstance(error, Unqualified):
                 cell.mailbox.requeue(calls)
                 continue

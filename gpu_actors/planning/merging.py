@@ -1,6 +1,6 @@
-"""Several requests over caches as one: which may share a launch, the merged request, and the results of each.
+"""Merges several requests over caches: which may share a launch, the merged request, and the results of each.
 
-Merging joins what is small: rows of q, tables and lengths. The launch itself joins those that lie on the device. Pools
+Merging joins small arrays: rows of q, tables and lengths. The launch itself joins those that lie on the device. Pools
 are never copied, and results are views of the merged outputs.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "split_outputs",
 ]
 
-# Of every sequence or every row; of the others there is one for the whole launch.
+# Fields with an entry for each row or each sequence. The other fields hold one value for the whole launch.
 _ROWS = ("q", "tree_mask")
 _SEQUENCES = (
     "cache_seqlens",
@@ -46,16 +46,16 @@ _SEQUENCES = (
 
 
 def merge_key(plan: Plan, request: CacheRequest) -> Hashable | None:
-    """Requests with equal keys may share a launch. None: the request needs a launch of its own.
+    """Requests with equal keys may share a launch. None: the request needs its own launch.
 
-    That is so for results that go into the caller's array, for operands on a device with gaps or with cu_seqlens_q,
-    for a dense cache, which would have to be copied next to others, and for arrays that are laid out in several ways.
+    None is returned for results that go into the caller's array, for operands on a device with gaps or cu_seqlens_q on
+    a device, for a dense cache, which would have to be copied next to others, and for arrays of several layouts.
     """
     problem = plan.problem
     if request.out is not None or problem.layout == "cache" or problem.own_layouts or plan.vacuous:
         return None
     if request.bias is not None or getattr(request, "block_mask", None) is not None:
-        return None  # they would be joined along keys, too
+        return None  # these would have to be joined along keys, too
     slopes = request.alibi_slopes
     if isinstance(getattr(request, "cu_seqlens_q", None), DeviceArray):
         return None
@@ -82,7 +82,7 @@ def _without_sizes(problem: AttentionProblem) -> AttentionProblem:
 
 
 def memory_of(array: Any) -> Hashable:
-    """Arrays of which this is equal are the same memory, read in the same way."""
+    """A key that is equal for arrays in the same memory that are read in the same way."""
     if array is None:
         return None
     address = array.address if isinstance(array, DeviceArray) else array.__array_interface__["data"][0]
@@ -108,7 +108,7 @@ def join(arrays: Sequence[Any]) -> Any:
 
 
 def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
-    """One request that asks what several ask, in their order. They must have equal `merge_key`s."""
+    """Return one request that asks for all that several ask for, in their order. Their `merge_key`s must be equal."""
     first = requests[0]
     changes: dict[str, Any] = {"q": join([request.q for request in requests])}
     for name in _SEQUENCES:
@@ -125,7 +125,7 @@ def merge(requests: Sequence[CacheRequest]) -> CacheRequest:
         if first.cu_seqlens_q is not None:
             bounds: list[Any] = [request.cu_seqlens_q for request in paged]
             changes["cu_seqlens_q"] = ends_of(np.concatenate([np.diff(ends) for ends in bounds]))
-            # No more than it can be, as each was planned: or the longest of them all asks for another kernel's tiles.
+            # Limited as in each request's plan. Otherwise the greatest maximum may need the tiles of another kernel.
             longest = [
                 None if request.max_seqlen_q is None else min(request.max_seqlen_q, max(1, len(request.q)))
                 for request in paged
@@ -151,7 +151,7 @@ def merge_tables(tables: Sequence[Any]) -> Any:
 
 
 def ends_of(counts: Any) -> Any:
-    """cu_seqlens of sequences with so many rows, int32 (batch + 1,). counts: (batch,)."""
+    """The cu_seqlens, int32 (batch + 1,), of sequences with ``counts`` rows, (batch,)."""
     ends = np.zeros(len(counts) + 1, np.int32)
     np.add.accumulate(counts, dtype=np.int32, out=ends[1:])
     return ends
@@ -163,7 +163,7 @@ def split_outputs(requests: Sequence[CacheRequest], outputs: Outputs) -> list[Ou
     shares: list[Outputs] = []
     start = 0
     for request in requests:
-        # The first axis of q is that of sequences, or of packed rows, as it is out's; lse has heads before packed rows.
+        # The first axis of q and out is that of sequences, or of packed rows; lse has heads before packed rows.
         part = slice(start, start + len(request.q))
         start = part.stop
         shares.append({"out": out[part], "lse": None if lse is None else lse[:, part] if packed else lse[part]})

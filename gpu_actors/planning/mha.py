@@ -1,4 +1,4 @@
-"""From cuDNN's messages to FlashAttention's layout and back: heads and rows change places by their strides alone."""
+"""Converts cuDNN's messages to FlashAttention's layout and back. Only strides change: heads and rows swap places."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class MergePlan(NamedTuple):
-    """variants: of the kernels that a launch takes; none where there is nothing to merge."""
+    """How a merge is launched. variants: those of its kernels; none if there is nothing to merge."""
 
     problem: MergeProblem
     variants: tuple[Variant, ...]
@@ -81,7 +81,7 @@ def merge_plan(message: MergePartials | MergeBackward, device: Device) -> MergeP
 
 
 def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel]) -> Launch:
-    """A launch of a plan on the arrays of an adopted message. kernels: of the plan's variant, or none."""
+    """Return a launch of a plan on the arrays of an adopted message. kernels: the plan's, or none."""
     problem = plan.problem
     first = message.partials[0]
     outputs = {
@@ -98,7 +98,7 @@ def bind_merge(plan: MergePlan, message: MergePartials, kernels: Sequence[Kernel
 
 
 def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Sequence[Kernel]) -> Launch:
-    """As `bind_merge`, with outputs dout.N and dlse.N of partial N, and dsinks."""
+    """Like `bind_merge`, but the outputs are dout.N and dlse.N of partial N, and dsinks."""
     problem = plan.problem
     inputs = _inputs(message) | {"dout": message.dout}
     if message.dlse is not None:
@@ -124,12 +124,12 @@ def bind_merge_gradients(plan: MergePlan, message: MergeBackward, kernels: Seque
 
 
 def merge_gradients_answer(count: int, template: Adopted, outputs: Outputs) -> Sequence[MergeGradients]:
-    """In the kind of the first out."""
+    """The answer, in arrays of the kind of the first out."""
     return (merge_gradients_of(count, {name: restore(array, template) for name, array in outputs.items()}),)
 
 
 def merge_gradients_of(count: int, outputs: Mapping[str, Any]) -> MergeGradients:
-    """The outputs of `bind_merge_gradients` for so many partials."""
+    """The gradients of ``count`` partials, from the outputs of a launch of `bind_merge_gradients`."""
     partials = (Partial(outputs[f"dout.{n}"], outputs[f"dlse.{n}"]) for n in range(count))
     return MergeGradients(tuple(partials), outputs.get("dsinks"))
 

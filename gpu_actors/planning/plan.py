@@ -1,4 +1,4 @@
-"""Plan: everything about a request that does not depend on its data; PlanCache keeps it for requests that are alike."""
+"""Plan: everything about a request that does not depend on its data. PlanCache keeps it for similar requests."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Oracle: TypeAlias = Callable[[Mapping[str, Any]], Outputs]
 
 
 def described(array: Any) -> Hashable:
-    """What of an adopted array, or of None, decides a plan."""
+    """The properties of an adopted array, or of None, that decide a plan."""
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
 class PlannedMask(NamedTuple):
-    """A block mask as kernels take it. lists: names of those that a launch reads, in the order of its tensors.
+    """A block mask as kernels take it. lists: names of the lists that a launch reads, in the order of mod's tensors.
 
     numbers: those of its mask_mod, in the order of the modification's scalars.
     """
@@ -59,10 +59,10 @@ class PlannedMask(NamedTuple):
 class Plan:
     """A problem with the kernels that answer it.
 
-    program: None where the NumPy oracle answers, which sums in ``accumulate``, and where every answer is 0.
-    outputs: what a launch makes when the caller gives no ``out``.
-    vacuous: of the problem, asked once for all requests.
-    variants: of the kernels that `launch` takes, in that order. block_mask: of the request, or None.
+    program: None if the NumPy oracle answers, which sums in ``accumulate``, or if every answer is 0.
+    outputs: what a launch makes if the caller gives no ``out``.
+    vacuous: that of the problem, computed once for all requests.
+    variants: those of the kernels that `launch` takes, in their order. block_mask: that of the request, or None.
     """
 
     problem: AttentionProblem
@@ -86,9 +86,9 @@ class Plan:
         values: Values = NO_VALUES,
         into: Any = None,
     ) -> Launch:
-        """A launch on the operands of one request. into: where its output goes, if the caller said.
+        """Return a launch on the operands of one request. into: where its output goes, if the caller gives an array.
 
-        kernels: of `variants`; empty where the device runs none.
+        kernels: those of `variants`; empty if the device runs none.
         """
         outputs = self.outputs
         if into is not None:
@@ -106,7 +106,7 @@ class Plan:
 def program_for(
     problem: AttentionProblem, key: DispatchKey, device: Device, lengths_on_host: bool = True
 ) -> Program | None:
-    """What a device launches for a problem, or None where it launches nothing."""
+    """What a device launches for a problem, or None if it launches nothing."""
     if key.kernel == REFERENCE.name or problem.vacuous:
         return None
     target = Target(device.info.multiprocessors, device.encode_tensor_map, lengths_on_host)
@@ -115,7 +115,7 @@ def program_for(
 
 
 def attention_outputs(problem: AttentionProblem, rows: Sequence[int]) -> dict[str, OutputSpec]:
-    """What a forward launch makes. rows: the shape of out but for its last axis."""
+    """The outputs of a forward launch. rows: the shape of out without its last axis."""
     outputs = {"out": OutputSpec((*rows, problem.head_dim_v), problem.out_dtype)}
     if problem.return_lse:
         outputs["lse"] = OutputSpec(problem.lse_shape, problem.lse_dtype)
@@ -134,7 +134,7 @@ _CACHES_LOCK = threading.Lock()
 
 
 def forget_plans() -> None:
-    """Have every plan of the process made anew: some are for a kernel that may not run any more. For any thread."""
+    """Forget every plan of the process, because some may use a kernel that must not run. Any thread may call it."""
     with _CACHES_LOCK:
         caches = list(_CACHES)
     for cache in caches:
@@ -143,7 +143,7 @@ def forget_plans() -> None:
 
 @dataclass(slots=True, eq=False)
 class Planned(Generic[P]):
-    """A plan that is kept. brief: whether requests with its signature are `is_brief`; None until one was looked at."""
+    """A plan in a cache. brief: whether requests with its signature are `is_brief`; None until one was examined."""
 
     signature: Hashable
     plan: P
@@ -153,7 +153,7 @@ class Planned(Generic[P]):
 class PlanCache(Generic[P]):
     """A bounded map from signatures to plans that forgets the least recently used.
 
-    Used by one actor thread; `peek`, `forget`, `stats` and ``called`` may be used from any.
+    One actor's thread uses it; any thread may use `peek`, `forget`, `stats` and ``called``.
 
     called: plans by what their callers wrote (`call_signature`), which is shorter than a signature.
     """
@@ -170,17 +170,17 @@ class PlanCache(Generic[P]):
     def forget(self) -> None:
         self._latest = None
         self._plans = OrderedDict()
-        self.called = {}  # last: a thread that keeps a plan in the new one has found it among the new plans
+        self.called = {}  # last, so that a thread that adds a plan to it found the plan among the new plans
 
     def find(self, signature: Hashable) -> P | None:
-        """Raises TypeError for a signature that cannot be hashed."""
+        """Return the plan of a signature, or None. Raises TypeError for a signature that cannot be hashed."""
         planned = self._plans.get(signature)
         return None if planned is None else self.use(planned)
 
     def peek(self, signature: Hashable, called: Hashable = None) -> Planned[P] | None:
-        """What `find` would find, for callers other than the actor; the look-up is counted by `use`.
+        """Return what `find` would find, for callers other than the actor. `use` counts the look-up.
 
-        called: keep it in ``called`` under this, if not None.
+        called: the key under which to keep the plan in ``called``, if not None.
         """
         kept = self.called  # before the look-up: `forget` may come after it
         planned = self._plans.get(signature)
@@ -191,23 +191,23 @@ class PlanCache(Generic[P]):
         return planned
 
     def use(self, planned: Planned[P]) -> P:
-        """Count a plan as found, which may have been forgotten since."""
+        """Count a plan as found and return it. It may have been forgotten since."""
         self._hits += 1
-        # Most requests pose the same problem as the request before, whose plan is at the end already.
+        # Most requests have the same plan as the request before, and that plan is at the end already.
         if planned is not self._latest:
-            plans = self._plans  # which another thread may have replaced by now
+            plans = self._plans  # another thread may have replaced it by now
             if planned.signature in plans:
                 plans.move_to_end(planned.signature)
                 self._latest = planned
         return planned.plan
 
     def of(self, signature: Callable[[], Hashable], make: Callable[[], P]) -> P:
-        """The plan of that signature. Where there is none, it is made and kept."""
+        """Return the plan of a signature. If there is none, make it and keep it."""
         try:
             known = signature()
             plan = self.find(known)
         except Exception:
-            # An option that cannot be hashed or an operand that is no array: validation, in ``make``, names it.
+            # An option cannot be hashed, or an operand is no array. Validation, in ``make``, names it.
             return make()
         if plan is None:
             plan = make()

@@ -1,4 +1,4 @@
-"""AttentionPlanner: what the actors that answer attention requests know, from a request's signature to its kernels."""
+"""AttentionPlanner: leads actors that answer attention requests from a request's signature to its kernels."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NONE = Kernels(())
 
 
 class Workbench:
-    """What an actor that launches attention has in all its incarnations: plans of requests over caches, and the kernels
-    of the context.
+    """What an actor that launches attention keeps through its incarnations: plans of requests over caches, and the
+    kernels of the context.
 
     accumulate: the dtype that the NumPy oracle sums in.
     """
@@ -45,9 +45,9 @@ class Workbench:
         self.decoding: Decoding = Decoding(self.device, self.accumulate)
 
     def kernels_of(self, call: Call[Any], variants: tuple[Variant, ...]) -> Kernels | None:
-        """The loaded kernels of a launch, none where the device runs none.
+        """Return the loaded kernels of a launch, which are none if the device runs none.
 
-        None where the call was parked until they are compiled.
+        Returns None if it parked the call until they are compiled.
         """
         if self.kernels is None or not variants:
             return _NONE
@@ -59,17 +59,17 @@ class Workbench:
 
 
 class AttentionPlanner(Workbench):
-    """Plans and kernels of an actor that answers attention requests; outlives its incarnations."""
+    """The plans and kernels of an actor that answers attention requests. They outlive its incarnations."""
 
     def __init__(self, cell: ActorCell, plans: int) -> None:
         super().__init__(cell)
         self.plans: PlanCache[Plan] = PlanCache(plans)
 
     def recall(self, request: FlashForward, options: Mapping[str, Any] | None = None) -> Planned[Plan] | None:
-        """The plan of a request as the caller gave it, if that is plain and has one. For any thread; raises nothing.
+        """Return the plan of a request as the caller gave it, if the request is plain and a plan is kept for it.
 
-        options: what the caller gave beside q, k and v, where that is known.
-        Nothing in a request that has one runs code of the caller's.
+        Any thread may call it. It raises nothing. options: what the caller gave besides q, k and v, if known.
+        Nothing in a request that has such a plan runs the caller's code.
         """
         try:
             called = None if options is None else call_signature(request, options)
@@ -84,10 +84,10 @@ class AttentionPlanner(Workbench):
                 planned.brief = is_brief(request)
             return planned
         except Exception:
-            return None  # as in `plan`, which comes next
+            return None  # `plan`, which comes next, meets the same error
 
     def plan(self, request: FlashForward, plain: bool) -> Plan:
-        """The plan of an adopted request, whose seed is checked here."""
+        """Return the plan of an adopted request, after a check of its seed."""
         seed = request.dropout_seed
         if type(seed) is not int or not 0 <= seed < SEEDS:
             with reading(request):

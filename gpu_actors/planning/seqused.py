@@ -1,13 +1,13 @@
-"""Dense batches with ``seqused_q`` or ``seqused_k``, whose sequences are padded, as varlen batches without a copy.
+"""Turns dense batches of padded sequences (``seqused_q`` or ``seqused_k``) into varlen batches, without a copy.
 
-A sequence of the dense batch becomes three packed ones, so that each row and each key belongs to one of them:
+A sequence b of the dense batch becomes three packed ones, so that each row and each key belongs to one of them:
 
     sequence     3b                3b + 1             3b + 2
     rows         those that count  those of padding   none
     keys         those that count  none               those of padding
 
-Padding rows see no key, and padding keys are seen by no row: outputs and gradients of padding are 0, and its contents
-do not matter.
+Padding rows see no key, and no row sees padding keys. So outputs and gradients of padding are 0, and its contents do
+not matter.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Request = TypeVar("Request", bound=FlashForward)
 
 _PARTS = 3
 _ROWS, _KEYS = ("q", "out", "dout"), ("k", "v")
-_PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # of a sequence; the latter where they have its axis
+_PLACES, _FACTORS = "_positions", ("_descale", "_slopes")  # fields per sequence; factors only if they have two axes
 
 
 def to_varlen(request: Request) -> Request:
-    """An adopted request with ``seqused_q`` or ``seqused_k``, as one with cu_seqlens.
+    """Turn an adopted request with ``seqused_q`` or ``seqused_k`` into one with cu_seqlens.
 
-    A bias that the sequences do not share is copied, because each of the packed ones has a matrix. Those of padding are
-    not read.
+    A bias that the sequences do not share is copied, because each packed sequence has a matrix. The matrices of padding
+    are not read.
     """
     for side in "qk":
         ends, field = getattr(request, f"cu_seqlens_{side}"), f"seqused_{side}"
@@ -83,7 +83,7 @@ def to_varlen(request: Request) -> Request:
         # (batch, heads, rows) as (heads, batch * rows)
         changes["lse"] = _flat("lse", dense.lse.transpose(0, 2, 1)).transpose(1, 0)
         if dense.sinks is not None:
-            # A row that sees only its sink has a term in the sink's gradient, here 0 times the padding's contents.
+            # A padding row sees only its sink, and adds 0 times the padding's contents to the sink's gradient.
             counts = (np.arange(problem.seqlen_q) < rows[:, None]).reshape(-1)
             for name, counted in (("dout", counts[:, None, None]), ("out", counts[:, None, None]), ("lse", counts)):
                 if isinstance(array := changes[name], np.ndarray):
@@ -110,7 +110,7 @@ def _answer(batch: int, lengths: dict[str, int], finish: Finish, outputs: Output
 
 
 def _used(field: str, used: Any, batch: int, length: int) -> Any:
-    """How many rows or keys of each sequence count, int64 (batch,)."""
+    """The rows or keys of each sequence that count, int64 (batch,)."""
     if used is None:
         return np.full(batch, length, np.int64)
     optional_array(field, used, ((batch,),), ("int32",))

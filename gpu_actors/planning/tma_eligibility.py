@@ -1,7 +1,7 @@
-"""Which kernels are eligible for operands that stay where they lie.
+"""Which kernels can read and write operands where they lie.
 
-Operands on the host are copied to places that suit every kernel. Those on the device are used in place, and a kernel
-that loads by TMA cannot follow all strides and addresses.
+Operands on the host are copied to places that suit every kernel. Operands on the device are used in place, and a kernel
+that loads by TMA does not take all strides and addresses.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "key_for",
 ]
 
-_CACHES = ("k_cache", "v_cache", "k", "v")  # rows of a dense batch may be packed as over a cache
+_CACHES = ("k_cache", "v_cache", "k", "v")  # a dense batch may be answered as a cache
 
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 
 def alignments(*operands: Any) -> tuple[int | None, ...]:
-    """What decides, beside shapes and strides, which kernels are eligible for adopted operands. For signatures."""
-    # None for each that lies on the host: which operands lie on the device is part of the signature.
+    """What a signature needs, besides shapes and strides, to decide which kernels are eligible for adopted operands."""
+    # None for each operand on the host, because the signature also says which operands lie on the device.
     return tuple([array.address % TMA_ALIGNMENT if isinstance(array, DeviceArray) else None for array in operands])
 
 
@@ -57,7 +57,7 @@ def key_for(problem: AttentionProblem, device: Device, request: object, names: S
 
 
 def device_key(problem: AttentionProblem, device: Device, families: tuple[KernelFamily, ...] = FAMILIES) -> DispatchKey:
-    """`answering_key` of a device."""
+    """`answering_key` for a device."""
     return answering_key(problem, device.info.arch, device.info.runs_kernels, families, device.barred)
 
 
@@ -66,7 +66,7 @@ def invariant_key(
 ) -> DispatchKey:
     """The key of an invariant problem. families: those that can read each operand where it lies, by its name.
 
-    An operand that the kernel cannot read is Unsupported: another kernel would give its rows other bits.
+    Raises Unsupported for an operand that the kernel cannot read: another kernel would give its rows other bits.
     """
     key = device_key(problem, device)
     for name, eligible in families.items():
@@ -102,10 +102,10 @@ def array_families(caches: Iterable[Any]) -> tuple[KernelFamily, ...]:
 
 
 def between_chunks(caches: Iterable[Any]) -> bool:
-    """What decides, beside shapes and strides, `array_families`. For signatures."""
+    """What a signature needs, besides shapes and strides, to decide `array_families`."""
     return any(isinstance(array, DeviceArray) and array.address % CHUNK for array in caches)
 
 
 def _strides(cache: DeviceArray) -> list[int]:
-    """Of the axes of rows that there are several along, in bytes."""
+    """The strides, in bytes, of all axes but the last, without those of extent 1."""
     return [stride for extent, stride in zip(cache.shape[:-1], cache.strides, strict=False) if extent > 1]
