@@ -1,1 +1,1 @@
-"""Whether the kernels of a context compute on its machine what the oracle says, before they answer a request."""
+"""Checks that the kernels of a context agree with the oracle on its machine, before they answer a request."""

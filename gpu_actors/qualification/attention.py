@@ -1,4 +1,4 @@
-"""Experiments of attention and of its gradients, from the trials that each family names."""
+"""Experiments of attention and of its gradients, made from the trials of each family."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from gpu_actors.reference.tolerance import assert_output_close, forward_bounds, 
 __all__ = ["attention_experiments", "proves_alone"]
 
 MULTIPROCESSORS = 4
-"""That a trial's work is split for: a few ranges show every way of splitting, on every machine the same."""
+"""The multiprocessors for which a trial's work is split on every machine: a few ranges show every way of splitting."""
 
 _SEED = 0x5EED_0DD5
-_LARGE = 1024.0  # a dS of a dO and a V times that is beyond float16 over up to 4000 keys
-_RISE = 20.0  # of the scores from the first key to the last: every tile has a new largest one
-# Slopes of ALiBi that float32 does not hold when they are divided by a scale: times a distance, and alone.
+_LARGE = 1024.0  # if dO and V are multiplied by it, dS exceeds float16, over up to 4000 keys
+_RISE = 20.0  # of the scores from the first key to the last, so that every tile has a new maximum
+# Slopes of ALiBi that exceed float32 when they are divided by a scale: the first times a distance, the second alone.
 _STEEP, _STEEPEST = 1e36, 3e38
-_FAINT = -200.0  # a bias whose key has a weight that float64 holds and float32 does not
+_FAINT = -200.0  # a bias by which a key's weight is above 0 in float64, but not in float32
 _WEIGHTS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e4m3fn"}
 _ROUNDED = ("tf32", "f16", "bf16")
 
@@ -53,15 +53,15 @@ _ROUNDED = ("tf32", "f16", "bf16")
 def proves_alone(key: DispatchKey) -> bool:
     """Whether the kernel of a key has experiments.
 
-    A kernel that is launched beside another is proved with each that it serves. The one that splits work on the device
-    is not launched by all of them, so it has experiments of its own. None has a kernel with a graph's score
-    modification, whose text the oracle cannot read.
+    A kernel that is launched beside another is proved together with each kernel that it serves. The kernel that splits
+    work on the device is not in all of these launches, so it has its own experiments. A kernel with a graph's score
+    modification has none, because the oracle cannot read the modification's text.
     """
     return key.score_mod is None and key.kernel in (family_of(key).name, PLAN)
 
 
 def attention_experiments(variant: Variant, device: Device) -> Iterator[Experiment]:
-    """Those that prove a variant of a dispatch key that `proves_alone`, whose launches it takes part in."""
+    """Yield the experiments that prove a variant: launches that include it. `proves_alone` must hold for its key."""
     key = variant.example
     assert isinstance(key, DispatchKey)
     own, found = family_of(key), False
@@ -81,7 +81,7 @@ def attention_experiments(variant: Variant, device: Device) -> Iterator[Experime
                 found = True
                 yield experiment
         if found:
-            return  # one of those that it serves is enough, and no other has to be compiled
+            return  # one of the kernels that it serves is enough, so no other has to be compiled
 
 
 def _experiment(trial: Trial, family: KernelFamily, device: Device, example: DispatchKey) -> Experiment:
@@ -111,18 +111,18 @@ def _experiment(trial: Trial, family: KernelFamily, device: Device, example: Dis
 
 
 class _Data:
-    """The arrays of a trial: as the oracle takes them, and as the kernels do, with poison where nothing may be read.
+    """The arrays of a trial, for the oracle and for the kernels. The kernels' have poison where nothing may be read.
 
-    q, k, v: packed where the oracle takes packed sequences, which it does for all but dense batches. options: of the
-    oracle. operands: of the launch, by name. infinities: whether the kernel keeps an infinite value of any weight above
-    0, as the oracle does; others round the weight to 0 first, and 0 times infinity is NaN.
+    q, k, v: as the oracle takes them, dense for dense batches and packed for all others. options: the oracle's.
+    operands: the launch's, by name. infinities: whether the kernel, like the oracle, keeps an infinite value of any
+    weight above 0. Other kernels first round the weight to 0, and 0 times infinity is NaN.
     """
 
     def __init__(self, problem: AttentionProblem, lengths: tuple[tuple[int, int], ...], infinities: bool) -> None:
         self.problem = p = problem
         self.broken = [keys == BROKEN for _, keys in lengths]
         self.lengths = lengths = tuple((rows, max(0, keys)) for rows, keys in lengths)
-        # The same numbers in every process: the text of a problem has no address in it.
+        # Every process draws the same numbers, because the text of a problem contains no address.
         self.rng = rng = np.random.default_rng(zlib.crc32(p.repro().encode()))
         self.seed: int = _SEED if p.dropout_p else 0
         self.packed: bool = p.layout != "dense"
@@ -156,7 +156,7 @@ class _Data:
 
     @functools.cached_property
     def compute(self) -> str | None:
-        """What float32 operands are rounded to, as the tolerance rule takes it."""
+        """The precision to which float32 operands are rounded, for the tolerance rule; None if they are not rounded."""
         p = self.problem
         return p.compute if p.dtype == "float32" and p.compute in _ROUNDED else None
 
@@ -175,9 +175,9 @@ class _Data:
             yield slice(*self.ends_q[index : index + 2])
 
     def _add_nan(self) -> None:
-        """Two values that are NaN, of one sequence and head: rows whose result is not finite are computed apart.
+        """Make two values of one sequence and head NaN: kernels compute rows with non-finite results separately.
 
-        Of NaN, not even the least weight makes anything else.
+        NaN stays NaN with even the smallest weight.
         """
         p, index = self.problem, 0 if self.packed else 1
         if p.direction == "backward" or p.latent or p.num_splits or ELEMENTS[p.kv_dtype].fp8:
@@ -187,7 +187,7 @@ class _Data:
         own[-2:-1, -1] = np.nan  # in the last tile, which a mask cuts
 
     def _add_infinity(self) -> None:
-        """A value that is infinite, of the sequence and head that `_add_nan` takes, and of a key of little weight."""
+        """Make a value infinite, for a key of little weight, in the sequence and head that `_add_nan` takes."""
         p, index = self.problem, 0 if self.packed else 1
         if p.bias is None or p.bias[0] == "bool" or ELEMENTS[p.kv_dtype].fp8:
             return
@@ -197,10 +197,10 @@ class _Data:
         self.options["bias"][..., key] = _FAINT
 
     def _enlarge(self) -> list[tuple[slice, slice]]:
-        """Make dS of two sequences, of a KV head each, more than float16 holds: which gradients then have large dO.
+        """Make dS exceed float16 in one KV head of each of two sequences. Return the rows and heads that need large dO.
 
-        Their V is large. Their Q and K are small, so that no gradient but dS leaves float16. That of a bias is dS. With
-        ALiBi dS is nearly 0 for far keys, and float16 does not hold that beside what is large.
+        V is large there. Q and K are small, so that only dS exceeds float16. Excluded are float16 biases, whose
+        gradient is dS, and ALiBi: its dS is nearly 0 for far keys, and float16 cannot hold that beside large numbers.
         """
         p = self.problem
         of_bias = p.dbias and p.bias is not None and p.bias[0] == p.dtype
@@ -218,7 +218,7 @@ class _Data:
         return found
 
     def _rising(self, q: Any, k: Any) -> tuple[Any, Any]:
-        """Scores of every second sequence rise with the key, so that each tile has a new maximum."""
+        """Make the scores of every second sequence rise with the key, so that each tile has a new maximum."""
         p, rng = self.problem, self.rng
         signs = rng.choice([-1.0, 1.0], (p.heads_kv, p.head_dim))
         amount, start_q, start_k = np.sqrt(_RISE), 0, 0
@@ -240,8 +240,8 @@ class _Data:
         if p.alibi is not None:
             shape: tuple[int, ...] = (batch, p.heads_q) if p.alibi == "batch" else (p.heads_q,)
             options["alibi_slopes"] = rng.uniform(0.01, 0.3, shape).astype(np.float32)
-            if p.direction == "forward" and not p.positions:  # whose distances are too long
-                at_its_own = p.mask == "causal" and p.alignment == "bottom_right"  # each row sees a key without one
+            if p.direction == "forward" and not p.positions:  # the distances of positions are too long
+                at_its_own = p.mask == "causal" and p.alignment == "bottom_right"  # each row sees a key at distance 0
                 options["alibi_slopes"].flat[-1] = _STEEPEST if at_its_own else _STEEP
             options["alibi_signed"] = p.alibi_signed
         if p.sinks:
@@ -270,9 +270,9 @@ class _Data:
         return options
 
     def _unseen(self) -> tuple[Any, Any]:
-        """Which keys no row of their sequence sees, and which rows see none, by the mask: bool of the packed ones.
+        """Return which packed keys no row of their sequence sees by the mask, and which packed rows see no key: bool.
 
-        Nothing is known where rows stand at positions of their own.
+        With positions or a tree mask this is not known, and all are False.
         """
         p = self.problem
         unseen, blind = np.zeros(len(self.k), bool), np.zeros(len(self.q), bool)
@@ -283,7 +283,7 @@ class _Data:
             if visible is None:
                 visible = np.ones((rows, keys), bool)
             unseen[self.ends_k[index] : self.ends_k[index + 1]] = ~visible.any(axis=0)
-            if not p.sinks:  # which every row sees
+            if not p.sinks:  # every row sees its sink
                 blind[self.ends_q[index] : self.ends_q[index + 1]] = ~visible.any(axis=1)
         return unseen, blind
 
@@ -301,7 +301,7 @@ class _Data:
             q, k, v = (x.reshape(len(self.lengths), -1, *x.shape[1:]) for x in (q, k, v))
         self.operands |= {"q": q, "k": k, "v": v}
         for name in p.summed:
-            # What sequences share lies in memory once.
+            # An operand that sequences share lies in memory once.
             self.operands[name] = np.broadcast_to(self.operands[name][:1], self.operands[name].shape)
             whole = getattr(self, name).reshape(self.operands[name].shape)
             setattr(self, name, np.repeat(whole[:1], p.batch, axis=0).reshape(getattr(self, name).shape))
@@ -317,7 +317,7 @@ class _Data:
                 self.operands["tree_mask"] = self.options["tree_mask"].reshape(batch, p.seqlen_q)
         padding = (3 * np.arange(batch) % 14 if p.cache_leftpad else np.zeros(batch)).astype(np.int32)
         lengths = self.counted
-        # A length is less than nothing where the kernel decides the splits, and more than the capacity elsewhere.
+        # A broken length is negative if the kernel decides the splits, and above the capacity if they are pinned.
         told = np.where(self.broken, p.seqlen_k + 1 if p.num_splits else -1, lengths + padding)
         self.operands |= {"q": q, "cache_seqlens": told.astype(np.int32)}
         if p.cache_leftpad:
@@ -379,7 +379,7 @@ class _Outputs:
 
     @property
     def answer(self) -> Mapping[str, Any]:
-        """As ``written`` is laid out."""
+        """The expected outputs, in the layout of ``written``."""
         found = {"out": _laid_out(self._reference.out, self.written["out"].shape)}
         if "lse" in self.written:
             found["lse"] = self._lse_as(self._reference.lse, self.written["lse"].shape)
@@ -444,7 +444,7 @@ class _Gradients:
                 self.written[name] = poisoned(shape, of.dtype.name)
 
     def _enlarge(self) -> None:
-        """Make dO large where V is. A row that is NaN there has no say in how dS of its neighbours is scaled."""
+        """Make dO large where V is large. One row there is NaN: it must not affect the scale of its neighbours' dS."""
         for rows, heads in self._data.large:
             packed = self._dout.reshape(-1, *self._dout.shape[-2:])
             packed[rows, heads] *= np.float16(_LARGE)
@@ -474,7 +474,7 @@ class _Gradients:
 
     @property
     def answer(self) -> Mapping[str, Any]:
-        """As ``written`` is laid out."""
+        """The expected gradients, in the layout of ``written``."""
         return {name: _laid_out(getattr(self._expected[0], name), array.shape) for name, array in self.written.items()}
 
     def check(self, outputs: Mapping[str, Any]) -> None:
@@ -492,12 +492,12 @@ def _cast(array: Any, dtype: str) -> Any:
 
 
 def _behind(array: Any, total: int) -> Any:
-    """A packed array of so many rows, of which those behind the last sequence are NaN."""
+    """A packed array of ``total`` rows. The rows after the last sequence are NaN."""
     return np.concatenate([array, poisoned((total - len(array), *array.shape[1:]), array.dtype.name)])
 
 
 def _laid_out(array: Any, shape: tuple[int, ...]) -> Any:
-    """Packed rows in an array of this shape, NaN behind them."""
+    """Packed rows in an array of this shape, followed by NaN."""
     if array.size == np.prod(shape):
         return array.reshape(shape)
     return np.concatenate([array, np.full((shape[0] - len(array), *array.shape[1:]), np.nan)])
@@ -509,6 +509,6 @@ def _check_untouched(name: str, rows: Any) -> None:
 
 
 def _check_written(name: str, rows: Any) -> None:
-    """Of rows that are NaN, as all is that no kernel has written."""
+    """Check that a kernel wrote these rows of NaN. An element that no kernel wrote has all bits set."""
     bits = np.ascontiguousarray(rows)[..., None].view(np.uint8)
     assert not (bits == 0xFF).all(axis=-1).any(), f"{name} was not written where a length contradicts the cache"

@@ -1,4 +1,4 @@
-"""Evidence: the arrays on which a kernel was seen to be wrong, in a file that replays elsewhere."""
+"""Evidence: the arrays on which a kernel was wrong, in a file that can be replayed elsewhere."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _EXAMPLES: dict[str, type] = {kind.__name__: kind for kind in (DispatchKey, Appe
 
 
 class Evidence(NamedTuple):
-    """What a file tells.
+    """The contents of an evidence file.
 
-    variant: of the kernel. problem: as text. reason: how wrong it was. inputs, outputs: arrays by name; of a launch
-    that gave none, no outputs.
+    variant: the kernel's. problem: as text. reason: how wrong the kernel was. inputs, outputs: arrays by name; outputs
+    is empty if the launch returned none.
     """
 
     variant: Variant
@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(experiment: Experiment, variant: Variant, outputs: Mapping[str, object], reason: str) -> bytes:
-    """The contents of an .npz file: arrays as bytes, and a JSON text that says what they are."""
+    """Return the contents of an .npz file: arrays as bytes, and a JSON text that describes them."""
     example: Any = variant.example
     arrays, described = {}, {}
     for role, each in (("in", {**experiment.inputs, **experiment.written}), ("out", outputs)):
@@ -61,7 +61,7 @@ def evidence_of(experiment: Experiment, variant: Variant, outputs: Mapping[str, 
 
 
 def read_evidence(path: str | Path) -> Evidence:
-    """Raises ValueError for a file that no quarantine has written, and OSError."""
+    """Read an evidence file. Raises ValueError for a file that no quarantine has written, and OSError."""
     with np.load(path, allow_pickle=False) as file:
         try:
             about = json.loads(file["about"].tobytes())

@@ -1,4 +1,4 @@
-"""Experiment: one launch of a kernel on a small problem, and how far its answer may be from the oracle's."""
+"""Experiment: one launch of a kernel on a small problem, and how far its results may be from the oracle's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Experiment", "Problem", "ProofFailed", "ProofTimeout", "poisoned", "
 
 Problem: TypeAlias = AttentionProblem | AppendProblem | MergeProblem
 
-_FIRST_LOOK, _LONGEST_LOOK = 50e-6, 2e-3  # seconds between two looks at a launch
+_FIRST_LOOK, _LONGEST_LOOK = 50e-6, 2e-3  # seconds between two checks of a launch
 
 
 class ProofFailed(Exception):
-    """A kernel has answered an experiment, and wrongly. outputs: what it gave, by name."""
+    """A kernel has computed an experiment wrongly. outputs: its outputs, by name."""
 
     def __init__(self, message: str, outputs: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -33,18 +33,18 @@ class ProofFailed(Exception):
 
 
 class ProofTimeout(LaunchError):
-    """The launch of an experiment has not ended in time."""
+    """The launch of an experiment has not finished in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A launch on the host's arrays, which begin with poison where they are written.
+    """A launch on arrays of the host, and a check of the arrays that it writes.
 
-    key: of the launch, None for kernels that have none. variants: of its kernels, in order.
-    inputs, written: arrays by name; those written begin as they are here.
-    steps: from the loaded kernels. answer: what the oracle gives for ``written``.
-    check: raises AssertionError, which says how far the arrays written are from that.
-    repeatable: whether two launches give the same bits.
+    key: the launch's, None for kernels without a key. variants: those of its kernels, in order.
+    inputs, written: arrays by name; in ``written``, the contents before the launch, such as poison.
+    steps: returns the steps for the loaded kernels. answer: returns the oracle's contents of ``written``.
+    check: raises AssertionError, which says how far written arrays are from the oracle's.
+    repeatable: whether two launches write the same bits.
     """
 
     problem: Problem
@@ -64,19 +64,19 @@ class Experiment:
         return self.problem.repro() if isinstance(self.problem, AttentionProblem) else repr(self.problem)
 
     def takes(self, arrays: Mapping[str, Any]) -> bool:
-        """Whether these are the launch's own arrays, bit by bit."""
+        """Whether ``arrays`` are bitwise equal to the launch's own arrays."""
         own = {**self.inputs, **self.written}
         return own.keys() == arrays.keys() and all(_bits(own[name]) == _bits(array) for name, array in arrays.items())
 
     def prove(self, stream: Stream, kernels: Kernels, limit: float) -> None:
-        """Launch it twice, and compare both with the oracle and with each other.
+        """Launch the experiment and compare it with the oracle. If it is repeatable, compare a second launch's bits.
 
-        kernels: of `variants`, or none where the device runs none. limit: seconds for each launch.
-        Raises `ProofFailed`, `ProofTimeout`, and what `Event.wait` raises.
+        kernels: those of `variants`, or none if the device runs none. limit: seconds for each launch.
+        Raises `ProofFailed`, `ProofTimeout`, and the errors of `Event.wait`.
         """
         first = self.launch(stream, kernels, limit)
         try:
-            with np.errstate(all="ignore"):  # a wrong number may be any
+            with np.errstate(all="ignore"):  # a wrong result may be any number
                 self.check(first)
         except AssertionError as error:
             raise ProofFailed(str(error).strip(), first) from None
@@ -88,7 +88,7 @@ class Experiment:
                 raise ProofFailed(f"{name} has other bits in a second launch of the same arrays", second)
 
     def launch(self, stream: Stream, kernels: Kernels, limit: float) -> dict[str, Any]:
-        """The arrays written by one launch."""
+        """Return the arrays that one launch writes."""
         written = {name: array.copy() for name, array in self.written.items()}
         if kernels:
             inputs, names = {**self.inputs, **written}, tuple(written)
@@ -123,6 +123,6 @@ def poisoned(shape: Sequence[int], dtype: str) -> Any:
 
 
 def random_of(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: float = 1.0) -> Any:
-    """Gaussian numbers in a dtype, clipped to what every 8-bit format holds."""
+    """Gaussian numbers in a dtype, clipped to the range of every 8-bit format."""
     drawn = rng.standard_normal(tuple(shape)) * scale
     return np.clip(drawn, -240.0, 240.0).astype(dtype_of(dtype))

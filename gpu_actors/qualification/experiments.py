@@ -17,7 +17,7 @@ __all__ = ["experiments_of", "is_proved"]
 
 
 def is_proved(variant: Variant) -> bool:
-    """Whether a variant has experiments. Costs nothing, which making them does."""
+    """Whether a variant has experiments. This check is cheap; making the experiments is not."""
     example = variant.example
     if variant.own is not None:
         return False
@@ -27,7 +27,7 @@ def is_proved(variant: Variant) -> bool:
 
 
 def experiments_of(variant: Variant, device: Device) -> Iterator[Experiment]:
-    """Those that prove a variant on a device; none where it is not `is_proved`."""
+    """Yield the experiments that prove a variant on a device; none if it is not `is_proved`."""
     if not is_proved(variant):
         return
     if isinstance(variant.example, DispatchKey):

@@ -1,10 +1,10 @@
-"""Qualifier: has each kernel prove itself on this machine before a request is launched on it.
+"""Qualifier: proves each kernel on this machine before a request uses it.
 
     compiled or loaded ──> verdict kept? ──yes──> usable, or quarantined
                                 │ no
-                                └──> experiments, on a thread and a stream of their own ──> verdict
+                                └──> experiments, on their own thread and stream ──> verdict
 
-Only a variant that has no verdict waits. Those that have one never wait for an experiment.
+Only a variant without a verdict waits for experiments.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LOCK_SECONDS = 60.0
 
 
 class Qualifier:
-    """The proofs of a context. For any thread.
+    """The proofs of a context. Any thread may use it.
 
-    environment: of the context. again: whether kept verdicts count for nothing. key_of: names a variant's cubin.
-    make: gives what the device loads of a variant, or has built of it.
-    seconds: what proofs took. counts: verdicts of this context by outcome, kept ones included.
+    environment: the context's. again: whether to ignore kept verdicts. key_of: returns the name of a variant's cubin.
+    make: returns what the device loads for a variant, or has built for it.
+    seconds: the durations of proofs. counts: verdicts of this context by outcome, kept ones included.
     """
 
     def __init__(
@@ -64,15 +64,16 @@ class Qualifier:
         self._known: dict[VerdictName, Verdict] = {}
         self._stream: Stream | None = None  # used by the pool's thread alone
         self._lock = threading.Lock()
-        # One thread: proofs take turns on the device, as they would on its multiprocessors.
+        # One thread, because proofs would take turns on the device's multiprocessors anyway.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="qualify")
         self.seconds: Histogram = Histogram(_SECONDS)
         self.counts: dict[str, int] = {"qualified": 0, "quarantined": 0}
 
     def judge(self, variant: Variant, product: Product, done: Done) -> None:
-        """Have ``done`` called with None once a variant may be launched, or with the error to answer requests with.
+        """Call ``done`` with None once a variant may be launched, or with the error that answers its requests.
 
-        `Unqualified` where the variant is wrong. Reads one file where there is a verdict, and calls ``done`` at once.
+        The error is `Unqualified` if the variant is wrong. If a verdict is kept, this reads at most one file, and calls
+        ``done`` at once.
         """
         if not is_proved(variant):
             done(None)
@@ -90,7 +91,7 @@ class Qualifier:
             done(GpuActorsError(f"proving {variant.kernel} could not begin: {error}"))
 
     def close(self) -> None:
-        # Proofs that have not begun are dropped: their calls are answered by the context that is closing.
+        # Proofs that have not begun are dropped: the closing context answers their calls.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _prove_for(self, variant: Variant, product: Product, name: VerdictName, done: Done) -> None:
@@ -116,7 +117,8 @@ class Qualifier:
                 verdict, evidence = self._experiment(variant, product)
             except ContextLost as error:
                 if held:
-                    # Another kernel may be at fault. Twice in a row it is this one, or no process would outlive it.
+                    # Another kernel may be at fault. After two losses in a row, this one counts as wrong, because
+                    # otherwise no process would survive it.
                     again = before is not None and before.outcome == "suspect"
                     lost = Verdict("quarantined" if again else "suspect", reason=f"the device was lost: {error}")
                     self._verdicts.publish(name, lost)
@@ -142,7 +144,7 @@ class Qualifier:
         return Unqualified(message, variant.kernel, verdict.problem, verdict.reason, evidence)
 
     def _experiment(self, variant: Variant, product: Product) -> tuple[Verdict, bytes | None]:
-        """The verdict of all experiments, and what shows that one failed. Raises what is no fault of the kernel."""
+        """Return the verdict of all experiments, and the evidence of a failure. Raises errors not due to the kernel."""
         device, began, count = self._device, time.monotonic(), 0
         device.bind_thread()
         for experiment in experiments_of(variant, device):
@@ -151,7 +153,7 @@ class Qualifier:
             except CompileError:
                 if not self._environment.options.offline:
                     raise
-                continue  # another kernel of the launch is in no cache: requests that need it are told
+                continue  # another kernel of the launch is in no cache: requests that need it fail
             failed = self._try(experiment, kernels)
             count += 1
             if failed is not None:
@@ -161,7 +163,7 @@ class Qualifier:
         return Verdict("qualified", count, time.monotonic() - began), None
 
     def _try(self, experiment: Experiment, kernels: Kernels) -> tuple[str, dict[str, object]] | None:
-        """Why an experiment failed, and what the kernel gave. None where it did not."""
+        """Return why an experiment failed, and the kernel's outputs, or None if it did not fail."""
         if self._stream is None:
             self._stream = self._device.open_stream("qualify")
         try:
@@ -169,7 +171,7 @@ class Qualifier:
         except ProofFailed as error:
             return str(error), dict(error.outputs)
         except ProofTimeout as error:
-            # What follows on a stream waits for a launch that hangs there.
+            # Later work on the stream would wait for the launch that hangs there.
             self._stream.close()
             self._stream = None
             return f"its launch {error}", {}
@@ -178,7 +180,7 @@ class Qualifier:
         return None
 
     def _kernels(self, experiment: Experiment, variant: Variant, product: Product) -> Kernels:
-        """The loaded kernels of an experiment, none where the device runs none."""
+        """The loaded kernels of an experiment, none if the device runs none."""
         if not self._device.info.runs_kernels:
             return Kernels(())
         products = [product if other == variant else self._make(other) for other in experiment.variants]

@@ -1,4 +1,4 @@
-"""Experiments of the kernels that compute no attention: new rows of caches, copies of pages, merges of partials."""
+"""Experiments of the kernels that compute no attention: appends to caches, copies of pages, merges of partials."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def append_experiments(variant: Variant) -> Iterator[Experiment]:
 
 
 class _Rows:
-    """The arrays of an append. Caches begin with any bits, so that a row in a wrong place shows."""
+    """The arrays of an append. Caches begin with random bits, so that a row in a wrong place is found."""
 
     def __init__(self, trial: AppendTrial) -> None:
         self.problem = p = trial.problem
@@ -126,7 +126,7 @@ class _Rows:
         self.written[name] = bits((*outer, p.heads_kv))
 
     def _appended(self, k: Any, v: Any, wide: bool, **factors: Any) -> dict[str, Any]:
-        """``written`` after these rows. wide: in float64, with descales applied to the rows before."""
+        """The caches after an append of k and v. wide: in float64; k and v then come from `_factored`."""
         p = self.problem
         with np.errstate(invalid="ignore"):
             caches = {
@@ -151,7 +151,7 @@ class _Rows:
 
     @functools.cached_property
     def angles(self) -> tuple[Any, Any] | None:
-        """Cosines and sines of the new rows, where they are rotated."""
+        """The cosines and sines of the new rows, None if they are not rotated."""
         rope = self.problem.rope
         if rope is None:
             return None
@@ -169,7 +169,7 @@ class _Rows:
 
     @functools.cached_property
     def expected(self) -> dict[str, Any]:
-        """As ``written``: what the oracle leaves there."""
+        """The arrays of ``written`` after the oracle's append."""
         found = self._appended(self.inputs["k"], self.inputs["v"], False, **self._descales())
         if "q_rotated" in self.written:
             found["q_rotated"] = self._rotated_q()
@@ -182,7 +182,7 @@ class _Rows:
         return apply_rope(self.inputs["q"], *angles, interleaved=rope.interleaved)
 
     def check(self, outputs: Mapping[str, Any]) -> None:
-        """Bits where nothing is rotated and where no row goes; rotated rows within one rounding."""
+        """Compare bits if nothing is rotated, and where no rotated row goes; rotated rows within one rounding."""
         p, exact = self.problem, self.expected
         if p.rope is None:
             for name, array in outputs.items():
@@ -224,7 +224,7 @@ class _Rows:
         return caches["k_cache"], caches["v_cache"]
 
     def _marks(self, ones_k: Any, ones_v: Any) -> dict[str, Any]:
-        """Where new rows of K go, which are rotated."""
+        """Where the new rows of K go. These are the rotated ones."""
         zeros = {name: np.zeros(array.shape) for name, array in self.written.items() if name != "q_rotated"}
         k_cache, v_cache = self._sides(zeros)
         append_rows(ones_k, 0 * ones_v, k_cache, v_cache, self.ends, self.lengths, block_table=self.table)
@@ -245,7 +245,7 @@ _PAIRS = np.array([(0, 5), (2, 1), (6, 4)], np.int32)
 
 
 def copy_experiments(variant: Variant) -> Iterator[Experiment]:
-    """Pages of several parts each."""
+    """Yield one experiment: copies of pages that have several parts each."""
     rng, pool = _rng_of(_POOL), _POOL
     caches = {
         f"{side}_cache": rng.integers(0, 256, (pool.num_blocks, pool.page_size, pool.heads_kv, 2 * dim), np.uint8).view(
@@ -283,7 +283,7 @@ def merge_experiments(variant: Variant) -> Iterator[Experiment]:
 
 
 class _Partials:
-    """Partials, some of whose rows have no keys and hold NaN."""
+    """Partials. Some of their rows have no keys and hold NaN."""
 
     def __init__(self, p: MergeProblem) -> None:
         rng = self.rng = _rng_of(p)

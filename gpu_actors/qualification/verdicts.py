@@ -1,8 +1,8 @@
-"""Verdicts: what proofs have shown, kept on disk beside the cubins that they are of.
+"""Verdicts: the results of proofs, kept on disk beside the cubins that were proved.
 
-A verdict is of one cubin, on one machine: its file is named after both. It has the cubin cache's locks, checksum and
-owner's rules, because a user who may change it decides which code runs. The arrays that a wrong kernel was seen on
-lie in a file of the same name that ends in ".npz".
+A verdict is about one cubin on one machine, and its file is named after both. The file has the cubin cache's locks,
+checksum and rules for owners, because a user who can change it decides which code runs. A file of the same name that
+ends in ".npz" holds the arrays on which a kernel was wrong.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MAX_BYTES, _MAX_EVIDENCE_BYTES = 8 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a proof has shown.
+    """The result of a proof.
 
-    outcome: "suspect" where the device was lost during the proof, which another kernel may have caused.
-    experiments, seconds: how many there were, and how long they took.
-    problem, reason: the problem that the kernel got wrong, and how wrong.
+    outcome: "suspect" if the device was lost during the proof. Another kernel may have caused this.
+    experiments, seconds: the number of experiments, and how long they took.
+    problem, reason: the problem that the kernel computed wrongly, and how wrong it was.
     """
 
     outcome: Outcome
@@ -52,7 +52,7 @@ class Verdict:
 
 
 class VerdictName(tuple[str, str]):
-    """The digests that name a verdict's file: of the variant, and of the cubin with the machine."""
+    """The two digests in the name of a verdict's file: of the variant, and of the cubin with the machine."""
 
     __slots__ = ()
 
@@ -62,9 +62,9 @@ class VerdictName(tuple[str, str]):
 
 
 class Verdicts:
-    """The verdicts in a folder, of one machine. For any thread.
+    """The verdicts of one machine in a folder. Any thread may use it.
 
-    identity: of the machine, as `Device.identity` gives it.
+    identity: the machine's, from `Device.identity`.
     """
 
     def __init__(self, path: Path, identity: tuple[str, ...]) -> None:
@@ -73,13 +73,13 @@ class Verdicts:
         self._evidence = CacheFolder(path, writable=True, suffix=".npz")
 
     def name(self, key: EntryName, product: Cubin | Kernel) -> VerdictName:
-        """key: of the product's variant."""
+        """Return the name of a product's verdict. key: that of the product's variant."""
         code = hashlib.sha256(product.data).hexdigest() if isinstance(product, Cubin) else ""
         groups = ([str(_SCHEMA)], [version.__version__], list(self._identity), [key.variant, key.build or ""], [code])
         return VerdictName((key.variant, digest_of(groups)))
 
     def read(self, name: VerdictName) -> Verdict | None:
-        """None where there is no verdict, or one that is not whole, which is set aside."""
+        """Return a verdict, or None if there is none or its file is damaged. A damaged file is set aside."""
         file = f"{name.stem}.verdict"
         try:
             stored = self._folder.read(file)
@@ -98,7 +98,7 @@ class Verdicts:
 
     @contextlib.contextmanager
     def locked(self, name: VerdictName, timeout: float) -> Iterator[bool]:
-        """Keep other processes from proving the same. False where there is no lock to be had: nothing is kept then."""
+        """Keep other processes from proving the same. Yields False if there is no lock: the verdict is not kept."""
         with contextlib.ExitStack() as lock:
             try:
                 lock.enter_context(self._folder.locked(name[1], timeout))
@@ -109,7 +109,7 @@ class Verdicts:
             yield held
 
     def publish(self, name: VerdictName, verdict: Verdict, evidence: bytes | None = None) -> str | None:
-        """Keep a verdict. evidence: the contents of its .npz file, whose path this returns where it could be kept."""
+        """Keep a verdict. evidence: the contents of its .npz file. Returns that file's path if it could be kept."""
         text = json.dumps(dataclasses.asdict(verdict), sort_keys=True).encode()
         path: str | None = None
         try:
