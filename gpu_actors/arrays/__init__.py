@@ -1,1 +1,1 @@
-"""Arrays of any library, taken in and given back."""
+"""Reads arrays of any library, and returns results as arrays of that library."""

@@ -1,13 +1,13 @@
-"""The one place that knows kinds of arrays: NumPy, torch, CuPy, JAX, and anything else with DLPack.
+"""The only module that knows kinds of arrays: NumPy, torch, CuPy, JAX, and anything else with DLPack.
 
-`adopt` turns the caller's array into one that the package works with and never copies: an ndarray where it lies on the
-host, a `DeviceArray` where it lies on a GPU. `restore` gives a result the kind of the array it belongs to. No library
-is imported here that the caller's array does not come from.
+`adopt` turns the caller's array into one that the package works with, without a copy: an ndarray if it lies on the
+host, a `DeviceArray` if it lies on a GPU. `restore` turns a result into an array of the caller's kind. `adopt` imports
+no library: it looks only at those that the program has imported.
 
-A GPU array may still be written by work that its producer enqueued. torch and CuPy keep the stream of that work in a
-variable of the calling thread, so a program's `caller_streams` have to be read on the thread that submits; JAX and
-other DLPack producers order themselves when asked, before the legacy default stream. Torch's grad mode belongs to that
-thread too, and decides whether a tensor may be taken without its history.
+Work that a GPU array's producer enqueued may still be writing it. torch and CuPy keep the stream of that work in a
+variable of the calling thread, so `caller_streams` must be called on the thread that submits a request. JAX and other
+DLPack producers, when asked, order their work before the legacy default stream. Torch's grad mode belongs to the
+submitting thread, too, and decides whether a tensor may be taken without its history.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _NOT_AN_ARRAY = "must be an array: NumPy, torch, CuPy, JAX, or anything with DLP
 
 @dataclass(frozen=True, slots=True)
 class CallerNotes:
-    """What has to be known of the thread that submits a request.
+    """What must be known of the thread that submits a request.
 
-    torch, cupy: the streams that those libraries would enqueue on; None where that library is not in use.
-    grad: whether torch recorded a history of what it computed.
+    torch, cupy: the streams that those libraries would enqueue on; None if the library is not in use.
+    grad: whether torch's grad mode was on.
     """
 
     torch: Any = None
@@ -82,7 +82,7 @@ class CallerNotes:
 
 
 def caller_streams(device: int) -> CallerNotes | None:
-    """The streams of CUDA device ``device`` that are current on this thread. Touches no device."""
+    """The streams of CUDA device ``device`` that are current on this thread. This does not access the device."""
     torch, cupy = loaded("torch"), loaded("cupy")
     torch_stream = torch.cuda.current_stream(device) if torch and torch.cuda.is_initialized() else None
     cupy_stream = cupy.cuda.get_current_stream(device) if cupy else None
@@ -100,7 +100,7 @@ def with_grad_mode(notes: CallerNotes | None) -> CallerNotes | None:
 
 
 def loaded(name: str) -> Any:
-    """The library if the program has imported it, all of it."""
+    """The library, if the program has imported it completely; else None."""
     module = sys.modules.get(name)
     if module is None or getattr(module.__spec__, "_initializing", False):
         return None
@@ -130,22 +130,22 @@ class Reinterpreted:
 
 
 def dtype_of(name: str) -> Dtype:
-    """By a NumPy or ml_dtypes name. KeyError for one that no operand may have."""
+    """The dtype of a NumPy or ml_dtypes name. Raises KeyError for a dtype that no operand may have."""
     return _DTYPES[name]
 
 
 def name_of(dtype: Dtype) -> str:
-    """The other way round, and far faster than ``dtype.name``."""
+    """The name of a dtype, as `dtype_of` takes it. Far faster than ``dtype.name``."""
     return _KNOWN[dtype]
 
 
 def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
-    """The caller's array, without a copy.
+    """Adopt the caller's array, without a copy.
 
-    notes: of the thread that submitted the request; None: the calling thread's own.
-    Raises InvalidRequest naming ``field`` for what is no array, cannot be read where it lies, has a dtype that no
-    operand may have, or would lose its gradient: a torch tensor that requires grad, where grad mode is on, or that has
-    a tangent.
+    notes: those of the thread that submitted the request; None: the calling thread's own.
+    Raises InvalidRequest naming ``field`` for an object that is no array, cannot be read where it lies, has a dtype
+    that no operand may have, or would lose its gradient: a torch tensor that requires grad while grad mode is on, or
+    that has a tangent.
     """
     if type(array) is np.ndarray and array.dtype in _KNOWN:
         return Adopted(array, "numpy", "cpu", array)
@@ -159,28 +159,28 @@ def adopt(array: Any, field: str, notes: CallerNotes | None = None) -> Adopted:
         return adopted
     except RequestError:
         raise
-    except Exception as error:  # whatever another library makes of a deleted, traced or lazy array
+    except Exception as error:  # any error of another library over a deleted, traced or lazy array
         raise InvalidRequest(field, describe(array), f"cannot be read: {show(error)}") from error
 
 
 def is_on_device(array: Any) -> bool:
-    """Whether it is a `DeviceArray`, or lies on a GPU as an array of a library that takes it in without a wait."""
+    """Whether it is a `DeviceArray`, or an array on a GPU of torch or CuPy, which are adopted without a wait."""
     try:
         if isinstance(array, DeviceArray):
             return True
         if (torch := loaded("torch")) and isinstance(array, torch.Tensor):
             return bool(array.is_cuda)
         return bool((cupy := loaded("cupy")) and isinstance(array, cupy.ndarray))
-    except Exception:  # an object of the caller's, which `adopt` refuses
+    except Exception:  # a faulty object of the caller's, which `adopt` refuses
         return False
 
 
 def restore(result: AnyArray, template: Adopted) -> Any:
-    """A result in the kind of ``template``, without a copy where that library allows it.
+    """Return a result as an array of the kind of ``template``, without a copy if that library allows it.
 
-    A result that was written into an array of the caller's is that array. fp8 comes back as uint8 from CuPy, which
-    has no fp8. A library that is known by DLPack alone takes part where it
-    follows the array API standard; otherwise the result stays an ndarray, or on a GPU becomes a CuPy array.
+    A result that was written into an array of the caller's is returned as that array. CuPy has no fp8, and gets uint8
+    instead. For a library that is known by DLPack alone, the result is an array of that library if it follows the
+    array API standard; otherwise an ndarray, or on a GPU a CuPy array.
     """
     if isinstance(result, DeviceArray):
         return _restore_device(result, template)
@@ -201,7 +201,7 @@ def check_device(adopted: Adopted, field: str, device: str) -> None:
 
 
 def check_output(into: AnyArray, shape: tuple[int, ...], dtype: str, field: str) -> None:
-    """Check that an output of this shape and dtype can be written into the array."""
+    """Check that an output of this shape and dtype can be written into the array ``into``."""
     if into.shape != tuple(shape) or into.dtype != _DTYPES[dtype]:
         reason = f"must be {dtype} of shape {tuple(shape)}"
         raise InvalidRequest(field, f"{into.dtype} of shape {into.shape}", reason)
@@ -282,7 +282,7 @@ def _adopt_torch(torch: Any, tensor: Any, field: str, notes: CallerNotes | None)
 
 
 def _check_gradient(torch: Any, tensor: Any, field: str, notes: CallerNotes | None) -> None:
-    """Refuse a tensor whose derivatives the result would not have."""
+    """Refuse a tensor that asks for derivatives, because the result would have none."""
     forward_ad = torch.autograd.forward_ad
     if tensor.requires_grad and (torch.is_grad_enabled() if notes is None else notes.grad):
         given = "requires grad"
@@ -304,7 +304,7 @@ def _adopt_cupy(cupy: Any, array: Any, field: str, notes: CallerNotes | None) ->
     if stream is None or stream.device_id not in (-1, index):
         stream = cupy.cuda.get_current_stream(index)
     if stream.ptr == _PER_THREAD_STREAM:
-        # The handle means another stream on every thread, so the producer has to do the ordering.
+        # The handle means another stream on every thread, so the producer must order its own work.
         return _adopt_dlpack(array, field, "cupy")
     return Adopted(_cupy_view(cupy, array, dtype, stream, array), "cupy", f"cuda:{index}", array)
 
@@ -336,7 +336,7 @@ def _adopt_dlpack(array: Any, field: str, kind: Kind) -> Adopted:
     if on_host:
         return Adopted(host_view(tensor), kind, "cpu", array)
     index = tensor.device[1]
-    # The array itself is kept too: not every exporter's capsule holds more than its buffer.
+    # The array itself is kept, too, because some exporters' capsules hold no more than its buffer.
     owner = (capsule, array)
     view = DeviceArray(
         tensor.address, tensor.shape, tensor.strides, tensor.dtype, index, stream, owner, tensor.writeable
@@ -345,7 +345,7 @@ def _adopt_dlpack(array: Any, field: str, kind: Kind) -> Adopted:
 
 
 def check_placement(array: DeviceArray, field: str) -> None:
-    """Kernels count in elements, and a GPU reads one where its address is a multiple of its size."""
+    """Check that address and strides are multiples of the element's size, as kernels and a GPU's loads require."""
     size = array.dtype.itemsize
     step = _odd_step(array.shape, array.strides, size)
     if (step is None and not array.address % size) or 0 in array.shape:
@@ -356,7 +356,7 @@ def check_placement(array: DeviceArray, field: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _odd_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int | None:
-    """The first stride that is no multiple of the element's size."""
+    """The first stride that is no multiple of the element's size, or None."""
     return next((step for extent, step in zip(shape, strides, strict=True) if extent > 1 and step % size), None)
 
 
@@ -372,8 +372,8 @@ def _check_dtype(dtype: Dtype | str, array: Any, field: str) -> Dtype:
 
 # On the device
 #
-# What torch or CuPy will own, they allocate, on the stream of the caller: both hand memory out again in the order of a
-# stream, and only they can keep that order once the caller drops a result that its own kernels still read.
+# torch and CuPy allocate the results that they will own, on the stream of the caller. Both reuse memory in the order of
+# a stream, and only they can keep that order once the caller drops a result that its own kernels still read.
 
 
 def _torch_view(torch: Any, tensor: Any, dtype: Dtype, stream: Any, source: Any) -> DeviceArray:
@@ -450,7 +450,7 @@ def _restore_device(result: DeviceArray, template: Adopted) -> Any:
 
 
 def _as_cupy(array: DeviceArray) -> Any:
-    """A CuPy array over the same memory, which it keeps alive."""
+    """Return a CuPy array over the same memory. It keeps the memory alive."""
     import cupy
 
     reach = sum((n - 1) * abs(step) for n, step in zip(array.shape, array.strides, strict=True))

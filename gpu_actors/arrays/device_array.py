@@ -25,7 +25,7 @@ class _Shaped(Protocol):
 
 
 class _Extents:
-    """What follows from a shape and a dtype, by the names of ndarray."""
+    """The properties that follow from a shape and a dtype, with the names of ndarray."""
 
     __slots__ = ()
 
@@ -51,14 +51,14 @@ class _Extents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceArray(_Extents):
-    """Where an array lies, in the vocabulary of ndarray, and what keeps it there.
+    """Where an array lies, in the terms of ndarray, and what keeps its memory alive.
 
     strides: in bytes. device: index of the CUDA device.
-    stream: the stream whose work so far must be over before the array is touched; None: nothing to wait for.
-    owner: whatever keeps the memory, and that stream, alive.
-    source: the array of another library that this one describes, where there is one.
-    make: gives a new array of a shape and dtype in that library's own memory, for a launch to fill. Raises
-        OutOfDeviceMemory. None where the device has to allocate.
+    stream: the stream whose earlier work must finish before the array is used; None: nothing to wait for.
+    owner: the object that keeps the memory, and that stream, alive.
+    source: the array of another library that this one describes, or None.
+    make: returns a new array of a shape and dtype in that library's own memory, for a launch to fill. Raises
+        OutOfDeviceMemory. None if the device has to allocate.
     """
 
     address: int
@@ -74,15 +74,15 @@ class DeviceArray(_Extents):
 
     @property
     def contiguous(self) -> bool:
-        """True where the elements lie in row-major order without gaps."""
+        """Whether the elements lie in row-major order without gaps."""
         dense = contiguous_strides(self.shape, self.itemsize)
         steps = zip(self.shape, self.strides, dense, strict=True)
         return self.size == 0 or all(extent == 1 or a == b for extent, a, b in steps)
 
     def packed(self, axis: int = 0) -> DeviceArray:
-        """(batch, rows, ...) as (batch * rows, ...), as a view. axis: that of the batch.
+        """View (batch, rows, ...) as (batch * rows, ...). axis: the batch's.
 
-        Raises ValueError where strides do not allow one.
+        Raises ValueError if strides do not allow this view.
         """
         (batch, rows, *shape), (stride, row_stride, *strides) = self.shape[axis:], self.strides[axis:]
         if rows > 1 and batch > 1 and stride != rows * row_stride:
@@ -92,14 +92,14 @@ class DeviceArray(_Extents):
         return self._view(self.address, (*before, batch * rows, *shape), (*steps_before, step, *strides))
 
     def transpose(self, *axes: int) -> DeviceArray:
-        """The same memory with its axes in another order, reversed where none is given."""
+        """Return a view with the axes in another order, reversed if none is given."""
         order = axes or tuple(reversed(range(self.ndim)))
         shape = tuple(self.shape[axis] for axis in order)
         strides = tuple(self.strides[axis] for axis in order)
         return self._view(self.address, shape, strides)
 
     def __getitem__(self, index: Any) -> DeviceArray:
-        """A view: ints, slices of step 1, None for a new axis, and an ellipsis, as for an ndarray."""
+        """Return a view. index: ints, slices of step 1, None for a new axis, and an ellipsis, as for an ndarray."""
         given = list(index) if isinstance(index, tuple) else [index]
         missing = [slice(None)] * (self.ndim - sum(part is not None and part is not ... for part in given))
         where = given.index(...) if ... in given else len(given)
@@ -124,12 +124,12 @@ class DeviceArray(_Extents):
                 address += (part % extent) * stride
             else:
                 raise IndexError(f"index {part} is out of range for an axis of {extent}")
-        # Another library's array is cut in the same way, so that a part of a result is still one of its own.
+        # The other library's array is cut in the same way, so that a part of a result is an array of that library, too.
         source = None if self.source is None else self.source[index]
         return self._view(address, tuple(shape), tuple(strides), source)
 
     def inserted(self, axis: int) -> DeviceArray:
-        """The same memory with an axis of extent 1 before that one."""
+        """Return a view with an axis of extent 1 inserted before ``axis``."""
         shape, strides = self.shape, self.strides
         return self._view(self.address, (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], 0, *strides[axis:]))
 
@@ -147,9 +147,9 @@ class DeviceArray(_Extents):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined(_Extents):
-    """Contiguous device arrays one behind the other along their first axis, as a launch copies them next to each other.
+    """Contiguous device arrays, joined along their first axis. A launch copies them next to each other.
 
-    They differ in their first extent alone.
+    Only their first extents may differ.
     """
 
     parts: tuple[DeviceArray, ...]
@@ -167,7 +167,7 @@ class Joined(_Extents):
         return contiguous_strides(self.shape, self.itemsize)
 
     def __getitem__(self, index: tuple[Any, ...]) -> Joined:
-        """A view of every part. index: begins with a whole first axis."""
+        """Return a view of every part. index: must begin with the whole first axis."""
         if index[0] != slice(None):
             raise ValueError(f"{index}: a joined array is cut behind its first axis alone")
         return Joined(tuple(part[index] for part in self.parts))

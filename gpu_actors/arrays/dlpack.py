@@ -1,8 +1,8 @@
-"""Reading DLPack capsules: what any array library says about its memory, without its Python package.
+"""Reads DLPack capsules, in which any array library describes its memory. The library's package is not needed.
 
-NumPy's own reader refuses bfloat16 and fp8 and CuPy's refuses fp8, so the C structs of the protocol are read here
+NumPy's own reader refuses bfloat16 and fp8, and CuPy's refuses fp8, so the C structs of the protocol are read here
 (dlpack.h 1.1, ``DLManagedTensor`` and ``DLManagedTensorVersioned``). The capsule itself keeps the memory alive: it is
-never marked as consumed, so its destructor gives the memory back when the last reference to it goes.
+never marked as consumed, so its destructor releases the memory when the last reference to it is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 __all__ = ["DLPackError", "DLTensor", "contiguous_strides", "host_view", "read_capsule"]
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-"""DLDeviceType, as far as this package knows what to do with one."""
+"""The values of DLDeviceType that this package can handle."""
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL, _E4M3FN, _E5M2 = 0, 1, 2, 4, 6, 10, 12
 _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -79,7 +79,7 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 @dataclass(frozen=True, slots=True)
 class DLTensor:
-    """What a capsule says. strides: in bytes. device: (DLDeviceType, index). capsule: keeps the memory alive."""
+    """The contents of a capsule. strides: in bytes. device: (DLDeviceType, index). capsule: keeps the memory alive."""
 
     address: int
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ def read_capsule(capsule: Any) -> DLTensor:
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Row-major strides in bytes; with an itemsize of 1, in elements."""
+    """The row-major strides in bytes; with an itemsize of 1, in elements."""
     strides: list[int] = []
     step = itemsize
     for extent in reversed(shape):
@@ -128,7 +128,7 @@ def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def host_view(tensor: DLTensor) -> np.ndarray[Any, Any]:
-    """An ndarray over the tensor's host memory, without a copy, that keeps the capsule alive."""
+    """Return an ndarray over the tensor's host memory, without a copy. It keeps the capsule alive."""
     if 0 in tensor.shape:
         return np.empty(tensor.shape, tensor.dtype)
     reach = [(extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides, strict=True)]

@@ -1,4 +1,4 @@
-"""ArrayLayout: what the array of an argument is like in each of many launches that were checked once."""
+"""ArrayLayout: the layout of an argument's array, the same in each of many launches that were checked once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ArrayLayout", "contiguous", "read_arrays"]
 
 @dataclass(slots=True, eq=False)
 class ArrayLayout:
-    """What an array is like.
+    """The properties that arrays of a layout share.
 
-    strides: 0 along axes of one element, and all 0 where there is no element. exact: those of the last such array.
-    place: on the device, its number, and what the address is modulo which number of bytes.
+    strides: in bytes; 0 along axes of extent 1, and all 0 if there are no elements. exact: those of the last array of
+    this layout. place: None on the host; else device index, address modulo m, and m, in bytes.
     """
 
     kind: type[Any]
@@ -35,7 +35,7 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, array: Any, alignment: int | None) -> ArrayLayout:
-        """alignment: bytes that decide which kernels read it; None: those of an element."""
+        """The layout of an array. alignment: bytes that decide which kernels read it; None: those of an element."""
         place = None
         if isinstance(array, DeviceArray):
             modulo = alignment or array.itemsize
@@ -43,7 +43,7 @@ class ArrayLayout:
         return cls(type(array), array.shape, _strides_of(array), array.dtype, array.strides, place)
 
     def fits(self, array: Any) -> bool:
-        """Whether an adopted array, or a `DeviceArray`, is like this."""
+        """Whether an adopted array, or a `DeviceArray`, has this layout."""
         if type(array) is not self.kind or array.shape != self.shape or array.dtype != self.dtype:
             return False
         if array.strides != self.exact:
@@ -77,9 +77,9 @@ def _strides_of(array: Any) -> tuple[int, ...]:
 def read_arrays(
     layouts: Mapping[str, ArrayLayout], arrays: Mapping[str, Any], device: str, owner: str
 ) -> tuple[dict[str, Any], Adopted | None]:
-    """Arrays by name as this package reads them, and what q was where that is no such array.
+    """Return arrays by name as this package reads them, and q as adopted if it belongs to another library.
 
-    device: "cpu" or "cuda:N". owner: what they are given to, such as "this step".
+    device: "cpu" or "cuda:N". owner: what takes the arrays, as errors call it, such as "this step".
     """
     read: dict[str, Any] = {}
     template: Adopted | None = None
@@ -99,9 +99,10 @@ def read_arrays(
 
 
 def contiguous(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
-    """An array without contents, to plan for. device: the index of a CUDA device, None for the host.
+    """Return an array without contents, to plan for. device: the index of a CUDA device, None for the host.
 
-    It has no memory behind it, so that no size is too large to be refused by name: its elements must not be read.
+    Its elements must not be read: it has no memory for them, so that even an array that is too large for memory can be
+    refused by its name.
     """
     kind = dtype_of(dtype)
     strides = contiguous_strides(shape, kind.itemsize)

@@ -1,4 +1,4 @@
-"""The arrays of a request: the one place that takes them in, whatever actor answers it.
+"""Adopts the arrays of requests, for all actors.
 
 A message is a dataclass, and `array_fields` says which of its fields hold arrays.
 """
@@ -23,14 +23,14 @@ __all__ = ["adopt_request", "changed", "is_brief", "take_in"]
 Message = TypeVar("Message")
 
 _LITTLE = 1 << 16
-"""Bytes of host arrays that are copied in less time than a thread takes to wake."""
+"""Host arrays of this many bytes are copied in less time than a thread takes to wake."""
 
 
 def adopt_request(message: Message, device: str, notes: CallerNotes | None = None) -> tuple[Message, Adopted | None]:
-    """The message over arrays that this package can read, and what its q was if that was no NumPy array.
+    """Return the message with arrays that this package can read, and its q as adopted if that is no NumPy array.
 
-    device: "cpu" or "cuda:N", where arrays may lie besides the host. notes: of the thread that submitted the message;
-    None: the calling thread's own.
+    device: "cpu" or "cuda:N", where arrays may lie besides the host. notes: those of the thread that submitted the
+    message; None: the calling thread's own.
     """
     changes: dict[str, Any] = {}
     template: Adopted | None = None
@@ -40,7 +40,7 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
         if given is None or type(given) is np.ndarray:
             continue
         if type(given) is DeviceArray and name != "q" and f"cuda:{given.device}" == device:
-            check_placement(given, name)  # all that `take_in` does with it
+            check_placement(given, name)  # `take_in` would do no more
             continue
         if several_of[name] and isinstance(given, list | tuple):
             optional = kind.__dataclass_fields__[name].default is None  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def adopt_request(message: Message, device: str, notes: CallerNotes | None = Non
 def is_brief(message: object) -> bool:
     """Whether `adopt_request` and a launch copy little on the host: arrays lie on a device, or are small.
 
-    False for arrays of a library that may wait for them to be computed, and for what is no array.
+    False for arrays whose library may wait until they are computed, and for objects that are no arrays.
     """
     if getattr(message, "block_mask", None) is not None:
         return False
@@ -82,7 +82,7 @@ def is_brief(message: object) -> bool:
 
 @functools.cache
 def _arrays_of(kind: type) -> Callable[[object], tuple[Any, ...]]:
-    """What reads the `array_fields` of a message, in their order."""
+    """Return what reads the `array_fields` of a message, in their order."""
     names = tuple(array_fields(kind))
     if len(names) > 1:
         return operator.attrgetter(*names)
@@ -90,7 +90,7 @@ def _arrays_of(kind: type) -> Callable[[object], tuple[Any, ...]]:
 
 
 def changed(message: Message, changes: Mapping[str, Any]) -> Message:
-    """As `dataclasses.replace`, and sooner where the message is not frozen: no message checks its fields."""
+    """Like `dataclasses.replace`, and faster if the message is not frozen: no message checks its fields."""
     kind: Any = type(message)
     if kind.__dataclass_params__.frozen:
         replaced: Message = dataclasses.replace(message, **changes)  # type: ignore[type-var]
@@ -117,7 +117,7 @@ def _adopted_mask(mask: BlockMask, device: str, notes: CallerNotes | None) -> Bl
 
 
 def take_in(array: Any, field: str, device: str, notes: CallerNotes | None = None) -> Adopted:
-    """One array of a request, by its name there. device, notes and errors: as for `adopt_request`."""
+    """Adopt one array of a request. field: its name there. device, notes and errors: as for `adopt_request`."""
     adopted = adopt(array, field, notes)
     check_device(adopted, field, device)
     return adopted
