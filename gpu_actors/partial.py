@@ -1,7 +1,8 @@
 """Partial attention: a softmax over some of a row's keys, and the exact merge of such partials over disjoint keys.
 
-docs/partial.md has the formulas (FlashAttention-2, section 3.1.1, between blocks of keys) and what each partial gets.
-Gradients of attention need no gradient of the merge: each block's backward takes the *merged* out and lse.
+docs/partial.md has the formulas (FlashAttention-2, section 3.1.1, between blocks of keys), and which options each
+partial takes. Gradients of attention need no gradient of the merge: each block's backward takes the *merged* out and
+lse.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _LSE_DTYPES = ("float32", "float64")
 
 
 class Partial(NamedTuple):
-    """What rows saw of some keys.
+    """The attention of rows over some of their keys.
 
     out: (..., rows, heads, head_dim_v), normalised over these keys. lse: (..., heads, rows), the natural logarithm of
-    the sum of exp(score) over them, -inf for a row that saw none. These are the layouts in which forward answers:
+    the sum of exp(score) over these keys, -inf for a row that saw none. These are the layouts of forward's answers:
     (batch, seqlen, heads, head_dim_v) and (batch, heads, seqlen), for varlen (total, heads, head_dim_v) and
     (heads, total).
     """
@@ -68,17 +69,17 @@ class MergeGradients(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class MergePartials:
-    """Merge partials on the device, where they may lie already.
+    """Merge partials on the device. They may lie there already.
 
-    partials: at least one `Partial` or `AttentionOutput`, all of one shape, (batch, rows, heads, head_dim_v) or (rows,
-        heads, head_dim_v), and with outs of one dtype and lse of one dtype; any strides, columns side by side. A list
-        of any length.
+    partials: a list of any length, of at least one `Partial` or `AttentionOutput`, all of one shape, (batch, rows,
+        heads, head_dim_v) or (rows, heads, head_dim_v), with outs of one dtype and lse of one dtype; any strides, but
+        contiguous columns.
     sinks: (heads,), float32 or of the outs' dtype: the learned sink logits of the whole problem, in the last merge
         alone.
     out_dtype: of the merged out; None: that of the outs. Partials of float64 are not rounded to 16 bits.
 
-    The answer is an `AttentionOutput`, whose lse is float64 where the partials' lse or the merged out is, else float32.
-    Sums are float32, or float64 where an operand is, in the order of the list, and out is rounded once.
+    The answer is an `AttentionOutput`, whose lse is float64 if the partials' lse or the merged out is, else float32.
+    Sums are float32, or float64 if an operand is, in the order of the list, and out is rounded once.
     """
 
     __repr__ = brief
@@ -90,14 +91,14 @@ class MergePartials:
 
 @dataclass(slots=True, eq=False)
 class MergeBackward:
-    """The gradients of a merge on the device, by every out, every lse and the sinks.
+    """The gradients of a merge with respect to every out, every lse and the sinks, computed on the device.
 
     partials, sinks: those of the `MergePartials`. dout: the gradient of the merged out, in its shape and dtype. dlse:
         that of the merged lse, in its shape and dtype; None: zero.
 
-    The answer is a `MergeGradients`, dsinks in float32. Sums are float32, or float64 where an operand is, in the order
-    of the list, and each gradient is rounded once. A row with lse = -inf in a partial is not read there: its gradients
-    are 0. Partials of 16 bits under a dout of float64 raise `Unsupported`.
+    The answer is a `MergeGradients`, dsinks in float32. Sums are float32, or float64 if an operand is, in the order of
+    the list, and each gradient is rounded once. A row with lse = -inf in a partial is not read there: its gradients
+    are 0. Partials of 16 bits with a dout of float64 raise `Unsupported`.
     """
 
     __repr__ = brief
@@ -109,9 +110,9 @@ class MergeBackward:
 
 
 def empty(shape: tuple[int, ...], *, dtype: str = "float32") -> Partial:
-    """The partial of no keys: merged with others it changes nothing.
+    """The partial of no keys. Merging it with others changes nothing.
 
-    shape: of out, (..., rows, heads, head_dim_v). dtype: of out; lse is float64 beside a float64 out, else float32.
+    shape: of out, (..., rows, heads, head_dim_v). dtype: of out; lse is float64 if out is float64, else float32.
     Raises `InvalidRequest` for a shape of fewer than three axes or with a negative extent, or another dtype.
     """
     one_of("dtype", dtype, _OUT_DTYPES)
@@ -133,9 +134,9 @@ def merge(
     sinks: (heads,), the learned sink logits of the whole problem, in the last merge alone.
     out_dtype: of the merged out; None: that of the outs, which must then agree.
 
-    Gives arrays of the first out's library. lse is float64 where one of the lse or the merged out is, else float32.
-    An out that is rounded once errs by at most half a unit in the last place of out_dtype beyond what the partials'
-    own roundings bring. NaN in a row that a partial saw stays NaN.
+    Returns arrays of the first out's library. lse is float64 if one of the lse or the merged out is, else float32. out
+    is rounded once: this adds an error of at most half a unit in the last place of out_dtype to that of the partials'
+    own roundings. NaN in a row that a partial saw stays NaN.
     Raises `InvalidRequest` that names the field, as "partials[1].lse", for shapes or dtypes that do not agree, and for
     arrays on a GPU.
     """
@@ -159,8 +160,8 @@ def merge_gradients(
 
     partials, sinks: as for `merge`. dout: the gradient of the merged out, in its shape. dlse: that of the merged lse;
     None: zero. With a_i = w_i / Z it is dout_i = a_i dout and dlse_i = a_i (dout . (out_i - out) + dlse); a sink counts
-    as a partial whose out is 0. Where a row saw none of a partial's keys, both are 0.
-    Raises `InvalidRequest` as `merge` does, naming "dout" and "dlse" too.
+    as a partial whose out is 0. If a row saw none of a partial's keys, both are 0.
+    Raises `InvalidRequest` as `merge` does, and names "dout" and "dlse", too.
     """
     terms = _read(partials)
     sink = _read_sinks(sinks, terms[0])
@@ -186,12 +187,12 @@ class _Term(NamedTuple):
     template: Adopted
 
     def logits(self) -> _Host:
-        """lse in float64 and beside out: (..., rows, heads)."""
+        """Return lse in float64, with axes in the order of out: (..., rows, heads)."""
         return np.swapaxes(self.lse, -1, -2).astype(np.float64)
 
 
 class _Merged(NamedTuple):
-    """out and lse in float64, lse as (..., rows, heads), and what it takes to tell each term's share of the softmax."""
+    """out and lse in float64, lse as (..., rows, heads); top and total give each term's share of the softmax."""
 
     out: _Host
     lse: _Host
@@ -199,14 +200,14 @@ class _Merged(NamedTuple):
     total: _Host
 
     def share(self, logits: _Host) -> _Host:
-        """w_i / Z of a term; 0 in rows that saw nothing at all."""
+        """Return w_i / Z of a term; 0 in rows that saw no keys."""
         with np.errstate(invalid="ignore"):
             share: _Host = np.exp(logits - self.top) / np.where(self.total == 0, 1, self.total)
         return share
 
 
 def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
-    """The merge itself, in float64 and in the order of the terms."""
+    """Merge the terms in float64, in their order."""
     shape = terms[0].out.shape
     top = np.full(shape[:-1], -np.inf) if sink is None else np.broadcast_to(sink, shape[:-1])
     for term in terms:
@@ -218,7 +219,7 @@ def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
             weight = np.exp(term.logits() - top)
             total += weight
             own = term.out.astype(np.float64)
-            # What is no number or infinite counts whole, however small its weight.
+            # A NaN or an infinity counts fully, however small its weight is.
             own = np.where(np.isfinite(own), weight[..., None] * own, own)
             out += np.where(np.isneginf(term.logits())[..., None], 0, own)
         if sink is not None:
@@ -232,8 +233,8 @@ def _weigh(terms: Sequence[_Term], sink: _Host | None) -> _Merged:
 def _differentiate(
     terms: Sequence[_Term], into_out: _Host, into_lse: _Host | None, sink: _Host | None
 ) -> MergeGradients:
-    """The gradients in float64. into_out, into_lse: of the merged out and lse, in float64."""
-    # Infinite outs have gradients that are no numbers, of which a GPU does not warn either.
+    """The gradients in float64. into_out, into_lse: those of the merged out and lse, in float64."""
+    # The gradients of infinite outs are NaN. NumPy must not warn of this, because a GPU does not.
     with np.errstate(invalid="ignore", over="ignore"):
         return _gradients(_weigh(terms, sink), terms, into_out, into_lse, sink)
 
@@ -241,7 +242,7 @@ def _differentiate(
 def _gradients(
     merged: _Merged, terms: Sequence[_Term], into_out: _Host, into_lse: _Host | None, sink: _Host | None
 ) -> MergeGradients:
-    # What every score loses for each unit of weight: dout . out, less what the lse gains.
+    # The loss of every score per unit of weight: dout . out, minus the gradient of the lse.
     taken = np.sum(into_out * merged.out, axis=-1)
     if into_lse is not None:
         taken = taken - np.swapaxes(into_lse, -1, -2)
@@ -264,7 +265,7 @@ _Message = TypeVar("_Message", bound=MergePartials | MergeBackward)
 
 
 def adopt_partials(message: _Message, device: str, notes: CallerNotes | None = None) -> tuple[_Message, Adopted]:
-    """The message over arrays that this package can read, and what the first out was.
+    """Return the message with arrays that this package can read, and its first out as adopted.
 
     device, notes: as for `gpu_actors.arrays.request_arrays.adopt_request`. Raises `InvalidRequest` as `merge` does.
     """
@@ -310,7 +311,7 @@ def merged_lse_dtype(first: Partial, out_dtype: str) -> str:
 
 
 def oracle_merge(partials: Sequence[Partial], sinks: _Host | None) -> Partial:
-    """`merge` of arrays on the host, in float64: what kernels are compared with."""
+    """`merge` of arrays on the host, in float64: the reference for kernels."""
     terms = [_Term(partial.out, partial.lse, Adopted(partial.out, "numpy", "cpu", None)) for partial in partials]
     merged = _weigh(terms, None if sinks is None else sinks.astype(np.float64))
     return Partial(merged.out, np.swapaxes(merged.lse, -1, -2))
@@ -319,7 +320,7 @@ def oracle_merge(partials: Sequence[Partial], sinks: _Host | None) -> Partial:
 def oracle_merge_gradients(
     partials: Sequence[Partial], dout: _Host, dlse: _Host | None, sinks: _Host | None
 ) -> MergeGradients:
-    """`merge_gradients` of arrays on the host, in float64: what kernels are compared with."""
+    """`merge_gradients` of arrays on the host, in float64: the reference for kernels."""
     terms = [_Term(partial.out, partial.lse, Adopted(partial.out, "numpy", "cpu", None)) for partial in partials]
     wide = [None if array is None else array.astype(np.float64) for array in (dlse, sinks)]
     return _differentiate(terms, dout.astype(np.float64), *wide)
@@ -356,7 +357,7 @@ def _read_sinks(sinks: Array | None, term: _Term) -> _Host | None:
 
 
 def _read_like(array: Array, field: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Host:
-    """An array of the caller's that must have a shape, in float64."""
+    """Read an array of the caller's in float64, after a check of its shape and dtype."""
     return _adopted_like(array, field, shape, dtypes).astype(np.float64)  # type: ignore[no-any-return]
 
 
