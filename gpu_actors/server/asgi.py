@@ -4,7 +4,7 @@
     app.add_middleware(asgi.Guard)
 
 `Guard` bounds and answers each request; `lifespan` opens the context and closes it; `routes` answers /livez, /readyz
-and /metrics, and has a page at / that shows the context. A handler takes its context by ``asgi.context(request)``.
+and /metrics, and has a page at / that shows the context. A handler gets its context by ``asgi.context(request)``.
 Needs the ``asgi`` extra; `Guard` and `lifespan` work with any ASGI application.
 """
 
@@ -68,7 +68,7 @@ __all__ = [
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _SHORT = 1 << 15
-"""Bytes of a body that the loop reads itself, in about a millisecond."""
+"""Bytes. The loop itself parses a body up to this size, in about a millisecond."""
 
 _NOT_OPEN = "the application's lifespan has not opened a context: give the application lifespan=asgi.lifespan(...)"
 
@@ -81,11 +81,11 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[dict[str, Any]]]
 class Service:
     """What an application's `lifespan` has opened.
 
-    context: of the application, or of the first worker of a pool.
-    admission: that of the lifespan, or None.
-    board: what the page shows.
-    pool: the workers, or None without ``workers``.
-    traffic: what `Guard` counts.
+    context: the context of the application, or of the pool's first worker.
+    admission: the `Admission` given to `lifespan`, or None.
+    board: the status that the page shows.
+    pool: the pool of workers, or None without ``workers``.
+    traffic: the answers that `Guard` counts.
     """
 
     context: GpuContext
@@ -108,11 +108,11 @@ def lifespan(
     timed: Mapping[str, Callable[[], Histogram | None]] = MappingProxyType({}),
     workers: int = 0,
 ) -> Lifespan:
-    """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI likewise.
+    """The lifespan of an application that owns a context: ``Starlette(lifespan=lifespan("cuda"))``, FastAPI too.
 
-    Startup opens the context, waits for ``prepare`` and makes a launch; then the application is ready. Shutdown waits
-    until accepted requests are answered, at most ``drain_timeout`` seconds, and closes the context. An error during the
-    startup ends it and closes what it has opened.
+    Startup opens the context, waits for ``prepare``, and makes a launch if ``prepare`` made none. Then the application
+    is ready. Shutdown waits until accepted requests are answered, at most ``drain_timeout`` seconds, and closes the
+    context. An error during startup closes everything that is open.
 
     device, options: as for `open_context`.
     prepare: a coroutine function that takes the context, to load a model and to warm it up. The mapping that it returns
@@ -122,14 +122,14 @@ def lifespan(
     probes: `Probes` with a port of their own, which answer while the application starts, stops or is busy. Default:
         probes without a port, for `routes`.
     leave_seconds: how long /readyz is "draining" after SIGTERM before the server gets the signal (see `leave_slowly`).
-    workers: 0 for a context in this process; else the number of child processes with a context each, in a
-        `ContextPool`, available as ``service(request).pool``. ``prepare`` takes the pool in place of a context. The
-        application is ready while one worker is; the page shows them all.
-    shown: functions that give numbers by name, for the page. A thread calls them twice a second.
-    timed: functions that give histograms of seconds, such as the time until a first token, by the names under which the
-        page shows them over time. Called as ``shown`` is; None while there is no histogram.
+    workers: 0 for one context in this process; else the number of child processes, each with a context. They form a
+        `ContextPool`, available as ``service(request).pool``, and ``prepare`` takes the pool in place of a context. The
+        application is ready while at least one worker is. The page shows all workers.
+    shown: functions that return numbers by name, for the page. A thread calls them twice a second.
+    timed: functions that return histograms of seconds, such as the time until a first token, or None while there is no
+        histogram. The page shows them over time, under their names here. The same thread calls them.
 
-    Each application takes a call of its own. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
+    Call it once for each application. Raises `InvalidRequest` for a ``leave_seconds`` that is not >= 0; entering
     raises what `open_context`, `GpuContext.probe` and ``prepare`` raise.
     """
     workers = integer("workers", workers, 0)
@@ -183,16 +183,17 @@ def lifespan(
 
 
 def routes(page: str | None = "/") -> list[BaseRoute]:
-    """/livez, /readyz and /metrics of the context that the application's `lifespan` has opened, and a page that shows
-    it; see `Probes`.
+    """The routes /livez, /readyz and /metrics of the context that the application's `lifespan` has opened (see
+    `Probes`), and a page that shows it.
 
-    Where no lifespan has run, /livez is 200, the others are 503 and /readyz says why. Mounted under a prefix, they
-    answer there. A port of their own (``lifespan(probes=Probes(port=8001))``) answers also while the loop is busy.
+    If no lifespan has run, /livez is 200, the others are 503, and /readyz says why. Routes that are mounted under a
+    prefix answer there. Only probes with their own port (``lifespan(probes=Probes(port=8001))``) answer while the loop
+    is busy.
 
-    page: where the page is, a path that ends in "/"; beside it are status.json and status/. None: there is none. It
-        shows errors in full, so keep it, as /metrics, from people who should not see them.
+    page: the path of the page, which ends in "/"; status.json and status/ are beside it. None: there is no page. The
+        page shows errors in full, so keep it, like /metrics, from people who should not see them.
 
-    Raises `InvalidRequest` for another page.
+    Raises `InvalidRequest` for any other page.
     """
     probes: list[BaseRoute] = [
         Route(f"/{name}", _probe(name), methods=["GET"], name=f"gpu_actors_{name}", include_in_schema=False)
@@ -218,7 +219,7 @@ def _places(admission: Admission) -> dict[str, float]:
 
 @contextmanager
 def _end_streams_on_interrupt(board: StatusBoard) -> Iterator[None]:
-    """End the page's streams on Ctrl-C, before the server's own handler: it waits for every connection."""
+    """End the page's streams on Ctrl-C before the server's own handler runs, which waits for every connection."""
     previous: Any = signal.getsignal(signal.SIGINT)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -246,7 +247,7 @@ def _probe(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _without_context(name: str) -> Answer:
-    # Not by probes that were never entered: they get no beat of the loop, so they would count as stalled.
+    # `Probes` that were never entered cannot answer: they get no beats of the loop, so they would count as stalled.
     if name == "livez":
         return Answer(200, b'{"alive": true, "reason": ""}')
     return Answer(503, b'{"ready": false, "state": "starting", "reason": "%s"}' % _NOT_OPEN.encode())
@@ -255,8 +256,8 @@ def _without_context(name: str) -> Answer:
 def error_response(error: BaseException, *, instance: str | None = None) -> Response:
     """The response for an error of this package: its status, Retry-After and problem+json (RFC 9457).
 
-    For handlers and exception handlers of your own; `Guard` answers the errors that they do not. An error that is not
-    this package's is a 500 without details.
+    Use it in handlers and exception handlers of your own; `Guard` answers all other errors. An error that is not of
+    this package becomes a 500 without details.
 
     instance: a URI of this occurrence, such as the request's path.
     """
@@ -266,7 +267,7 @@ def error_response(error: BaseException, *, instance: str | None = None) -> Resp
 
 
 def service(request: HTTPConnection) -> Service:
-    """What the application's `lifespan` has opened. Raises `ActorStopped` where none has run."""
+    """What the application's `lifespan` has opened. Raises `ActorStopped` if no lifespan has run."""
     running = _find_service(request)
     if running is None:
         raise ActorStopped(_NOT_OPEN)
@@ -279,22 +280,22 @@ def context(request: HTTPConnection) -> GpuContext:
 
 
 def deadline(request: HTTPConnection) -> float | None:
-    """The request's deadline as absolute ``time.monotonic()`` seconds, for requests of a context. None: no limit."""
+    """The request's deadline as absolute ``time.monotonic()`` seconds, to pass on to the context. None: no limit."""
     exchange = _exchange(request)
     return None if exchange is None else exchange.deadline
 
 
 def client(request: HTTPConnection) -> str:
-    """Whose request it is, for an `Admission` (`Exchange.client`). Empty without a `Guard`."""
+    """The name of the client, for an `Admission` (see `Exchange.client`). Empty without a `Guard`."""
     exchange = _exchange(request)
     return "" if exchange is None else exchange.client
 
 
 async def json_body(request: Request) -> Any:
-    """The JSON of a request's body, for handlers that take it; ``Depends(asgi.json_body)`` in FastAPI.
+    """Parse the JSON of a request's body; ``Depends(asgi.json_body)`` in FastAPI.
 
-    Raises what `Guard` answers with 400 or 415: `InvalidRequest` as `gpu_actors.serving.read_json` does, and
-    `WrongContentType` for a body that is not said to be JSON.
+    Raises `InvalidRequest` as `gpu_actors.serving.read_json` does, and `WrongContentType` if the header Content-Type
+    does not say JSON. `Guard` answers them with 400 and 415.
     """
     expect_json(request.headers.get("content-type"))
     body = await request.body()
@@ -302,7 +303,7 @@ async def json_body(request: Request) -> Any:
 
 
 def request_id(request: HTTPConnection) -> str:
-    """The name of the request in the answer's X-Request-Id and in the log. Empty without a `Guard`."""
+    """The request's id, as in the answer's X-Request-Id and in the log. Empty without a `Guard`."""
     exchange = _exchange(request)
     return "" if exchange is None else exchange.request_id
 

@@ -2,8 +2,8 @@
 
     registry.register(ContextCollector(ctx))
 
-A metric is what ``ctx.stats()``, ``ctx.health()`` and the meters of the actors say at that moment; nothing is counted
-a second time. Needs the ``metrics`` extra. Each process shows its own: scrape every worker (see
+The metrics are the values of ``ctx.stats()``, ``ctx.health()`` and the actors' meters at that moment. Nothing is
+counted twice. Needs the ``metrics`` extra. Each process shows only its own metrics: scrape every worker (see
 docs/serving.md).
 """
 
@@ -32,7 +32,7 @@ _OUTCOMES = ("completed", "failed", "cancelled")
 class WorkersCollector(Collector):
     """A collector for several contexts: the metrics of `ContextCollector`, each sample with the label ``worker``.
 
-    workers: contexts by the names of the label. Make one for a set of contexts, and keep it.
+    workers: contexts by the values of the label. Make one for each set of contexts, and keep it.
     """
 
     def __init__(self, workers: Mapping[str, GpuContext]) -> None:
@@ -52,27 +52,27 @@ class WorkersCollector(Collector):
 
 
 class ContextCollector(Collector):
-    """A collector for ``prometheus_client.CollectorRegistry.register``. Make one a context, and keep it.
+    """A collector for ``prometheus_client.CollectorRegistry.register``. Make one for each context, and keep it.
 
     Counts: gpu_actors_requests_submitted_total {actor}, gpu_actors_requests_total {actor, outcome},
     gpu_actors_request_errors_total {actor, error}, gpu_actors_launches_total {actor}, gpu_actors_requests_waiting
     {actor}, gpu_actors_launches_in_flight {actor}; gpu_actors_cubin_cache_events_total {event}.
 
-    Device: gpu_actors_device_info {device, name, arch}, always 1; gpu_actors_device_memory_bytes {device}, where it is
+    Device: gpu_actors_device_info {device, name, arch}, always 1; gpu_actors_device_memory_bytes {device}, if it is
     known.
 
-    Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the state that holds and 0 for the
+    Health: gpu_actors_ready {device}, gpu_actors_state {device, state}, 1 for the current state and 0 for the
     others, gpu_actors_generation {device}, gpu_actors_oldest_launch_seconds {device}, gpu_actors_quarantined_kernels
     {device}.
 
-    Proofs of kernels, where the context has any (``ContextOptions(qualify=...)``): gpu_actors_kernel_proofs_total
+    Proofs of kernels, if the context has any (``ContextOptions(qualify=...)``): gpu_actors_kernel_proofs_total
     {outcome}, of kernels that are qualified or quarantined; gpu_actors_proof_seconds, a histogram of new proofs.
 
-    Histograms of the requests made since the context's first collector, because a context measures nothing before:
+    Histograms of the requests made since the context's first collector, because a context measures nothing before it:
     gpu_actors_request_seconds {actor, outcome}, from acceptance to the answer; gpu_actors_request_queue_seconds
-    {actor}, from acceptance to the first launch; gpu_actors_request_launch_seconds {actor}, from there to the answer;
-    gpu_actors_launch_requests {actor}, requests that one launch answers. gpu_actors_compile_seconds: kernels that were
-    compiled or built, since the context opened; those found in the cache do not count.
+    {actor}, from acceptance to the first launch; gpu_actors_request_launch_seconds {actor}, from launch to answer;
+    gpu_actors_launch_requests {actor}, requests that one launch answers. gpu_actors_compile_seconds: kernels compiled
+    or built since the context opened, not kernels found in the cache.
     """
 
     def __init__(self, context: GpuContext) -> None:
@@ -91,7 +91,7 @@ class ContextCollector(Collector):
         yield from self._actors()
         yield from self._histograms()
         yield from self._health()
-        with contextlib.suppress(GpuActorsError):  # its process has ended, and never answered
+        with contextlib.suppress(GpuActorsError):  # the context's process ended before it ever answered
             cache = self._context.nvrtc.cache_stats()
             events = {name: getattr(cache, name) for name in ("hits", "misses", "compiles", "corrupt", "evicted")}
             name = "gpu_actors_cubin_cache_events"
@@ -169,7 +169,7 @@ class ContextCollector(Collector):
 
 
 def labeled(kind: type[Family], name: str, documentation: str, label: str, values: Mapping[str, float]) -> Family:
-    """A family with one label, and a sample for each of its values."""
+    """A metric family with one label, and a sample for each of the label's values."""
     family = kind(name, documentation, labels=[label])
     for value, sample in values.items():
         family.add_metric([value], sample)
@@ -177,7 +177,7 @@ def labeled(kind: type[Family], name: str, documentation: str, label: str, value
 
 
 def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    """Add a sample of these values of the labels."""
+    """Add the histogram as the sample with these values of the labels."""
     bounds = [str(float(bound)) for bound in histogram.bounds]
     buckets = list(zip([*bounds, "+Inf"], histogram.cumulative(), strict=True))
     family.add_metric(labels, buckets, sum_value=histogram.total)

@@ -3,8 +3,8 @@
     metrics = OtelMetrics(ContextCollector(ctx))
 
 Counters and gauges keep their names, without Prometheus' _total. OpenTelemetry has no histogram that can be read from
-counts, so one becomes three counters: NAME_bucket with the attribute ``le``, NAME_count and NAME_sum. Needs the extras
-``metrics`` and ``otel``.
+counts, so a histogram becomes three counters: NAME_bucket with the attribute ``le``, NAME_count and NAME_sum. Needs the
+extras ``metrics`` and ``otel``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["OtelMetrics"]
 
 _FRESH = 0.05
-"""Seconds for which one read serves all instruments of an export."""
+"""Seconds for which one read of the collector serves all instruments of an export."""
 
 _UNITS = {"seconds": "s", "bytes": "By"}
 _SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}
 
 
 class OtelMetrics:
-    """Registers an instrument for each metric that the collector gives now. Make one a collector, and keep it.
+    """Registers an instrument for each metric that the collector has now. Make one for each collector, and keep it.
 
-    provider: default: the global one. Labels become attributes. Metrics that appear only later, such as the memory of a
-    device that is not known yet, are not exported.
+    provider: the meter provider. Default: the global one. Labels become attributes. Metrics that appear only later,
+    such as the memory of a device that is not known yet, are not exported.
     """
 
     def __init__(self, collector: Collector, provider: MeterProvider | None = None) -> None:
@@ -53,7 +53,7 @@ class OtelMetrics:
                 make(name, [self._callback(family.name, suffix)], _unit(name), family.documentation)
 
     def close(self) -> None:
-        """Export nothing more. OpenTelemetry keeps instruments for as long as their provider lives."""
+        """Stop exporting. OpenTelemetry keeps the instruments for as long as their provider lives."""
         with self._lock:
             self._closed = True
             self._families = {}

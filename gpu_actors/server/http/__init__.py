@@ -1,6 +1,6 @@
-"""What a server around a context needs: bounds on requests and their bodies, admission, answers to errors, and probes.
+"""Parts for a server around a context: bounds on requests and their bodies, admission, answers to errors, and probes.
 
-docs/serving.md says why, and ``examples/inference_server.py`` shows it in use.
+docs/serving.md gives the reasons, and ``examples/inference_server.py`` shows it in use.
 """
 
 from __future__ import annotations

@@ -21,23 +21,23 @@ from gpu_actors.server.http.scopes import KEY, client_of, header
 __all__ = ["OPEN", "Doors", "Unauthorized", "checked_hosts", "checked_keys", "checked_texts"]
 
 OPEN = ("/livez", "/readyz", "/health")
-"""Probes, which reveal nothing but whether the server works."""
+"""The paths of probes. They need no key by default, since they reveal only whether the server works."""
 
 
 class Unauthorized(GpuActorsError):
-    """The request has no key of this server."""
+    """The request carries no key of this server."""
 
 
 class Doors:
     """Middleware for any ASGI application, inside of a `Guard`.
 
-    keys: a request needs one of these as ``Authorization: Bearer KEY``, or, for a GET, as the password of Basic, which
-        browsers ask for. Without keys every client is allowed. They are compared in constant time. A client is named
-        by its key (`Exchange.client`).
-    hosts: the names with a dot that the header Host may have; "*.example.com" means all names below one. Without hosts,
-        or with "*", all are allowed. They stop pages that resolve their own name to this machine (DNS rebinding).
-        Addresses and names without a dot are always allowed.
-    open_paths: need no key.
+    keys: a request needs one of these as ``Authorization: Bearer KEY``. A GET or HEAD may have it as the password of
+        Basic, which browsers ask for. Without keys every client is allowed. Keys are compared in constant time. A
+        client with a Bearer key is named after it (`Exchange.client`).
+    hosts: the names with a dot that the header Host may have; "*.example.com" means all names below example.com.
+        Without hosts, or with "*", all names are allowed. The check stops web pages that resolve their own name to
+        this machine (DNS rebinding). Addresses and names without a dot are always allowed.
+    open_paths: paths that need no key.
 
     Raises `InvalidRequest` for a key or a host that no request could have, and for one str in place of several.
     """
@@ -82,7 +82,7 @@ class Doors:
 
     def _check_host(self, values: Sequence[bytes]) -> None:
         if not values:
-            return  # HTTP/1.0; browsers always send it
+            return  # HTTP/1.0 has no Host; browsers always send it
         text = values[0].decode("latin-1")
         name = re.sub(r":\d*$", "", text).rstrip(".").lower()
         if len(values) > 1 or not (_is_plain(name) or any(_fits(name, host) for host in self._hosts)):
@@ -91,7 +91,7 @@ class Doors:
 
 
 def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
-    """The texts. Raises `InvalidRequest`, which does not show them, also for one str in place of several."""
+    """Return the texts. Raises `InvalidRequest`, which does not show them, also for one str in place of several."""
     value: object = texts
     if isinstance(value, Iterable) and not isinstance(value, str):
         several = tuple(texts)
@@ -101,7 +101,7 @@ def checked_texts(field: str, texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_keys(field: str, keys: Sequence[str]) -> tuple[str, ...]:
-    """The keys, each of 8 visible ASCII characters at least. Raises `InvalidRequest`, which does not show them."""
+    """Return the keys, each of at least 8 visible ASCII characters. Raises `InvalidRequest`, which hides them."""
     keys = checked_texts(field, keys)
     for number, key in enumerate(keys, 1):
         if not re.fullmatch(r"[!-~]{8,}", key):
@@ -111,7 +111,7 @@ def checked_keys(field: str, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def checked_hosts(field: str, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The names in lower case. Raises `InvalidRequest`."""
+    """Return the names in lower case. Raises `InvalidRequest` for any that is no name, no "*.NAME" and no "*"."""
     hosts = checked_texts(field, hosts)
     for host in hosts:
         if host != "*" and not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*", host):

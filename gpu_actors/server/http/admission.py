@@ -1,4 +1,4 @@
-"""Admission: a bound on the work that is done at once, and a short queue in front of it.
+"""Admission: a bound on the work that runs at once, and a short queue for further work.
 
 admission = Admission(4, waiting=1024, queue_seconds=10.0)
 async with admission.place(deadline):
@@ -6,7 +6,7 @@ async with admission.place(deadline):
 
 Requests that share a device slow each other down, until all of them miss their deadlines. So the measured throughput
 decides how many run at once. A request is admitted if the queue and its own work are predicted to end before its
-deadline. Otherwise it is refused while its client can still go to another server. Admitted work is finished.
+deadline. Otherwise it is refused while its client can still try another server. Admitted work runs to its end.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ _FIRST_GUESS = 1.0
 _LONGEST_RETRY = 60.0
 
 _FIRST_ERROR, _LEAST_ERROR = 0.25, 0.2
-"""The relative error of a predicted time before anything is measured, and its least value."""
+"""The relative error that is assumed of a predicted time before any measurement, and its least value."""
 
 _SPARE = 4
-"""One of so many places is reserved for clients that hold none, and for work that is much shorter than what runs."""
+"""The limit divided by this, but at least 1, is how many extra places clients without a place, and short work, may get.
+Short work costs at most the running work's mean divided by this."""
 
 _REFUSALS_A_SECOND = 60.0
-"""Refusals a second, or one for each turn of the loop if that is less: clients that return at once must not take the
-time of admitted ones."""
+"""The most refusals per second, or one per turn of the loop if that is less. Clients that retry at once must not take
+the time of admitted requests."""
 
 _BURST = 10.0
-"""Seconds of refusals that may go out at once."""
+"""Refusals for this many seconds may go out at once."""
 
 _LONGEST_DELAY = 10.0
-"""Seconds that a request waits for its refusal at most."""
+"""The most seconds that a request waits for its refusal."""
 
 _LEAST_WORK, _MOST_WORK = 1e-9, 1e15
 _UNITS = f"a number from {_LEAST_WORK:g} to {_MOST_WORK:g}"
@@ -61,10 +62,11 @@ class AdmissionStats:
 
     running: requests that hold a place now.
     waiting: requests that wait for one now.
-    admitted, refused: since the start. A waiter that gave up is neither.
-    service_seconds: how long a place is held: a moving average over places that were left without an error or by a
+    admitted, refused: requests since the start. A request that is cancelled or late in the queue counts as
+        neither.
+    service_seconds: how long a place is held: a moving average over places that ended without an error or by a
         deadline; 1 before the first.
-    limit: how many run at once, by the measured throughput.
+    limit: how many requests may run at once, by the measured throughput.
     """
 
     running: int
@@ -76,7 +78,7 @@ class AdmissionStats:
 
 
 class Place:
-    """A place that is held. Its holder may report the progress of its work before the work ends."""
+    """A place that a piece of work holds. The holder may report the progress of its work before the work ends."""
 
     __slots__ = ("_admission", "_area", "_done", "_since", "began", "client", "cost", "foretold")
 
@@ -90,7 +92,7 @@ class Place:
         self._done = 0.0
 
     def did(self, units: float) -> None:
-        """Report units of the cost done since the last call. Raises `InvalidRequest` as `Admission.place` does."""
+        """Report units completed since the last call. Raises `InvalidRequest` as `Admission.place` does."""
         units = _work("units", units)
         self._done += units
         now, area = self._admission._advance()
@@ -107,8 +109,8 @@ class Place:
         if not self._done:
             unit = (now - self._since) / self.cost
             if late:
-                # How long it would have taken is not known. It counts as twice the time, as for a packet without an
-                # answer (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols",
+                # How long the work would have taken is not known. It counts as twice the time, as does a packet without
+                # an answer (Karn and Partridge, "Improving round-trip time estimates in reliable transport protocols",
                 # 1987).
                 unit = max(2 * unit, admission._concurrency.unit_seconds(admission._running, now) or 0.0)
             admission._record(self, unit, self.cost, area - self._area, now - self._since)
@@ -117,18 +119,21 @@ class Place:
 class Admission:
     """Places for at most ``running`` pieces of work at once, given out fairly.
 
-    running: places. Fewer are used if the measured throughput is as good with fewer, since each takes less time then.
-    waiting: how many may wait for a place; the next is refused at once.
-    queue_seconds: how long each may wait.
-    per_client: how many requests one client may have that run, wait or are being read. None: no limit.
-    weights: of clients, by name, if not 1. A client of weight 2 gets twice as much while all of them wait.
+    running: the most places. Fewer are used if their measured throughput is as good, since each piece of work then
+        takes less time.
+    waiting: how many requests may wait for a place; further ones are refused at once.
+    queue_seconds: how long each request may wait.
+    per_client: the most requests of one client that run, wait or are being read. None: no limit.
+    weights: by client name; 1 for absent ones. A client of weight 2 gets twice the share of a client of
+        weight 1 while both wait.
     clock: measures the service time.
 
-    Clients take turns by the cost of their work (Goyal, Vin and Cheng, "Start-time fair queueing", 1996). Of one client
-    short work goes first, until as much other work was admitted as the long work costs itself. A few places above the
-    limit are for clients that hold none, and for work that is much shorter than what runs.
+    Clients take turns by the cost of their work (Goyal, Vin and Cheng, "Start-time fair queueing", 1996). Within one
+    client short work goes before long work, until other work of the long work's cost has been admitted. A few places
+    above the limit are for clients that hold no place, and for work that is much shorter than the running work.
 
-    For the tasks of one event loop. Raises `InvalidRequest` for a bound below its least or of another type.
+    Only the tasks of one event loop may use it. Raises `InvalidRequest` for a bound that is too small or of another
+    type.
     """
 
     def __init__(
@@ -164,11 +169,11 @@ class Admission:
 
     @asynccontextmanager
     async def reading(self, deadline: float | None = None, *, client: str = "") -> AsyncIterator[None]:
-        """Read a request whose cost is not known yet: parse its body, count its tokens. Then call `place`.
+        """Enter this to read a request of unknown cost: to parse its body, to count its tokens. Then call `place`.
 
-        A request is refused before it is read if the queue takes longer than its deadline allows. Requests that are
-        being read are ahead of others of their client, and as many of each other client's. Receive the whole body
-        first, since a client that sends it slowly would keep others out.
+        A request is refused before it is read if the queue takes longer than its deadline allows. The queue includes
+        the requests that are being read: all of this client, and up to as many of each other client. Receive the whole
+        body first, since a client that sends it slowly would keep others out.
 
         deadline, client: as for `place`.
 
@@ -187,21 +192,21 @@ class Admission:
     async def place(
         self, deadline: float | None = None, *, cost: float = 1.0, client: str = "", priority: int = 0
     ) -> AsyncIterator[Place]:
-        """Hold a place. A task that is cancelled while it waits leaves the queue.
+        """Wait for a place, and hold it while this is entered. A task that is cancelled in the queue leaves it.
 
         deadline: absolute ``time.monotonic()`` seconds.
-        cost: how much work it is, in any unit, from 1e-9 to 1e15. The time that a unit takes is measured.
-        client: whose turn it takes.
-        priority: a step is worth as much as the work of all places once, so lower priorities that have waited for
-            longer still go first.
+        cost: the amount of work, in any unit, from 1e-9 to 1e15. The time that a unit takes is measured.
+        client: the name of the client whose turn this takes.
+        priority: a higher one goes earlier. One step counts as much as the work of all places together, so a request
+            of lower priority that has waited longer than that still goes first.
 
-        Raises `DeadlineExceeded` if the deadline passes in the queue; `Overloaded`, with seconds after which to retry,
-        if the queue is full, if the client has ``per_client`` requests under way, if ``queue_seconds`` pass, or, at
-        once or when its turn comes, if the work would not end by the deadline; and `InvalidRequest` for a malformed
-        deadline, cost or priority.
+        Raises `DeadlineExceeded` if the deadline passes in the queue, and `InvalidRequest` for a malformed deadline,
+        cost or priority. Raises `Overloaded`, with seconds after which to retry, if the queue is full, if the client
+        has ``per_client`` requests under way, if ``queue_seconds`` pass, or if the work would not end by the deadline,
+        which is checked at once and when its turn comes.
         """
         if deadline is not None:
-            # Before the queue, since an error inside would leave the waiter there and lose a place.
+            # Checked before the queue: an error inside would leave the waiter there and lose a place.
             deadline = real("deadline", deadline, "a finite number of monotonic seconds")
         cost = _work("cost", cost)
         if type(priority) is not int or abs(priority) > _MOST_PRIORITY:
@@ -228,7 +233,7 @@ class Admission:
 
     @property
     def retry_after(self) -> float:
-        """Predicted seconds until all requests that run and wait now are done; 60 at most."""
+        """Predicted seconds, 60 at most, until all requests that run or wait now have ended."""
         units = self._cost_running + self._queue.cost
         return min(units * self._unit(), _LONGEST_RETRY)
 
@@ -245,7 +250,7 @@ class Admission:
     # Measurements
 
     def _advance(self) -> tuple[float, float]:
-        """The time now, and the integral over time of how many ran."""
+        """Return the time now, and the integral over time of the number of running pieces."""
         now = self._clock.now()
         self._area += self._running * (now - self._advanced)
         self._advanced = now
@@ -265,25 +270,25 @@ class Admission:
             self._prediction_error += _WEIGHT * (error - self._prediction_error)
 
     def _own_seconds(self, cost: float, pieces: int) -> float | None:
-        """Predicted seconds of the work itself while so many pieces run. None: not known."""
+        """Predicted seconds of the work itself, without the queue, while ``pieces`` pieces run. None: not known."""
         unit = self._concurrency.unit_seconds(pieces, self._clock.now())
         return None if unit is None else cost * self._done_share * unit
 
     def _unit(self) -> float:
-        """Seconds a unit of work that all places together take."""
+        """Seconds per unit of work at the rate of all places together."""
         pieces = self._concurrency.limit
         unit = self._concurrency.unit_seconds(pieces, self._clock.now())
         return _FIRST_GUESS / pieces if unit is None else self._done_share * unit / pieces
 
     @property
     def _mean(self) -> float:
-        """Mean cost of the pieces that run."""
+        """The mean cost of the running pieces."""
         return self._cost_running / max(self._running, 1)
 
     # Who is admitted
 
     def _room(self, waiter: Waiter | None = None, ahead: float = 0) -> int:
-        """How many places are free, in general or for this waiter. ahead: how many others are served first."""
+        """The number of free places, in general or for this waiter. ahead: how many other requests are served first."""
         limit = self._concurrency.room(self._clock.now())
         if self._running + ahead < limit or waiter is None:
             return limit - self._running
@@ -298,16 +303,16 @@ class Admission:
     def _fits(self, cost: float, deadline: float | None, wait: float) -> bool:
         now = self._clock.now()
         if deadline is None or (not self._running and not self._concurrency.is_fresh(now)):
-            return True  # one is tried if nothing runs, since the measurements may be outdated
+            return True  # if nothing runs, one piece is tried, since the measurements may be outdated
         left = deadline - time.monotonic()
         seconds = self._own_seconds(cost, min(self._running + 1, max(self._concurrency.limit, self._running)))
         if seconds is None or wait + seconds * (1 + max(self._prediction_error, _LEAST_ERROR)) <= left:
             return True
-        # Work that cannot end by its deadline even alone, such as an endless stream, may have a free place.
+        # Work that cannot end by its deadline even if it runs alone, such as an endless stream, may have a free place.
         return not wait and cost * self._done_share * self._concurrency.unit_seconds_alone() > left
 
     def _refusal(self, waiter: Waiter) -> str | None:
-        """Why a request would be refused now."""
+        """The reason why a request would be refused now, or None."""
         requests = self._queue.under_way(waiter.client)
         if self.per_client is not None and requests >= self.per_client:
             return f"has {requests} requests of this client, as many as it may have"
@@ -325,7 +330,7 @@ class Admission:
         return f"takes about {wait:.3g} s, and with the request's own time that is longer than the deadline allows"
 
     async def _refuse_unless_it_fits(self, waiter: Waiter) -> None:
-        """Refuse a request that does not fit. If very many are refused, each refusal is delayed."""
+        """Raise `Overloaded` for a request that does not fit. If very many are refused, each refusal is delayed."""
         refusal = self._refusal(waiter)
         if refusal is None:
             return
@@ -373,7 +378,7 @@ class Admission:
                 await event.wait()
         except BaseException:
             if waiter.admitted:
-                self._leave(waiter)  # the place that was handed over just now
+                self._leave(waiter)  # gives back the place that was just handed over
             raise
         finally:
             self._queue.remove(waiter)
@@ -389,15 +394,15 @@ class Admission:
         self._advance()
         self._running -= 1
         self._spare -= waiter.spare
-        # Floats of different magnitudes leave a remainder.
+        # Sums of floats of different magnitudes leave a remainder.
         self._cost_running = self._cost_running - waiter.cost if self._running else 0.0
         self._queue.end(waiter)
         self._admit_next()
         if len(self._delayed) > 1 and not len(self._queue):
-            self._delayed.pop().set()  # the latest has the most time left
+            self._delayed.pop().set()  # the latest request has the most time left
 
     def _admit_next(self) -> None:
-        # The place goes straight to the next in the queue, so that a new request does not overtake it.
+        # The place goes straight to the next request in the queue, so that a new request does not overtake it.
         while len(self._queue):
             following = self._queue.next(None if self._room() > 0 else lambda waiter: self._room(waiter) > 0)
             if following is None:

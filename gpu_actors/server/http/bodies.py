@@ -1,7 +1,7 @@
-"""Bodies: bounds on what clients send, one by one and together, and on what JSON in them holds.
+"""Bodies: bounds on the size of each body and of all bodies together, and on the content of JSON bodies.
 
-A parser makes an object of each byte or two, and a validator an error of each object. So the values of JSON are counted
-before it is parsed, in one pass that makes no objects.
+A parser may make an object of every byte or two, and a validator an error of every object. So the values of a body are
+counted before it is parsed, in one pass that keeps no objects.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 MAX_NESTS = 1 << 16
-"""Keys, objects and lists of one body together."""
+"""The most keys, objects and lists of one body together."""
 
 MAX_VALUES = 1 << 18
-"""Values of one body: more than any text has tokens."""
+"""The most values of one body: more than any text has tokens."""
 
 MAX_DEPTH = 32
-"""Objects and lists in one another."""
+"""The most objects and lists inside one another."""
 
-# Strings are skipped without backtracking, so that nothing is read twice. The parser refuses an unterminated one.
+# Strings are skipped without backtracking, so that nothing is read twice. The parser refuses an unterminated string.
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
 
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -46,7 +46,7 @@ _JSON = re.compile(r"application/(json|[\w.-]+\+json)", re.ASCII | re.IGNORECASE
 
 
 class BodyTooLarge(GpuActorsError):
-    """More bytes than one request may have."""
+    """The body has more bytes than one request may have."""
 
 
 class BodyTooSlow(GpuActorsError):
@@ -58,15 +58,15 @@ class TooManyBodies(Overloaded):
 
 
 class Bodies:
-    """Bounds on the bodies of requests. For the tasks of one event loop.
+    """Bounds on the bodies of requests. Only the tasks of one event loop may use them.
 
-    max_bytes: of one body.
-    max_held_bytes: of all bodies that are being read or are not answered yet.
-    seconds: how long a client may take to send its body, whatever its deadline is. Time in which the server does not
-        read is not counted.
-    held_bytes: of all bodies now.
+    max_bytes: the most bytes of one body.
+    max_held_bytes: the most bytes of all bodies that are being read or are not answered yet.
+    seconds: how long a client may take to send its body, independent of its deadline. Time in which the server does
+        not read is not counted.
+    held_bytes: the bytes of all these bodies now.
 
-    Raises `InvalidRequest` for a bound that is not over 0.
+    Raises `InvalidRequest` for a bound that is not above 0.
     """
 
     def __init__(self, *, max_bytes: int = 16 << 20, max_held_bytes: int = 256 << 20, seconds: float = 30.0) -> None:
@@ -76,19 +76,19 @@ class Bodies:
         self.held_bytes: int = 0
 
     def check(self, announced: int) -> None:
-        """Raise `BodyTooLarge` for a body of so many bytes that is too large."""
+        """Raise `BodyTooLarge` if a body of ``announced`` bytes is too large."""
         if announced > self.max_bytes:
             raise BodyTooLarge(f"the body may have {self.max_bytes} bytes")
 
     def hold(self, held: int, more: int) -> None:
-        """Hold more bytes of a body of which ``held`` bytes are held. Raises `BodyTooLarge` or `TooManyBodies`."""
+        """Count ``more`` bytes of a body that has ``held`` bytes already. Raises `BodyTooLarge` or `TooManyBodies`."""
         self.check(held + more)
         if self.held_bytes + more > self.max_held_bytes:
             raise TooManyBodies("the bodies under way are too large together")
         self.held_bytes += more
 
     def let_go(self, held: int) -> None:
-        """Release the bytes that a request held."""
+        """Stop counting the bytes of a request's body."""
         self.held_bytes -= held
 
 
@@ -96,13 +96,13 @@ class Bodies:
 
 
 class WrongContentType(GpuActorsError):
-    """The header Content-Type is not that of JSON."""
+    """The header Content-Type does not say JSON."""
 
 
 def expect_json(content_type: str | None) -> None:
     """Raise `WrongContentType` unless the header says JSON.
 
-    A page of any site can make a browser send a body of another type, or of none, to this server without asking it.
+    A page of any site can make a browser send this server a body of another type, or of none, without asking it first.
     """
     kind = (content_type or "").partition(";")[0].strip()
     if not _JSON.fullmatch(kind):
@@ -111,8 +111,8 @@ def expect_json(content_type: str | None) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """Raise `InvalidRequest` for a body with more keys, objects, lists or values than any request needs, or deeper
-    ones."""
+    """Raise `InvalidRequest` for a body with more keys, objects, lists or values, or with deeper ones, than any
+    request needs."""
     nests = body.count(b":") + body.count(b"{") + body.count(b"[")
     if nests <= MAX_DEPTH and body.count(b",") <= MAX_VALUES:
         return
@@ -141,7 +141,7 @@ def check_json(body: bytes) -> None:
 
 
 def read_json(body: bytes) -> Any:
-    """The content of a JSON body: every number is finite, an int has 64 bits at most, every text is valid Unicode, and
+    """Parse a JSON body in which every number is finite, an int has 64 bits at most, every text is valid Unicode, and
     no key is repeated (I-JSON, RFC 7493).
 
     Raises `InvalidRequest` for any other body, and as `check_json` does.

@@ -38,8 +38,8 @@ class AdmissionCollector(Collector):
 class TrafficCollector(Collector):
     """A collector of the answers to clients. Probes and the page are not counted.
 
-    gpu_actors_http_answers_total {route, status}; gpu_actors_http_outcomes_total {route, outcome}, as `RouteCounts`
-    names them: "deadline" counts the misses; gpu_actors_http_seconds {route}, a histogram.
+    gpu_actors_http_answers_total {route, status}; gpu_actors_http_outcomes_total {route, outcome}, with the
+    outcomes of `RouteCounts` ("deadline" counts missed deadlines); gpu_actors_http_seconds {route}, a histogram.
     """
 
     def __init__(self, traffic: Traffic) -> None:

@@ -1,4 +1,4 @@
-"""FairQueue: which waiter is next. Clients take turns; of one client short work goes first, for a while."""
+"""FairQueue: decides which waiter is next. Clients take turns; within one client short work goes first, for a while."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["FairQueue", "Waiter"]
 class Waiter:
     """A piece of work that waits for a place.
 
-    decided: set once it is admitted or refused.
-    spare: whether its place is one of the spare ones.
+    decided: set once the waiter is admitted or refused.
+    spare: whether it holds a spare place, above the limit.
     """
 
     cost: float
@@ -37,7 +37,7 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """served: the cost of its admitted work, divided by its weight. cost: of what waits."""
+    """served: the cost of its admitted work, divided by its weight. cost: the cost of its waiting work."""
 
     served: float
     weight: float
@@ -54,14 +54,14 @@ class _Client:
 
 
 class FairQueue:
-    """The waiters, by client. weights: of clients, where it is not 1. cost: of all that wait."""
+    """The waiters, by client. weights: by client name; 1 for absent ones. cost: the cost of all waiting work."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.cost = 0.0
         self._weights = weights
         self._clients: dict[str, _Client] = {}
         self._waiting = 0
-        self._served = 0.0  # of the client that was served last: where a new client begins
+        self._served = 0.0  # ``served`` of the client that was served last; a new client begins there
         self._admitted_cost = 0.0  # the cost of all admitted work, by which waiters age
         self._numbers = count()
 
@@ -73,19 +73,19 @@ class FairQueue:
         return entry.held if entry is not None else 0
 
     def under_way(self, client: str) -> int:
-        """Places and waits of a client, and its requests that are being read."""
+        """How many requests of a client hold a place, wait or are being read."""
         entry = self._clients.get(client)
         return entry.held + entry.waiting + entry.read if entry is not None else 0
 
     def ahead(self, waiter: Waiter) -> float:
-        """The cost ahead of a new waiter: its client's own work, and as much of each other client's."""
+        """The waiting cost ahead of a new waiter: all of its own client, and up to as much of each other client."""
         entry = self._clients.get(waiter.client)
         cost, weight = (entry.cost, entry.weight) if entry is not None else (0.0, self._weights.get(waiter.client, 1.0))
         others = ((one.cost, one.weight) for one in self._clients.values() if one is not entry and one.waiting)
         return cost + sum(min(other_cost, (cost + waiter.cost) * other / weight) for other_cost, other in others)
 
     def read_ahead(self, client: str) -> float:
-        """How many requests that are being read are ahead of a new one: its client's, and as many of each other's."""
+        """How many requests being read are ahead of a new one: all of its client, and as many of each other client."""
         entry = self._clients.get(client)
         own_reads, weight = (entry.read, entry.weight) if entry is not None else (0, self._weights.get(client, 1.0))
         others = (one for one in self._clients.values() if one is not entry and one.read)
@@ -99,7 +99,7 @@ class FairQueue:
         self._forget(client)
 
     def add(self, waiter: Waiter, worth: float) -> None:
-        """Enqueue a waiter. worth: the cost that a step of priority is worth."""
+        """Enqueue a waiter. worth: the cost that one step of priority is worth."""
         client = self._client(waiter.client)
         client.served = max(client.served, self._served)
         waiter.urgency = waiter.priority * worth
@@ -117,13 +117,13 @@ class FairQueue:
             client = self._clients[waiter.client]
             client.waiting -= 1
             self._waiting -= 1
-            # Floats of different magnitudes leave a remainder.
+            # Sums of floats of different magnitudes leave a remainder.
             client.cost = client.cost - waiter.cost if client.waiting else 0.0
             self.cost = self.cost - waiter.cost if self._waiting else 0.0
             self._forget(waiter.client)
 
     def next(self, eligible: Callable[[Waiter], bool] | None) -> Waiter | None:
-        """The next waiter. eligible: which ones may be admitted; None: all."""
+        """The next waiter, or None. eligible: whether a waiter may be admitted; None: all may."""
         heads = ((one.served, one.head()) for one in self._clients.values() if one.waiting)
         ordered = [
             (served - head.urgency, head.rank, head)

@@ -2,8 +2,8 @@
 
     app = Guard(app)
 
-A handler behind it awaits requests of a context and raises what they raise. The client's deadline and a client that
-hangs up cancel the handler, and with it what it waits for. Needs nothing but an ASGI server on asyncio.
+A handler inside it awaits requests of a context and lets their errors through. The guard cancels the handler, and with
+it those requests, at the client's deadline or when the client hangs up. It needs only an ASGI server on asyncio.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ access: logging.Logger = logging.getLogger("gpu_actors.access")
 DEADLINE = "X-Deadline-Ms"
 
 LINGER = 1.0
-"""Seconds to go on reading the body of a request that is answered before the body is there."""
+"""Seconds for which the guard still reads the body of a request that it answers before the body has arrived."""
 
 _AHEAD = 1 << 16
 
@@ -55,32 +55,32 @@ _GONE = 499
 class Guard:
     """Middleware for any ASGI application: ``app.add_middleware(Guard)`` in Starlette and FastAPI, or ``Guard(app)``.
 
-    - X-Deadline-Ms, milliseconds from now as a plain decimal number, cancels the handler when it has passed: 504. It
-      bounds the whole answer, a stream too. One that is malformed is a 400.
-    - A client that hangs up cancels the handler. Work that runs after the answer, as Starlette's background tasks, is
-      not cancelled. While a handler leaves over 64 KiB of its body unread, the guard cannot see that.
-    - A body is bounded by ``bodies``: 413, 408 or 429.
+    - The header X-Deadline-Ms, milliseconds from now as a plain decimal number, sets a deadline for the whole answer,
+      streams included. At the deadline the handler is cancelled: 504. A malformed header is a 400.
+    - If the client hangs up, the handler is cancelled. Work that runs after the answer, such as Starlette's background
+      tasks, is not. The guard does not notice a hang-up while the handler leaves over 64 KiB of the body unread.
+    - ``bodies`` bounds each body (413, or 408 if it is slow) and all bodies together (429).
     - Each error of this package that reaches the guard, alone or in an exception group, is answered as `problem` says,
-      in application/problem+json (RFC 9457). Any other exception is answered with a 500 without details, and
-      raised for the server to log; not where the application is in debug mode or has a handler for it. An error after
-      the first byte of the answer is raised, so that the server closes the connection.
-    - Answers are counted by route, but for those of probes and of the page.
-    - Each request is a span of open trace files and of OpenTelemetry, under the client's traceparent. What the handler
-      asks for lies below it.
-    - Each answer has an X-Request-Id, the client's own where it is a plain name. The logger "gpu_actors.access" gets a
-      line for each, at level INFO, and DEBUG for probes and refusals by 429. Its record has request_id, method, path,
-      status, milliseconds, trace_id where there is a trace, and the handler's notes; of these ``error`` names the error
-      that was answered, and ``gone`` says that the client hung up before the end.
+      in application/problem+json (RFC 9457). Any other exception is answered with a 500 without details, and raised
+      for the server to log. If the application is in debug mode or has a handler for it, the exception is only raised.
+      An error after the first byte of the answer is raised, so that the server closes the connection.
+    - Answers are counted by route, except answers of probes and of the page.
+    - Each request is a span in open trace files and in OpenTelemetry, a child of the client's traceparent. The requests
+      that the handler makes are its children.
+    - Each answer has an X-Request-Id, the client's own if it is a plain name. The logger "gpu_actors.access" gets a
+      line for each answer, at level INFO, or DEBUG for probes and for refusals with 429. The record has request_id,
+      method, path, status, milliseconds, trace_id if there is a trace, and notes. The handler may add notes; the
+      note ``error`` names the error that was answered, and ``gone`` says that the client hung up before the end.
 
     default_timeout: seconds for a request without the header. None: no limit.
     longest_timeout: the most seconds that a client may ask for.
     bodies: the bounds on bodies. Default: ``Bodies()``.
-    spell: makes the body of an error in another form, from its `Problem` and the exchange: the bytes and their media
-        type, or None for problem+json.
-    traffic: where answers are counted. None: that of `gpu_actors.asgi.lifespan`, which shows it.
+    spell: a function that writes the body of an error in another form, from its `Problem` and the `Exchange`. It
+        returns the bytes and their media type, or None for problem+json.
+    traffic: where answers are counted. None: in the `Traffic` of `gpu_actors.asgi.lifespan`, which shows it.
 
-    Other scopes than HTTP pass untouched, and so does HTTP behind a second guard. Raises `InvalidRequest` for a time
-    that is not over 0.
+    Scopes other than HTTP pass through unchanged, and so does HTTP inside another guard. Raises `InvalidRequest` for a
+    timeout that is not above 0.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Exchange:
 
     started: absolute ``time.monotonic()`` seconds.
     deadline: absolute ``time.monotonic()`` seconds, or None.
-    request_id: of the answer's X-Request-Id.
+    request_id: the answer's X-Request-Id.
     trace_id: 32 hexadecimal digits, of OpenTelemetry's trace or of the client's traceparent, or empty.
-    path: of the request.
-    client: for an `Admission`: the client's address, or behind a `Doors` with keys `client_of` its key.
-    quiet: whether the answer is logged at level DEBUG in place of INFO.
-    notes: what a handler adds to that line, by name.
+    path: the request's path.
+    client: the client's name for an `Admission`: its address, or `client_of` once a `Doors` has checked its key.
+    quiet: whether the answer is not counted, and is logged at level DEBUG in place of INFO.
+    notes: values that a handler adds to the log line, by name.
     """
 
     def __init__(self, guard: Guard, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -155,9 +155,9 @@ class Exchange:
         return str(self._scope.get("path", ""))
 
     def stretch(self, seconds: float) -> None:
-        """Cancel the handler so many seconds after the deadline, ``math.inf`` for never.
+        """Cancel the handler ``seconds`` after the deadline, or never for ``math.inf``.
 
-        For streams, which end by the deadline themselves and tell the client why. Does nothing without a deadline.
+        Streams use it: they end at the deadline themselves and tell the client why. Does nothing without a deadline.
         """
         if self.deadline is not None and not self._answered:
             left = self.deadline + seconds - time.monotonic()
@@ -195,7 +195,7 @@ class Exchange:
             raise self._late()
 
     def _late(self) -> GpuActorsError:
-        # A body that is not read further waits for the handler, not for the client.
+        # If the guard reads no further, the body waits for the handler, not for the client.
         if self._complete or self._ahead_bytes > _AHEAD:
             return DeadlineExceeded("the deadline passed before the answer")
         return BodyTooSlow("the body did not arrive by the deadline")
@@ -203,7 +203,7 @@ class Exchange:
     # The body
 
     async def _watch(self) -> None:
-        """Read ahead of the handler, a little, to see the end of the body and of the connection."""
+        """Read a little ahead of the handler, to notice the end of the body and of the connection."""
         try:
             refusal = await self._read()
             if refusal is not None:
@@ -218,11 +218,11 @@ class Exchange:
             logger.debug("%s: the server's receive() raised", self.request_id, exc_info=True)
         self._gone = True
         if not self._answered:  # a server sends "disconnect" after the answer, too
-            self._run.cancel()  # before it wakes, or its framework would raise an error of its own
+            self._run.cancel()  # before the handler wakes, or its framework would raise an error of its own
         self._arrived.set()
 
     async def _read(self) -> GpuActorsError | None:
-        """Read the whole body. Gives the error with which it is refused, or None."""
+        """Read the whole body. Returns the error that refuses it, or None."""
         self._read_begun = True
         bodies = self._guard.bodies
         left = bodies.seconds
@@ -278,26 +278,26 @@ class Exchange:
             self._answered = True
             self._ended = time.monotonic()
         await self._send(message)
-        if self._answered:  # only now: a server waits here for a client that does not read
+        if self._answered:  # after the send: a server waits there for a client that does not read
             self._run.deadline = math.inf
 
     async def _left_unread(self) -> bool:
-        """Whether the rest of the body would be read as the next request."""
+        """Whether the server would read the rest of the body as the next request."""
         if self._complete or not self._scope.get("http_version", "1.1").startswith("1"):
             return False
         if not header(self._scope, b"content-length") and not header(self._scope, b"transfer-encoding"):
             return False
-        await asyncio.sleep(0)  # the end of a short body may lie there already
+        await asyncio.sleep(0)  # the end of a short body may have arrived
         return not self._complete
 
     async def _settle(self, error: Exception) -> None:
-        """Answer an error, or raise it where the application or the server has to."""
+        """Answer an error, or raise it if the application or the server has to handle it."""
         known = package_error(error)
         if self._gone and known is not None and not self._answered:
             return
         if self._gone or self._status or (known is None and _handles_errors(self._scope.get("app"))):
             if known is not None:
-                # By its name and not by the clock: a loop's timer may fire a little before the deadline.
+                # `_outcome` goes by this name, not by the clock: a loop's timer may fire a little before the deadline.
                 self.notes.setdefault("error", problem(error).name)
             raise error
         answer = problem(error)
@@ -306,7 +306,7 @@ class Exchange:
         headers = dict(answer.headers)
         refused = isinstance(error, BodyTooLarge | BodyTooSlow | TooManyBodies)
         if not await self._drained() or refused:
-            # The rest of the body would be read as the next request.
+            # Otherwise the server would read the rest of the body as the next request.
             headers["Connection"] = "close"
         if not self._scope.get("http_version", "1.1").startswith("1"):
             headers.pop("Connection", None)
@@ -325,8 +325,8 @@ class Exchange:
             raise error
 
     async def _drained(self) -> bool:
-        """Whether the body ends soon. A client that still sends when its connection closes would be reset before it
-        has read the answer; one that waits for "100 Continue" has not begun."""
+        """Read on for a moment. Returns whether the body has ended. A client that still sends when a connection closes
+        would be reset before it has read the answer. A client that waits for "100 Continue" has not begun to send."""
         if not self._read_begun and header(self._scope, b"expect"):
             return False
         with anyio.move_on_after(LINGER):
@@ -358,7 +358,7 @@ class Exchange:
         if self.quiet or (traffic is None and self._work is None):
             return
         ended = self._ended or time.monotonic()
-        # If none was sent, the server answers itself, with a 500 or by closing the connection.
+        # If no status was sent, the server itself answers with a 500 or closes the connection.
         status = self._status or (_GONE if self._gone else 500)
         route, outcome = route_of(self._scope), self._outcome(status, ended)
         if traffic is not None:
@@ -387,7 +387,7 @@ class Exchange:
     def _log(self) -> None:
         status = self._status or (_GONE if self._gone else 0)
         if not status:
-            return  # the server's own answer, or a task that was cancelled
+            return  # the server itself answers, or the task was cancelled
         if self._gone and not self._answered:
             self.notes["gone"] = True
         milliseconds = (time.monotonic() - self.started) * 1e3
@@ -413,7 +413,7 @@ class Exchange:
 
 
 def quieten(scope: MutableMapping[str, Any]) -> Exchange | None:
-    """The exchange of a request that no access log needs to show: its answer is not counted, and logged as DEBUG."""
+    """Do not count a request's answer, and log it at level DEBUG. Returns the request's exchange, or None."""
     exchange: Exchange | None = scope.get(KEY)
     if exchange is not None:
         exchange.quiet = True
@@ -425,7 +425,7 @@ class _HungUp(Exception):
 
 
 def _trace_id(scope: MutableMapping[str, Any]) -> str:
-    """The client's trace, by the W3C's Trace Context."""
+    """The id of the client's trace, as in W3C Trace Context, or an empty string."""
     value = b",".join(header(scope, b"traceparent")).decode("latin-1")
     match = re.fullmatch(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?", value)
     return "" if match is None or (value.startswith("00") and match[2]) else match[1]
@@ -433,7 +433,7 @@ def _trace_id(scope: MutableMapping[str, Any]) -> str:
 
 def _request_id(scope: MutableMapping[str, Any]) -> str:
     value = b"".join(header(scope, b"x-request-id")).decode("latin-1")
-    # A name of the client's own is kept for its logs, unless it could forge a line of ours.
+    # The client's own id is kept, since its logs have it too, unless it could forge a line of our log.
     return value if re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) else uuid.uuid4().hex
 
 

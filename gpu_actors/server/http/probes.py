@@ -5,8 +5,8 @@
             probes.watch(context)  # not ready before
             ...
 
-An orchestrator that asks the busy loop itself mistakes overload for death and restarts a process that is only busy. A
-thread alone would not notice a loop that is stuck, so the loop sends it a beat ten times a second.
+If the event loop answered, an orchestrator would restart a process that is only busy. A thread alone would not notice a
+loop that is stuck, so the loop records a beat ten times a second.
 """
 
 from __future__ import annotations
@@ -62,24 +62,26 @@ class Answer(NamedTuple):
 
 
 class Probes:
-    """Answers probes about one context, or several workers, from a thread of its own, as long as it is entered.
+    """Answers probes about one context, or several workers, from a thread of its own, while it is entered.
 
-    /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``: restart the process.
-    /readyz: 503 also before `watch`, after `leave`, while ``ctx.health()`` is not ready, and where no launch has
-        succeeded for ``proof_seconds``: send no requests. Says which device, which kernels, and why not.
+    /livez: 503 if the context has failed or the event loop has not turned for ``stall_seconds``. The process should be
+        restarted.
+    /readyz: 503 then, and also before `watch`, after `leave`, while ``ctx.health()`` is not ready, and if no launch has
+        succeeded for ``proof_seconds``. Clients should send no requests. The answer has the device, the counts of
+        kernels and the reason.
     /metrics: Prometheus' text format; 501 without the ``metrics`` extra.
 
-    host, port: where to listen; None listens nowhere, for a server that calls the three methods itself, and 0 takes a
-        free port. The attribute ``port`` is the port in use.
+    host, port: where to listen. Port 0 takes a free port. None listens nowhere, for a server that calls ``livez``,
+        ``readyz`` and ``metrics`` itself. The attribute ``port`` is the port in use.
     leaving: whether `leave` was called.
-    ports: how many ports, from ``port`` up, to try until one is free: each of several workers takes one of its own.
-    stall_seconds: above the longest that the loop may be busy with one thing.
-    proof_seconds: how old the last success of a launch may be. A context without requests launches something small
-        every half of that. None: a third of ``hang_timeout``, 10 s on CUDA, at most 200 s.
-    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s, in which the last answers go out.
-        It ends without cleaning up, because a wait for a lost device may never end.
+    ports: how many ports, from ``port`` up, to try until one is free, so that several workers get a port each.
+    stall_seconds: set it above the longest time for which one task may keep the loop busy.
+    proof_seconds: how old the last success of a launch may be. A context without requests makes a small launch after
+        half of that time. None: a third of ``hang_timeout``, 10 s on CUDA, at most 200 s.
+    exit_when_dead: end the process with `EXIT_CODE` once /livez has been 503 for 2 s. The last answers go out in that
+        time. The process ends without cleaning up, because a wait for a lost device may never end.
 
-    Raises `InvalidRequest` for a port beyond 65535 or no ports; on entering, if it can listen on no port.
+    Raises `InvalidRequest` for a port beyond 65535 or no ports, and on entering if no port can be listened on.
     """
 
     def __init__(
@@ -143,9 +145,9 @@ class Probes:
     ) -> None:
         """Answer about this context from now on, and show the admission and the traffic in /metrics.
 
-        context: or several workers by name. They are alive while one of them has not failed, and ready while one of
-        them is; /readyz says "degraded" unless all of them are well, and how each is. Each sample of theirs in
-        /metrics has the label ``worker``.
+        context: one context, or several workers by name. Workers are alive while one of them has not failed, and ready
+        while one of them is. /readyz says "degraded" unless all of them are in the state "ready", and lists the state
+        of each. Their samples in /metrics have the label ``worker``.
         """
         workers = contexts_by_name(context)
         try:
@@ -167,24 +169,24 @@ class Probes:
         self._contexts = workers
 
     def collect(self, collector: Collector) -> None:
-        """Show in /metrics what this collector of ``prometheus_client`` gives, from the next `watch` on."""
+        """Show the metrics of this ``prometheus_client`` collector in /metrics, from the next `watch` on."""
         self._collectors.append(collector)
 
     def dead_if(self, reason: Callable[[], str]) -> None:
-        """Say 503 to /livez and /readyz while ``reason()``, which any thread may call, gives more than an empty string.
+        """Answer /livez and /readyz with 503 while ``reason()``, called on any thread, returns a text.
 
-        For what a process cannot do without, in addition to its context and its loop. Until the probes are left.
+        Use it for parts that the process needs beside its context and its loop. It holds until the probes are left.
         """
         self._reasons.append(reason)
 
     def leave(self) -> None:
-        """The process is about to end: not ready from now on."""
+        """Report "not ready" from now on, because the process is about to end."""
         self.leaving = True
         for callback in self._leave_callbacks:
             callback()
 
     def when_leaving(self, tell: Callable[[], object]) -> None:
-        """Call ``tell()`` on `leave`, which may be in a signal handler. Until the probes are left."""
+        """Call ``tell()`` on `leave`, possibly in a signal handler. It holds until the probes are left."""
         self._leave_callbacks.append(tell)
 
     # The answers
@@ -259,7 +261,7 @@ class Probes:
         return next((text for reason in self._reasons if (text := reason())), "")
 
     def _stalled(self) -> float:
-        """Seconds for which the event loop has not turned, 0 while those are few."""
+        """Seconds for which the event loop has not turned, or 0 up to ``stall_seconds``."""
         stalled = time.monotonic() - self._last_beat
         return stalled if stalled > self.stall_seconds else 0.0
 
@@ -299,10 +301,11 @@ class Probes:
 
     def _check_successes(self) -> None:
         for context in self._contexts.values():
-            # This thread also ends a dead process. Without probes /readyz says that the last success is old.
+            # An error must not end this thread, which also ends a dead process. /readyz then says that the last success
+            # is old.
             with log_errors("the last success of the device could not be checked"):
                 health = context.health()
-                # While requests are launched or fail, their launches and the context's own probes are enough.
+                # While requests are launched or fail, those launches and the context's own probes are enough.
                 if health.ready and health.oldest_launch is None:
                     context._watch.check(self._proof_limit(context))
 
@@ -328,21 +331,21 @@ class _Listener(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # An orchestrator has hung up. A traceback on stderr for each would bury what matters.
+        # An orchestrator has hung up. A traceback on stderr each time would hide important lines.
         logger.debug("a probe of %s failed", client_address, exc_info=True)
 
     def server_bind(self) -> None:
-        # HTTPServer's own looks up the name of this machine, which may take long and is not used.
+        # HTTPServer's own method looks up this machine's name. That may take long, and the name is not used.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.socket.getsockname()[1]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 5.0  # of one read
+    timeout = 5.0  # seconds of one read
     patience = 5.0
 
     def handle(self) -> None:
-        ending = threading.Timer(self.patience, self._end)  # or a head that drips would hold the thread
+        ending = threading.Timer(self.patience, self._end)  # or a head that arrives slowly would hold the thread
         ending.daemon = True
         ending.start()
         try:

@@ -40,19 +40,19 @@ _STOPPED = "the service takes no requests: it is stopping, or has failed"
 
 
 class NotFound(InvalidRequest):
-    """What a request names is not here. Raised by applications; answered with 404."""
+    """The thing that a request names does not exist. Applications raise it; it is answered with 404."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """retry_after: seconds, None where a retry would not help. detail: instead of the error's own words."""
+    """retry_after: seconds, or None if a retry would not help. detail: a text in place of the error's own."""
 
     status: int
     retry_after: float | None = None
     detail: str | None = None
 
 
-# The first match counts. ActorFailed and ActorStopped may quote an unexpected error of an actor.
+# The first match counts. ActorFailed and ActorStopped may quote an unexpected error of an actor, so get other texts.
 _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
     (NotFound, _Answer(404)),
     (RequestError, _Answer(400)),
@@ -76,14 +76,14 @@ _ANSWERS: tuple[tuple[type[GpuActorsError], _Answer], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What an error is answered with.
+    """The answer to an error.
 
-    status: of HTTP.
+    status: the HTTP status.
     type: a URI that ends in the error's name, or "about:blank".
-    title: the name in words.
-    detail: what happened this time; for a 500 it is only in the log.
+    title: the error's name in words.
+    detail: what happened this time; for a 500 only the log says it.
     retry_after: whole seconds >= 1, or None.
-    members: field, value and accepted of a `RequestError`, and nearest of an `Unsupported` that has one.
+    members: field, value and accepted for a `RequestError`, and nearest for an `Unsupported` that has one.
     """
 
     status: int
@@ -95,11 +95,11 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """The error's name, empty for an error that is not this package's."""
+        """The error's name, empty for an error that is not of this package."""
         return self.type.rpartition(":")[2] if self.type.startswith("urn:") else ""
 
     def body(self, **members: Any) -> bytes:
-        """The JSON, with these members too: ``instance`` of RFC 9457, or some of your own."""
+        """The JSON. ``members`` adds to it: ``instance`` of RFC 9457, or members of your own."""
         standard = {"type": self.type, "title": self.title, "status": self.status, "detail": self.detail}
         return json.dumps(standard | dict(self.members) | members, separators=(",", ":")).encode()
 
@@ -115,7 +115,7 @@ class Problem:
 
 
 def package_error(error: BaseException) -> GpuActorsError | None:
-    """The error of this package that an exception is: itself, or the gravest of a group that holds no others."""
+    """The exception itself if it is an error of this package; of a group of such errors the gravest one; else None."""
     if isinstance(error, GpuActorsError):
         return error
     if not isinstance(error, BaseExceptionGroup):
@@ -126,7 +126,7 @@ def package_error(error: BaseException) -> GpuActorsError | None:
 
 
 def problem(error: BaseException) -> Problem:
-    """The answer to a request that ``error`` ends. An error that is not this package's is a 500 without details."""
+    """The answer to a request that raises ``error``. Errors that are not this package's are a 500 without details."""
     known = package_error(error)
     if known is None:
         return Problem(status=500, type="about:blank", title=HTTPStatus(500).phrase, detail=_HIDDEN)
@@ -147,7 +147,7 @@ def _answer(error: GpuActorsError) -> _Answer:
 
 
 def _whole(seconds: float) -> int:
-    """Whole seconds, at least 1: a retry at once would meet the same state."""
+    """Round up to whole seconds, at least 1: a retry at once would meet the same state."""
     return max(1, math.ceil(seconds)) if math.isfinite(seconds) else 1
 
 
@@ -159,7 +159,7 @@ def _members(error: RequestError) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """A short plain value as JSON has it, another as messages show it."""
+    """Return a plain value for JSON, a long text cut, and any other value as messages show it."""
     if value is None or isinstance(value, bool):
         return value
     if (type(value) is int and abs(value) < 1 << 53) or (type(value) is float and math.isfinite(value)):

@@ -1,8 +1,8 @@
-"""Protocol: uvicorn's HTTP on httptools, with the bounds and the endings that it lacks.
+"""Protocol: uvicorn's HTTP on httptools, with bounds and ends of connections that uvicorn lacks.
 
     uvicorn.run(app, http=Protocol)        # or uvicorn module:app --http gpu_actors.server.http.protocol:Protocol
 
-A middleware sees a request only once its head is there, so a client that sends a head for hours can be ended only here.
+A middleware sees a request only after its head has arrived, so only a protocol can end a head that takes hours.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ except ModuleNotFoundError as error:
 __all__ = ["Protocol"]
 
 _LINGER = 1.0
-"""Seconds for the rest of a body that is answered already."""
+"""Seconds for the rest of a body to arrive after its answer."""
 
 _PROBE_DELAYS = (0.25, 0.25, 2.0)
-"""Seconds between the probes whether a client that sends nothing more still reads; the last one repeats."""
+"""Seconds between probes of whether a client that sends nothing more still reads; the last delay repeats."""
 
 
 class Protocol(HttpToolsProtocol):
-    """HTTP/1 of one connection. For uvicorn's ``http``.
+    """Speaks HTTP/1 on one connection. Pass it as uvicorn's ``http``.
 
-    head_bytes, head_seconds: bounds on a head, from its first byte (of the first one: from the connection) to its end.
-        A head over either is answered with 400 or 408, and the connection closes. It closes without an answer before
-        the first byte of a head, or while an earlier answer goes out. The first of several pieces is not counted.
+    head_bytes, head_seconds: bounds on a head, from its first byte (for the first head, from the connection) to its
+        end. A head over either bound is answered with 400 or 408, and the connection closes. Before the first byte of a
+        head, and while an earlier answer goes out, it closes without that answer. The first of several pieces of a head
+        is not counted.
 
     A client of HTTP/1.0 gets an answer without chunks. A client that shuts down only its own half of the connection
-    gets its answer. An interim "100 Continue" probes whether it still reads: a client that hung up refuses it. On TLS
-    half of a connection cannot be shut down, so the end of the client's data is the end of the connection.
+    gets its answer. An interim "100 Continue" probes whether such a client still reads: if it has hung up, its system
+    refuses the bytes. TLS cannot shut down half of a connection, so the end of its data is the end of the connection.
 
-    A request with "Upgrade" is answered in HTTP/1.1, but for WebSocket if uvicorn has it. CONNECT is answered with 400.
+    A request with "Upgrade" is answered in HTTP/1.1, except for WebSocket if uvicorn has it. CONNECT is answered with
+    400.
     """
 
     head_bytes: int = 64 << 10
@@ -48,8 +50,8 @@ class Protocol(HttpToolsProtocol):
 
     _head = -1  # bytes of the current head; -1 between heads
     _requests = 0  # requests so far
-    _whole = True  # whether the latest of them has arrived whole
-    _ended = False  # whether further data is dropped: the answers that go out are the last ones
+    _whole = True  # whether the latest request has arrived whole
+    _ended = False  # whether further data is dropped: the answers that still go out are the last ones
     _late: asyncio.TimerHandle | None = None
     _probe_timer: asyncio.TimerHandle | None = None
 
@@ -82,7 +84,7 @@ class Protocol(HttpToolsProtocol):
                 self.send_400_response("The headers are too long.")
                 return
         if self._whole and self._requests == before:
-            self._limit(self.head_seconds, self._head_is_late)  # empty lines before a head, which uvicorn waits behind
+            self._limit(self.head_seconds, self._head_is_late)  # uvicorn waits after empty lines before a head
 
     def on_message_begin(self) -> None:
         self._head, self._whole = 0, False
@@ -92,7 +94,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            raise ValueError("a tunnel")  # uvicorn answers it with 400; otherwise the target would pass for a path
+            raise ValueError("a tunnel")  # uvicorn answers it with 400; otherwise the target would be taken for a path
         if self.ignores_upgrade():
             return  # the parser reads the head again
         super().on_headers_complete()
@@ -114,7 +116,7 @@ class Protocol(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and not self._should_upgrade()
 
     def head_without_upgrade(self) -> bytes:
-        """The latest head. Without an Upgrade the parser reads the body, too."""
+        """The latest head without its Upgrade, so that the parser reads the body, too."""
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join((line, *fields, b"\r\n"))
@@ -133,7 +135,7 @@ class Protocol(HttpToolsProtocol):
         if self._answers():
             self._end()
         elif self._head < 0:
-            self.transport.close()  # a client with an idle connection would take an answer for that of its next request
+            self.transport.close()  # an idle client would take an answer here for the one to its next request
         elif not self.transport.is_closing():
             body = b"The headers did not arrive in time."
             head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
@@ -148,7 +150,7 @@ class Protocol(HttpToolsProtocol):
         elif self._head >= 0 or self._whole:
             self._end()
         elif self.pipeline or self.cycle.response_started:
-            self.transport.close()  # the body of a request is wrong, and another answer goes out or its own
+            self.transport.close()  # a body is malformed while its own answer or another one goes out
         else:
             super().send_400_response(msg)
 
@@ -159,19 +161,19 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._whole and not self._answers() and not self.transport.is_closing():
-            # A body that drips in after its answer would hold the connection.
+            # A body that arrives slowly after its answer would hold the connection.
             self._limit(_LINGER, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         if not self._whole or not self._answers() or self.transport.get_extra_info("sslcontext") is not None:
             return None
         self.cycle.keep_alive = False
-        if self.scope["http_version"] == "1.1":  # others know no interim answer
+        if self.scope["http_version"] == "1.1":  # other versions know no interim answer
             self._schedule_probe(0)
         return True
 
     def _answers(self) -> bool:
-        """Whether a request is not answered yet. uvicorn's cycle is that of the latest one."""
+        """Whether a request is not answered yet. uvicorn's ``cycle`` belongs to the latest request."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _schedule_probe(self, number: int) -> None:
@@ -180,7 +182,7 @@ class Protocol(HttpToolsProtocol):
 
     def _probe_client(self, number: int) -> None:
         if self.transport.is_closing() or self.cycle.response_started:
-            return  # the answer itself fails for a client that hung up
+            return  # if the client has hung up, sending the answer fails
         if not self.pipeline:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._schedule_probe(number + 1)
@@ -189,7 +191,7 @@ class Protocol(HttpToolsProtocol):
 class _Parser(httptools.HttpRequestParser):
     """Reads the body of a request whose Upgrade is ignored (RFC 9110, section 7.8).
 
-    httptools ends such a request with its head, and would read its body as the next one.
+    httptools ends such a request after its head, and would read its body as the next request.
     """
 
     def __init__(self, protocol: Protocol) -> None:
@@ -214,7 +216,7 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class _Unchunked(RequestResponseCycle):
-    """One answer to a client of HTTP/1.0: without a length, its end is that of the connection."""
+    """One answer to a client of HTTP/1.0. An answer without a length ends with the connection."""
 
     endless = False
 

@@ -13,7 +13,7 @@ __all__ = ["Readiness", "contexts_by_name", "readiness_of", "readiness_of_worker
 
 
 class Readiness(NamedTuple):
-    """state: as `Health.state`. reason: a sentence where the state is not "ready"."""
+    """state: a value of `Health.state`. reason: a sentence if the state is not "ready"."""
 
     ready: bool
     state: str
@@ -21,7 +21,7 @@ class Readiness(NamedTuple):
 
 
 def contexts_by_name(context: GpuContext | Mapping[str, GpuContext]) -> Mapping[str, GpuContext]:
-    """Workers by name, or one context by the name "". Raises `InvalidRequest` for no workers and one without a name."""
+    """Workers by name, or one context as "". Raises `InvalidRequest` for no workers, or for a worker without a name."""
     if not isinstance(context, Mapping):
         return {"": context}
     expect(bool(context) and "" not in context, "context", context, "must be a context, or at least one worker by name")
@@ -36,9 +36,10 @@ def readiness_of(health: Health, overdue: str = "") -> Readiness:
 
 
 def readiness_of_workers(workers: Mapping[str, Readiness]) -> Readiness:
-    """The readiness of a pool: ready while one worker is, and "degraded" with the reasons unless all of them are well.
+    """The readiness of a pool: ready while one worker is, and "degraded", with reasons, unless every state is "ready".
 
-    If no worker takes requests, the state is theirs if all agree, else "stalled" if one of them is, else "degraded".
+    If no worker is ready, the state is the workers' state if all agree, else "stalled" if one is stalled, else
+    "degraded".
     """
     unwell = {name: one for name, one in workers.items() if not (one.ready and one.state == "ready")}
     if not unwell:

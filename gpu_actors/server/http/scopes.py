@@ -1,4 +1,4 @@
-"""Scopes: what this package's middlewares read in an ASGI scope, and what they store there."""
+"""Scopes: the parts of an ASGI scope that this package's middlewares read and store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 __all__ = ["KEY", "address_of", "client_of", "header"]
 
 KEY = "gpu_actors.exchange"
-"""Where a `Guard` leaves its `Exchange`."""
+"""The key under which a `Guard` stores its `Exchange` in the scope."""
 
 
 def header(scope: MutableMapping[str, Any], name: bytes) -> list[bytes]:
-    """The values of all headers of this name, which is given in lower case."""
+    """The values of all headers with this name, which must be in lower case."""
     return [bytes(value) for key, value in scope.get("headers", ()) if bytes(key).lower() == name]
 
 
@@ -24,9 +24,9 @@ def address_of(scope: MutableMapping[str, Any]) -> str:
 
 
 def client_of(scope: MutableMapping[str, Any]) -> str:
-    """What to call the client of a request whose key was checked: the digest of its bearer's key, or its address.
+    """The name of the client of a request whose key was checked: a digest of its Bearer key, or its address.
 
-    A `Doors` calls it so for an `Exchange`. A key that nothing has checked may be made up, and another each time.
+    `Doors` sets `Exchange.client` to it. Check keys first: a client could make up another key for each request.
     """
     scheme, _, key = b"".join(header(scope, b"authorization")).partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():

@@ -10,7 +10,7 @@ STREAM_HEADERS: tuple[tuple[bytes, bytes], ...] = (
 )
 
 _LINES = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-"""What some clients take for the end of a line, as JSON also spells it."""
+"""Characters that some clients take for the end of a line, with their escapes in JSON."""
 
 
 def sent_event(data: str, fields: str = "") -> bytes:

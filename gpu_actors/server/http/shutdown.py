@@ -1,6 +1,6 @@
-"""Graceful shutdown: after SIGTERM /readyz is 503 for a while before the server stops to listen.
+"""Graceful shutdown: after SIGTERM /readyz is 503 for a while before the server stops listening.
 
-Requests that have not begun by then are answered at once (`Farewell`), since another server may take them.
+Requests that have not begun by then are refused at once (`Farewell`), since another server may take them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Farewell", "leave_slowly"]
 
 
 class Farewell:
-    """Waits that end when the server shuts down. For the tasks of one event loop."""
+    """Waits that end when the server shuts down. Only the tasks of one event loop may use it."""
 
     def __init__(self) -> None:
         self._shutting_down = False
@@ -38,11 +38,11 @@ class Farewell:
 
     @contextmanager
     def waiting(self, grace: float = 0.0) -> Iterator[None]:
-        """Wait inside of this. Code that does not wait goes on, also during a shutdown.
+        """Enter this around a wait that a shutdown should end. Code inside that does not wait goes on.
 
         grace: seconds that a wait may last if it begins during the shutdown.
 
-        Raises `ActorStopped` for a wait that was ended.
+        Raises `ActorStopped` if a shutdown ended the wait.
         """
         with anyio.CancelScope() as scope:
             if self._shutting_down:
@@ -58,10 +58,10 @@ class Farewell:
 
 @contextmanager
 def leave_slowly(probes: Probes, seconds: float) -> Iterator[None]:
-    """While entered: on SIGTERM call `Probes.leave`, and forward the signal after ``seconds``.
+    """While this is entered, SIGTERM calls `Probes.leave`, and goes to its former handler after ``seconds``.
 
-    Load balancers have that time to ask /readyz. A second SIGTERM is forwarded at once. Enter it on the thread of the
-    server's event loop. Does nothing off the main thread, and where nothing in Python handles SIGTERM.
+    In that time load balancers can ask /readyz. A second SIGTERM is forwarded at once. Enter it on the thread of the
+    server's event loop. Does nothing outside the main thread, or if no Python code handles SIGTERM.
     """
     previous: Any = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -80,7 +80,7 @@ def leave_slowly(probes: Probes, seconds: float) -> Iterator[None]:
 
 
 class _SigtermHandler:
-    """A handler of SIGTERM. Several applications of one process chain theirs; all of them leave at once."""
+    """A handler of SIGTERM. The handlers of several applications in one process form a chain; all leave at once."""
 
     def __init__(self, probes: Probes, seconds: float, previous: Any) -> None:
         self._probes = probes

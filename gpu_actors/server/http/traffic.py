@@ -15,22 +15,22 @@ __all__ = ["OTHER", "OUTCOMES", "STATE", "RouteCounts", "Traffic", "route_of", "
 OUTCOMES = ("answered", "invalid", "refused", "deadline", "failed", "gone")
 
 OTHER = "other"
-"""The route of requests that match none, and of those beyond the bound on routes."""
+"""The route of requests that match no route, and of requests beyond the bound on routes."""
 
 _MOST_ROUTES = 64
 
 STATE = "gpu_actors"
-"""The key of the service in the state of an application's lifespan, which is in the scope of each request."""
+"""The key of the service in the state of an application's lifespan. The scope of each request has that state."""
 
 
 @dataclass(slots=True)
 class RouteCounts:
-    """Answers of one route.
+    """The answers of one route.
 
-    statuses: by HTTP status; 499 if the client hung up before one was sent.
-    outcomes: "answered"; "invalid", a 4xx that is the request's own fault; "refused", a 429; "deadline", an answer that
-        was not whole by its deadline, whatever its status; "failed", a 5xx, or an answer that broke off; "gone", a
-        client that hung up before its deadline.
+    statuses: answers by HTTP status; 499 if the client hung up before a status was sent.
+    outcomes: answers by outcome: "answered"; "invalid", a 4xx that is the request's own fault; "refused", a 429;
+        "deadline", an answer of any status that was not whole by its deadline; "failed", a 5xx, or an answer that broke
+        off; "gone", a client that hung up before its deadline.
     seconds: from the request's arrival to the end of its answer.
     """
 
@@ -40,10 +40,10 @@ class RouteCounts:
 
 
 class Traffic:
-    """Counts answers, on any thread. A route is the path of a route of the application, such as "/v1/models/{name}".
+    """Counts answers by route, on any thread. A route is a path of the application, such as "/v1/models/{name}".
 
-    At most 64 routes are counted; the rest is "other". `Guard` counts here; `Probes.watch` and `StatusBoard`
-    show it.
+    At most 64 routes are counted; the others count as "other". `Guard` counts the answers; `Probes.watch` and
+    `StatusBoard` show the counts.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Traffic:
         self._routes: dict[str, RouteCounts] = {}
 
     def count(self, route: str, status: int, outcome: str, seconds: float) -> None:
-        """One answer. outcome: one of those that `RouteCounts` names."""
+        """Count one answer. outcome: one that `RouteCounts` names."""
         with self._lock:
             if route not in self._routes and len(self._routes) >= _MOST_ROUTES:
                 route = OTHER
@@ -67,22 +67,22 @@ class Traffic:
 
 
 def traffic_of(scope: Mapping[str, Any]) -> Traffic | None:
-    """Where the application counts its answers, if its lifespan is that of `gpu_actors.asgi`."""
+    """The `Traffic` of the application, or None if its lifespan is not the one of `gpu_actors.asgi`."""
     traffic: Traffic | None = getattr((scope.get("state") or {}).get(STATE), "traffic", None)
     return traffic
 
 
 def route_of(scope: Mapping[str, Any]) -> str:
-    """The path of the route that answered a request, as the application wrote it. For Starlette and FastAPI."""
+    """The path of the route that answered a request, as a Starlette or FastAPI application declares it."""
     path = getattr(scope.get("route"), "path", None)
-    if path is None and "endpoint" in scope:  # this Starlette does not name the route
+    if path is None and "endpoint" in scope:  # this version of Starlette does not store the route
         path = _path_of(scope["endpoint"], getattr(scope.get("router"), "routes", ()))
     if not isinstance(path, str):
         return OTHER
     if "app_root_path" not in scope:  # no mounted application
         return path or "/"
     mounted = str(scope.get("root_path", ""))[len(str(scope["app_root_path"])) :]
-    # Parts of the prefix that vary are named as the route names them, or each tenant would be a route.
+    # Variable parts of the prefix are replaced by their names, or each tenant would be a route.
     names = {str(value): f"{{{name}}}" for name, value in (scope.get("path_params") or {}).items()}
     return "/".join(names.get(part, part) for part in mounted.split("/")) + path or "/"
 

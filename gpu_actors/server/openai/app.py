@@ -1,4 +1,4 @@
-"""The application: a context, models and endpoints behind one guard."""
+"""The application: a context, models and endpoints inside one guard."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 _READERS = 4
-"""Bodies and prompts that are read at once, in threads of their own: a long one delays no step of the engine."""
+"""How many bodies and prompts are read at once. Threads read them, so that a long one delays no step of the engine."""
 
 _SLOW_READERS = 1
-"""Large ones of these, beside the others."""
+"""How many large ones are read at once, beside the others."""
 
 
 def create_app(settings: ServeSettings | None = None) -> Starlette:
-    """The application. It is ready once its models have answered, so no client waits for them to load.
+    """Make the application. It is ready once its models have answered, so no client waits for them to load.
 
     ``app.state.openai_api`` is its `State`.
     """
@@ -132,7 +132,7 @@ def _admission(settings: ServeSettings, running: int) -> Admission:
 
 
 def _texts(state: State) -> dict[str, float]:
-    """What the page shows of the engine."""
+    """The engine's numbers that the page shows."""
     generator = state.models.generator
     if generator is None:
         return {}

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server's engine and of the requests that wait, read at each scrape."""
+"""Prometheus metrics of a server's engine and of its requests for embeddings, read at each scrape."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ServerCollector(Collector):
     gpu_actors_text_steps_total; gpu_actors_text_tokens_total {kind}: "computed" rows, "generated" tokens,
     and rows of prompts that were "cached". gpu_actors_kv_pages {state}: "used" and "free"; gpu_actors_kv_pages_shared.
 
-    Histograms: gpu_actors_text_queue_seconds, from a request's arrival until its text is let in;
+    Histograms: gpu_actors_text_queue_seconds, from a request's arrival until its text is admitted;
     gpu_actors_text_first_token_seconds, from the arrival until its first token; gpu_actors_text_token_seconds, between
-    tokens; gpu_actors_text_step_rows and gpu_actors_text_step_texts, that a step computes.
+    tokens; gpu_actors_text_step_rows and gpu_actors_text_step_texts, of a step.
 
     Embeddings: gpu_actors_embedding_requests {state}: "running" or "waiting".
     """

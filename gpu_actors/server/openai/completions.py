@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["chat_completions", "check_tokens", "completions", "expect_to_fit", "tokenized"]
 
 _START_SECONDS = 1.0
-"""Seconds for the engine to start a text for which there is room, once the server shuts down."""
+"""Seconds that the engine has to start a text for which there is room, once the server shuts down."""
 
 Params = TypeVar("Params", bound=GenerationRequest)
 
@@ -56,10 +56,10 @@ Params = TypeVar("Params", bound=GenerationRequest)
 class _PreparedRequest:
     """A request that has been read.
 
-    prompt: its tokens.
-    max_new_tokens: how many may follow.
+    prompt: the tokens of the prompt.
+    max_new_tokens: how many tokens may follow.
     heading: the fields with which each body of its answer begins.
-    prompt_text: the prompt that a completion echoes, if it is a text.
+    prompt_text: the prompt as a text, if it is one and the answer echoes it.
     """
 
     state: State
@@ -74,12 +74,12 @@ class _PreparedRequest:
 
     @asynccontextmanager
     async def generate(self) -> AsyncIterator[Detokenizer]:
-        """Generate the text, and hold a place, while this is entered.
+        """Hold a place, and generate the text, while this is entered.
 
-        Raises what the admission raises.
+        Raises the errors of the admission.
         """
         exchange, engine, admission = self.exchange, self.generator.engine, self.state.admission
-        # This keeps to the deadline itself. One that waits to be refused gets its 429, not a 504 in between.
+        # This method keeps to the deadline itself. A request that waits for its refusal gets a 429, not a 504.
         exchange.stretch(math.inf)
         patience = time.monotonic() + admission.queue_seconds
         rows = len(self.prompt) * engine.meter.row_share
@@ -100,7 +100,7 @@ class _PreparedRequest:
             generator = self.generator
             output = Detokenizer(generation, generator.tokenizer, self.params.stop, generator.stop_tokens)
             try:
-                # A place among the texts is not yet room in the cache.
+                # A request with a place may still wait for room in the cache.
                 with (
                     self.state.farewell.waiting(_START_SECONDS),
                     anyio.move_on_after(max(0.0, patience - time.monotonic())),
@@ -124,7 +124,7 @@ class _PreparedRequest:
                     if at is not None:
                         exchange.notes[name] = round((at - exchange.started) * 1e3, 1)
         if not self.params.stream:
-            exchange.stretch(0.0)  # for the time in which the client reads the answer
+            exchange.stretch(0.0)  # the deadline holds again while the client reads the answer
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
@@ -185,7 +185,7 @@ async def chat_completions(request: Request) -> Response:
                 yield chunk(Delta(role="assistant", content=""))
             if text:
                 yield chunk(Delta(content=text), logprobs(output))
-        # What a held character or an end of text leaves.
+        # The last tokens may have no text, as parts of a held character or an end of text.
         yield chunk(Delta(), logprobs(output), output.finish)
         if params.include_usage:
             yield ChatChunk(**prepared.heading, choices=[], usage=output.usage)
@@ -203,7 +203,7 @@ async def _respond(
     events: Callable[[Detokenizer], AsyncIterator[BaseModel]],
     whole: Callable[[str, Detokenizer], BaseModel],
 ) -> Response:
-    """The answer in one body, or as a stream of events if the request says so."""
+    """The answer in one body, or as a stream of events if the request asks for one."""
     params = prepared.params
 
     async def write(writer: Writer) -> None:
@@ -227,8 +227,8 @@ async def _read(
 ) -> tuple[Params, _PreparedRequest]:
     """The parameters and the prepared request of a body.
 
-    prefix: of the answer's id.
-    top: gives how many of the likeliest tokens the answer names at each place.
+    prefix: the beginning of the answer's id.
+    top: returns how many of the likeliest tokens the answer names at each position.
     """
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
@@ -273,14 +273,14 @@ def _prepare(
 
 
 def tokenized(generator: Generator, params: GenerationRequest) -> list[int]:
-    """The tokens of a request's prompt, after `expect_to_fit`. For a thread."""
+    """The tokens of a request's prompt, after `expect_to_fit`. Call it on a thread for a long prompt."""
     expect_to_fit(generator, params)
     with host_span("tokenise", model=generator.name):
         return _prompt(generator, params)
 
 
 def expect_to_fit(generator: Generator, params: GenerationRequest) -> None:
-    """Refuse a prompt that is too long whatever its tokens are, before the time is spent that counting them takes."""
+    """Refuse a prompt whose length alone shows that it is too long, before time is spent on tokenizing it."""
     longest = generator.engine.longest
     field, what, most = "prompt", "characters", longest * generator.tokenizer.longest_token
     if isinstance(params, ChatRequest):
@@ -296,7 +296,7 @@ def expect_to_fit(generator: Generator, params: GenerationRequest) -> None:
 
 
 def _prompt(generator: Generator, params: GenerationRequest) -> list[int]:
-    """The tokens of the prompt, with those that the tokenizer puts around every text."""
+    """The tokens of the prompt, with the tokens that the tokenizer puts around every text."""
     tokenizer = generator.tokenizer
     if isinstance(params, ChatRequest):
         if generator.template is None:
@@ -304,7 +304,7 @@ def _prompt(generator: Generator, params: GenerationRequest) -> list[int]:
         messages = [
             message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in params.messages
         ]
-        # The template itself writes what begins a text.
+        # The template itself writes the tokens that begin a text.
         return tokenizer.encode(generator.template.render(messages))
     assert isinstance(params, CompletionRequest)
     if not isinstance(params.prompt, str):
@@ -314,7 +314,7 @@ def _prompt(generator: Generator, params: GenerationRequest) -> list[int]:
 
 
 def check_tokens(field: str, tokens: Sequence[int], generator: Generator) -> None:
-    """Raise `InvalidRequest` for the first that the model's vocabulary lacks."""
+    """Raise `InvalidRequest` for the first token that the model's vocabulary lacks."""
     vocab = generator.vocab
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab:
@@ -351,7 +351,7 @@ def _plain_logprobs(scored: Sequence[ScoredToken], prepared: _PreparedRequest) -
 def _by_text(scores: TokenScores, tokenizer: Tokenizer) -> dict[str, float]:
     scores_by_text: dict[str, float] = {}
     for token, score in scores.top:
-        # Parts of characters all look alike: the likeliest of them counts.
+        # Different parts of characters have the same text: the likeliest of them counts.
         scores_by_text.setdefault(token_text(tokenizer, token), score)
     return scores_by_text
 

@@ -17,7 +17,7 @@ __all__ = ["Detokenizer", "Echo", "PromptText", "ScoredToken", "token_text"]
 
 
 class ScoredToken(NamedTuple):
-    """A token of the answer. scores: None for the first of a prompt. offset: characters of the answer before it."""
+    """A token of the answer. scores: None for a prompt's first token. offset: characters of the answer before it."""
 
     token: int
     scores: TokenScores | None
@@ -25,7 +25,7 @@ class ScoredToken(NamedTuple):
 
 
 class PromptText(NamedTuple):
-    """A prompt as a text, and the characters before each of its tokens."""
+    """A prompt as a text, and the number of characters before each of its tokens."""
 
     text: str
     offsets: list[int]
@@ -41,9 +41,9 @@ class Echo(NamedTuple):
 class Detokenizer:
     """Turns the tokens of a generation into text.
 
-    finish: why it ended, None until then.
+    finish: why the text ended, None until then.
 
-    A stop string may name special tokens, which the text does not show.
+    A stop string may contain special tokens, which the text does not show.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Detokenizer:
         self._scored: list[ScoredToken] = []
 
     async def next_text(self) -> str:
-        """The text since the last call, which may be empty. After it, ``finish`` says whether that was all.
+        """The text since the last call, which may be empty. After it, ``finish`` is set if this was the last of it.
 
         Raises the error that ended the generation.
         """
@@ -77,9 +77,9 @@ class Detokenizer:
         return rest
 
     def echo(self, prompt_text: PromptText | None) -> Echo:
-        """The prompt, with scores if the sampling has them. To be called after the first token, before `take_scored`.
+        """The prompt, with scores if the sampling has them. Call it after the first token and before `take_scored`.
 
-        prompt_text: the prompt as a text; None for a prompt of tokens, of which special ones do not show.
+        prompt_text: the prompt as a text; None for a prompt of tokens, whose special tokens are not shown.
         """
         prompt = self._generation.prompt
         text, offsets = self._prompt_text(prompt) if prompt_text is None else prompt_text
@@ -99,13 +99,13 @@ class Detokenizer:
         return PromptText(text + stream.end(), offsets)
 
     def take_scored(self) -> list[ScoredToken]:
-        """The tokens since the last call, if the sampling has scores."""
+        """The tokens since the last call, or none if the sampling has no scores."""
         scored, self._scored = self._scored, []
         return scored
 
     @property
     def usage(self) -> Usage:
-        """Tokens up to now. What was generated behind a stop string does not count."""
+        """The number of tokens up to now, without tokens that were generated after a stop string."""
         prompt = len(self._generation.prompt)
         return Usage(
             prompt_tokens=prompt,
@@ -116,7 +116,7 @@ class Detokenizer:
 
     def _new_pieces(self) -> Iterator[str]:
         generation = self._generation
-        # Several at once where the reader was slower than the engine.
+        # There are several if the reader was slower than the engine.
         while self._count < len(generation.made):
             token = generation.made[self._count]
             if generation.scores:
@@ -137,5 +137,5 @@ class Detokenizer:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token alone: U+FFFD for a part of a character."""
+    """The text of one token. U+FFFD stands for a part of a character."""
     return tokenizer.bytes_of(token).decode(errors="replace")

@@ -45,7 +45,7 @@ async def embeddings(request: Request) -> Response:
             limiter = state.readers_of(sum(map(len, params.input)))
             await anyio.to_thread.run_sync(_check_lengths, embedder, params.input, limiter=limiter)
         result = await embedder.embed(params.input, deadline=exchange.deadline)
-        # Ten thousand numbers take as many microseconds and more to serialize: not on the loop.
+        # Ten thousand numbers take ten milliseconds or more to serialize, too long for the loop.
         content = await anyio.to_thread.run_sync(_serialize, result, params)
     exchange.notes |= {"model": params.model, "texts": len(params.input), "prompt_tokens": int(result.tokens.sum())}
     return Response(content, media_type="application/json")

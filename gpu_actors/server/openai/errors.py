@@ -22,9 +22,9 @@ _TYPES = {408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
 def error_object(failure: Problem | BaseException, request_id: str) -> dict[str, Any]:
-    """The object for a problem, or for the error that is one.
+    """The object for a problem, or for an error that `problem` turns into one.
 
-    Beside OpenAI's four members it has request_id, and for a request at fault value, accepted and nearest.
+    Beside OpenAI's four members it has request_id and, if the request is at fault, value, accepted and nearest.
     """
     if isinstance(failure, BaseException):
         failure = problem(failure)
@@ -43,14 +43,14 @@ def error_object(failure: Problem | BaseException, request_id: str) -> dict[str,
 
 
 def spell(failure: Problem, exchange: Exchange) -> tuple[bytes, str] | None:
-    """For `Guard`: errors under /v1, of /tokenize and of /detokenize are OpenAI's, all others problem+json."""
+    """The ``spell`` of `Guard`: OpenAI's form for errors under /v1, /tokenize and /detokenize; None for all others."""
     if not exchange.path.startswith(("/v1/", "/tokenize", "/detokenize")):
         return None
     return _bytes(error_object(failure, exchange.request_id)), "application/json"
 
 
 async def not_routed(request: Request, error: Exception) -> Response:
-    """For Starlette: a path or a method that is not there."""
+    """Starlette's handler for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:200]}: {error.detail}"
     content = {"message": text, "type": "invalid_request_error", "param": None, "code": error.detail.replace(" ", "")}

@@ -1,4 +1,4 @@
-"""The models that a server has: found by name, loaded from folders."""
+"""The models of a server: loads them from folders and finds them by name."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ logger: logging.Logger = logging.getLogger("gpu_actors")
 MINILM = "minilm"
 _MINILM_NAME = "all-MiniLM-L6-v2"
 
-# Of a step. A GPU reads the weights once a step, however few rows it has.
+# Rows of a step. A GPU reads the weights once per step, even for few rows.
 _CPU_ROWS = 256
 _GPU_ROWS = 2048
 
 _TINY_MIB = 32
-"""Of the tiny model's cache: room for 65,536 tokens, made in no time."""
+"""MiB of the tiny model's cache: room for 65,536 tokens, quickly allocated."""
 
 
 class Generator(NamedTuple):
@@ -58,7 +58,7 @@ class Generator(NamedTuple):
 
     vocab: how many tokens it has.
     stop_tokens: each of them ends a text.
-    stored, dtype, cache_dtype: of the weights, of attention's operands and of the KV cache.
+    stored, dtype, cache_dtype: the types of the stored weights, of attention's operands and of the KV cache.
     """
 
     name: str
@@ -79,14 +79,14 @@ class Encoder(NamedTuple):
 
 @dataclass(slots=True)
 class Models:
-    """At most one of each kind. created: when they were loaded, in seconds since 1970."""
+    """At most one model of each kind. created: when the models were loaded, in seconds since 1970."""
 
     generator: Generator | None = None
     encoder: Encoder | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def generator_of(self, name: str | None) -> Generator:
-        """The generator of this name, whatever it is for None. Raises `NotFound`."""
+        """The generator of this name, or of any name for None. Raises `NotFound`."""
         if self.generator is None or name not in (None, self.generator.name):
             raise self._not_found(name, self.generator)
         return self.generator
@@ -98,7 +98,7 @@ class Models:
         return self.encoder
 
     def cards(self) -> list[ModelCard]:
-        """What /v1/models lists."""
+        """The models as /v1/models lists them."""
         cards = []
         if self.generator is not None:
             generator = self.generator
@@ -133,10 +133,10 @@ class Models:
 
 @asynccontextmanager
 async def open_models(context: GpuContext | ContextPool, settings: ServeSettings) -> AsyncIterator[Models]:
-    """Load the models of the settings, and have them answer once, as long as this is entered.
+    """Load the models of the settings, let each answer once, and keep them open while this is entered.
 
-    context: or a pool, whose workers all generate and embed.
-    Raises `InvalidRequest` and `Unsupported` for a folder that is not one of a model.
+    context: a context, or a pool whose workers all generate and embed.
+    Raises `InvalidRequest` and `Unsupported` for a folder without a model that can be used.
     """
     sources = [_source(name) for name in settings.models] or [_source(default_model()), (_MINILM_NAME, "")]
     models = Models()
@@ -175,7 +175,7 @@ async def open_models(context: GpuContext | ContextPool, settings: ServeSettings
 
 
 def _load(source: str, settings: ServeSettings, context: GpuContext | ContextPool) -> LoadedModel | TorchModel:
-    """The model for the engine that the settings name; "auto" is torch for a folder that the NumPy engine refuses."""
+    """Load a model for the engine of the settings. "auto" is torch for a folder that the NumPy engine refuses."""
     why = "--engine names it"
     if settings.engine != "torch":
         try:
@@ -201,7 +201,7 @@ def _load(source: str, settings: ServeSettings, context: GpuContext | ContextPoo
         reason = "runs in the server's own process, so --workers must be 0; the numpy engine has workers"
         raise Unsupported("engine", "torch", reason, "numpy")
     for each in map(logging.getLogger, LOGGERS):
-        # They write to standard error in forms of their own, between the lines of the server's log.
+        # These loggers write to standard error in their own formats, between the lines of the server's log.
         each.handlers.clear()
         each.propagate = True
     loaded = load_torch_model(source, context, dtype=settings.dtype, cache_dtype=settings.cache_dtype)
@@ -231,7 +231,7 @@ async def _open_numpy(
     else:
         opened = Engine.open(context, model, sizes)
     async with opened as engine:
-        # Compiles the kernels of the first requests, and imports what they need.
+        # This compiles the kernels of the first requests, and imports the modules that they need.
         for each in engine if isinstance(engine, Engines) else [engine]:
             await each.submit([0], max_new_tokens=2).tokens()
         config, dtypes = model.config, sizes.dtypes(model.weights.dtype)
@@ -261,12 +261,12 @@ async def _open_torch(
 
 
 async def _in_thread(load: Callable[[], T]) -> T:
-    """What a thread loads, for which neither a cancellation nor the end of the process waits."""
+    """Load on a thread. Neither a cancellation nor the end of the process waits for it."""
     return await asyncio.wrap_future(start_thread(load, "gpu-actors-loading"))
 
 
 def _source(argument: str) -> tuple[str, str]:
-    """NAME=DIR to both; a folder alone has its own name."""
+    """Split NAME=DIR into both. A folder alone gets its own name."""
     name, equals, folder = argument.partition("=")
     if not equals:
         folder = argument
@@ -287,12 +287,12 @@ def _kind(folder: str) -> str:
     try:
         kind = read_json(Path(folder) / "config.json", dict).get("model_type")
     except InvalidRequest:
-        return ""  # the loader of the other kind says what is wrong with it
+        return ""  # the loader of generating models says what is wrong with the folder
     return kind if isinstance(kind, str) else ""
 
 
 async def _embedder(context: GpuContext, source: str) -> Embedder | None:
-    """source: a folder, or "minilm" for the installed weights; "" if they are optional."""
+    """Open an embedder. source: a folder, or "minilm" for the installed weights; "" returns None if there are none."""
     if source == "":
         try:
             await anyio.to_thread.run_sync(find_weights, None)
@@ -303,5 +303,5 @@ async def _embedder(context: GpuContext, source: str) -> Embedder | None:
 
 
 def names(models: Sequence[ModelCard]) -> str:
-    """For a line of the log."""
+    """The models' names and kinds, for a line of the log."""
     return ", ".join(f"{card.id} ({card.kind})" for card in models) or "no model"

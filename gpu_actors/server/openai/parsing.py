@@ -1,4 +1,4 @@
-"""Parses bodies to requests. The errors of pydantic become errors of this package."""
+"""Parses bodies into requests. Pydantic's errors become errors of this package."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _JSON = ("json_invalid", "json_type")
 _LONGEST_NAME = 80
 
 _SMALL = 1 << 12
-"""Bytes of a body that is read on the loop: in less time than a thread takes to begin where the loop is busy."""
+"""Bytes. A body up to this size is read on the loop, since a thread would take longer to start if the loop is busy."""
 
 _GRACE = 1.0
 """How long a body may take to arrive while the server shuts down, in seconds."""
 
 
 async def read_request(request: Request, admission: Admission, read: Callable[[bytes], T]) -> T:
-    """What ``read`` makes of the whole body of a request whose Content-Type is JSON. On a thread, if it is long.
+    """Receive the whole body of a JSON request, and return ``read(body)``. A thread reads a long body.
 
-    admission: counts the request among those that are being read.
+    admission: counts the request as one that is being read.
 
-    Raises `WrongContentType`, what `Guard` answers, what ``read`` and the admission raise, and `ActorStopped` for a
-    body that does not arrive while the server shuts down.
+    Raises `WrongContentType`, the errors of ``read`` and of the admission, and `ActorStopped` for a body that does not
+    arrive while the server shuts down. `Guard` answers all of them.
     """
     state: State = request.app.state.openai_api
     exchange: Exchange = request.scope[KEY]
@@ -50,7 +50,7 @@ async def read_request(request: Request, admission: Admission, read: Callable[[b
     with state.farewell.waiting(_GRACE):
         body = await request.body()
     with state.farewell.waiting():
-        exchange.stretch(math.inf)  # while it waits to be refused
+        exchange.stretch(math.inf)  # while the request waits for its refusal
         async with admission.reading(exchange.deadline, client=exchange.client):
             exchange.stretch(0.0)
             if len(body) <= _SMALL:
@@ -60,10 +60,10 @@ async def read_request(request: Request, admission: Admission, read: Callable[[b
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """The request that a body holds.
+    """Parse the request in a body.
 
-    Raises `InvalidRequest`, or `Unsupported` for what would be valid elsewhere, naming the field, its value and what is
-    accepted.
+    Raises `InvalidRequest`, or `Unsupported` for a request that other servers would take. The error names the field,
+    its value and the accepted values.
     """
     check_json(body)
     try:
@@ -77,7 +77,7 @@ def _refusal(failure: Mapping[str, Any], body: bytes) -> RequestError:
     if kind == UNKNOWN:
         place, value = (*place, context["field"]), context["value"]
     field, hint = _field(place), hint_of(place)
-    # The error of a validator of ours.
+    # One of our own validators raised the error.
     error = context.get("error")
     if isinstance(error, RequestError):
         return error if error.field else type(error)(field, error.value, error.reason)
@@ -97,7 +97,7 @@ def _refusal(failure: Mapping[str, Any], body: bytes) -> RequestError:
 
 
 def _field(place: Sequence[int | str]) -> str:
-    """messages, 0, content: messages[0].content. A name is cut that a client has made up too long."""
+    """Make messages[0].content of messages, 0, content. The name of a field is cut if a client made it too long."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{cut(part, _LONGEST_NAME)}" for part in place)
     return "".join(parts).lstrip(".")
 

@@ -1,7 +1,7 @@
 """The bodies that clients send, as pydantic models.
 
-A field that changes the answer and is not done here is refused unless its value asks for nothing. Fields that change
-nothing (user, metadata, store) are taken and not used. Any other field is refused by name.
+A field that would change the answer and is not supported is refused unless its value asks for nothing. Fields that
+change nothing (user, metadata, service_tier) are accepted and not used. Any unknown field is refused by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_STOP = 256
 _MOST_METADATA = 16
 
 Nothing = None | Annotated[list[Any], Field(max_length=0)]
-"""A list of something that is not supported: only an empty one."""
+"""The type of a list that is not supported: only null and an empty list are accepted."""
 
 
 UNKNOWN = "unknown_field"
@@ -40,7 +40,7 @@ UNKNOWN = "unknown_field"
 
 
 class _Body(BaseModel):
-    # Not "forbid", which makes an error of each of them.
+    # Not "forbid", which makes an error for each unknown field.
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=())
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class _Body(BaseModel):
 
 
 def _only(nothing: Any) -> BeforeValidator:
-    """Accepts the one value that changes nothing, and null. (In Python, but not in JSON, true is 1.)"""
+    """Accept only null and the one value that changes nothing. (True is not 1 here, as in JSON and unlike Python.)"""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and (type(value) is not type(nothing) or value != nothing):
@@ -101,14 +101,14 @@ def _inputs(value: Any) -> Any:
 
 
 class StreamOptions(_Body):
-    """include_usage: whether the stream ends with the counts of its tokens. include_obfuscation: taken, not used."""
+    """include_usage: whether the stream ends with the counts of its tokens. include_obfuscation: not used."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class GenerationRequest(_Body):
-    """What both kinds of completions have. Every number is JSON's: NaN and Infinity are refused."""
+    """The fields of both kinds of completions. Every number is one of JSON: NaN and Infinity are refused."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -130,10 +130,10 @@ class GenerationRequest(_Body):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions. logprobs: how many of the likeliest tokens to name at each place.
+    """The body of /v1/completions. logprobs: how many of the likeliest tokens to name at each position.
 
-    echo: whether the answer begins with the prompt, and its logprobs with those of the prompt's tokens. ``max_tokens``
-    may be 0 then.
+    echo: whether the answer begins with the prompt, and its logprobs with those of the prompt's tokens. With echo,
+    ``max_tokens`` may be 0.
     """
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
@@ -151,7 +151,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def _content(value: Any) -> Any:
-    """The text of a message, whichever of the two forms it has."""
+    """The text of a message, which is given as a text or as a list of parts."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
@@ -171,7 +171,7 @@ def _is_text(part: Any) -> bool:
 
 
 class Message(_Body):
-    """One message of a conversation. What clients copy from an answer into the next request may be there, but null."""
+    """One message of a conversation. Fields that clients copy from an answer may be present, but null or empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
@@ -184,7 +184,7 @@ class Message(_Body):
 
 
 def _metadata(value: Any) -> Any:
-    """At most as many as OpenAI takes, before each of them is checked."""
+    """Refuse more keys than OpenAI takes, before each of them is checked."""
     if isinstance(value, dict) and len(value) > _MOST_METADATA:
         raise InvalidRequest("metadata", f"{len(value)} keys", f"must have at most {_MOST_METADATA} keys")
     return value
@@ -215,7 +215,7 @@ class ChatRequest(GenerationRequest):
 
 
 class EmbeddingRequest(_Body):
-    """The body of /v1/embeddings. truncate: cut texts that are too long, which are refused otherwise."""
+    """The body of /v1/embeddings. truncate: cut texts that are too long, in place of refusing them."""
 
     model: str
     input: Annotated[list[str], BeforeValidator(_inputs)]
@@ -226,7 +226,7 @@ class EmbeddingRequest(_Body):
 
 
 class TokenizeRequest(_Body):
-    """The body of /tokenize: a prompt, or messages. model: None for the one that generates."""
+    """The body of /tokenize: a prompt, or messages. model: None for the model that generates."""
 
     model: str | None = None
     prompt: str | None = None
@@ -242,7 +242,7 @@ class TokenizeRequest(_Body):
 
 
 class DetokenizeRequest(_Body):
-    """The body of /detokenize. model: None for the one that generates."""
+    """The body of /detokenize. model: None for the model that generates."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

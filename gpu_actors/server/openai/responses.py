@@ -1,4 +1,4 @@
-"""The bodies that clients get, as pydantic models. Field for field OpenAI's, as its Python client reads them."""
+"""The bodies that clients get, as pydantic models. Their fields are OpenAI's, as its Python client reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Finish = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
-    """cached_tokens: of the prompt, those that were not computed again."""
+    """cached_tokens: tokens of the prompt that were not computed again."""
 
     cached_tokens: int
 
@@ -46,7 +46,7 @@ class Usage(BaseModel):
 
 
 class _Answer(BaseModel):
-    """id: of the request, the same in each event of a stream. created: in seconds of Unix time."""
+    """id: the same in each event of a stream. created: Unix time in seconds."""
 
     id: str
     object: str
@@ -55,7 +55,7 @@ class _Answer(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """A list each, one entry a token; null for the first of a prompt, which follows on nothing.
+    """Lists with one entry per token. The scores of a prompt's first token are null, since it follows no token.
 
     text_offset: characters of the answer before the token.
     """
@@ -82,7 +82,7 @@ class Completion(_Answer):
 
 
 class TopToken(BaseModel):
-    """A token and the logarithm of its probability. bytes: of its text, which may begin or end within a character."""
+    """A token and the logarithm of its probability. bytes: its text, which may begin or end within a character."""
 
     token: str
     logprob: float
@@ -90,13 +90,13 @@ class TopToken(BaseModel):
 
 
 class ChatToken(TopToken):
-    """A token of the answer, and the likeliest at its place."""
+    """A token of the answer, and the likeliest tokens at its position."""
 
     top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(BaseModel):
-    """One entry a token."""
+    """One entry per token."""
 
     content: list[ChatToken]
     refusal: None = None
@@ -129,7 +129,7 @@ class Delta(BaseModel):
 
     @model_serializer
     def _new(self) -> dict[str, str]:
-        """Without null for what has not changed: some clients would take it for the content."""
+        """Leave out fields that have not changed: some clients would take null for the content."""
         return {name: value for name, value in (("role", self.role), ("content", self.content)) if value is not None}
 
 
@@ -149,7 +149,7 @@ class ChatChunk(_Answer):
 
 
 class Embedding(BaseModel):
-    """A vector, as numbers or as base64 of float32 in the order of bytes of x86."""
+    """A vector, as numbers or as base64 of little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -171,12 +171,12 @@ class EmbeddingList(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model. Everything but attention is computed in float32.
+    """A model. Everything but attention is computed in float32, or in ``dtype`` by the torch engine.
 
-    max_model_len: tokens of its longest text.
-    dtype: of attention's operands.
-    weights: how they are stored, for a model that generates.
-    cache_dtype: of the KV cache, for a model that generates.
+    max_model_len: the most tokens of a text.
+    dtype: the dtype of attention's operands.
+    weights: how the weights are stored, for a model that generates.
+    cache_dtype: the dtype of the KV cache, for a model that generates.
     """
 
     id: str

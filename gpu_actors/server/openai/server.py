@@ -43,15 +43,15 @@ _LAST_EVENTS = 5.0
 """Seconds for the last events of streams to go out, before their connections are closed."""
 
 _BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""The most connections that wait to be accepted."""
 
 _SWITCH = 0.0005
-"""Seconds after which the loop lets another thread go on. A step of the engine changes threads many times. With
-Python's 5 ms it would wait for the loop each time while that reads and refuses requests."""
+"""Seconds after which Python switches from the loop to another thread. A step of the engine changes threads many times.
+With the default, 5 ms, it would wait each time while the loop reads requests."""
 
 _KEEP_ALIVE = 75
-"""Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request that
-meets the server's own end of a connection is lost."""
+"""Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, because a request is
+lost if the server closes its connection at that moment."""
 
 
 def serve(
@@ -64,11 +64,11 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then end every answer, and return.
 
-    The port is taken at once, and opens when the models answer. Writes its log to standard error, as JSON lines (see
-    `JsonLines`) or as text. port: 0 takes a free one, which the log names. On an address of this machine alone, without
-    keys and ``allowed_hosts``, only "localhost" is allowed.
+    The port is bound at once, and opened when the models answer. The log goes to standard error, as JSON lines (see
+    `JsonLines`) or as text. port: 0 takes a free port, which the log names. On a loopback address without keys and
+    ``allowed_hosts``, ``allowed_hosts`` is "localhost".
 
-    Raises `InvalidRequest` if it cannot listen, and what opening the models raises.
+    Raises `InvalidRequest` if it cannot listen, and the errors of opening the models.
     """
     _start_log(log_json)
     _raise_open_files()
@@ -85,7 +85,7 @@ def serve(
 
 
 def _run(server: Server, listener: socket.socket) -> None:
-    # uvicorn raises the signals again that have ended it; the process would end by the signal, not well.
+    # uvicorn raises the signals that ended it again. Without these handlers the process would end by the signal.
     former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run([listener])
@@ -100,7 +100,7 @@ def _run(server: Server, listener: socket.socket) -> None:
 
 
 class Tls(NamedTuple):
-    """Files in PEM, as uvicorn takes them. ca_certs: whose certificates clients need then."""
+    """PEM files, as uvicorn takes them. ca_certs: if given, clients need a certificate of one of these authorities."""
 
     certfile: Path
     keyfile: Path | None = None
@@ -109,10 +109,10 @@ class Tls(NamedTuple):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. When it stops to listen, texts go on for ``drain_seconds``; then they end with an error.
+    """uvicorn's server. When it stops listening, texts go on for ``drain_seconds``; then they end with an error.
 
-    A second signal ends them at once, a third one the process without more ado. A signal while the models load ends
-    that. failure: what the startup raised.
+    A second signal ends the texts at once. After that, SIGINT stops the server without waiting for connections. A
+    signal while the models load ends the loading. failure: the error that the startup raised.
     """
 
     def __init__(self, state: State, app: Any, tls: Tls | None = None) -> None:
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Protocol,
             ws="none",
-            # A client that names its own address could be another one each time.
+            # A client that names its own address could name another one each time.
             proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE,
@@ -144,13 +144,13 @@ class Server(uvicorn.Server):
         )
         try:
             config.load()
-        except OSError as error:  # ssl's own are some
+        except OSError as error:  # this includes ssl.SSLError
             files = ", ".join(str(part) for part in (tls or ())[:2] if part is not None)
             raise InvalidRequest("ssl_certfile", files, f"cannot be used: {error}") from error
         super().__init__(config)
 
     def _watch_startup(self, app: Any) -> Any:
-        """The application. What its startup raises is kept in `failure`, since uvicorn only logs it and exits."""
+        """Wrap the application. An error of its startup is kept in `failure`, since uvicorn only logs it and exits."""
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "lifespan":
@@ -178,7 +178,7 @@ class Server(uvicorn.Server):
         self._hurry, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._sockets = sockets or []
         uvicorn_log = logging.getLogger("uvicorn.error")
-        uvicorn_log.disabled = True  # it would log the traceback of what is raised
+        uvicorn_log.disabled = True  # it would log the traceback of the startup's error
         try:
             await super().startup(sockets)
         finally:
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
         logger.info("serving %s on %s://%s after %.1f s", names(self._state.models.cards()), scheme, address, seconds)
 
     def _listen(self) -> None:
-        """Listen on the ports. Another process may have opened one meanwhile, which uvloop does not report."""
+        """Listen on the ports. Raises here if another process has taken one, since uvloop does not report it."""
         for one in self._sockets:
             try:
                 one.listen(_BACKLOG)
@@ -227,10 +227,10 @@ class Server(uvicorn.Server):
 
 
 class JsonLines(logging.Formatter):
-    """A log record as a line of JSON: time (seconds since 1970), level, logger, message, and the fields of the record.
+    """Formats a log record as a line of JSON: time (seconds since 1970), level, logger, message, and exception if any.
 
-    A line of the access log has request_id, trace_id where there is a trace, method, path, status, milliseconds, and
-    the counts of the request.
+    A line of the access log has, in place of message, request_id, trace_id if there is a trace, method, path, status,
+    milliseconds, and the notes of the request.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -257,11 +257,11 @@ def _start_log(log_json: bool) -> None:
     handler.setFormatter(JsonLines() if log_json else logging.Formatter("%(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.captureWarnings(True)  # such as the one of a machine without a GPU
+    logging.captureWarnings(True)  # such as the warning that there is no GPU
 
 
 def _raise_open_files() -> None:
-    """Every connection is an open file, and 1,024 of them is a usual limit."""
+    """Raise the limit of open files: each connection is an open file, and 1,024 is a usual limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -271,7 +271,7 @@ def _raise_open_files() -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has the port and does not listen: until the server can answer, who tries the port is refused."""
+    """A socket that is bound and does not listen yet: the port refuses connections until the server can answer."""
     listener = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

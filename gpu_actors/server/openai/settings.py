@@ -1,4 +1,4 @@
-"""ServeSettings: everything that can be set of a server."""
+"""ServeSettings: all settings of a server."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ __all__ = ["ServeSettings"]
 
 _ENGINES = ("auto", "numpy", "torch")
 
-# As browsers spell it, but for its case. They leave out the scheme's own port.
+# An origin as browsers write it, in lower case. Browsers leave out the scheme's own port.
 _SITE = r"(https?)://([a-z0-9_.-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?"
 _OWN_PORTS = {"http": "80", "https": "443"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Sizes are bounds on one request unless they say otherwise; times are in seconds.
+    """The settings of a server. Sizes bound one request unless they say otherwise; times are in seconds.
 
-    workers: child processes with a context each, on the device; 0 is one context in this process.
+    workers: child processes, each with a context on the device; 0 is one context in this process.
     models: folders or GGUF files, as DIR, FILE.gguf, NAME=DIR or NAME=FILE.gguf; "smollm2" and "minilm" (installed
-        models) or "tiny" (a small Llama of random weights). At most one of each kind. None given: "smollm2" where it is
-        installed, else "tiny", and "minilm" where it is installed.
-    engine: "numpy" computes models of Llama's family in NumPy; "torch" has Transformers run a folder's model by torch
-        (extra "serve-torch"). "auto" is "numpy", and "torch" for a folder that "numpy" refuses as unsupported.
-    threads: that share each product of the model (see `Llama`).
-    max_running: texts that are generated at once.
-    max_embedding: requests for embeddings that run at once.
-    max_waiting: requests that wait for either.
-    queue_seconds: how long each may wait before it is refused with 429.
-    max_per_client: requests that a client may have that run, wait or are being read. None: no limit. A client is a key
-        of ``api_keys``, or without them an address.
-    client_weights: of clients, as `client_of` names them, if not 1. One of 2 gets twice as much while all of them
-        wait.
-    default_max_tokens: new tokens of a request that does not say how many.
-    max_inputs: texts of a request for embeddings.
-    cache_mib: memory of the KV cache, for all layers, of each worker.
-    page_size: tokens of a page of it.
-    dtype, cache_dtype: of attention's operands and of that cache; None as in `generation.Settings`.
+        models) or "tiny" (a small Llama of random weights). At most one that generates and one that embeds. Default:
+        "smollm2" if it is installed, else "tiny", and "minilm" if it is installed.
+    engine: "numpy" computes models of Llama's family in NumPy; "torch" runs a folder's model by Transformers and torch
+        (extra "serve-torch"). "auto" is "numpy", or "torch" for a folder that "numpy" refuses as unsupported.
+    threads: how many threads share each product of the model (see `Llama`).
+    max_running: the most texts that are generated at once.
+    max_embedding: the most requests for embeddings that run at once.
+    max_waiting: the most requests that wait for a text, and the most that wait for embeddings.
+    queue_seconds: how long a request may wait before it is refused with 429.
+    max_per_client: the most requests of one client that run, wait or are being read. None: no limit. A client is a key
+        of ``api_keys``, or an address if there are no keys.
+    client_weights: by client name (see `client_of`); 1 for absent ones. A client of weight 2 gets twice the share of a
+        client of weight 1 while both wait.
+    default_max_tokens: the most new tokens of a request that sets no limit.
+    max_inputs: the most texts of a request for embeddings.
+    cache_mib: MiB of each worker's KV cache, for all layers.
+    page_size: tokens per page of the KV cache.
+    dtype, cache_dtype: of attention's operands and of the KV cache; None as in `generation.Settings`.
     default_timeout, longest_timeout, max_body_bytes: see `Guard` and `Bodies`.
     probe_host, probe_port, exit_when_dead: see `Probes`.
     api_keys, allowed_hosts: see `Doors`.
     cors_origins: sites whose pages may call the server, as "https://example.com", or "*" for all.
-    page: whether / is a page that shows the context (see `gpu_actors.asgi.routes`).
-    leave_seconds: how long /readyz says that the server is leaving before it stops listening.
-    drain_seconds: how long texts go on after that, before they are cut off with an error.
+    page: whether / shows a page about the context (see `gpu_actors.asgi.routes`).
+    leave_seconds: how long /readyz says "draining" before the server stops listening.
+    drain_seconds: how long texts go on after the server stops listening. Then they end with an error.
 
     Raises `InvalidRequest` for a value out of its range.
     """

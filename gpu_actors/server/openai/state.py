@@ -14,16 +14,16 @@ from gpu_actors.server.openai.settings import ServeSettings
 __all__ = ["State"]
 
 _LARGE = 1 << 16
-"""Bytes or characters, which are read in a few milliseconds."""
+"""Bytes or characters. A body or a prompt up to this size is read in a few milliseconds."""
 
 
 @dataclass(slots=True)
 class State:
     """What the endpoints share.
 
-    admission: of texts.
-    embedding: of requests for embeddings.
-    readers: how many bodies and prompts are read at once.
+    admission: the admission of texts.
+    embedding: the admission of requests for embeddings.
+    readers: bounds how many bodies and prompts are read at once.
     slow_readers: the same for large ones, so that no small one waits for them.
     farewell: the waits that end when the server shuts down.
     """

@@ -1,4 +1,4 @@
-"""EventStream: a response of server-sent events. An error before the first event has a status of its own."""
+"""EventStream: a response of server-sent events. An error before the first event is answered with its own status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["EventStream", "Writer"]
 logger: logging.Logger = logging.getLogger("gpu_actors")
 
 _GRACE = 15.0
-"""Seconds that a client has to read the end of its stream, from the deadline, or from when the stream ends after it."""
+"""Seconds that a client has to read the end of its stream, from the deadline or, if later, from the stream's end."""
 
 
 class Writer:
@@ -38,11 +38,11 @@ class Writer:
         await self.write_text(content.model_dump_json(exclude=exclude))
 
     async def write_text(self, data: str) -> None:
-        """One event of one line."""
+        """Write one event, whose data is one line."""
         if not self.started:
             headers = [*STREAM_HEADERS, (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self.started = True  # only now: a deadline may pass while the connection still sends an earlier answer
+            self.started = True  # after the send: a deadline may pass while the connection sends an earlier answer
         await self._send({"type": "http.response.body", "body": sent_event(data), "more_body": True})
 
     async def close(self) -> None:
@@ -51,8 +51,8 @@ class Writer:
 
 
 class EventStream(Response):
-    """events: writes all events but the last. An error before the first is answered as any other; a later one is
-    sent in an event, which ends the stream.
+    """events: writes all events but the last. An error before the first event is answered as any other error; a later
+    error is sent as an event that ends the stream.
     """
 
     def __init__(self, events: Callable[[Writer], Awaitable[None]]) -> None:
@@ -61,7 +61,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = Writer(send)
         exchange: Exchange = scope[KEY]
-        # This ends by the deadline itself. After a pause of the process the guard's own limit would be due with it.
+        # The stream itself ends by the deadline. After a pause of the process the guard's limit would be due with it.
         exchange.stretch(math.inf)
         last: str | None = None
         try:

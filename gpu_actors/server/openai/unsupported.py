@@ -1,4 +1,4 @@
-"""Fields of the API that this server refuses, with the kind of server that takes each."""
+"""Fields of the API that this server refuses, with the kinds of servers that accept them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _KINDS = {
 }
 
 HINTS: dict[str, str] = {field: f"{kind}, have it" for kind, fields in _KINDS.items() for field in fields}
-"""The sentence for each field."""
+"""A hint for each field: the servers that have it."""
 
 
 def hint_of(place: Sequence[int | str]) -> str:
-    """The sentence for a place in a body, or for an outer one; empty if there is none."""
+    """The hint for a place in a body, or for the nearest outer place that has one. Empty if there is none."""
     names = [part for part in reversed(place) if isinstance(part, str)]
     return next((HINTS[name] for name in names if name in HINTS), "")

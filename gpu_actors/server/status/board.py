@@ -1,7 +1,7 @@
 """StatusBoard: reads the status of one context, or of the workers of a pool, for any number of viewers.
 
-One thread reads, twice a second and at once on an event, and each viewer sends the latest snapshot. No viewer has a
-queue. Actors call nothing here but `EventLog`, for rare events, which takes microseconds.
+One thread reads the status twice a second, and at once after an event. Each viewer sends the latest snapshot; no viewer
+has a queue. Actors call only `EventLog` here, for rare events, and a call takes microseconds.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _LEAST = 0.05
 
 
 class Viewer:
-    """One reader of a board, on one event loop. woken: set when there is something new."""
+    """One reader of a board, on one event loop. woken: set when there is a new snapshot or the streams end."""
 
     def __init__(self) -> None:
         self.woken = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def wake(self) -> None:
-        """From any thread."""
+        """Set ``woken``. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.woken.set)
 
 
 class StatusBoard:
-    """Reads the status of a context, or of several workers, from `watch` to `close`, and gives snapshots as JSON.
+    """Reads the status of a context, or of several workers, from `watch` to `close`, and makes snapshots as JSON.
 
-    period: seconds between two snapshots while there are viewers; a loss and a restart make one at once.
-    max_viewers: streams at once. capacity: events that are kept.
-    draining: whether the context was draining in the latest snapshot. Streams then end after each one.
+    period: seconds between two snapshots while there are viewers; a loss or a restart causes one at once.
+    max_viewers: the most streams at once. capacity: how many events are kept.
+    draining: whether the context was draining in the latest snapshot. Each stream then ends after one snapshot.
     """
 
     def __init__(self, *, period: float = _PERIOD, max_viewers: int = 32, capacity: int = 500) -> None:
@@ -86,10 +86,10 @@ class StatusBoard:
         self._unwatch: list[Callable[[], None]] = []
 
     def watch(self, context: GpuContext | Mapping[str, GpuContext], verdict: ReadReadiness | None = None) -> None:
-        """Read this context, or these workers by name, from now on, on a thread.
+        """Read this context, or these workers by name, on a thread from now on.
 
-        verdict: gives ready, state and reason as the page shows them first, and for workers the same of each under
-        "workers"; `Probes.readiness` is one. None: what ``health()`` of each context says.
+        verdict: returns ready, state and reason, which the page shows first, and for workers the same of each under
+        "workers"; `Probes.readiness` is an example. None: read ``health()`` of each context.
         """
         self.ending = False
         self._closed.clear()
@@ -105,24 +105,24 @@ class StatusBoard:
         self._thread.start()
 
     def show(self, numbers: Numbers) -> None:
-        """Show these numbers by their names too. Called on the board's thread at each snapshot; must not block."""
+        """Show the numbers that this returns, too. The board's thread calls it at each snapshot; it must not block."""
         self._numbers.append(numbers)
 
     def show_traffic(self, traffic: Traffic, timed: Times = MappingProxyType({})) -> None:
         """Show how clients are answered, before anything else, from the next `watch` on.
 
-        timed: functions that give histograms of seconds by name, or None; called as those of `show` are.
+        timed: functions by name that return a histogram of seconds or None, called like the functions of `show`.
         """
         self._clients = Clients(traffic, timed)
 
     def end_streams(self) -> None:
-        """Have every viewer's stream end, as a server waits for them before it stops. From any thread."""
+        """End every viewer's stream, since a server waits for streams before it stops. Any thread may call it."""
         self.ending = True
         for viewer in list(self._viewers):
             viewer.wake()
 
     def close(self) -> None:
-        """Stop. Blocks until the thread has ended, which takes no longer than one snapshot."""
+        """Stop reading. Blocks until the thread has ended, for at most the time of one snapshot."""
         self.end_streams()
         for unwatch in self._unwatch:
             unwatch()
@@ -140,12 +140,12 @@ class StatusBoard:
             return self._number, self._latest
 
     def snapshot(self) -> dict[str, Any]:
-        """The state now, with the events that are kept. Reads the contexts: not for a loop's thread."""
+        """The state now, with the events that are kept. Reads the contexts, so no event loop's thread may call it."""
         return self._read() | {"events": self.event_log.since(0).items}
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Viewer | None]:
-        """A place among the viewers, or None if there is none left."""
+        """Hold a place among the viewers while entered. Yields None if no place is left."""
         viewer = Viewer()
         with self._lock:
             room = len(self._viewers) < self.max_viewers
@@ -167,7 +167,7 @@ class StatusBoard:
 
     def _run(self) -> None:
         while True:
-            # Without viewers only the histograms of the last minutes are kept up to date.
+            # Without viewers only the histograms of the last minutes must be kept up to date.
             self._due.wait(self._period if self._viewers else SLOT)
             self._due.clear()
             if self._closed.is_set():
@@ -189,7 +189,7 @@ class StatusBoard:
             viewer.wake()
 
     def _read(self) -> dict[str, Any]:
-        """The fields that all contexts share, and those of the one context, or a list of "workers"."""
+        """The common fields, with the fields of the one context or with a list of "workers"."""
         with self._reading:
             readiness = self._read_readiness()
             common = {"version": __version__, "pid": os.getpid(), "time": time.time(), "since": self._began}

@@ -1,4 +1,4 @@
-"""Clients: the answers to clients over the last minutes, and what an operator should know first."""
+"""Clients: the answers to clients over the last minutes, and the verdict that an operator should see first."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gpu_actors.server.status.history import WINDOWS, Records
 __all__ = ["Clients", "judge"]
 
 RECENT = 10.0
-"""Seconds. What failed longer ago turns the state red no more, once answers have succeeded since."""
+"""Seconds. Older failures no longer turn the state red, once answers have succeeded since."""
 
 TOLERATED = 0.01
-"""The share of refusals, misses or failures over the last minute from which on the state is amber."""
+"""The share of refusals, missed deadlines or failures in the last minute above which the state is amber."""
 
 _FEWEST = 3
-"""The least answers for a state that says "all"."""
+"""The fewest answers for which a state says "all"."""
 
 Times = Mapping[str, Callable[[], Histogram | None]]
 
 
 class _Record(NamedTuple):
-    """outcomes, late: of all routes together. timed: counts by bucket, none before there is a histogram."""
+    """outcomes, late: counts of all routes together. timed: counts by bucket, empty before there is a histogram."""
 
     time: float
     routes: dict[str, RouteCounts]
@@ -37,9 +37,9 @@ class _Record(NamedTuple):
 
 
 class Clients:
-    """The answers to clients. For one thread at a time.
+    """The answers to clients. Only one thread at a time may use it.
 
-    timed: functions that give histograms of seconds by name, or None while there is none.
+    timed: functions by name that return a histogram of seconds, or None while there is none.
     """
 
     def __init__(self, traffic: Traffic, timed: Times) -> None:
@@ -49,9 +49,9 @@ class Clients:
         self._records = Records(self._now())
 
     def read(self) -> dict[str, Any]:
-        """The outcomes of the last ten seconds and of the last minute, all over time, and by route.
+        """The outcomes of the last ten seconds and of the last minute, outcomes over time, and outcomes by route.
 
-        late: answers with 504; other misses of a deadline are streams that were cut.
+        late: answers with 504. Other missed deadlines are streams that were cut off.
         """
         now = self._now()
         recent, minute = self._records.before(now, RECENT), self._records.before(now, WINDOWS[0])
@@ -97,10 +97,10 @@ class Clients:
 
 
 def judge(recent: Mapping[str, int], minute: Mapping[str, int]) -> dict[str, str]:
-    """grade: "good", "warn", "bad", or "" without requests; title and reason: of "warn" and "bad".
+    """Return a grade, "good", "warn", "bad", or "" without requests, and the title and reason of "warn" and "bad".
 
-    recent, minute: answers by outcome, of the last seconds and of the last minute. Requests at fault and clients that
-    hung up count for nothing.
+    recent, minute: answers by outcome, of the last seconds and of the last minute. Invalid requests and clients that
+    hung up do not count.
     """
     for counts, span in ((recent, "10 s"), (minute, "minute")):
         total = _total(counts)
@@ -146,7 +146,7 @@ def _outcomes(now: _Record, before: _Record) -> dict[str, int]:
 
 
 def _route(name: str, now: _Record, before: _Record) -> dict[str, Any]:
-    """All answers of a route, and how long those since a record took."""
+    """All answers of a route, and how long the answers since ``before`` took."""
     earlier, later = before.routes.get(name, RouteCounts()), now.routes[name]
     return {
         "route": name,
@@ -157,8 +157,8 @@ def _route(name: str, now: _Record, before: _Record) -> dict[str, Any]:
 
 
 def _within(now: Sequence[int], before: Sequence[int], bounds: Sequence[float]) -> dict[str, Any]:
-    """count: values between two moments. half, most: the bound within which 50% and 99% of them lie; beyond the last
-    bound that bound's negative; None if there are none."""
+    """count: values between two moments. half, most: the bounds within which 50% and 99% of the values lie, or None if
+    there are no values. A negative number stands for values beyond the last bound."""
     ranks = list(accumulate(later - earlier for later, earlier in zip(now, before, strict=True)))
     count = ranks[-1] if ranks else 0
     if not count:

@@ -32,14 +32,14 @@ _HEADERS = {
 _FILES = {"page.css": "text/css", "page.mjs": "text/javascript"}
 
 STREAM_SECONDS = 15.0
-"""How long a stream lasts. Its reader connects again at once, and a server that stops waits for it no longer."""
+"""Seconds that a stream lasts. Its reader connects again at once. A server that stops waits no longer than this."""
 
 READER_TIMEOUT = 5.0
-"""Seconds for a reader to read what was sent, before its stream ends."""
+"""Seconds that a reader has to read the sent data, before its stream ends."""
 
 
 def page_routes(path: str, find: Find) -> list[BaseRoute]:
-    """The routes of a page at ``path``, which ends in "/". find: gives a request's board, or why there is none."""
+    """The routes of a page at ``path``, which ends in "/". find: returns a request's board, or why there is none."""
 
     async def page(request: Request) -> Response:
         quieten(request.scope)
@@ -82,22 +82,22 @@ def _refused(reason: str) -> Response:
 
 
 def _last(request: Request, boot: str) -> int:
-    """The number of the last event that the reader has. Numbers of another process count for nothing."""
+    """The number of the last event that the reader has. Numbers of another process count as 0."""
     value = request.headers.get("last-event-id") or request.query_params.get("last", "")
     reader_boot, _, number = value.partition(".")
     return int(number) if reader_boot == boot and re.fullmatch(r"[0-9]{1,15}", number) else 0
 
 
 class _Stream(Response):
-    """Server-sent events: "state", the latest one, and "happened", the events since the reader's last ones.
+    """Server-sent events: "state", the latest snapshot, and "happened", the events that the reader has not got yet.
 
-    A reader that does not read gets no further state until it does, and is dropped after `READER_TIMEOUT`.
+    A reader that does not read gets no further snapshot until it does. Its stream ends after `READER_TIMEOUT`.
     """
 
     def __init__(self, board: StatusBoard, last: int, deadline: float | None) -> None:
         self._board = board
         self._last = last
-        # A stream that ends by itself is no error, so it ends before the deadline.
+        # The stream ends itself before the deadline, since ending by the deadline would count as an error.
         limit = time.monotonic() + STREAM_SECONDS
         self._end = limit if deadline is None else min(limit, deadline - 1.0)
 
@@ -130,8 +130,8 @@ class _Stream(Response):
 
     async def _texts(self, viewer: Viewer) -> AsyncIterator[bytes]:
         board = self._board
-        # The latest snapshot may be some seconds old, and the new viewer makes the board take another. The stream of a
-        # server that shuts down does not last until then.
+        # The latest snapshot may be some seconds old, and a new viewer makes the board take another one. Only a server
+        # that shuts down sends the old one, since the stream then ends too early.
         last_number = board.latest[0] - board.draining
         yield b"retry: 500\n\n"
         while True:

@@ -18,7 +18,7 @@ _LONGEST = 400
 
 
 class _Since(NamedTuple):
-    """items: the events. newest: the number of the last one. missed: how many were dropped before they were read."""
+    """items: the events. newest: the number of the last event. missed: how many were dropped before they were read."""
 
     items: list[dict[str, Any]]
     newest: int
@@ -29,7 +29,7 @@ class EventLog:
     """The last ``capacity`` events, numbered from 1. Safe to use from any thread."""
 
     def __init__(self, capacity: int = 500) -> None:
-        # Re-entrant: a finalizer that runs while an event is added may cause another one.
+        # Re-entrant: a finalizer that runs while an event is added may cause another event.
         self._lock = threading.RLock()
         self._items: deque[dict[str, Any]] = deque(maxlen=capacity)
         self._newest = 0
@@ -41,12 +41,12 @@ class EventLog:
         self.add(event.name, {"worker": worker, **event.fields} if worker else event.fields)
 
     def add(self, name: str, fields: Mapping[str, Any], level: str = "") -> None:
-        """Add an event. level: "info", "warning" or "error"; by default that of a trace's event."""
+        """Add an event. level: "info", "warning" or "error"; by default the level of a trace's event of this name."""
         if not level:
             failed = name == "compile.completed" and fields.get("error") is not None
             number = logging.ERROR if failed else LEVELS.get(name, logging.INFO)
             level = {logging.ERROR: "error", logging.WARNING: "warning"}.get(number, "info")
-        # As text, and short: an error keeps its frames, and those their arrays.
+        # Short texts are kept, since an error would keep its frames alive, and the frames their arrays.
         texts = {key: _short(value) for key, value in fields.items() if value is not None}
         with self._lock:
             self._newest += 1
@@ -54,7 +54,7 @@ class EventLog:
             self._items.append(item)
 
     def since(self, number: int) -> _Since:
-        """The events after that number."""
+        """The events after this number."""
         with self._lock:
             number = min(max(number, 0), self._newest)
             items = [item for item in self._items if item["number"] > number]

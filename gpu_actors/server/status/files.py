@@ -1,6 +1,6 @@
 """The files of the page, and the one file of a report.
 
-The page has no build step and asks no other server for anything. Its Content-Security-Policy allows its own style and
+The page has no build step and loads nothing from other servers. Its Content-Security-Policy allows its own style and
 script alone, so a text that holds HTML cannot run, and Trusted Types keep the script from making HTML out of texts.
 """
 
@@ -37,9 +37,9 @@ def page_file(name: str) -> str:
 
 
 def report(snapshot: Mapping[str, Any]) -> str:
-    """The page as one HTML file that shows a snapshot: of /status.json, or of `StatusBoard.snapshot`.
+    """The page as one HTML file that shows a snapshot, from /status.json or `StatusBoard.snapshot`.
 
-    It needs no server and loads nothing. Raises `InvalidRequest` for a mapping that is no snapshot.
+    It needs no server and loads nothing. Raises `InvalidRequest` for a mapping that is not a snapshot.
     """
     parts = ("verdict", "time", "workers") if "workers" in snapshot else ("verdict", "actors", "history", "time")
     absent = [name for name in parts if name not in snapshot]
@@ -47,7 +47,7 @@ def report(snapshot: Mapping[str, Any]) -> str:
         raise InvalidRequest("snapshot", ", ".join(map(str, snapshot))[:80], f"must have {', '.join(absent)}")
     style, script = page_file("page.css"), page_file("page.mjs")
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; {_COMMON}"
-    # In a script element only "<" could end it; a block of JSON is not run.
+    # Only "<" could end the script element, and a block of JSON is not run.
     data = json.dumps(dict(snapshot), separators=(",", ":")).replace("<", "\\u003c")
     page = page_file("index.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'

@@ -1,4 +1,4 @@
-"""Records of the last minutes, and History: the histograms of a context's actors, from those since the first read."""
+"""Records of the last minutes, and History: histograms of a context's actors over these minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["KINDS", "SLOT", "WINDOWS", "History", "Records"]
 
 KINDS = ("latency", "queue", "launch", "batch")
 WINDOWS = (60, 300)
-"""Seconds."""
+"""Seconds of each window."""
 SLOT = 5.0
 """Seconds between two records."""
 
@@ -24,7 +24,7 @@ Counts = dict[str, dict[str, list[int]]]
 
 
 class Timed(Protocol):
-    """What was counted until a moment."""
+    """The counts up to a moment."""
 
     @property
     def time(self) -> float:
@@ -35,13 +35,13 @@ T = TypeVar("T", bound=Timed)
 
 
 class Records(deque[T]):
-    """Records of the last five minutes, at least `SLOT` seconds apart. For one thread at a time."""
+    """Records of the last five minutes, at least `SLOT` seconds apart. Only one thread at a time may use them."""
 
     def __init__(self, first: T) -> None:
         super().__init__([first], maxlen=int(WINDOWS[-1] / SLOT) + 1)
 
     def before(self, now: T, seconds: float) -> T:
-        """The latest record that is so much older than ``now``, or the oldest one."""
+        """The latest record that is at least ``seconds`` older than ``now``, or the oldest one."""
         return next((one for one in reversed(self) if one.time <= now.time - seconds), self[0])
 
     def add(self, now: T) -> None:
@@ -57,7 +57,7 @@ class _Record(NamedTuple):
 
 
 class History:
-    """The counts of one context. For one thread. Reading a mailbox's meter takes its lock for microseconds."""
+    """Recent counts of one context. Only one thread may use it. To read a mailbox takes its lock for microseconds."""
 
     def __init__(self, context: GpuContext) -> None:
         children = context._children
@@ -68,8 +68,8 @@ class History:
         self._records = Records(self._now())
 
     def read(self) -> dict[str, Any]:
-        """The histograms of each window: counts by bucket, of each actor that has any. rate: answers a second, over the
-        last five seconds or a little more."""
+        """The histograms of each window: counts by bucket, for each actor that has any. rate: answers per second over
+        the last five seconds or a little more."""
         now = self._now()
         windows = {str(window): self._window(now, window) for window in WINDOWS}
         before = self._records.before(now, SLOT)

@@ -22,14 +22,14 @@ __all__ = ["StatusReader", "log_state"]
 _FOLDER_SECONDS = 10.0
 """Seconds between two reads of the cubin cache's folder."""
 _UNRESPONSIVE_SECONDS = 5.0
-"""How long an unresponsive worker is not queried, in seconds."""
+"""Seconds for which a worker that did not answer is not queried again."""
 _COUNTS = ("submitted", "completed", "failed", "cancelled", "launched", "in_flight", "queued")
 
 
 class StatusReader:
-    """Reads the status of one context, and logs what has changed since the last time. For one thread at a time.
+    """Reads the status of one context, and logs its changes since the last read. Only one thread at a time may use it.
 
-    worker: its name in a pool, which its events have too.
+    worker: the context's name in a pool. Its events have the name, too.
     """
 
     def __init__(self, context: GpuContext, event_log: EventLog, worker: str = "") -> None:
@@ -176,7 +176,7 @@ class StatusReader:
 
 
 def log_state(event_log: EventLog, fields: Mapping[str, Any]) -> None:
-    """Log that a state has changed. fields: state, before and reason at least."""
+    """Log that a state has changed. fields: at least state, before and reason."""
     state = fields["state"]
     level = "error" if state in ("failed", "stalled") else "info" if state == "ready" else "warning"
     event_log.add("state.changed", fields, level)
