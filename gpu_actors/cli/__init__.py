@@ -1,4 +1,4 @@
-"""The command ``gpu-actors``: one file a subcommand, each importing what is heavy only when it runs."""
+"""The command ``gpu-actors``, with one file per subcommand. Each imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command, or say what it needs where its libraries (extra "cli") are missing, and exit with 1."""
+    """Run the command. If its libraries (extra "cli") are missing, say what it needs and exit with 1."""
     from gpu_actors.extras import missing
 
     try:

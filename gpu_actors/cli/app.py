@@ -40,7 +40,7 @@ def options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Take what stands before the subcommand."""
+    """Take the options before the subcommand."""
     if version:
         from gpu_actors._version import __version__
 
@@ -51,8 +51,8 @@ def options(
 def main() -> None:
     """Run the command line in ``sys.argv``.
 
-    Exits with 0, with 2 for input that cannot be used, with 1 where the work itself failed, with 130 where it was
-    interrupted, and with 141, as other programs do, where the reader of the output has left; an error is one sentence
+    Exits with 0, with 2 for input that cannot be used, with 1 if the work itself failed, with 130 if it was
+    interrupted, and with 141, as other programs do, if the reader of the output has closed it. An error is one sentence
     on standard error, never a traceback.
     """
     sys.exit(_run())
@@ -63,7 +63,7 @@ def _run() -> int:
     try:
         app()
     except SystemExit as done:
-        # Typer has put a wrapper there when it found the pipe closed, and then exits with 1.
+        # If Typer finds the pipe closed, it puts a wrapper there and exits with 1.
         return CLOSED_PIPE if sys.stdout is not output else _code(done)
     except RequestError as error:
         write_error(error_sentence(error))

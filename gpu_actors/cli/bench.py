@@ -62,7 +62,7 @@ def bench(
 
 
 def _run(run: Callable[..., Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    # A suite takes what means something to it: one that has no device to choose, such as the import times, takes none.
+    # A suite takes only the options that apply to it. The import times, for example, have no device to choose.
     taken = inspect.signature(run).parameters
     return dict(run(**{name: value for name, value in given.items() if name in taken}))
 

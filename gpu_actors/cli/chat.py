@@ -50,9 +50,9 @@ def chat(
 ) -> None:
     """Ask a language model, whose attention runs through the service.
 
-    The answer appears as it is generated. A line on standard error follows it: tokens, tokens a second, attention
-    requests, launches and device. Without QUESTION, a terminal gets a conversation that remembers what was said: Ctrl-C
-    stops an answer, Ctrl-D leaves. Otherwise standard input is the question.
+    The answer appears as it is generated. A line on standard error follows it: tokens, tokens per second,
+    attention requests, launches and device. Without QUESTION, a terminal gets a conversation, whose answers build on
+    each other: Ctrl-C stops an answer, Ctrl-D leaves. Without a terminal, standard input is the question.
     """
     asked = question
     if question is None and not (sys.stdin is not None and sys.stdin.isatty()):
@@ -65,7 +65,7 @@ def chat(
 
     sampling = Sampling(temperature=temperature, seed=seed)
     threads = blas_threads()
-    # BLAS threads that wait by spinning would take the CPUs from the context's; the model has its own.
+    # BLAS threads spin while they wait, which would take the CPUs from the context. The model has its own threads.
     limit_blas_threads(1)
     loaded = load_model(model, threads=threads)
     if loaded.template is None:
@@ -82,7 +82,7 @@ def chat(
             Engine.open(context, loaded.model, settings) as engine,
         ):
             talk = _Talk(loaded, context, engine, max_tokens, sampling, quiet, note)
-            # Raised in here, an error would leave the engine in a group of errors.
+            # An error that is raised in here would leave the engine inside a group of errors.
             return await (_converse(talk) if asked is None else talk.answered(asked.strip("\n")))
 
     outcome = asyncio.run(run())
@@ -94,7 +94,7 @@ def chat(
 
 @dataclass(slots=True)
 class _Talk:
-    """note: on the model, before its first answer. messages: of the conversation so far."""
+    """note: about the model, written before its first answer. messages: the conversation so far."""
 
     loaded: LoadedModel
     context: GpuContext
@@ -111,18 +111,18 @@ class _Talk:
             self.note = ""
 
     async def answered(self, question: str) -> bool | Exception:
-        """`ask`, and the error in place of one that is raised."""
+        """Call `ask`, and return an error in place of raising it."""
         try:
             return await self.ask(question)
-        except (GpuActorsError, OSError) as error:  # the reader of the output may leave
+        except (GpuActorsError, OSError) as error:  # the reader of the output may close it
             return error
 
     async def ask(self, question: str) -> bool:
-        """Write the answer as it comes; False if it was interrupted. What was said is remembered."""
+        """Write the answer as it comes, and keep it in ``messages``. Returns False if it was interrupted."""
         _expect_text(question)
         messages = [*self.messages, {"role": "user", "content": question}]
         assert self.loaded.template is not None
-        # The template itself writes what begins a text.
+        # The template itself writes the tokens that begin a text.
         prompt = self.loaded.tokenizer.encode(self.loaded.template.render(messages))
         room = self.engine.longest - len(prompt)
         if room < 1:
@@ -152,13 +152,13 @@ class _Talk:
         def put(text: str) -> None:
             nonlocal answer
             answer += text
-            # No text of a model moves the cursor or names the window.
+            # A model's text must not move the cursor or rename the window.
             sys.stdout.write(
                 "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
             )
             sys.stdout.flush()
 
-        # A handler of its own, for Python drops a KeyboardInterrupt that it raises while it finalises an object.
+        # Python's own handler does not do: a KeyboardInterrupt that it raises while an object is finalised is dropped.
         def interrupt(*_: object) -> None:
             signal.signal(signal.SIGINT, before)  # for the second Ctrl-C
             loop.call_soon_threadsafe(generation.cancel)
@@ -179,7 +179,7 @@ class _Talk:
 
 
 async def _converse(talk: _Talk) -> bool | Exception:
-    """Ask what is typed until Ctrl-D, or until an error that the next question would meet too."""
+    """Ask the typed questions until Ctrl-D, or until an error that the next question would meet too."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits its line and remembers those before
 
@@ -196,7 +196,7 @@ async def _converse(talk: _Talk) -> bool | Exception:
 
 
 def _type() -> str | None:
-    """What is typed, an empty text at Ctrl-C, None at Ctrl-D. The loop may wait: it has nothing to do."""
+    """The typed line, an empty text at Ctrl-C, None at Ctrl-D. It blocks the loop, which has nothing else to do."""
     try:
         with handling(signal.SIGINT, signal.default_int_handler):
             return input(PROMPT)
@@ -209,7 +209,7 @@ def _type() -> str | None:
 
 
 def _expect_text(question: str) -> None:
-    """Refuse what stands for bytes that are no UTF-8, which an argument and a terminal may have."""
+    """Refuse a text with bytes that are not UTF-8. An argument or a terminal may have them."""
     try:
         question.encode()
     except UnicodeEncodeError:
@@ -217,7 +217,7 @@ def _expect_text(question: str) -> None:
 
 
 def _read() -> str:
-    """Standard input, an empty text where it is closed."""
+    """The text of standard input, empty if it is closed."""
     try:
         return "" if sys.stdin is None else sys.stdin.read()
     except UnicodeDecodeError as error:

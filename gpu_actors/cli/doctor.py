@@ -1,4 +1,4 @@
-"""``gpu-actors doctor``: what is installed here, what each device would run and why, and whether it does."""
+"""``gpu-actors doctor``: what is installed here, what each device would run and why, and whether DEVICE answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor(
 ) -> None:
     """Look at this machine: what is installed, what each device would run, what to install.
 
-    Ends with one small attention request on DEVICE; exits with 0 if that was answered, with 1 if not. With --launch it
+    Ends with one small attention request on DEVICE; exits with 0 if it was answered, with 1 if not. With --launch it
     exits with 0 if the kernels work, with 1 if one is wrong or anything failed.
     """
     from gpu_actors.devices.select import check_device
@@ -70,12 +70,12 @@ def doctor(
 
 
 def _launch(device: str, as_json: bool, bundle: Path | None) -> bool:
-    """Whether the kernels work on a device. Prints what was found."""
+    """Examine a device and print the findings. Returns whether its kernels work."""
     from gpu_actors.cli.first_hour import examine, write_bundle, write_page
     from gpu_actors.options import ContextOptions
 
     device = chosen_device(device, as_json)
-    # Nothing that is launched here takes a second on a GPU.
+    # Each launch here takes less than a second on a GPU.
     hour = examine(device, ContextOptions(hang_timeout=10.0 if device.startswith("cuda") else None))
     if as_json:
         write_json(hour.record())
@@ -88,7 +88,7 @@ def _launch(device: str, as_json: bool, bundle: Path | None) -> bool:
 
 
 async def _trial(device: str) -> Check:
-    """One request from start to end, because a listed device may fail to answer."""
+    """Make one request from start to end, because a listed device may fail to answer."""
     name = f"trial on {device}"
     try:
         import numpy as np
@@ -101,7 +101,7 @@ async def _trial(device: str) -> Check:
             start = time.perf_counter()
             output = await context.flash_attn.forward(q, q, q, timeout=TRIAL_TIMEOUT)
             milliseconds = (time.perf_counter() - start) * 1e3
-            # Equal rows of v: whatever the weights, their mean is that row.
+            # All rows of v are equal, so their mean is that row for any weights.
             if not np.allclose(output.out.astype(np.float32), 1.0, atol=1e-2):
                 return Check(name, "problem", f"{context.info.name} answered with wrong numbers")
             return Check(name, "ok", f"{context.info.name} answered in {milliseconds:.1f} ms")

@@ -1,4 +1,4 @@
-"""``gpu-actors embed``: passages of text files to vectors, and the passages that answer a question."""
+"""``gpu-actors embed``: turns passages of text files into vectors, and finds the passages nearest to a query."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def embed(
 ) -> None:
     """Embed the passages of text files with all-MiniLM-L6-v2, or search them with --query.
 
-    With --json: a list of objects with file, line, text, heading (of the section, where the text does not begin with
-    it) and embedding (384 numbers, length 1), and score with --query.
+    With --json it prints a list of objects with file, line, text, heading (of the section, if the text does not begin
+    with it), embedding (384 numbers, length 1) and, with --query, score.
     """
     if query is not None and not query.strip():
         raise InvalidRequest("--query", repr(query), "must hold some text")
@@ -77,9 +77,9 @@ def _load(files: list[str], folder: Path | None) -> tuple[MiniLM, Tokenizer, lis
     from gpu_actors.embedding.blas import limit_blas_threads
     from gpu_actors.embedding.passages import passages_of, read_text
 
-    # One for each of the embedder's own threads; see `Embedder`.
+    # One BLAS thread for each of the embedder's own threads; see `Embedder`.
     limit_blas_threads(1)
-    # Before the model is loaded: a wrong file name should not cost that.
+    # Files are read before the model is loaded, so that a wrong file name fails at once.
     texts = [(file, read_text(file)) for file in files]
     path = find_weights(folder)
     model = MiniLM.load(path)
@@ -97,14 +97,14 @@ async def _embed(
     batch_tokens: int,
     quiet: bool,
 ) -> tuple[NDArray[np.float32], str]:
-    """The vectors of the texts, and a sentence on the work."""
+    """The vectors of the texts, and a sentence about the work."""
     from gpu_actors.context import open_context
     from gpu_actors.embedding import Embedder
     from gpu_actors.options import ContextOptions, MockOptions
     from gpu_actors.tracing import ChromeTrace
 
     device = chosen_device(device, quiet)
-    # The weights are float32: an oracle in float64 would take longer and change no digit that they can carry.
+    # The weights are float32. An oracle in float64 would take longer and change no digit of a float32.
     options = ContextOptions(mock=MockOptions(dtype="float32"))
     async with contextlib.AsyncExitStack() as stack:
         if trace is not None:
@@ -148,7 +148,7 @@ def _check_writable(trace: Path) -> None:
 def _select(
     passages: list[Passage], vectors: NDArray[np.float32], query: str | None, top: int
 ) -> tuple[list[Passage], NDArray[np.float32], list[float] | None]:
-    """What to show: everything in order, or the best passages and their scores."""
+    """The passages to show: all in order, or the best ones and their scores."""
     if query is None:
         return passages, vectors, None
     from gpu_actors.embedding import rank
@@ -161,7 +161,7 @@ def _select(
 def _write_json(passages: list[Passage], vectors: NDArray[np.float32], scores: list[float] | None) -> None:
     def item(index: int) -> dict[str, Any]:
         passage = passages[index]
-        # Nine digits give every float32 back exactly, and are half as long as the float64 spelling.
+        # Nine digits restore every float32 exactly, and are half as long as the digits of a float64.
         embedding = [float(f"{value:.9g}") for value in vectors[index].tolist()]
         shown: dict[str, Any] = dataclasses.asdict(passage)
         if scores is not None:

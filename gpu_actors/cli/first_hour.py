@@ -1,4 +1,4 @@
-"""The first hour on a GPU: whether its kernels compute right there, how fast they are, and what to do if not.
+"""The first hour on a GPU: whether kernels compute correctly on it, how fast they are, and what to do if not.
 
 requests ──> proofs of their kernels ──> a copy and five cases of attention ──> lines: verdict, finding, advice
 """
@@ -40,7 +40,7 @@ __all__ = ["Finding", "FirstHour", "examine", "judge_cases", "write_bundle", "wr
 Verdict: TypeAlias = Literal["works", "slow", "wrong", "failed", "not run"]
 
 SLOWER = 1.5
-"""A kernel is slow if it takes so many times as long as torch, where torch runs the same case in the same run."""
+"""A kernel is slow if it takes more than this many times as long as torch takes for the same case in the same run."""
 LEAST_OF_COPY = 0.5
 """A decode is slow if it reads its cache at less than this share of the copy's bandwidth."""
 
@@ -66,7 +66,7 @@ _SLOW = (
 class Finding:
     """A line of the page.
 
-    advice: what to do, where anything is to be done.
+    advice: what to do, or empty if nothing needs it.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Finding:
 
 @dataclass(slots=True)
 class FirstHour:
-    """What `examine` has found.
+    """The findings of `examine`.
 
-    gpu: its properties; none where the device is the host, whose times say nothing of a GPU.
+    gpu: the GPU's properties; empty if the device is the host, whose times say nothing about a GPU.
     kernels: an entry for each variant that was proved or quarantined. evidence: paths of files that `replay` takes.
-    timings: as `gpu-actors bench --json` gives them.
+    timings: as `gpu-actors bench --json` prints them.
     """
 
     device: str
@@ -93,7 +93,7 @@ class FirstHour:
 
     @property
     def works(self) -> bool:
-        """Whether nothing is wrong and nothing has failed. What is slow works."""
+        """Whether nothing is wrong and nothing has failed. A slow kernel works."""
         return not any(finding.verdict in ("wrong", "failed") for finding in self.findings)
 
     @property
@@ -105,9 +105,9 @@ class FirstHour:
 
 
 def examine(device: str, options: ContextOptions) -> FirstHour:
-    """Prove the usual kernels on a device and time it, on a GPU beside torch. Errors of the device are findings.
+    """Prove the usual kernels on a device and time it, on a GPU beside torch. Errors of the device become findings.
 
-    device: "cuda", "cuda:N", "emulated" or "mock". options: of the context; its ``qualify`` and ``on_event`` are set.
+    device: "cuda", "cuda:N", "emulated" or "mock". options: the context's; ``qualify`` and ``on_event`` are replaced.
     """
     began, hour, events = time.monotonic(), FirstHour(device), list[TraceEvent]()
     options = dataclasses.replace(options, qualify="all", on_event=events.append)
@@ -124,7 +124,7 @@ def examine(device: str, options: ContextOptions) -> FirstHour:
             hour.timings = figures("first hour", rows, opened.settings, opened.ceilings, opened.gpu)
             measured.extend(judge_cases(rows, opened.ceilings, bool(opened.gpu)))
             lost = _is_lost(opened)
-    except Exception as error:  # of a library too, which a lost device makes raise anything
+    except Exception as error:  # of libraries too: on a lost device they may raise anything
         if not lost:
             measured.append(_failure("context", error))
     if lost:
@@ -143,7 +143,7 @@ def _is_lost(opened: Opened) -> bool:
 
 
 def _failures(opened: Opened) -> Iterator[Finding]:
-    """Send a request of each kind, so that its kernels are proved, and say which were not answered."""
+    """Send a request of each kind, so that its kernels are proved. Yields a finding for each that fails."""
     context, small = opened.stage.context, not opened.gpu
     for dtype in ("float16",) if small else ("float16", "bfloat16"):
         for dim in (64,) if small else (64, 128):
@@ -220,7 +220,7 @@ def _rows(opened: Opened) -> Iterator[Row]:
     """The rows of each case, until the device is lost."""
     for number, case in enumerate(first_cases(small=not opened.gpu)):
         if _is_lost(opened):
-            return  # and free no memory: a lost device raises anything
+            return  # without freeing memory: a lost device may raise anything
         beside = [peer for peer in peers_for(case.kind) if peer.module == "torch"] if opened.gpu else []
         opened.stage.arrays.trim()
         rows = run_case(case, opened.stage, opened.settings, beside, seed=number)
@@ -230,7 +230,7 @@ def _rows(opened: Opened) -> Iterator[Row]:
 
 
 def judge_cases(rows: Sequence[Row], ceilings: Ceilings, on_gpu: bool) -> Iterator[Finding]:
-    """A finding for each case. Nothing is called slow on the host, or without a time of the same run beside it."""
+    """Yield a finding for each case. No case is slow on the host, or without another time of the same run."""
     for row in rows:
         if row.subject == KERNEL:
             yield _case(
@@ -246,7 +246,7 @@ def _case(row: Row, beside: Sequence[Row], ceilings: Ceilings, on_gpu: bool) -> 
             "not run": ("failed", _MEMORY),
             "lost": ("failed", _LOST),
         }
-        # A launch that finds no memory while it is timed leaves its error's name alone.
+        # A launch that finds no memory while it is timed leaves only the name of its error.
         memory = row.status == "failed" and (row.reason or "").startswith(OutOfDeviceMemory.__name__)
         verdict, advice = verdicts.get(row.status, ("failed", _MEMORY if memory else _FAILED))
         return Finding(name, verdict, row.reason or row.status, advice)
@@ -276,7 +276,7 @@ def _times(row: Row) -> str:
 
 
 def write_page(hour: FirstHour) -> None:
-    """A table on standard output; on standard error how long it took, and whether the times are of a GPU."""
+    """Write a table to standard output, and to standard error the duration and a note if the times are not a GPU's."""
     said: set[str] = set()
     rows = []
     for finding in hour.findings:
@@ -292,9 +292,9 @@ def write_page(hour: FirstHour) -> None:
 
 
 def write_bundle(hour: FirstHour, path: Path) -> None:
-    """A zip file with report.json and the evidence, whose arrays were drawn here. Raises OSError.
+    """Write a zip file with report.json and the evidence, whose arrays were drawn here. Raises OSError.
 
-    The home folder, the working folder and the user's name are not in it.
+    It names neither the home folder nor the working folder nor the user.
     """
     record = hour.record()
     for entry in record["kernels"]:
@@ -303,7 +303,7 @@ def write_bundle(hour: FirstHour, path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr("report.json", text)
         for file in hour.evidence:
-            with contextlib.suppress(FileNotFoundError):  # the cache keeps the latest ones only
+            with contextlib.suppress(FileNotFoundError):  # the cache keeps only the latest evidence
                 bundle.write(file, f"evidence/{Path(file).name}")
 
 

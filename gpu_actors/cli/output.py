@@ -1,4 +1,4 @@
-"""What the subcommands share: options, where text goes, and how errors and JSON read."""
+"""Parts that the subcommands share: options, the streams for text, and the forms of errors and JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PREDICATES = ("is ", "must ", "does ", "cannot ", "needs ", "lacks ", "holds ")
 
 
 def error_sentence(error: Exception) -> str:
-    """An error as a user reads it: what is wrong with what, and what to do."""
+    """An error as a sentence for the user: what is wrong, and what to do."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}"
@@ -65,13 +65,13 @@ def error_sentence(error: Exception) -> str:
 
 
 def _spelled(value: object, predicate: bool) -> str:
-    """A value in a sentence: quoted where a colon follows, or where it would not be seen."""
+    """A value in a sentence: quoted if a colon follows, or if it would not be visible."""
     plain = isinstance(value, str) and predicate and value.isprintable() and value == value.strip() != ""
     return str(value) if plain else show(value)
 
 
 def silence_if_closed(stream: TextIO) -> None:
-    """Send nowhere what a standard stream could not take, or the interpreter would try again when it exits."""
+    """Discard text that a standard stream could not take, or the interpreter would write it again at its exit."""
     try:
         stream.flush()
     except OSError:
@@ -82,7 +82,7 @@ def silence_if_closed(stream: TextIO) -> None:
 
 
 def write_note(sentence: str) -> None:
-    """One line on standard error that is no error, or none where it cannot be read."""
+    """Write one line, not an error, to standard error. Does nothing if standard error is closed."""
     try:
         typer.echo(sentence, err=True)
     except OSError:
@@ -100,17 +100,17 @@ def chosen_device(device: str, quiet: bool) -> str:
 
 
 def write_error(sentence: str) -> None:
-    """One line on standard error, or none where it cannot be read."""
+    """Write an error as one line to standard error. Does nothing if standard error is closed."""
     write_note(f"gpu-actors: {sentence}")
 
 
 def write_json(value: object) -> None:
-    """One JSON document on standard output. NaN, which is no JSON, raises ValueError."""
+    """Write one JSON document to standard output. Raises ValueError for NaN, which JSON lacks."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def write_json_list(items: Iterable[object]) -> None:
-    """A JSON list on standard output, one line an item, written as the items come."""
+    """Write a JSON list to standard output, one line per item, as the items come."""
     separator = "["
     for item in items:
         sys.stdout.write(f"{separator}\n{json.dumps(item, ensure_ascii=False, allow_nan=False)}")
@@ -120,7 +120,7 @@ def write_json_list(items: Iterable[object]) -> None:
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
-    """A table on standard output. Columns of numbers are set to the right."""
+    """Write a table to standard output. Columns of numbers are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -131,11 +131,11 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
         numeric = bool(cells) and all(isinstance(row[index], int | float) for row in cells)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
-        # Text, so that brackets in a user's words are not taken for markup.
+        # Cells are Text, so that brackets in a user's words are not taken for markup.
         table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
 
     class Unbroken(Console):
-        def on_broken_pipe(self) -> None:  # which would exit with a code of rich's choice
+        def on_broken_pipe(self) -> None:  # rich's own would exit with a code of its own
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     console = Unbroken()
@@ -145,7 +145,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
 
 
 def progress_bar(*, quiet: bool) -> Progress:
-    """A progress bar on standard error; silent where standard error is no terminal."""
+    """A progress bar on standard error; hidden if standard error is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

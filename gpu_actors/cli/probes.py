@@ -1,6 +1,6 @@
 """The probes of ``gpu-actors doctor``. A probe may raise anything: the error becomes a line of the report.
 
-Nothing is imported before its probe runs, so that one broken installation hides no other.
+A library is imported only when its probe runs, so that one broken installation hides no other.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ State = Literal["ok", "missing", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. missing: something optional is not there; problem: something is wrong.
+    """One line of the report. state: "missing" if something optional is absent, "problem" if something is wrong.
 
-    hint: what to do about it, where anything can be done.
+    hint: what to do about it, if anything can be done.
     """
 
     name: str
@@ -68,7 +68,7 @@ def run_probes() -> Iterator[Check]:
 
 
 def device_verdicts() -> list[DeviceVerdict]:
-    """What each device name would run on, and why. Never raises."""
+    """What each device name would run, and why. Never raises."""
     obstacle = _obstacle(_cuda_obstacle)
     compiler = _obstacle(_emulation_obstacle)
     kernels = "the project's kernels, on the GPU"
@@ -193,7 +193,7 @@ def _devices() -> Outcome:
 
 @_probe("mps")
 def _mps() -> Outcome:
-    # Where NVIDIA's daemon has its pipes, unless it is told another folder.
+    # The folder of the MPS daemon's pipes; the second one is NVIDIA's default.
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     if not os.path.exists(os.path.join(folder, "control")):
         return "ok", "no MPS daemon: a fault of one process ends no other; they share a GPU's memory"

@@ -1,4 +1,4 @@
-"""``gpu-actors report``: what a server's page shows, written into one file."""
+"""``gpu-actors report``: writes a server's page into one file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(
 ) -> None:
     """Write the page of a running server into one HTML file, which needs no server and no network.
 
-    With --json it prints the state instead, as /status.json gives it.
+    With --json it prints the state instead, as /status.json returns it.
     """
     from gpu_actors.server.status.files import report as page
 

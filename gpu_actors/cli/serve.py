@@ -94,8 +94,8 @@ def serve(
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models, and vLLM's /tokenize,
     /detokenize, /health and /version.
 
-    Without --model: SmolLM2 and all-MiniLM-L6-v2 where they are installed. Without SmolLM2 there is a tiny Llama of
-    random weights, whose texts are noise.
+    Without --model it serves SmolLM2 and all-MiniLM-L6-v2 if they are installed. In place of a missing SmolLM2 it has
+    a tiny Llama of random weights, whose texts are noise.
     """
     if log not in ("json", "text"):
         raise InvalidRequest("--log", log, "must be json or text")
@@ -107,7 +107,7 @@ def serve(
         from gpu_actors.extras import missing
 
         raise InvalidRequest("serve", None, missing(error, "serve")) from None
-    # BLAS threads that wait by spinning would take the CPUs from the server's other threads; the model has its own.
+    # BLAS threads spin while they wait, which would take the CPUs from other threads. The model has its own threads.
     threads = blas_threads()
     limit_blas_threads(1)
     events = None if trace is None else StreamedTrace(trace)
@@ -146,7 +146,7 @@ def serve(
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """All keys. A source of them that is empty is a mistake that would open the server."""
+    """All keys. Raises `InvalidRequest` for a source without keys: the mistake would open the server to everyone."""
     keys = list(given or ())
     if (named := os.environ.get(_KEYS)) is not None and given is None:
         keys += named.split()

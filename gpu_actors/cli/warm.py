@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["warm"]
 
 DRAIN_TIMEOUT = 0.1
-"""Seconds. An interrupted command finishes the compiles that have begun, and starts none."""
+"""Seconds. An interrupted command finishes the compilations that have begun, and starts no others."""
 
 
 def warm(
@@ -43,8 +43,9 @@ def warm(
 ) -> None:
     """Compile the kernels that requests will need, so that none waits for a compiler. Needs no GPU.
 
-    With --json: a list of variants with key, arch, compile_seconds, registers, spill_bytes, stack_bytes,
-    shared_bytes (static and dynamic), threads, blocks_per_sm, occupancy and notes (ptxas's C75xx remarks).
+    With --json it prints a list of variants with key, label, arch, compile_seconds, registers, spill_bytes,
+    stack_bytes, shared_bytes (static and dynamic), threads, blocks_per_sm, occupancy and notes (ptxas's C75xx
+    remarks).
     """
     rows = [_row(variant) for variant in asyncio.run(_warm(arch, cache_dir, device, backward, quiet))]
     if as_json:
@@ -80,7 +81,7 @@ async def _warm(
             try:
                 return await context.nvrtc.warm(keys, progress=advance)
             except asyncio.CancelledError:
-                # The user has interrupted the command: no warning that the rest is given up.
+                # The user has interrupted the command, and needs no warning that the rest is cancelled.
                 logging.getLogger("gpu_actors").setLevel(logging.ERROR)
                 raise
 
@@ -90,7 +91,7 @@ def _row(variant: WarmedVariant) -> dict[str, Any]:
     from gpu_actors.kernels.variants import block_threads, variant_of
 
     cubin = variant.cubin
-    # One entry point a variant: what the launch will pay for.
+    # A variant has one entry point, whose resources a launch takes.
     resources = cubin.resources[cubin.entry_points[0]]
     macros = variant_of(variant.key).macros
     resources = resources._replace(shared_bytes=resources.shared_bytes + int(macros.get("SHARED_BYTES", 0)))
@@ -110,13 +111,13 @@ def _row(variant: WarmedVariant) -> dict[str, Any]:
 
 
 def _label(key: DispatchKey | Variant) -> str:
-    """What sets a key apart from its kernel's plainest one."""
+    """The fields in which a key differs from its kernel's plainest key."""
     if not isinstance(key, DispatchKey):
         return " ".join((key.kernel, *(f"{name}={value}" for name, value in key.macros.items())))
     plain = {"direction": "forward", "alignment": "bottom_right", "gqa_ratio": 1, "num_splits": 1, "page_size": 0}
     always = ("kernel", "layout", "dtype", "head_dim", "mask")
     parts = [str(getattr(key, name)) for name in always]
-    # Follow from the dtype and the head_dim, unless they differ.
+    # These follow from the dtype and the head_dim unless they differ.
     implied = {"kv_dtype": key.dtype, "head_dim_v": key.head_dim}
     for field in dataclasses.fields(key):
         value = getattr(key, field.name)
