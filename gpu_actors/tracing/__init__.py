@@ -1,4 +1,4 @@
-"""What a context did and when, for logs, OpenTelemetry and trace viewers."""
+"""Records what a context does and when, for logs, OpenTelemetry and trace viewers."""
 
 from gpu_actors.tracing.chrome import ChromeTrace
 from gpu_actors.tracing.events import Trace, TraceEvent

@@ -36,10 +36,10 @@ class ChromeTrace(Recorder):
     """A listener for ``ContextOptions.on_event`` that collects events and writes them to a file.
 
     Use it as an async context manager around the context (a plain ``with`` in a program without a loop), or call
-    `write` after the context has closed. While it is entered it collects the host spans of the process too. A program
-    that may be killed takes a `StreamedTrace`.
+    `write` after the context has closed. While it is entered it collects the host spans of the process too. Use a
+    `StreamedTrace` in a program that may be killed.
 
-    max_spans: how many of the latest spans and instants are kept, some 1 KB each; a request has two or three. The file
+    max_spans: how many of the latest spans and instants are kept, about 1 KB each; a request has two or three. The file
         (``otherData.dropped``) and the attribute ``dropped`` count the older ones that were dropped.
     """
 
@@ -84,10 +84,10 @@ class ChromeTrace(Recorder):
         self._keep(_Span(record, None, record["args"]))
 
     def _span_replaced(self, former: Record, stop: float) -> None:
-        """It never ends, so it is left out."""
+        """Drop the former span, since it never ends."""
 
     def _row_began(self, group: int, row: int, name: str) -> None:
-        """Rows are named when the file is written."""
+        """Do nothing: rows are named when the file is written."""
 
     def _keep(self, span: _Span) -> None:
         self.dropped += len(self._spans) == self._spans.maxlen
@@ -98,7 +98,7 @@ class ChromeTrace(Recorder):
 
 
 def _document(spans: list[_Span], rows: list[Row], dropped: int) -> Iterator[str]:
-    """The file, piece after piece: its whole text would be several times as large as the records."""
+    """Yield the file in pieces, since its whole text would be several times as large as the records."""
     head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped": dropped}})
     yield f'{head[:-1]}, "traceEvents": ['
     between = ""
@@ -120,11 +120,11 @@ def _records(spans: list[_Span], rows: list[Row]) -> Iterator[Record]:
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file beside ``path`` and put it in its place, so that it is there whole or as it was.
+    """Write a file beside ``path`` and move it there, so that ``path`` is complete or unchanged.
 
-    A device or a pipe is written as it is. Raises OSError.
+    A device or a pipe is written directly. Raises OSError.
     """
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # asked of the path: /dev/stdout resolves to no file
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # checked unresolved: /dev/stdout resolves to no file
         with path.open("w", encoding="utf-8") as opened:
             opened.writelines(pieces)
         return

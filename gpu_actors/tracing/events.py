@@ -24,7 +24,7 @@ LEVELS = {
     "context.lost": logging.ERROR,
     "kernel.quarantined": logging.ERROR,
 }
-"""Those of the events that are not for debugging alone."""
+"""The log levels of events whose level is not DEBUG."""
 
 
 class TraceEvent(NamedTuple):
@@ -46,7 +46,7 @@ Listener = Callable[[TraceEvent], None]
 class Trace:
     """The trace of one context: passes events to its listeners.
 
-    active: ``trace.active()`` is True if a listener would see a request's events. Call it before an event is built.
+    active: ``trace.active()`` is True if a listener would see a request's events. Check it before building an event.
     """
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
@@ -59,7 +59,7 @@ class Trace:
         self._hand_to(())
 
     def watch(self, watcher: Listener) -> Callable[[], None]:
-        """Pass the watcher each event that is not a request's, so that requests cost no more.
+        """Pass the watcher each event that does not belong to a request, so that requests cost no more.
 
         Returns a function that removes the watcher.
         """
@@ -72,13 +72,13 @@ class Trace:
 
     def _hand_to(self, listeners: tuple[Listener, ...]) -> None:
         self._listeners = listeners
-        # Not a method: a request that is not traced asks only the logger, which may be turned on at any time.
+        # Not a method, so that a request without a trace asks only the logger, whose level may change at any time.
         self.active: Callable[[], bool] = functools.partial(logger.isEnabledFor, logging.DEBUG)
         if listeners:
             self.active = lambda: True
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Pass on one event. If a listener raises, that is logged and the request goes on."""
+        """Pass one event to the log and the listeners. An error of a listener is logged, and the request goes on."""
         level = LEVELS.get(name, logging.DEBUG)
         if logger.isEnabledFor(level):
             attributes = {"event": name, "fields": fields}
@@ -107,7 +107,7 @@ def log_record(
 
 
 def _guarded(name: str, hand_out: Callable[[], None]) -> None:
-    """Call ``hand_out`` and log its exceptions: this thread delivers answers, which must arrive."""
+    """Call ``hand_out`` and log its exceptions, since this thread must go on to deliver answers."""
     try:
         hand_out()
     except BaseException as error:

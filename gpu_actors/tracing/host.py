@@ -3,7 +3,7 @@
 with host_span("matmul", rows=256):
     y = x @ weights
 
-While no trace file is open, that costs one test of a tuple. A span belongs to its thread and to no context.
+While no trace file is open, a span costs one test of a tuple. A span belongs to its thread and to no context.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class HostSpan(NamedTuple):
     """A span that has ended.
 
     begin, end: ``time.monotonic_ns``.
-    thread: the thread's number. 0 for work that no thread does by itself, such as a client's request.
-    thread_name: the thread's name when the span ended, or the kind of such work.
+    thread: the thread's number. 0 for work without a thread of its own, such as a client's request.
+    thread_name: the thread's name when the span ended, or the kind of work without a thread.
     """
 
     name: str
@@ -45,9 +45,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def host_span(name: str, **fields: Any) -> AbstractContextManager[None]:
-    """A span of the calling thread, from entering to leaving, with these fields.
+    """A context manager that makes a span of the calling thread, with these fields.
 
-    Open `ChromeTrace` and `StreamedTrace` files record it. Without one it is a context manager that does nothing.
+    Open `ChromeTrace` and `StreamedTrace` files record it. Without an open file it does nothing.
     """
     return _measured(name, fields) if _sinks else _NOTHING
 
@@ -65,7 +65,7 @@ def hand_out(span: HostSpan) -> None:
 
 @contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Log what a file, a sampler or a processor of spans raises. The measured work goes on."""
+    """Log errors of a file, a sampler or a span processor, so that the measured work goes on."""
     try:
         yield
     except Exception:
@@ -79,7 +79,7 @@ def add_sink(sink: Sink) -> None:
 
 
 def remove_sink(sink: Sink) -> None:
-    """Remove what `add_sink` added. Does nothing if the sink is not there."""
+    """Remove a sink that `add_sink` added. Does nothing if it is not there."""
     global _sinks
     _sinks = tuple(other for other in _sinks if other != sink)
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans out of trace events, and of work that is no request of a context.
+"""OpenTelemetry spans of trace events, and of work that is not a request of a context.
 
-A request's span lies under the one that was current in the caller: `current_context` is taken on the caller's thread
-and travels with the call. A compilation is a span of its own, because any number of requests may wait for it.
+A request's span is a child of the caller's current span: `current_context` is taken on the caller's thread and travels
+with the call. A compilation has a span of its own, because any number of requests may wait for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def provided() -> bool:
 
 
 def current_context() -> Any:
-    """The caller's OpenTelemetry context, to be carried by a call."""
+    """The caller's OpenTelemetry context, which a call carries."""
     from opentelemetry import context
 
     return context.get_current()
@@ -65,8 +65,8 @@ def start_span(
     """Start a span of work that is not a context's request, for programs with a tracer provider (`provided`).
 
     begin: monotonic nanoseconds.
-    parent: a span; None: the current one, or that of the headers if none is current.
-    fields: become attributes. Names that have a dot are OpenTelemetry's; others get the prefix "gpu_actors.".
+    parent: a span. None: the current span, or the span in ``headers`` if none is current.
+    fields: the attributes. Names with a dot are OpenTelemetry's; other names get the prefix "gpu_actors.".
     """
     from opentelemetry import propagate, trace
 
@@ -90,7 +90,7 @@ def end_span(
     fields: Mapping[str, Any] = MappingProxyType({}),
     error: object = None,
 ) -> None:
-    """End a span. end: monotonic nanoseconds. name: a new name, or an empty string. error: why the work failed."""
+    """End a span. end: monotonic nanoseconds. name: a new name, or "" for the old one. error: why the work failed."""
     from opentelemetry import trace
 
     if name:

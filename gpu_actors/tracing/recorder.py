@@ -1,7 +1,7 @@
-"""Trace events as spans, and a Recorder that makes records of the Trace Event Format of them, for files of any kind.
+"""Pairs trace events to spans, and makes records of the Trace Event Format from them, for files of any kind.
 
-docs/tracing.md says which rows there are. Requests, launches and compilations of an actor overlap freely, so each is a
-pair of nestable async events ("b", "e"), as is work that no thread does by itself. Restarts, losses and cache events
+docs/tracing.md lists the rows. Requests, launches and compilations of an actor overlap freely, so each is a
+pair of nestable async events ("b", "e"), as is work without a thread of its own. Restarts, losses and cache events
 are instants ("i"), and the work of threads is complete events ("X"), which nest.
 """
 
@@ -28,10 +28,10 @@ _GROUPS = {ACTORS: "actors", THREADS: "threads", SERVICE: "service"}
 
 
 class SpanListener(ABC):
-    """A listener that pairs events to spans, for any thread. Subclasses keep the spans that have begun in ``_open``."""
+    """A listener that pairs events to spans. Any thread may call it. Subclasses keep open spans in ``_open``."""
 
     def __init__(self) -> None:
-        # Re-entrant: the garbage collector may end a waiting task while an event is recorded, and that is an event too.
+        # Re-entrant: the garbage collector may end a waiting task while an event is recorded, which is an event too.
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], Any] = {}
 
@@ -47,7 +47,7 @@ class SpanListener(ABC):
             case "request.accepted":
                 self._begin(event, actor, "request", request, str(fields["message"]))
             case "request.compiling" | "request.launched" if ("request", request) not in self._open:
-                pass  # answered at that moment: no event would end this span
+                pass  # answered meanwhile: no event would end this span
             case "request.compiling":
                 self._begin(event, actor, "compile wait", request, "wait for kernel")
             case "request.launched":
@@ -73,23 +73,23 @@ class SpanListener(ABC):
 
     @abstractmethod
     def _begin(self, event: TraceEvent, actor: str, category: str, identity: str, name: str) -> None:
-        """A span begins. category: "request", "compile wait", "launch", "step" or "compile"."""
+        """Begin a span. category: "request", "compile wait", "launch", "step" or "compile"."""
 
     @abstractmethod
     def _end(self, event: TraceEvent, category: str, identity: str) -> None:
-        """A span ends, if it has begun."""
+        """End a span. Ignored if the span has not begun."""
 
     @abstractmethod
     def _happened(self, event: TraceEvent, actor: str) -> None:
-        """An event that neither begins nor ends a span."""
+        """Take an event that neither begins nor ends a span."""
 
     def _noted(self, event: TraceEvent, actor: str, category: str, identity: str) -> None:
-        """An event of a span that has begun."""
+        """Take an event of an open span."""
         self._happened(event, actor)
 
 
 class Recorder(SpanListener):
-    """A listener for ``ContextOptions.on_event`` and a sink of host spans, entered around a context."""
+    """A listener for ``ContextOptions.on_event`` and a sink of host spans. Enter it around a context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Recorder(SpanListener):
         self._works = 0
 
     def host_span(self, span: HostSpan) -> None:
-        """Record the work of a thread. Called by `gpu_actors.tracing.host_span`."""
+        """Record a host span. `gpu_actors.tracing.host_span` calls it."""
         with self._lock:
             if not span.thread:
                 self._work(span)
@@ -153,30 +153,30 @@ class Recorder(SpanListener):
             await anyio.to_thread.run_sync(self._finish)
 
     def _start(self) -> None:
-        """Collect from now on."""
+        """Start collecting."""
         add_sink(self.host_span)
 
     def _finish(self) -> None:
-        """Collect no more. A subclass ends its file too, which may block while a disk works."""
+        """Stop collecting. A subclass also ends its file, which may block while the disk writes."""
         remove_sink(self.host_span)
 
     # For subclasses. Called under the lock.
 
     @abstractmethod
     def _span_began(self, begin: Record) -> bool:
-        """A span has begun. False if it is not recorded: `_span_ended` is not called for it then."""
+        """Begin a span. Returns False if it is not recorded: `_span_ended` is then not called for it."""
 
     @abstractmethod
     def _span_ended(self, begin: Record, stop: float, args: dict[str, str]) -> None:
-        """A span has ended. stop: microseconds."""
+        """End a span. stop: microseconds."""
 
     @abstractmethod
     def _instant(self, record: Record) -> None:
-        """A record that is complete in itself."""
+        """Take a record that is complete without a second one."""
 
     @abstractmethod
     def _row_began(self, group: int, row: int, name: str) -> None:
-        """The first record of a row follows."""
+        """Called before the first record of a row."""
 
     def _happened(self, event: TraceEvent, actor: str) -> None:
         self._instant(self._event(event, actor, "instant", event.name) | {"ph": "i", "s": "p"})
@@ -191,12 +191,12 @@ class Recorder(SpanListener):
 
     @abstractmethod
     def _span_replaced(self, former: Record, stop: float) -> None:
-        """Another span of the same name begins, as when two threads compile the same kernel."""
+        """Called when another span of the same name begins, as when two threads compile the same kernel."""
 
     def _end(self, event: TraceEvent, category: str, identity: str) -> None:
         begin = self._open.pop((category, identity), None)
         if begin is not None:
-            # Threads take the time before they take the lock.
+            # Threads take the time before the lock, so an end may be recorded with an earlier time than its beginning.
             self._span_ended(begin, max(begin["ts"], event.time / 1000), _args(event))
 
     def _event(self, event: TraceEvent, actor: str, category: str, name: str) -> Record:
@@ -205,7 +205,7 @@ class Recorder(SpanListener):
 
 
 def row_names(group: int, row: int, name: str) -> list[Record]:
-    """The records that name a row, and before a group's first row the group."""
+    """The records that name a row and, with the first row of a group, the group."""
     records = [{"ph": "M", "name": "thread_name", "pid": group, "tid": row, "args": {"name": name}}]
     if row == 1:
         records.insert(0, {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": _GROUPS[group]}})
@@ -213,7 +213,7 @@ def row_names(group: int, row: int, name: str) -> list[Record]:
 
 
 def _args(event: TraceEvent) -> dict[str, str]:
-    # As text: an error would keep its frames, and those their arrays.
+    # Fields become texts, since an error would keep its frames, and the frames their arrays.
     fields = {key: str(value) for key, value in event.fields.items() if value is not None and key != "context"}
     return fields | {"thread": event.thread}
 

@@ -1,7 +1,7 @@
 """StreamedTrace: a trace file that is written while the program runs.
 
-The format is the Trace Event Format's JSON array form, one record a line. Its closing bracket is optional there, so a
-file of a process that was killed opens in Perfetto as it is.
+The format is the Trace Event Format's JSON array form, one record per line. Its closing bracket is optional, so the
+file of a killed process opens in Perfetto unchanged.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _MAX_BYTES = 1 << 30
 class StreamedTrace(Recorder):
     """A listener for ``ContextOptions.on_event`` that writes each event to a file, at most 0.2 s later.
 
-    A row for each actor with its requests, launches and compilations, and one for each thread with its host spans (see
-    `gpu_actors.tracing.host_span`). A thread of its own writes, so no request waits for the disk.
+    Each actor has a row with its requests, launches and compilations, and each thread has a row with its host spans
+    (see `gpu_actors.tracing.host_span`). A separate thread writes, so no request waits for the disk.
 
-    path: replaced on entering. Enter it around the context, with ``async with``, or ``with`` in a program without a
-        loop.
+    path: the file, replaced on entering. Enter the trace around the context, with ``async with``, or ``with`` in a
+        program without a loop.
     max_bytes: the greatest size of the file. Later records are dropped.
-    max_waiting: how many records may wait to be written, some 1 KB each. A span that begins while there are so many is
-        dropped whole.
-    dropped: how many spans and instants are not in the file. The last line of a file that was closed has the number.
+    max_waiting: how many records may wait to be written, about 1 KB each. A span that begins while this many wait is
+        dropped.
+    dropped: how many spans and instants are not in the file. The last line of a closed file has the number.
 
-    Raises `InvalidRequest` for a bound that is not an int >= 1, and OSError on entering where the file cannot be
-    written. A disk that fails later ends the trace, with a line in the log.
+    Raises `InvalidRequest` for a bound that is not an int >= 1, and OSError on entering if the file cannot be
+    written. If the disk fails later, the trace ends with a line in the log.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Work: what spans many awaits and has no thread of its own: a client's request, a text, a step of many texts.
+"""Work: tasks over many awaits without a thread of their own: a client's request, a text, a step of many texts.
 
 with working("step", links=texts, fields={"rows": 12}):
     await cache.attend(...)  # requests of a context lie under it
 
-It becomes a span of open trace files and of OpenTelemetry. Without both, that costs a microsecond.
+Work becomes a span in open trace files and in OpenTelemetry. Without both it costs a microsecond.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Work:
     """Work that has begun.
 
     label: its name in other records.
-    span: OpenTelemetry's, or None.
+    span: the OpenTelemetry span, or None.
     """
 
     __slots__ = ("_begin", "_fields", "_kind", "_name", "label", "span")
@@ -59,7 +59,7 @@ class Work:
         _hand_out(self._kind, name, *times, {**fields, "under": self.label})
 
     def end(self, fields: Fields = _NO_FIELDS, *, name: str = "", error: BaseException | str | None = None) -> None:
-        """The work has ended. name: a new name. error: why it failed."""
+        """End the work. name: a new name. error: why it failed."""
         now = time.monotonic_ns()
         if self.span is not None:
             with host.guarded(self._name):
@@ -85,15 +85,15 @@ def begin_work(
     server: bool = False,
     fields: Fields = _NO_FIELDS,
 ) -> Work | None:
-    """Work that begins now, or None if nothing records it.
+    """Begin work. Returns None if nothing records it.
 
     kind: names its row in files.
     label: by default the name and a number.
     started: when it began, ``time.monotonic()`` seconds. By default now.
     parent: by default the current work.
-    links: other work that this is done for.
-    headers: of a client, by lower-case name. Their traceparent is the parent if no span is current.
-    server: whether it answers a client.
+    links: other work that this work serves.
+    headers: a client's headers, by lower-case name. Their traceparent is the parent if no span is current.
+    server: whether this work answers a client.
     """
     if not active():
         return None
@@ -121,7 +121,7 @@ def begin_work(
 def caller(carry_context: bool) -> dict[str, Any]:
     """The fields of a request's event about its caller.
 
-    context: OpenTelemetry's, if ``carry_context``. under: the label of the caller's work.
+    context: OpenTelemetry's context, if ``carry_context``. under: the label of the caller's work.
     """
     work = _current.get()
     context = current_context() if carry_context else None
@@ -135,7 +135,7 @@ def under(work: Work | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def working(kind: str, *, links: Sequence[Work], fields: Fields) -> Iterator[None]:
-    """Work for several others, from entering to leaving: a child of the first one that is recorded, linked to all."""
+    """A context manager for work that serves all of ``links``: a child of the first recorded one, linked to all."""
     first = next((one for one in links if one.span is not None and one.span.is_recording()), None)
     parent = first or next(iter(links), None)
     work = begin_work(f"{kind}s", kind, parent=parent, links=links, fields=fields) if links else None
