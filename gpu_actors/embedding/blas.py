@@ -1,4 +1,4 @@
-"""The number of threads that NumPy's BLAS uses, changed while the program runs."""
+"""Reads and changes the number of threads of NumPy's BLAS while the program runs."""
 
 from __future__ import annotations
 

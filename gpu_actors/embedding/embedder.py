@@ -1,4 +1,4 @@
-"""Embedder: texts to vectors, with several batches in flight and every attention through the service."""
+"""Embedder: turns texts into vectors, with several batches in flight and every attention through the service."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Embedded(NamedTuple):
     """The result of `Embedder.embed`, one row for each text.
 
     vectors: (texts, columns) float32, of length 1 if the model's folder normalises them, as MiniLM's does.
-    tokens: (texts,) int32.
-    truncated: (texts,) bool.
+    tokens: (texts,) int32, the tokens of each text.
+    truncated: (texts,) bool, whether each text was cut.
     """
 
     vectors: Floats
@@ -52,10 +52,10 @@ class Embedded(NamedTuple):
 class Embedder:
     """A sentence encoder over an open context.
 
-    batch_tokens: tokens packed into one attention request. It limits the memory.
+    batch_tokens: the most tokens packed into one attention request. It bounds the memory.
     batches_in_flight: batches of one call that are processed at the same time, so that some multiply while others
-        attend. Default: one more than threads.
-    dtype: of the attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" if the device
+        wait for attention. Default: one more than threads.
+    dtype: of attention's operands, "bfloat16" or "float32"; all else is float32. Default: "bfloat16" if the device
         runs kernels, which multiply it on tensor cores, else "float32".
     threads: batches that may multiply at the same time, over all calls. Default: the number of CPUs, at most 8. Use one
         BLAS thread (`limit_blas_threads`) with it: BLAS threads spin while they wait for each other, which is expensive
@@ -98,7 +98,7 @@ class Embedder:
         dtype: str | None = None,
         max_text_chars: int = MAX_TEXT_CHARS,
     ) -> Embedder:
-        """Load weights and tokenizer on a thread. Raises `InvalidRequest`.
+        """Load weights and tokenizer on a thread. Raises `InvalidRequest`, and `Unsupported` as `MiniLM.load` does.
 
         folder: see `find_weights`. max_text_chars: see `Tokenizer`.
         """
@@ -126,7 +126,7 @@ class Embedder:
         deadline: absolute ``time.monotonic()`` seconds, for every attention request.
         progress: called on the loop with (texts, tokens) of each finished batch.
         Raises `InvalidRequest` for a text that is not valid Unicode, `LaunchError` for a result that is not finite, and
-        the error of a failed request. The other batches are cancelled then.
+        the error of a failed request. An error cancels the other batches.
         """
         batches = token_batches(self.tokenizer, texts, self.batch_tokens)
         slots = asyncio.Semaphore(self.batches_in_flight)
@@ -217,7 +217,7 @@ def _tokenize_next(batches: Iterator[TokenBatch]) -> TokenBatch | None:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group. The others are its consequences, by cancellation."""
+    """The first error of a group. It has caused the others, by cancellation."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

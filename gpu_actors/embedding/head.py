@@ -1,4 +1,4 @@
-"""The modules behind the encoder's layers, from sentence-transformers' modules.json: pooling, Dense, Normalize."""
+"""The modules after the encoder's layers, from sentence-transformers' modules.json: pooling, Dense, Normalize."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""The modes by their names in older files, in the order in which several are concatenated."""
+"""The pooling modes by their flags in older files, in the order in which several are concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From the last layer's rows to a vector for each text.
+    """Makes a vector for each text from the last layer's rows.
 
-    modes: any of "cls", "max" and "mean", concatenated.
-    steps: applied to the pooled rows, in order.
-    columns: of the vectors.
+    modes: poolings, any of "cls", "max" and "mean"; their results are concatenated.
+    steps: functions applied to the pooled rows, in order.
+    columns: the columns of the vectors.
     """
 
     modes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Head:
     columns: int
 
     def __call__(self, x: Floats, batch: TokenBatch) -> Floats:
-        """Vectors (texts, columns) float32, from x (T, hidden)."""
+        """Return the vectors (texts, columns) float32, from x (T, hidden)."""
         y = np.concatenate([_POOLING[mode](x, batch) for mode in self.modes], axis=1)
         for step in self.steps:
             y = step(y)
@@ -52,7 +52,7 @@ class Head:
 
 
 def load_head(folder: Path, hidden: int) -> Head:
-    """Read modules.json and the folders that it names. Without it texts are pooled by "mean" and normalised.
+    """Read modules.json and the folders that it names. Without this file, texts are pooled by "mean" and normalised.
 
     Raises `InvalidRequest` for a broken file, `Unsupported` for a module that is not computed here.
     """
@@ -92,7 +92,7 @@ def _module(path: Path, module: Any) -> tuple[str, str]:
     if not isinstance(kind, str) or not isinstance(name, str):
         raise InvalidRequest("model", str(path), "must hold a list of objects with type and path")
     package, _, class_name = kind.rpartition(".")
-    # A model's own module may have any name.
+    # A model's own module may have any name, so its package stays in it.
     return (class_name if package.split(".")[0] == "sentence_transformers" else kind), name
 
 

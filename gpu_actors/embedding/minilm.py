@@ -1,10 +1,10 @@
-"""The forward pass of a BERT sentence encoder, such as all-MiniLM-L6-v2; attention is the caller's.
+"""The forward pass of a BERT sentence encoder, such as all-MiniLM-L6-v2. The caller computes attention.
 
     x = embeddings(batch)
     for layer in model.layers:  q, k, v = layer.heads(x)  ->  attention  ->  x = layer.finish(x, attended)
     vectors = model.head(x, batch)
 
-Everything here is plain NumPy in float32 and blocks; `gpu_actors.embedding.embedder` runs it on threads.
+All functions are plain NumPy in float32 and block, so `gpu_actors.embedding.embedder` runs them on threads.
 Texts are packed row after row with no padding, so T below is the number of tokens of all texts of a batch
 together.
 """
@@ -43,7 +43,7 @@ class EncoderLayer:
         return q, k, v
 
     def finish(self, x: Floats, attended: Floats) -> Floats:
-        """The rest of the block. x: (T, hidden), attended: (T, heads, head_dim); returns (T, hidden)."""
+        """Compute the rest of the block. x: (T, hidden), attended: (T, heads, head_dim); returns (T, hidden)."""
         y = self.output(attended.reshape(x.shape))
         y += x
         self.attention_norm.inplace(y)
@@ -72,7 +72,7 @@ class MiniLM:
         config = load_config(folder)
         tensors = load_tensors(folder)
         hidden = config.hidden
-        # Every token is of type 0 here, so that row is added to the position table once.
+        # Every token has type 0 here, so the row of this type is added to the position table once.
         types = tensors.take("embeddings.token_type_embeddings.weight", (None, hidden))
         return cls(
             config=config,

@@ -1,8 +1,8 @@
 """Splits text files into passages that fit the model, without losing text, and ranks them.
 
-Under a Markdown heading, a passage is as many paragraphs as fit, and all but the first are embedded with the heading
-above them. Elsewhere it is one paragraph, joined to the next if it is very short. A paragraph that is too long is cut
-at the end of a sentence or line, else between words.
+Under a Markdown heading, a passage has as many paragraphs as fit. All passages but the first are embedded with their
+heading. Elsewhere a passage is one paragraph, joined to the next if it is very short. A paragraph that is too long is
+cut at the end of a sentence or line, else between words.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ HEADING_TOKENS = 16
 headings are not repeated.
 """
 MAX_FILE_BYTES = 64 << 20
-"""More text takes hours to embed without a GPU, and its vectors need much memory."""
+"""The largest file. More text takes hours to embed without a GPU, and its vectors need much memory."""
 WINDOW = 2048
-"""Characters tokenized to find one cut; 254 tokens of prose are some 1,200."""
+"""Characters tokenized to find one cut; 254 tokens of prose have about 1,200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
     """A piece of a file.
 
-    line: where it starts, from 1.
-    text: the file's own, stripped at its ends.
-    heading: of its section, "" if the text begins with it or there is none.
+    line: the line where it starts, from 1.
+    text: as in the file, stripped at both ends.
+    heading: the heading of its section, "" if the text begins with it or there is none.
     """
 
     file: str
@@ -55,7 +55,7 @@ class Passage:
 
     @property
     def embedded(self) -> str:
-        """The text to embed. It has the heading, because a paragraph may not name its topic."""
+        """The text to embed. It includes the heading, because a paragraph may not name its topic."""
         return f"{self.heading}\n\n{self.text}" if self.heading else self.text
 
 
@@ -78,7 +78,7 @@ def passages_of(file: str, text: str, tokenizer: Tokenizer) -> list[Passage]:
 def read_text(file: str) -> str:
     """The contents of a UTF-8 text file ("-": standard input), at most `MAX_FILE_BYTES`.
 
-    Raises `InvalidRequest` if there is no text.
+    Raises `InvalidRequest` if there is no such text.
     """
     try:
         data = _read(file)
@@ -114,7 +114,7 @@ def _read(file: str) -> bytes:
 
 
 class Piece(NamedTuple):
-    """Characters [start, stop) of a text. heading: of their section, "" if they begin with it or there is none."""
+    """Characters [start, stop) of a text. heading: their section's, "" if they begin with it or there is none."""
 
     start: int
     stop: int
@@ -135,9 +135,9 @@ def _sections(text: str) -> Iterator[Piece]:
 
 
 def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The passages of a text, in order, each with its heading of at most ``max_tokens`` tokens.
+    """The passages of a text, in order. Each has at most ``max_tokens`` tokens, its heading included.
 
-    Only white space lies between them.
+    Only white space lies between passages.
     """
     room = max(1, tokenizer.max_tokens - SPECIAL_TOKENS - len(tokenizer.spans(tokenizer.prompt)))
     for section in _sections(text):
@@ -149,7 +149,7 @@ def split_passages(text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _split(text: str, section: Piece, tokenizer: Tokenizer, room: int, later_room: int) -> Iterator[tuple[int, int]]:
-    """The passages of a section. room: the most tokens of the first one. later_room: of the others."""
+    """The passages of a section. room: the most tokens of the first passage. later_room: of each other one."""
     begin: int | None = None
     end, used = 0, 0.0
     for match in PARAGRAPH.finditer(text, section.start, section.stop):
@@ -198,8 +198,8 @@ def _cut(text: str, start: int, stop: int, tokenizer: Tokenizer, room: int) -> I
 
 
 def _best_cut(window: str, spans: Sequence[TokenSpan], room: int) -> int:
-    # The later half of the tokens that fit, so that no piece comes out tiny. A cut inside a word is the last
-    # resort: its second half would be tokenized into other pieces.
+    # Cuts lie in the later half of the tokens that fit, so that no piece is tiny. A cut inside a word is the last
+    # resort: the second half of the word would be tokenized differently.
     candidates = [i for i in range(room, room // 2, -1) if spans[i].word != spans[i - 1].word]
     gaps = [(spans[i - 1].stop - 1, spans[i].start) for i in candidates]
     for first, cut in gaps:

