@@ -144,7 +144,7 @@ def test_a_warm_launch_creates_allocates_and_clears_nothing(bench: Bench) -> Non
     calls = Counter(bench.cuda.calls)
     for asked in ("event_done", "synchronize_event"):
         calls.pop(asked, None)
-    assert calls == {"record_event": 2, "wait_event": 1, "launch_kernel": 1}
+    assert calls == {"is_capturing": 1, "record_event": 2, "wait_event": 1, "launch_kernel": 1}
 
 
 @pytest.mark.parametrize(("capability", "kernel"), [(80, "backward_mma"), (90, "backward_sm90")])
