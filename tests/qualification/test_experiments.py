@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from inside.kernels import (
     variant_of,
 )
 from matrix.table import FAMILIES as MATRIX
+from support.cubins import run_child
 
 import gpu_actors as ga
 from gpu_actors.qualification.experiments import experiments_of, is_proved
@@ -188,9 +191,19 @@ def test_edges_of_masks_lie_beside_those_of_tiles(arch: str) -> None:
             assert {0, 1} <= left if mask == "causal_window" else 0 in right
 
 
-def test_data_are_the_same_in_every_process() -> None:
+def test_data_are_the_same_in_every_process(tmp_path: Path) -> None:
     """So that a replay finds the arrays of the evidence."""
-    variant = variant_of(standard_variants("sm_80")[0])
-    one, other = (next(experiments_of(variant, device_of("sm_80"))) for _ in range(2))
-    assert one.takes({**other.inputs, **other.written})
-    assert not one.takes({**other.inputs, **other.written, "q": 0 * other.inputs["q"]})
+    child = """
+        import sys
+        import numpy as np
+        from cases.proofs import device_of
+        from inside.kernels import standard_variants, variant_of
+        from inside.qualification import experiments_of
+        experiment = next(experiments_of(variant_of(standard_variants("sm_80")[0]), device_of("sm_80")))
+        np.savez(sys.argv[1], **experiment.inputs, **experiment.written)
+    """
+    run_child(textwrap.dedent(child), tmp_path / "arrays.npz")
+    experiment = next(experiments_of(variant_of(standard_variants("sm_80")[0]), device_of("sm_80")))
+    with np.load(tmp_path / "arrays.npz") as arrays:
+        assert experiment.takes(arrays)
+        assert not experiment.takes({**arrays, "q": 0 * experiment.inputs["q"]})
