@@ -38,8 +38,10 @@ _NO_ROWS: tuple[str, ...] = (
     "bias_keys",
     "dropout_first_head",
     "dropout_heads",
+    "q_positions",
+    "k_positions",
+    "own_layouts",
 )
-_NO_ROWS += ("q_positions", "k_positions", "own_layouts", "bias_keys")
 
 
 def _rows_of_fields() -> dict[str, dict[str, Any]]:
