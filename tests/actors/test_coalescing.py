@@ -19,7 +19,7 @@ TASKS = 128
 
 
 def ask_pages(ctx: ga.GpuContext, batch: Batch, page_size: int = 16) -> Callable[..., ga.Reply[ga.AttentionOutput]]:
-    """A function that asks for one sequence of a pool that all of them share."""
+    """Return a function that asks for one sequence. All sequences share one pool."""
     pages = batch.pages(page_size)
 
     def ask(index: int, **options: Any) -> ga.Reply[ga.AttentionOutput]:
@@ -61,7 +61,7 @@ def test_128_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any
                 options.clock.advance(1.0)
             return await asked, ctx.stats()["flash_attn"]
 
-    # Behind one launch all others wait together. Without it the scheduler says how many meet.
+    # Behind one launch all others wait together. Without it the scheduler decides how many share a launch.
     together, stats = asyncio.run(decode(one_at_a_time()))
     freely, _ = asyncio.run(decode(ga.ContextOptions()))
     alone, unmerged = asyncio.run(decode(ga.ContextOptions(coalesce_max=1)))
@@ -74,7 +74,7 @@ def test_128_tasks_share_launches_and_get_what_they_would_get_alone(ask_for: Any
 
 
 def one_at_a_time(plan: FaultPlan | None = None) -> ga.ContextOptions:
-    """One launch may be in flight. The first ends in a second of the mock clock, and what is asked for until then waits
+    """One launch may be in flight. The first ends after a second of the mock clock, and requests made until then wait
     together."""
     plan = (plan or FaultPlan()).delay(1.0, 1)
     return ga.ContextOptions(max_in_flight=1, fault_plan=plan, clock=MockClock())
@@ -86,8 +86,8 @@ def launching(ctx: ga.GpuContext) -> None:
 
 
 def launches_of(ctx: ga.GpuContext, ask: Callable[[], list[ga.Reply[Any]]]) -> tuple[list[Any], int]:
-    """What replies asked for behind the first launch give, an error in place of a result, and the launches that they
-    took."""
+    """Ask for replies behind the first launch. Returns the results, with an error in place of a result that failed, and
+    the number of launches."""
     q = np.zeros((1, 1, 1, 8), np.float32)
     first = ctx.flash_attn.forward(q, q, q)
     launching(ctx)
@@ -213,7 +213,7 @@ def test_a_request_that_is_cancelled_or_late_drops_out_of_its_group() -> None:
         with pytest.raises(ga.DeadlineExceeded, match="before its launch"):
             late.result(10.0)
         assert not kept.done()
-        # The actor may have come to them only now.
+        # The actor may have begun their delay only now.
         eventually(lambda: clock.advance(0.001) or kept.done())
         kept.result(10.0)
         with pytest.raises(ga.RequestCancelled):
@@ -282,7 +282,7 @@ def test_an_actor_that_dies_answers_what_it_had_gathered() -> None:
 
 
 def test_requests_that_one_kernel_takes_alone_are_answered_by_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put together, rows that lay apart lie side by side, which another kernel may like better."""
+    """The rows of joined operands lie side by side, so another kernel may be eligible for them."""
     from inside.planning import cached as decoding
     from inside.planning import tma_eligibility
 

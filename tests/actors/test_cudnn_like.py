@@ -45,7 +45,7 @@ def test_alignment_is_cudnns_own_unless_asked_for(ctx: ga.GpuContext) -> None:
 
 
 def test_plans_are_cached_by_everything_that_matters() -> None:
-    """Mask, scale, dropout, bias and stats are all part of the signature: none may share another's plan."""
+    """Mask, alignment, scale, dropout, bias and stats are part of the signature: requests that differ share no plan."""
     variants: list[tuple[ga.AttentionParams, dict[str, Any]]] = [
         (PARAMS, {}),
         (PARAMS.with_mask(ga.Mask.causal()), {}),
@@ -66,7 +66,7 @@ def test_plans_are_cached_by_everything_that_matters() -> None:
             again = ctx.cudnn.mha_forward(params, *operands(), **options).result(30.0).out
             np.testing.assert_array_equal(again, out)
         assert ctx.cudnn.plan_cache_stats().hits == len(variants)
-        # A seed is data: it shares the plan and not the answer.
+        # A seed is data: another seed uses the same plan and gives another answer.
         other = ctx.cudnn.mha_forward(PARAMS.with_dropout(0.5, 2), *operands()).result(30.0).out
         assert not np.array_equal(other, first[6])
         assert ctx.cudnn.plan_cache_stats().misses == len(variants)

@@ -32,7 +32,7 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
 
 
 def operands(seed: int = 0, dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k, v of batch 2, 5 and 7 rows, 4 heads on 2, head_dim 16."""
+    """q, k, v of batch 2, seqlens 5 and 7, 4 and 2 heads, head_dim 16."""
     shapes = ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
     q, k, v = (normal(*shape, dtype=dtype, seed=seed + index) for index, shape in enumerate(shapes))
     return q, k, v
@@ -43,11 +43,11 @@ def forward(ctx: ga.GpuContext, *arrays: np.ndarray, **options: Any) -> ga.Atten
 
 
 def agrees(result: ga.AttentionOutput, *arrays: np.ndarray, **options: Any) -> None:
-    """The mock device's answer is the oracle's, rounded once."""
+    """Assert that the mock device's answer is the oracle's, rounded once."""
     np.testing.assert_array_equal(result.out, attention_forward(*arrays, **options).out.astype(np.float32))
 
 
-# Outputs of the caller's
+# The caller's outputs
 
 
 def test_out_of_the_same_plan_goes_to_each_requests_own_array(ctx: ga.GpuContext) -> None:
@@ -234,7 +234,7 @@ def test_backward_may_accumulate_in_float32_too() -> None:
 
 @pytest.mark.parametrize("compute", ["tf32", "f16", "bf16"])
 def test_backward_rounds_what_it_multiplies_in_less(ctx: ga.GpuContext, compute: str) -> None:
-    """dout is multiplied, too; out and lse are not."""
+    """dout is a factor of products too. out and lse are not, so they are not rounded."""
     case = random_backward(2, compute=compute, dtype="float32", seqlens=(13, 17), head_dim=16)
     found = ctx.flash_attn.backward(*case.inputs, **case.options, compute=compute).result(10.0)
     step = rounder({"tf32": "tf32", "f16": "wide_float16", "bf16": "bfloat16"}[compute])

@@ -1,4 +1,4 @@
-"""A KvCacheActor that dies or loses its context, with requests in its hands: each is answered, and no page is lost."""
+"""A KvCacheActor dies or loses its context while it holds requests: each is answered, and no page is lost."""
 
 from __future__ import annotations
 

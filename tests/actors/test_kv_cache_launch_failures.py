@@ -1,9 +1,9 @@
-"""A KvCache whose launches fail: requests happen wholly and in order, or not at all.
+"""A KvCache whose launches fail: requests take effect wholly and in order, or not at all.
 
-A request whose launch fails takes with it the requests in flight that build on what it was to write, and no others.
+If the launch of a request fails, the requests in flight that build on its rows fail too, and no others.
 
-Launches end when the mock clock says so, and the plan says which of them fail, so that everything comes in the one
-order that a test is about.
+The mock clock decides when launches end, and the plan decides which of them fail, so that events come in the order
+that a test needs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_what_was_launched_on_top_of_a_failed_append_fails_with_it(error: Any) -
 
 
 def test_a_fork_whose_page_was_copied_by_a_failed_launch_is_untouched() -> None:
-    """Both copies of a shared page are in flight; the one that fails gives its page back, and the other stands."""
+    """Both copies of a shared page are in flight. The one that fails frees its page, and the other one succeeds."""
     rows = Rows(21)
     clock, options = slow(FaultPlan().fail(2), 2)
     with opened(options) as (ctx, cache):
@@ -124,7 +124,7 @@ def test_what_comes_later_waits_for_a_launch_and_sees_the_sequence_without_what_
 
 
 def test_a_request_made_while_a_failed_one_is_still_in_flight_follows_the_last_success() -> None:
-    """Its pages are those of the failed launches, which the device has not finished."""
+    """It takes pages of the failed launches, one of which the device has not finished."""
     rows = Rows(12)
     clock, options = slow(FaultPlan().fail(1).delay(LATER, 2), 1, 2)
     with opened(options) as (ctx, cache):
@@ -151,7 +151,7 @@ def test_a_request_made_while_a_failed_one_is_still_in_flight_follows_the_last_s
 
 @pytest.mark.parametrize("when", ["before it takes its pages", "before it is launched"])
 def test_a_failure_that_shows_while_a_launch_is_made(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that has its pages already fails with what it builds on; one that has none takes them afterwards."""
+    """A request that has its pages already fails with the one it builds on. One without pages takes them afterwards."""
     rows = Rows(13)
     clock, options = slow(FaultPlan().fail(1).delay(LATER, 2), 1, 2)
     owner: Any = OpenedCache if when == "before it takes its pages" else _KvCoalescer
@@ -215,7 +215,7 @@ def test_what_is_launched_before_a_failure_is_dealt_with_fails_with_it(monkeypat
 
 
 def test_a_late_request_on_top_of_a_failed_one_takes_its_rows_and_its_followers_with_it() -> None:
-    """It has been answered `DeadlineExceeded`; what builds on its rows still fails with the launch."""
+    """It has been answered `DeadlineExceeded`. A request that builds on its rows still fails with the launch."""
     rows = Rows(22)
     clock, options = slow(FaultPlan().fail(1), 1)
     with opened(options) as (ctx, cache):
@@ -237,13 +237,13 @@ def test_a_late_request_on_top_of_a_failed_one_takes_its_rows_and_its_followers_
 
 
 def test_a_shared_read_that_fails_takes_no_append_with_it() -> None:
-    """The append behind it was already on its way, and builds on nothing that a read changes."""
+    """The append behind it was launched already, and a read changes nothing that an append builds on."""
     rows = Rows(5)
     clock, options = slow(FaultPlan().fail(2), 2, coalesce_delay_us=1e5)
     with opened(options) as (ctx, cache):
 
         def launched(launches: int) -> None:
-            """Let what has been asked for gather, and time pass until it is on its way."""
+            """Let the actor take the requests, and time pass until they are launched."""
             taken(ctx)
             eventually(lambda: clock.advance(0.11) or ctx.stats()["kv_cache"].launched == launches)
 
@@ -266,7 +266,7 @@ def test_a_shared_read_that_fails_takes_no_append_with_it() -> None:
 
 
 def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows: Rows) -> list[Any]:
-    """Three appends that waited together behind a launch, which has ended: sequence, rows and reply of each."""
+    """Sequence, rows and reply of three appends that waited together behind a launch, which has ended."""
     seqs = [wait(cache.create()) for _ in range(4)]
     first = cache.append(seqs[3], *rows.new(1))
     in_flight(ctx, 1)
@@ -277,7 +277,7 @@ def shared_appends(ctx: ga.GpuContext, cache: ga.KvCache, clock: MockClock, rows
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[int, int], bool]) -> list[int]:
-    """Refuse launches by how many calls they have and by their number, from 1. Gives the calls of each."""
+    """Refuse launches by how many calls they have and by their number, from 1. Returns the count of calls of each."""
     launch, made = ServiceActor.launch, []
 
     def launching(self: ServiceActor, calls: Any, *arguments: Any) -> None:
@@ -293,7 +293,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[int, int], bool
 def test_a_shared_launch_that_is_refused_is_made_for_each_alone_and_only_the_bad_one_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A device refuses a launch at once where it has no memory for it, and nothing can have been launched behind it."""
+    """A device that has no memory for a launch refuses it at once, so nothing can have been launched behind it."""
     rows = Rows(23)
     clock, options = slow(FaultPlan(), 1, max_in_flight=1)
     made = refusing(monkeypatch, lambda calls, number: calls > 1 or number == 4)
@@ -314,7 +314,7 @@ def test_a_request_that_is_launched_again_attends_to_the_pages_that_it_has_then(
 ) -> None:
     rows = Rows(29)
     clock, options = slow(FaultPlan(), 1, max_in_flight=1)
-    # Shared, and the first alone, whose page the next one takes.
+    # The shared launch, and the first request alone, whose page the next one takes.
     made = refusing(monkeypatch, lambda calls, number: number in (3, 4))
     with opened(options, num_blocks=16) as (ctx, cache):
         seqs = [wait(cache.create()) for _ in range(4)]

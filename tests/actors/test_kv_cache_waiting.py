@@ -1,4 +1,4 @@
-"""Requests on a KvCache that wait: for launches in flight, for others to share one, for what uses their sequence."""
+"""Requests on a KvCache wait for launches in flight, for others to share one, or for users of their sequence."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_request_does_not_join_a_launch_from_before_one_that_it_follows() -> N
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_finds_too_many_launches_in_flight_keeps_its_place(cancelled: bool) -> None:
-    """Two appends of different shape cannot share a launch, and one launch may be in flight: the second waits, and the
-    fork behind it. Cancelled, it lets the fork go on without its rows."""
+    """Two appends of different shape cannot share a launch, and one launch may be in flight: the second waits, and so
+    does the fork behind it. If the second is cancelled, the fork goes on without its rows."""
     rows = Rows(24)
     clock, options = slow(FaultPlan(), 1, 2, max_in_flight=1)
     with opened(options) as (ctx, cache):
@@ -134,7 +134,7 @@ def test_free_and_truncate_wait_for_what_uses_the_sequence() -> None:
 
 
 async def test_32_tasks_share_launches_and_each_gets_its_own_sequences_answer() -> None:
-    """Each task appends and attends a few times for itself, as one that generates text does."""
+    """Each task appends to its own sequence and attends a few times, as a task that generates text does."""
     tasks, steps = 32, 2
 
     async def generate(ctx: ga.GpuContext, cache: ga.KvCache, index: int) -> list[np.ndarray]:
@@ -157,7 +157,7 @@ async def test_32_tasks_share_launches_and_each_gets_its_own_sequences_answer() 
             assert cache.stats()[:4] == (tasks * 3, tasks * 3, 0, 0)
             return outs, ctx.stats()["kv_cache"]
 
-    # While one slow launch runs the others wait together; without it the scheduler would say how many of them meet.
+    # While one slow launch runs the others wait together. Without it the scheduler would decide how many share one.
     together, stats = await run(ga.ContextOptions(max_in_flight=1, mock=ga.MockOptions(latency=0.05)))
     alone, unmerged = await run(ga.ContextOptions(coalesce_max=1))
     assert unmerged.launched == tasks * (steps + 1)

@@ -1,4 +1,4 @@
-"""A request on a cache that repeats an earlier one is bound to its plan, and not checked and planned again."""
+"""A request on a cache that repeats an earlier one is bound to that one's plan, not checked and planned again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_requests_of_a_kind_are_posed_once(latent: bool, monkeypatch: pytest.Mon
     k, v = np.zeros((1, 1, 1, 32), np.float32), np.zeros((1, 1, 1, 8), np.float32)
     new: dict[str, Any] = {"c_kv": k[..., :24], "k_pe": v} if latent else {"k": k, "v": v}
     spec: dict[str, Any] = {"latent_dim": 24} if latent else {"head_dim_v": 8}
-    scale = {"softmax_scale": 0.1}  # which a latent cache needs
+    scale = {"softmax_scale": 0.1}  # a latent cache requires it
     with (
         ga.open_context("mock") as ctx,
         ctx.kv_cache(num_blocks=8, page_size=16, kv_heads=1, head_dim=32, dtype="float32", **spec) as cache,

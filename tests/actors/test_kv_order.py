@@ -1,4 +1,4 @@
-"""KvOrder: no call overtakes one of its cache that waits for a kernel or a launch, and none waits for ever."""
+"""KvOrder: no call overtakes one of its cache that waits for a kernel or a launch, and none waits forever."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_call_that_is_answered_while_it_waits_for_its_kernel_lets_later_calls_
 
 
 def test_later_calls_go_behind_those_that_wait_for_a_call_that_has_come_back(cell: Cell, order: KvOrder) -> None:
-    """The actor takes the blocked call together with the last one, before the one between them is given back."""
+    """The actor takes the blocked call together with the last one, before the call between them is queued again."""
     blocked, between, last = cell.call(), cell.call(), cell.call()
     order.block(blocked)
     assert not order.admits(between)

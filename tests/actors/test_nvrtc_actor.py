@@ -1,4 +1,4 @@
-"""What the NvrtcActor is asked to compile: what it refuses comes out of the reply, and the actor goes on."""
+"""Requests to the NvrtcActor: if it refuses one, the reply raises the refusal, and the actor goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared request: bits of the awaited one, from any thread, and refused where it could be wrong."""
+"""A prepared request gives the bits of the awaited one, from any thread, and is refused if it could be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pykka's references to the actors of a context: requests are submitted, and what is sent instead is refused."""
+"""Pykka's references to the actors of a context: requests must be submitted, and are refused if they are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Note:
 
 
 class Keeper(ga.ServiceActor):
-    """Answers notes that are submitted, and what else is sent to it."""
+    """Answers notes that are submitted, and any other message that is sent to it."""
 
     label = "keeper"
     takes = (Note,)

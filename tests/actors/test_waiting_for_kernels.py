@@ -69,7 +69,7 @@ def test_actors_and_keys_of_one_variant_wait_for_one_compilation(compiling: Comp
     options = ga.ContextOptions(arch="sm_80", compile_on_mock=True, drain_timeout=2.0)
     with ga.open_context("mock", options) as ctx:
         keys = [ctx.flash_attn.inspect_key(request) for request in requests]
-        assert keys[0] != keys[1]  # in the ratio of heads, which no macro depends on
+        assert keys[0] != keys[1]  # they differ in the ratio of heads, on which no macro depends
         waiting: list[ga.Reply[Any]] = [ctx.flash_attn.submit(request) for request in requests]
         params = ga.AttentionParams(batch=1, seq_q=64, seq_kv=64, heads_q=4, heads_kv=2, head_dim=64)
         waiting.append(ctx.cudnn.mha_forward(params, *(x.transpose(0, 2, 1, 3) for x in (q, k, k))))
@@ -181,7 +181,6 @@ def test_draining_waits_for_requests_that_wait_for_a_kernel(compiling: Compilati
         waiting = ask(ctx)
         assert compiling.entered.wait(30.0)
         drained = ctx.drain()
-        # This one was accepted, but has not asked for its kernel yet.
         compiling.open()
         assert drained.result(30.0) is None
         assert waiting.result(0.0).out.shape == (1, 1, 1, 8)
