@@ -1,4 +1,4 @@
-"""What errors say of the values that they name: enough to find them, and never so much that saying it fails."""
+"""How errors show the values that they name: enough to find them, never too long, and showing them cannot fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Endless:
 
 
 class Blob:
-    """An array that must not be read to be named."""
+    """An array whose contents an error must not read."""
 
     dtype = "float32"
     shape = (2, 3)

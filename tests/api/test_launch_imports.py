@@ -1,4 +1,4 @@
-"""What launches need is imported when the device opens: a child forked in the middle of an import cannot finish it."""
+"""The device's opening imports what launches need: a child forked in the middle of an import cannot finish it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_request_imports_a_module(device: str, tmp_path: Path) -> None:
     assert {request: modules for request, modules in imported.items() if modules} == {}
 
 
-# A request, and how many seconds its first import waits for the fork: a fork waits for NVRTC's.
+# A request, and how many seconds its first import waits for the fork. A fork waits for an import of NVRTC.
 IN_FLIGHT = {
     "launch": ("return ctx.flash_attn.forward(x, x, x)", 60),
     "compile": ("return ctx.nvrtc.compile(ga.KernelSource('k.cu', KERNEL, ('k',)))", 2),

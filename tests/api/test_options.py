@@ -1,4 +1,4 @@
-"""What options refuse where they are made: by the field's name, and before any device is opened."""
+"""Options refuse bad values when they are made, before any device is opened, and the error names the field."""
 
 from __future__ import annotations
 

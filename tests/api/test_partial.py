@@ -1,4 +1,4 @@
-"""Partials: what merges at the edges, the rules for a shard of keys, the gradient of a merge, and refusals."""
+"""Partials: merges of edge cases, the rules for a shard of keys, the gradient of a merge, and refusals."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_its_gradient_is_that_of_five_point_differences() -> None:
 
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
 def test_the_gradient_beside_an_infinite_out_is_no_number_and_warns_of_nothing(wrong: float) -> None:
-    """In its own row. As on a GPU, which does not warn: a test that takes warnings for errors trains there, too."""
+    """Only its own row is affected. No warning is given, as on a GPU, so that a test that fails on warnings passes."""
     q, k, v = whole(3, 8)
     parts = [attend(q, k[:, a : a + 4], v[:, a : a + 4]) for a in (0, 4)]
     parts[1].out[0, 1, 2] = wrong

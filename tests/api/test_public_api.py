@@ -1,4 +1,4 @@
-"""The public surface: every name exists and is described, every module says what it offers, and importing is cheap."""
+"""The public names: each exists and is described, every module lists what it offers, and importing is cheap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTRAS = (
     *("ziglang", "cuda", "nvidia", "hypothesis", "pytest", "scipy"),
 )
 HEAVY = (*EXTRAS, "typer", "click", "rich", "platformdirs")
-# Modules that exist for one extra and are imported where it is installed.
+# Modules that exist for one extra and are imported only where it is installed.
 FOR_AN_EXTRA = (
     "devices/cuda/cupy_api",
     "generation/torch_engine",
@@ -77,7 +77,7 @@ def test_every_public_name_exists_and_is_sorted(module: ModuleType) -> None:
 
 
 def test_nothing_public_is_forgotten() -> None:
-    """A public class of the top modules that a user meets is exported, unless it is there for actors alone."""
+    """The package exports every public class of the modules that users need, except TypedDicts."""
     exported = {id(getattr(ga, name)) for name in ga.__all__}
     for module_name in (
         "errors",
@@ -91,7 +91,7 @@ def test_nothing_public_is_forgotten() -> None:
         module = importlib.import_module(f"gpu_actors.{module_name}")
         for name in module.__all__:
             value = getattr(module, name)
-            if inspect.isclass(value) and not is_typeddict(value):  # keywords are for type checkers
+            if inspect.isclass(value) and not is_typeddict(value):  # a TypedDict is for type checkers
                 assert id(value) in exported, f"gpu_actors.{module_name}.{name}"
 
 
@@ -124,12 +124,12 @@ def test_every_public_method_is_described() -> None:
     assert not undescribed
 
 
-@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # in Ray Serve
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # raised in Ray Serve
 def test_every_module_says_what_it_offers() -> None:
     for name in MODULES:
         try:
             module = importlib.import_module(name)
-        except ImportError as error:  # it stands for an extra that is not installed here
+        except ImportError as error:  # the module needs an extra that is not installed
             missing = (error.name or "").partition(".")[0]
             assert missing in EXTRAS, f"{name} needs {missing}, which is no extra"
             continue
@@ -165,7 +165,7 @@ def test_importing_the_package_imports_nothing_heavy_starts_no_thread_and_logs_n
 
 
 def test_a_context_has_every_name_that_importing_the_package_leaves_out() -> None:
-    """Or a request that uses one would import its module. All names are listed before as well."""
+    """Otherwise a request that uses one would import its module. ``dir`` lists all names before, too."""
     run_python(
         """
         import sys
