@@ -1,4 +1,4 @@
-"""Every entry takes arrays of every library: the same answer as for NumPy's, in the kind of q; or a typed refusal."""
+"""Every entry answers arrays of every library as it answers NumPy's, in the kind of q, or refuses them by name."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gpu_actors.arrays.request_arrays import adopt_request
 
 
 class Subclass(np.ndarray):
-    """An ndarray by another name."""
+    """A subclass of ndarray."""
 
 
 class OnCpu:
-    """A library's arrays on the host. make: one from NumPy's. back: NumPy's view of one."""
+    """A library's arrays on the host. make: one from NumPy's. holds: whether a result has the expected type."""
 
     def __init__(self, module: str | None, make: Callable[[Any, Any], Any], kind: str) -> None:
         self.module, self._make, self._kind = module, make, kind
@@ -88,12 +88,12 @@ def test_an_entry_answers_arrays_of_any_library_as_it_answers_numpys(ctx: ga.Gpu
         np.testing.assert_array_equal(np.asarray(one), other)
 
 
-# On a device, in as far as it takes no device to see
+# On a device, as far as a fake device can show
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
-    """Gives a CuPy array with the same contents, on a fake device."""
+    """Returns a CuPy array with the same contents, on a fake device."""
     cuda = FakeCuda()
     module, inner = fake_cupy(cuda)
     monkeypatch.setitem(sys.modules, "cupy", module)
@@ -147,8 +147,8 @@ MESSAGES = [
 
 
 def test_the_entries_give_every_array_that_a_message_has() -> None:
-    # What only names common fields is a base of messages that have them all.
-    # An AttendLayer goes from process to process, for `KvStep.attend`.
+    # The two kinds of options are bases of messages, which have all of their fields.
+    # An AttendLayer is sent between processes, for `KvStep.attend`.
     sent = [kind for kind in MESSAGES if kind.__name__ not in ("RequestOptions", "CacheOptions", "AttendLayer")]
     left = {(kind, field) for kind in sent for field in array_fields(kind)}
     left -= {(entry.message, field) for entry in ENTRIES.values() for field in entry.arrays}

@@ -170,7 +170,7 @@ def test_an_fp8_result_becomes_uint8_in_cupy() -> None:
     assert restore(made, like).dtype == np.uint8
 
 
-# torch on a device, by a stand-in for the few attributes that are read
+# torch on a device: a stand-in has the few attributes that are read
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""Which fields of a message hold arrays: by their types, of the package's messages and of a program's own."""
+"""The types of a message's fields tell which hold arrays, for the package's messages and a program's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_q_comes_first_and_lists_of_arrays_are_told_apart() -> None:
 
 @dataclass
 class Own:
-    amount: Decimal  # imported for type checkers alone
+    amount: Decimal  # imported only for type checkers
     text: Sequence[str]
     rows: npt.NDArray[np.float32]
     more: messages.Array | None = None

@@ -17,7 +17,7 @@ KNOWN_ANSWERS = [
 
 
 def philox_scalar(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """The paper's round, on Python integers."""
+    """Ten of the paper's rounds, on Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
