@@ -1,4 +1,4 @@
-"""What is compared before anything is timed: slices that are problems of their own, at the corners and elsewhere."""
+"""The checks before timing compare slices that are problems of their own, at the corners and elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpu-actors bench``: which suites there are, what they say without a GPU, and how the command ends."""
+"""``gpu-actors bench``: its suites, what they print without a GPU, and the exit code of the command."""
 
 from __future__ import annotations
 

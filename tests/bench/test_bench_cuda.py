@@ -1,4 +1,4 @@
-"""What the benchmark asks of CuPy, without a GPU: the clock over a fake driver, and that every call is there."""
+"""The benchmark's use of CuPy, without a GPU: the clock over a fake driver, and that every call exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inside.cuda import CudaDevice, CudaStream
 from gpu_actors import ContextOptions, Cubin
 from gpu_actors.bench.timing import CudaClock
 
-RUNTIME = {  # by the arguments that the benchmark gives
+RUNTIME = {  # with how many arguments the benchmark gives
     "eventCreate": 0,
     "eventRecord": 2,
     "eventElapsedTime": 2,
@@ -133,7 +133,7 @@ def test_a_hold_that_ended_by_itself_is_told(parts: Any) -> None:
 
 
 def test_the_stream_can_be_held_after_other_modules_were_loaded(parts: Any) -> None:
-    """Loading unloads modules that nothing holds."""
+    """Loading a module unloads those that nothing holds."""
     cuda, _, clock, seen = parts
     cuda.kernels["other"] = cuda.kernels["hold"]
     clock._device.load(Cubin(b"other", "sm_90a", ("other",), "", {}), "other")

@@ -1,4 +1,4 @@
-"""``gpu-actors bench serve``: it loads a real server, and sees what would be wrong with its streams."""
+"""``gpu-actors bench serve``: it puts load on a real server and finds faults in its streams."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_suite_loads_a_server_and_loses_nothing(run: Run) -> None:
 
 
 def test_every_client_of_many_gets_its_own_answers() -> None:
-    """Some are refused and return; none is lost, doubled or another's."""
+    """Some are refused and ask again. No answer is lost, doubled or another client's."""
     with Serving(max_running=16, max_waiting=8, queue_seconds=1.0) as server:
         load = asyncio.run(measure(server.port, 64, 1.0))
         server.until_idle()
@@ -56,7 +56,7 @@ def test_every_client_of_many_gets_its_own_answers() -> None:
 
 
 def test_no_text_is_let_in_after_its_deadline() -> None:
-    """Without a deadline each would wait for the seven others before it, six seconds at least."""
+    """Without a deadline each would wait for the seven others before it, at least six seconds."""
     slow = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.03))
     with Serving(options=slow, max_running=1, queue_seconds=600) as server:
         load = asyncio.run(measure(server.port, 8, 1.2, deadline=0.6))

@@ -1,4 +1,4 @@
-"""A GPU suite from its device to its JSON, over a fake driver and a fake CuPy: what only a GPU machine would run."""
+"""A GPU suite from its device to its JSON, over a fake driver and a fake CuPy in place of a GPU machine's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrong() -> list[bool]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
-    load_nvrtc()  # while CuPy is itself
+    load_nvrtc()  # before a fake replaces CuPy
 
     def attend(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
         fields = fields_of(params, forward_layout())
@@ -70,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, wrong: list[bool]) -> FakeCuda:
     monkeypatch.setattr(ceilings, "_SIDE", 16)
     monkeypatch.setattr(stage, "forward", functools.partial(stage.run_suite, "forward", lambda quick: [CASE]))
     monkeypatch.setattr(stage, "peers_for", lambda kind: [])
-    # The fake driver answers the case alone, and no problem that proves a kernel.
+    # The fake driver answers only this case, not the problems that qualify a kernel.
     monkeypatch.setattr(stage, "ContextOptions", functools.partial(stage.ContextOptions, qualify="off"))
     return driver
 

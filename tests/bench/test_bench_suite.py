@@ -1,4 +1,4 @@
-"""The GPU suites, rehearsed on the mock device with a clock that is moved by hand."""
+"""The GPU suites on the mock device, with a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_gradients_that_change_are_not_deterministic() -> None:
     def change(outputs: Any) -> None:
         if "dq" in outputs:
             launches.append(1)
-            # By so little that every answer is right. Two sets are recorded, then checked; the fifth is the repetition.
+            # Every answer stays right. Two sets are recorded, then checked, and the fifth launch is the repetition.
             outputs["dq"].view(np.uint16)[0, 0, 0, 0] ^= len(launches) == 5
 
     with stage(corrupt=change) as where:

@@ -1,4 +1,4 @@
-"""Timing: what lies between which marks, whose turn it is, and the quantiles."""
+"""Timing: what lies between two marks, how subjects take turns, and the quantiles."""
 
 from __future__ import annotations
 

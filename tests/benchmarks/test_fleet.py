@@ -27,7 +27,7 @@ COMMITTED = json.loads((REPOSITORY / "docs/benchmarks/fleet.json").read_text(enc
 
 
 def queue(load: float, seconds: float = 250.0, costs: Costs = FREE, **settings: Any) -> Fleet:
-    """A run of requests without state, on workers that each do ``load`` of what they can."""
+    """A run of stateless requests, on workers that are each busy for ``load`` of the time."""
     lanes = settings.setdefault("lanes", 1)
     rate = load * lanes / FORWARD
     defaults = {"work": "forwards", "policy": "random", "workers": 1, "stale": 0.0, "sessions": 1, "warm": 0.0}
@@ -55,7 +55,7 @@ def of_two(load: float) -> float:
 
 
 def closed_form(run: Fleet, servers: int) -> float:
-    """`mmc` at the rate and the service time that this run drew, which takes most of the chance out of it."""
+    """`mmc` at the rate and the service time that this run drew, which removes most of the randomness."""
     (worker,) = run.cells[0].workers.values()
     service = worker.busy / len(run.turns)
     assert service == pytest.approx(FORWARD, rel=0.03)
@@ -80,7 +80,7 @@ def test_a_long_run_is_within_a_hundredth_of_the_textbooks(load: float, servers:
 
 
 def test_prefills_of_one_length_are_half_the_wait_of_the_textbooks() -> None:
-    """M/D/1: every turn is a new session's, and no cache has any of it."""
+    """M/D/1: every turn begins a new session, and no cache has any of its tokens."""
     costs = FREE._replace(prefill_tokens_s=23_480.0)  # 2,348 tokens in 0.1 s
     settings = Settings(workers=1, rate=6.0, longest=0, answer=0, seconds=1200.0, warm=0.0, sessions=400)
     run = Fleet(settings, costs)
@@ -92,7 +92,7 @@ def test_prefills_of_one_length_are_half_the_wait_of_the_textbooks() -> None:
 
 
 def test_two_choices_are_as_good_as_their_asymptotics() -> None:
-    """Within 2%, of a hundred workers; by lot alone each is a queue of its own."""
+    """Within 2% with a hundred workers. With random choice each worker is a queue of its own."""
     run = queue(0.7, workers=100, policy="two", seconds=2.0)
     assert mean_time(run) / FORWARD == pytest.approx(of_two(0.7), rel=0.02)
     by_lot = queue(0.7, workers=100, seconds=1.0)
@@ -112,7 +112,7 @@ def test_old_loads_make_two_choices_worse() -> None:
     times = [mean_time(queue(0.8, stale=stale, **given)) / FORWARD for stale in (0.0, 0.02, 1.0)]
     assert times[0] < 0.9 * times[1] < 0.6 * times[2]
     assert times[0] == pytest.approx(of_two(0.8), rel=0.1)
-    # Each router counts what it sent itself, which keeps it better than by lot.
+    # Each router counts what it sent itself, so it stays better than random choice.
     assert times[2] < 0.8 * mmc(0.8, 1)
 
 
@@ -137,7 +137,7 @@ def test_a_home_saves_what_others_prefill_again() -> None:
     small = simulate(Settings(directory=2048, **given))
     assert small["hit"] < found["home"]["hit"] - 0.2
     assert small["directory"] == 2048
-    # Where every session has a beginning of its own, the ring alone finds it again.
+    # If every session has a prefix of its own, the ring alone finds its worker again.
     given |= {"prompts": 10_000, "zipf": 0.0}
     assert simulate(Settings(policy="ring", **given))["hit"] > 0.6
     even, bursts = simulate(Settings(**given)), simulate(Settings(burst=5.0, **given))
@@ -202,14 +202,14 @@ HELD = 48
 
 
 async def pool_of_four(budget: RetryBudget) -> tuple[list[int], list[int], int, int]:
-    """Loads of a real pool's workers before and after the death of the first, repetitions, and errors."""
+    """Loads of a real pool's workers before and after the death of the first, and counts of repetitions and errors."""
     gate = threading.Event()
 
     async def held(_: ga.GpuContext) -> None:
         while not gate.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    # A long pause before it restarts, so that it stays out of the choice.
+    # A long pause before the restart, so that the worker is not chosen again.
     options = ga.ContextOptions(restart=ga.RestartPolicy(backoff=120.0, backoff_max=120.0))
     async with open_pool("mock", workers=4, options=options, workplace=InProcess, budget=budget, seed=11) as pool:
 
@@ -254,7 +254,7 @@ async def test_a_pool_of_real_workers_does_what_the_simulated_one_does(burst: fl
     assert len(run.lost) == errors == max(0, before[0] - burst)
 
 
-# What is said
+# What is reported
 
 
 def test_every_cost_says_where_it_is_from() -> None:

@@ -1,4 +1,4 @@
-"""The model: what a case is made of, and how its weights are fitted on published figures."""
+"""The model: the terms of a case, and how their weights are fitted to published figures."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_another_librarys_longest_tiles_go_first() -> None:
 
 @pytest.mark.parametrize("kernel", ["forward_mma", "forward_sm90", "forward_wide", "backward_mma", "backward_sm90"])
 def test_no_multiprocessor_is_left_with_a_long_tile(kernel: str) -> None:
-    """Within 2% of the longest first, whatever its head: head by head it is up to 59% more."""
+    """Within 2% of the longest first, of any head. Head by head it is up to 59% more."""
     kind = "backward" if kernel.startswith("backward") else "forward"
     for heads, length in itertools.product(((32, 8), (64, 8), (16, 16)), (1024, 2048, 4096, 8192, 16384)):
         case = Case(
@@ -137,7 +137,7 @@ def test_a_suite_is_estimated_without_a_gpu_and_says_that_nothing_was_measured(m
 def test_the_command_labels_its_figures_as_a_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(model, "find_disassembler", lambda: None)  # which would have kernels compiled
+    monkeypatch.setattr(model, "find_disassembler", lambda: None)  # a disassembler would have kernels compiled
     model.main(["backward", "--quick", "--out", str(tmp_path / "model.json")])
     assert json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))["kind"] == "model"
     assert "MODEL of backward" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What is read out of machine code: steps of main loops, and the page that compares them with other libraries'."""
+"""What is read from machine code: steps of main loops, and the page that compares them with other libraries'."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def _masked(count: int) -> str:
 def test_a_mask_that_most_iterations_pass_by_is_counted_apart() -> None:
     (step,) = steps(_masked(12))
     assert (step.instructions, step.masks) == (12, 12)
-    (short,) = steps(_masked(8))  # so few are a wait
+    (short,) = steps(_masked(8))  # so few instructions are a wait
     assert (short.instructions, short.masks) == (20, 0)
 
 
 def test_what_a_warpgroup_does_is_shared_by_its_four_warps() -> None:
     (step,) = steps(_masked(12))
     assert step.products == (64 * 128 * 16 + 64 * 64 * 16) / 4
-    # B's columns, and A's rows where both operands are in shared memory; then two matrices of 128 bytes
+    # B's columns, and A's rows if both operands are in shared memory. Then two matrices of 128 bytes.
     assert step.shared == 32 * (128 + 64 + 64) / 4 + 256
     assert (step.special, step.overlapped, step.half_rate) == (2, 1, 1)
     assert step.opcodes["HGMMA"] == 2
@@ -101,7 +101,7 @@ def test_a_wait_behind_the_end_that_jumps_back_makes_no_loop() -> None:
     assert len(steps(text)) == 1
     assert (
         len(steps(text.replace("                   EXIT ;", "                   NOP ;"))) == 2
-    )  # without an end it does
+    )  # without EXIT it does
 
 
 def test_the_shortest_of_the_loops_with_the_tiles_products_is_the_main_one() -> None:

@@ -1,4 +1,4 @@
-"""The ask of the benchmarks of channels: a mock device that computes nothing has refused it, and nothing else."""
+"""`uncomputed` takes only the refusal of a mock device that computes nothing for an answer."""
 
 from __future__ import annotations
 
