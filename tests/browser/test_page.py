@@ -1,4 +1,4 @@
-"""The page in a real browser: it changes when the context does, stays small, and can be used by anyone.
+"""The page in a real browser: it changes when the context does, stays small, and works on phones and by keyboard.
 
 GPU_ACTORS_BROWSER: the path of a Chromium; by default the one on PATH. GPU_ACTORS_SCREENSHOTS: a folder to which the
 pictures of the documentation are written.
@@ -41,7 +41,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip("no Chromium on PATH, and GPU_ACTORS_BROWSER names none")
     with playwright.sync_playwright() as started:
-        # Its sandbox needs rights that a container may lack; only pages of this test are opened.
+        # The sandbox needs rights that a container may lack. Only pages of this test are opened.
         opened = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--js-flags=--expose-gc"])
         yield opened
         opened.close()
@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page. No page may report an error: one of script, of a refused file, or of the policy."""
+    """Opens a page. No page may report an error of a script, a refused file or the content policy."""
     contexts, said = [], []
 
     def open_page(url: str, allowed: tuple[str, ...] = (), **settings: Any) -> Any:
@@ -82,7 +82,7 @@ def shows(page: Any, selector: str, text: str, timeout: float = 60.0) -> None:
 
 
 def elsewhere(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call on another thread: playwright runs an event loop on this one, where nothing of a context may wait."""
+    """Call on another thread: playwright runs an event loop on this one, so no reply may be waited for here."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *arguments).result(60)
 
@@ -114,7 +114,7 @@ def picture(page: Any, name: str) -> None:
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         image = Image.open(io.BytesIO(page.screenshot(full_page=True, scale="css")))
-        # Few colours are enough for a page, and make a third of the bytes.
+        # Few colours are enough for a page and need a third of the bytes.
         image.convert("RGB").quantize(64).save(Path(folder) / f"{name}.png", optimize=True)
 
 
@@ -213,7 +213,7 @@ def test_a_degraded_context_that_takes_nothing_is_red_and_says_why(visit: Callab
         page = visit(served.url)
         shows(page, "#state", "Ready")
         context = service_of(app).context
-        context._children.on_failing = lambda: None  # no probe mends it meanwhile
+        context._children.on_failing = lambda: None  # so that no probe ends the degraded state
         fails(ask(context))
         shows(page, "#state", "Degraded")
         assert page.get_attribute("#verdict", "data-state") == "bad"
@@ -507,7 +507,7 @@ STATES: dict[str, tuple[dict[str, int], str, str, str]] = {
     "failing": ({"failed": 4, "late": 1}, "All fail", "bad", "20% missed their deadline, 80% failed"),
     "refusing": ({"refused": 5}, "Refuses all", "bad", "All 5 requests of the last 10 s got 429."),
 }
-"""What clients ask for, and what the page says then: the state, its colour and the shares."""
+"""What clients ask for, and what the page then shows: the state, its colour and the shares."""
 
 FITS = """() => [...document.querySelectorAll("main *")].filter((node) => {
   const { left, right, width } = node.getBoundingClientRect();
@@ -516,11 +516,11 @@ FITS = """() => [...document.querySelectorAll("main *")].filter((node) => {
   const cut = clips && node.scrollWidth > node.clientWidth + 1;
   return width && !hidden && (left < 0 || right > innerWidth + 0.5 || cut);
 }).map((node) => `${node.tagName} ${node.id || node.className} ${node.textContent.slice(0, 40)}`)"""
-"""What is cut or lies beyond the window."""
+"""Lists the elements that are cut or lie beyond the window."""
 
 
 def looks(visit: Callable[..., Any], url: str, name: str, title: str, grade: str) -> Any:
-    """The page on a desk and on two phones, in light and dark: nothing is cut. Gives the page on the desk."""
+    """Nothing of the page is cut on a desktop and on two phones, in light and dark. Returns the desktop's page."""
     page = None
     for width, scheme in ((390, "light"), (360, "dark"), (1280, "dark"), (1280, "light")):
         phone = {"is_mobile": True, "has_touch": True} if width < 500 else {}
