@@ -1,4 +1,4 @@
-"""Writes minilm_reference.npz: what sentence-transformers makes of minilm_texts.json.
+"""Writes minilm_reference.npz: the embeddings that sentence-transformers computes for minilm_texts.json.
 
 It runs in an environment of its own, because the project needs neither torch nor sentence-transformers:
 
@@ -31,7 +31,7 @@ def main(weights: Path) -> None:
     torch.set_num_threads(1)
     texts = json.loads((HERE / "minilm_texts.json").read_text(encoding="utf-8"))
     model = SentenceTransformer(str(weights), device="cpu")
-    # One text at a time: no padding, so that nothing depends on what else is in the batch.
+    # One text at a time has no padding, so that no embedding depends on the other texts of a batch.
     rows = [model.encode([text], batch_size=1, convert_to_numpy=True, normalize_embeddings=True)[0] for text in texts]
     tokens = [int(model.preprocess([text])["input_ids"].shape[1]) for text in texts]
     made_by = {

@@ -1,4 +1,4 @@
-"""examples/generate.py as a command: what it prints, and what it ends with."""
+"""examples/generate.py as a command: what it prints, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """examples/inference_server.py over real sockets, and as the processes that a user starts.
 
-What every server answers to hostile clients is in tests/server/http: here is what the example adds to that.
+tests/server/http tests how every server answers hostile clients. The tests here cover what the example adds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Running(Served):
         return self.app.state.server
 
     def places(self) -> tuple[int, int]:
-        """The requests that are worked on, and those that wait."""
+        """How many requests run, and how many wait."""
         stats = self.service.admission.stats()
         return stats.running, stats.waiting
 
@@ -186,7 +186,7 @@ def metric_of(url: str, name: str) -> float:
 
 @contextlib.contextmanager
 def started(tmp_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Callable[[], str]]]:
-    """The example as a process, once it has said that it is ready; its address; and what it has said."""
+    """Start the example as a process. Yields it once it is ready, its address, and a function that reads its log."""
     log = tmp_path / "log"
     command = [sys.executable, str(EXAMPLE), "--port", "0", "--probe-port", "0", *options]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLE.parent.parent), "GPU_ACTORS_DEVICE": "mock"}
@@ -214,7 +214,7 @@ def test_sigterm_is_told_by_readyz_before_the_listener_closes_and_answers_what_w
             process.send_signal(signal.SIGTERM)
             assert len(asking.result(60).json()["embeddings"]) == 12
         process.wait(60)
-        # uvicorn ends by the signal that it was sent, once it has shut down.
+        # Once uvicorn has shut down, it ends itself with the signal that it was sent.
         assert process.returncode in (0, -signal.SIGTERM)
         assert "Application shutdown complete" in log()
 

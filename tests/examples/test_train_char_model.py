@@ -36,7 +36,7 @@ def tiny() -> SimpleNamespace:
 
 
 def test_the_services_gradients_agree_with_differences(tiny: SimpleNamespace) -> None:
-    """Those that the example writes out by hand, too."""
+    """The gradients that the example computes by hand agree, too."""
 
     async def checked() -> None:
         async with ga.open_context("mock") as ctx:
@@ -47,12 +47,12 @@ def test_the_services_gradients_agree_with_differences(tiny: SimpleNamespace) ->
             rng = np.random.default_rng(1)
             for name, weight in tiny.model.weights.items():
                 direction, losses = rng.standard_normal(weight.shape), []
-                for step in (1e-7, -1e-7):  # embeddings as small as these bend the loss
+                for step in (1e-7, -1e-7):  # a larger step would leave the linear range of the small embeddings
                     weight += step * direction
                     losses.append((await tiny.model.loss(tiny.tokens, attention))[0])
                     weight -= step * direction
                 slope = (losses[0] - losses[1]) / 2e-7
-                # Between forward and backward, the LSE is float32.
+                # Backward gets the lse of forward in float32.
                 scale = float(np.abs(gradients[name] * direction).sum())
                 assert slope == pytest.approx((gradients[name] * direction).sum(), rel=0, abs=1e-5 * scale + 2e-8), name
 
@@ -78,7 +78,7 @@ def test_the_emulated_kernels_teach_what_the_oracle_teaches() -> None:
 
 
 def test_the_loss_falls_and_a_trained_model_continues_a_text() -> None:
-    """A text this simple; the example's own takes a minute."""
+    """The text is simple, because the example's own takes a minute."""
     corpus = example.Corpus("abcdefgh" * 200)
     settings = dataclasses.replace(TINY, width=32, head_dim=8, context=16, batch=8, steps=100)
     model = char_model.Model.initialised(settings, len(corpus.alphabet))
@@ -98,7 +98,7 @@ def test_the_loss_falls_and_a_trained_model_continues_a_text() -> None:
 
 
 def test_reading_from_the_cache_gives_the_logits_of_reading_everything(tiny: SimpleNamespace) -> None:
-    """A prompt of 20 characters, then one after the other: over pages of 16, two layers."""
+    """A prompt of 20 characters, then one character at a time, over pages of 16 and two layers."""
     tokens = tiny.corpus.tokens[:40]
 
     async def logits() -> tuple[np.ndarray, np.ndarray]:
