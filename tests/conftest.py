@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-# Before NumPy is loaded: BLAS threads that spin for each other on busy cores make small products fifty times slower.
+# Set before NumPy is loaded: BLAS threads that spin on busy cores make small products fifty times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """What ``-n auto`` means: one worker more than this process may use cores.
+    """How many workers ``-n auto`` starts: one more than the cores that this process may use.
 
-    About a quarter of a run waits for processes, sockets and timers, and one worker a core would leave the core idle.
+    About a quarter of a run waits for processes, sockets and timers, so one worker per core would leave cores idle.
 
-    No workers, so one process, where tests share a GPU or a browser or compare times, and for the tests of one file:
-    workers take longer to start than they save. A sweep is spread, also that of one file.
+    Tests that share a GPU or a browser or compare times run in one process, without workers. So do the tests of one
+    file, because workers take longer to start than they save. A sweep gets workers, even that of one file.
     """
     marks = config.option.markexpr
     if marks in ("gpu", "perf", "browser") or (marks != "sweep" and _names_one_file(config)):
@@ -39,9 +39,9 @@ def _names_one_file(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where Python may write no bytecode beside its sources, workers and what they start share it in a folder.
+    """If Python may write no bytecode beside its sources, workers and their child processes share it in a folder.
 
-    Else each would compile every module, and rewrite the assertions of every test, for itself.
+    Otherwise each would compile every module, and rewrite the assertions of every test, for itself.
     """
     if config.option.markexpr == "gpu" and hasattr(config, "workerinput"):
         config.pluginmanager.register(_LostContext())
@@ -55,20 +55,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _LostContext:
-    """A kernel's fault ends a GPU's context for its process, so the worker ends after it, and xdist starts another."""
+    """A kernel's fault ends the GPU's context of its process, so the worker ends after it, and xdist starts another."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and "cupy" in sys.modules:
             try:
                 sys.modules["cupy"].cuda.runtime.deviceSynchronize()
-            except Exception:  # of CuPy, which may not be installed
+            except Exception:  # an error of CuPy, which may not be installed
                 os._exit(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Hide the tests themselves from the garbage collector: half a million objects, through which it would walk."""
+    """Hide the tests from the garbage collector, which would otherwise walk through half a million objects."""
     gc.disable()
     try:
         return (yield)
@@ -79,7 +79,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 class _FromAnotherFile(pytest.Dir):
-    """A folder that each worker begins to read at another place."""
+    """A folder that each worker begins to collect at another file."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         nodes = list(super().collect())
@@ -89,7 +89,7 @@ class _FromAnotherFile(pytest.Dir):
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Workers start at once, and each would rewrite the assertions of every file: so most are found rewritten."""
+    """Workers start at once. Each begins at another file, so that it finds most files with rewritten assertions."""
     if not hasattr(parent.config, "workerinput"):
         return None
     return _FromAnotherFile.from_parent(parent, path=path)
@@ -97,11 +97,11 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU unless ``-m`` names it, so that ``-m sweep`` runs where there is none.
+    """Leave out tests that need a GPU unless ``-m`` names the mark, so that ``-m sweep`` runs without a GPU.
 
-    Sweeps, and tests that compile for a GPU, get five minutes a test where they state no limit of their own.
+    Sweeps and tests on a GPU get five minutes a test if they state no limit of their own.
     """
-    if hasattr(config, "workerinput"):  # in one order, wherever each has begun
+    if hasattr(config, "workerinput"):  # xdist requires one order
         items.sort(key=lambda item: item.path)
     if "gpu" not in config.option.markexpr:
         on_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -134,7 +134,7 @@ def _cache_folder(shared_folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _bytecode(shared_folder: Path) -> Iterator[None]:
-    """As `pytest_configure`, for the processes that tests start where there are no workers."""
+    """As `pytest_configure`, for the processes that tests start in a run without workers."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.dont_write_bytecode:
             patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -169,7 +169,7 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing a context waits a minute for what does not end, so that a test can tell whether it waited at all."""
+    """Closing a context waits a minute for work that does not end, so that a test can tell whether it waited at all."""
     from inside.actors import context
     from inside.handles import gpu_context
 
@@ -179,7 +179,7 @@ def patient_closing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fused() -> Iterator[None]:
-    """Emulated kernels are built with products fused into sums, and compute with the hardware's errors."""
+    """Build emulated kernels with products fused into sums, and compute with the hardware's errors."""
     from emulated.contraction import fused_products, like_hardware
 
     with fused_products(), like_hardware():
@@ -188,7 +188,7 @@ def fused() -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["separate", "fused"])
 def fused_or_not(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run a test with emulated kernels whose products are fused into sums, and with others."""
+    """Run a test with emulated kernels whose products are fused into sums, and with separate ones."""
     from emulated.contraction import fused_products
 
     with fused_products(request.param):
@@ -197,7 +197,7 @@ def fused_or_not(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _sweeps_compute_like_hardware(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Sweeps run in the worst arithmetic that there is."""
+    """Sweeps compute with the hardware's errors, the worst arithmetic that there is."""
     from emulated.contraction import like_hardware
 
     with like_hardware() if request.node.get_closest_marker("sweep") else contextlib.nullcontext():
@@ -216,10 +216,10 @@ def fresh_workers() -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command gpu-actors in this process. Gives its exit code, standard output and standard error."""
+    """Runs the command gpu-actors in this process. Returns its exit code, standard output and standard error."""
     from gpu_actors.cli import main
 
-    # readline puts a width of 80 into the environment of a worker of pytest-xdist.
+    # In a worker of pytest-xdist, readline sets COLUMNS to 80.
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> tuple[int, str, str]:
