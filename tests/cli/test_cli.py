@@ -1,4 +1,4 @@
-"""The command gpu-actors as a whole and its doctor: what they print, where, and how they exit."""
+"""The command gpu-actors as a whole and its doctor: what they print, where, and their exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpu-actors chat: an answer to a question, a conversation on a terminal, and what it says of itself."""
+"""gpu-actors chat: an answer to a question, a conversation on a terminal, and the line of counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINE = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, (\d+) attention requests, (\d
 
 @pytest.mark.timeout(180)
 def test_readmes_first_command_answers_in_english() -> None:
-    """The part of it that follows the installation, as a shell runs it."""
+    """The test runs the part of the command after the installation, split as a shell splits it."""
     lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
     command = next(line for line in lines if line.startswith("python3 -m venv")).split(" && ")[-1]
     program, *arguments = shlex.split(command)
@@ -47,14 +47,14 @@ def test_the_line_after_an_answer_counts_what_it_took(run: Run, monkeypatch: pyt
     assert found is not None, err
     tokens, requests, launches = map(int, found.groups())
     assert 1 <= tokens <= 5
-    assert requests == launches == 2 * tokens  # a request a layer and step
+    assert requests == launches == 2 * tokens  # a request per layer and step
     assert "weights of tiny are random" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert run("chat", *TINY, "--max-tokens", "5", "-q") == (0, out, ""), "standard input is the question"
 
 
 def test_the_same_seed_gives_the_same_answer_which_moves_no_cursor(run: Run) -> None:
-    """The tiny model's bytes are any."""
+    """The tiny model answers with arbitrary bytes."""
     hot = ("--temperature", "2", "--max-tokens", "40", "-q")
     one, same, other = (run("chat", "hello", *TINY, *hot, "--seed", seed)[1] for seed in ("1", "1", "2"))
     assert one == same != other
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_answer_which_moves_no_cursor(run: Run) -> 
 def test_what_cannot_be_answered_is_one_sentence_and_exit_code_2(
     run: Run, arguments: tuple[str, ...], part: str
 ) -> None:
-    for quiet in ("-q", "--device=mock"):  # nothing is said of a model that is asked nothing
+    for quiet in ("-q", "--device=mock"):  # a model that gets no question is not described
         code, out, err = run("chat", quiet, "--device", "mock", *arguments)
         assert (code, out) == (2, "")
         assert part in err
@@ -107,7 +107,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._main, side = pty.openpty()
-        # A test run in the background is started with SIGINT ignored, and hands that on.
+        # A test run in the background starts with SIGINT ignored, and its child processes inherit that.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             command_line("chat", *arguments), stdin=side, stdout=side, stderr=side, start_new_session=True
@@ -117,7 +117,7 @@ class Terminal:
         self._ahead = ""
 
     def until(self, part: str) -> str:
-        """Read until this has come; gives what came before it since the last call."""
+        """Read until ``part`` has come. Returns the output between the last call and ``part``."""
         ends = time.monotonic() + 60
         while part not in self._ahead:
             assert select.select([self._main], [], [], ends - time.monotonic())[0], (part, self._ahead)
@@ -126,7 +126,7 @@ class Terminal:
         return before
 
     def until_some(self) -> None:
-        """Read until anything has come since the last call."""
+        """Wait until there is output since the last call."""
         assert self._ahead or select.select([self._main], [], [], 60)[0]
 
     def type(self, text: str) -> None:
@@ -154,7 +154,7 @@ class Terminal:
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
     with Terminal(*TINY, "--max-tokens", "3000") as terminal:
         terminal.until("> ")
-        terminal.interrupt_once_it_waits()  # nothing to stop: a new prompt
+        terminal.interrupt_once_it_waits()  # no answer to stop: a new prompt
         terminal.until("> ")
         for _ in range(2):
             terminal.type("a\n")
@@ -169,7 +169,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
 
 
 def test_ctrl_c_is_seen_while_an_object_is_finalised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops what is raised there."""
+    """Python drops exceptions of finalisers."""
 
     class Interrupting:
         def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""``gpu-actors embed``: what it prints, where, and how it exits."""
+"""``gpu-actors embed``: what it prints, where, and its exit codes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_closed_pipe_is_no_error_and_a_full_disk_is_one_sentence(
 
 
 def test_a_trace_that_cannot_be_written_is_told_before_the_work(run: Run, files: list[Path], tmp_path: Path) -> None:
-    work = embed(*files, "--model", tmp_path / "none")  # which would find no model
+    work = embed(*files, "--model", tmp_path / "none")  # there is no such model
     for trace in (tmp_path, "", "/proc/trace.json", files[0] / "t.json"):
         code, out, err = run(*work, "--trace", trace)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -161,7 +161,7 @@ def test_a_trace_that_cannot_be_finished_is_one_sentence(run: Run, files: list[P
 
 
 def test_readmes_query_finds_the_section_that_answers_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among the sections of the pages that speak most of the subject. All take most of a minute."""
+    """Only the pages with most about the subject are searched, because all pages take most of a minute."""
     monkeypatch.chdir(REPOSITORY)
     found = re.search(r'gpu-actors embed docs/\*\.md --query "([^"]+)"', Path("README.md").read_text(encoding="utf-8"))
     assert found is not None

@@ -1,4 +1,4 @@
-"""gpu-actors serve as a process: how soon it answers, what it says when it cannot start, and how it leaves."""
+"""gpu-actors serve as a process: how soon it answers, its errors when it cannot start, and how it exits."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ JSON = {"Content-Type": "application/json"}
 def test_the_first_token_of_a_stream_comes_soon(model: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 4 and 10 s on a machine whose yardstick is 0.63 ms.
 
-    Someone who tries it looks at a terminal meanwhile: imports, weights and a cache may take no longer than that.
+    A user waits at a terminal meanwhile, so imports, weights and a cache may take no longer than that.
     """
-    # As a user has it, with the bytecode that pip compiled: with the tests' own, Transformers is compiled first.
+    # With the bytecode that pip compiled, as for a user. With the tests' own folder, Transformers is compiled first.
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
 
     def first_token() -> float:
@@ -63,8 +63,8 @@ def test_the_first_token_of_a_stream_comes_soon(model: str, limit: int, monkeypa
 def test_streams_end_in_a_complete_event_after_sigterm(count: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # The cache has pages for 500 texts of 100 tokens and their prompts. Longer ones would wait for pages, until their
-    # 429. No text ends by itself, and there is no drain in which it could reach its length.
+    # The cache has pages for 500 texts of 100 tokens and their prompts. Longer texts would wait for pages, until their
+    # 429. No text ends by itself, and there is no drain in which a text could reach its length.
     content = {**CHAT, **STREAM, "max_tokens": 100, "temperature": 0}
     patient = ("--timeout", "600", "--queue-seconds", "600")
     options = ("--model", "tiny", "--max-running", "500", "--leave-seconds", "0.2", "--drain-seconds", "0", *patient)
@@ -105,7 +105,7 @@ def listens(port: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_streams_at_once(number: int) -> None:
-    """And before that, it ends a connection whose headers do not end, and keeps out who calls it by another name."""
+    """Before that, the server ends a connection whose headers do not end, and refuses a foreign Host header."""
     options = ("--leave-seconds", "0", "--drain-seconds", "600", "--log", "text")
     with Process("--model", "tiny", *options) as server:
         endless_head(server.port)
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_the_streams_at_once(number: int) -> None:
 
 
 def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
-    """Over a real socket: a worker that is killed costs its own streams, and SIGTERM ends all others well."""
+    """If a worker is killed, only its own streams are lost. SIGTERM ends all others in order."""
     never_ending = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}
     options = ("--model", "tiny", "--workers", "2", "--leave-seconds", "0", "--drain-seconds", "1")
     with Process(*options) as server, contextlib.ExitStack() as stack:
@@ -139,7 +139,7 @@ def test_workers_stream_survive_one_and_leave_no_process_behind() -> None:
         def housed() -> list[int]:
             return [sum(cache["sequences"] for cache in worker["caches"] or ()) for worker in workers()]
 
-        # Long enough for a page, whose place among the workers does not depend on chance.
+        # Each prompt fills a page, so that its worker does not depend on chance.
         contents = [{**never_ending, "prompt": f"{number} " * 20} for number in range(8)]
         clients = [asking(server.port, COMPLETIONS, content, begun=False) for content in contents]
         pool = stack.enter_context(ThreadPoolExecutor(8))
@@ -189,7 +189,7 @@ def test_what_cannot_be_served_ends_with_one_sentence_and_2(run: Run, options: t
     assert last.startswith("gpu-actors: ")
     assert said in last
     assert "Traceback" not in err
-    assert not logging.getLogger("uvicorn.error").disabled  # other servers of the process go on to log
+    assert not logging.getLogger("uvicorn.error").disabled  # other servers of the process still log
 
 
 def status(port: int, key: str = "", host: str = "localhost") -> int:
@@ -203,7 +203,7 @@ def status(port: int, key: str = "", host: str = "localhost") -> int:
 
 
 def test_keys_come_from_every_source_and_strangers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the first signal ends an idle server well."""
+    """The first signal ends an idle server, which exits with 0."""
     (tmp_path / "keys").write_text("# ours\n\nkey-of-a-file\n  another-of-it  \n")
     monkeypatch.setenv("GPU_ACTORS_API_KEY", "key-of-the-environment another-one")
     with Process("--model", "tiny", "--leave-seconds", "0", "--api-key-file", str(tmp_path / "keys")) as server:

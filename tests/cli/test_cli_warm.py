@@ -57,7 +57,7 @@ def test_warm_fills_the_cache_and_reports_each_variant(run: Run, tmp_path: Path)
 
 @pytest.fixture
 def no_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compile takes no time and gives an empty kernel of the right name."""
+    """A compile takes no time and returns an empty kernel of the right name."""
 
     def compiled(self: Compiler, source: KernelSource, arch: str) -> Cubin:
         resources = {name: KernelResources(32, 0, 0, 0) for name in source.entry_points}

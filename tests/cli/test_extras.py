@@ -1,4 +1,4 @@
-"""What messages say to install exists: the clone, the wheel, or libraries that an index has."""
+"""Install hints name what exists: the clone, the wheel, or libraries that an index has."""
 
 from __future__ import annotations
 

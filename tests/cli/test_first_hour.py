@@ -1,4 +1,4 @@
-"""`gpu-actors doctor --launch`: what it says of a healthy device, and of each fault of one."""
+"""`gpu-actors doctor --launch`: its findings for a healthy device, and for each fault."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_device_that_does_not_open_is_a_finding(monkeypatch: pytest.MonkeyPatc
 
 
 def contents(bundle: Path) -> dict[str, bytes]:
-    """What a bundle has, its arrays unpacked, by name."""
+    """The contents of a bundle by name, with its arrays unpacked."""
     found = {}
     with zipfile.ZipFile(bundle) as files:
         for name in files.namelist():
@@ -166,7 +166,7 @@ def contents(bundle: Path) -> dict[str, bytes]:
 def test_a_bundle_has_nothing_of_the_users(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither requests that were answered from the same cache, nor the environment, nor names in paths."""
+    """It has neither requests that used the same cache, nor the environment, nor names in paths."""
     name, secret = 'Jürgen "J" Müller', "hunter2-from-the-environment"
     home, work, elsewhere = tmp_path / name, tmp_path / "work of a firm", tmp_path / "data" / "jmueller" / "cubins"
     for path in (home, work):
