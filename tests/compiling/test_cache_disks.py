@@ -1,4 +1,4 @@
-"""What the cubin cache does when the disk refuses to write, and whose folders it refuses itself."""
+"""The cubin cache on disks that refuse writes, and the folders that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache(folder, **options):
 
 
 class TestDisksThatFail:
-    """The kernel is used from memory, a warning says why, and nothing half written stays."""
+    """The kernel is used from memory, a warning says why, and no partial file stays."""
 
     def assert_memory_serves(self, shared, caplog, words):
         compile = CountingCompiler()

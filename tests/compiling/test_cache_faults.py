@@ -1,4 +1,4 @@
-"""What the cubin cache does when processes race or die and when the bytes of an entry rot."""
+"""The cubin cache when processes race or die, and when the bytes of an entry are damaged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stored(tmp_path):
 
 
 def assert_refused_once(folder, entry):
-    """The damaged entry is a miss, is set aside, and its place can be filled again."""
+    """Assert that the damaged entry is a miss, is set aside, and can be stored again."""
     shared = cache(folder)
     assert shared.get(variant()) is None
     assert (shared.stats().corrupt, shared.stats().entries) == (1, 0)
@@ -43,7 +43,7 @@ def assert_refused_once(folder, entry):
 
 
 def about(**changes):
-    """The JSON header of the entry of `kernel`, with some of it changed or, where None, left out."""
+    """The JSON header of the entry of `kernel`, with ``changes``. A field that is None is left out."""
     whole = {"arch": ARCH, "entry_points": ["fill"], "log": "", "nvrtc": "13.4.92", "resources": {"fill": [8, 0, 0, 0]}}
     return json.dumps({name: value for name, value in {**whole, **changes}.items() if value is not None}).encode()
 
@@ -73,7 +73,7 @@ BAD_HEADERS = [
 
 
 def reseal(entry, payload):
-    """Give an entry another payload, with the length and the checksum that go with it."""
+    """Give an entry another payload, with its length and its checksum."""
     magic_and_key = entry.read_bytes()[:40]
     entry.write_bytes(magic_and_key + struct.pack("<Q", len(payload)) + hashlib.sha256(payload).digest() + payload)
 
@@ -191,7 +191,7 @@ def test_six_processes_on_a_cold_cache_compile_a_variant_once(tmp_path):
 
 
 def holding(folder, build):
-    """A process that holds the lock of a build; what its pipe gives says so."""
+    """A process that holds the lock of a build. Its pipe says so."""
 
     def hold(pipe):
         with cache_folder.CacheFolder(folder, writable=True).locked(build, 0.0):
@@ -209,7 +209,7 @@ def test_a_process_that_waits_too_long_compiles_too_and_publishes_nothing(tmp_pa
         assert "is compiled elsewhere" in caplog.text
         assert entries(tmp_path) == []
         assert shared.peek(variant()) is not None
-    # The dead holder's lock is free again.
+    # The lock of the dead holder is free again.
     cache(tmp_path, lock_timeout=0.1).get_or_compile(variant(), CountingCompiler())
     assert len(entries(tmp_path)) == 1
 
@@ -265,9 +265,9 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries_only(tmp_path):
     for killed in range(4):
         with Fork(write) as pipe:
             assert pipe.recv() == "ready"
-            if killed == 0:  # on a slow disk none of the others may come to store anything
+            if killed == 0:  # on a slow disk the later writers may store nothing
                 eventually(lambda: entries(tmp_path))
-            time.sleep(moments.uniform(0.0, 0.1))  # no event: the moment is to be any at all
+            time.sleep(moments.uniform(0.0, 0.1))  # no event: any moment may come
     shared = cache(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
     result = [shared.get(variant(value)) for value in range(len(entries(tmp_path)))]

@@ -1,4 +1,4 @@
-"""A cache folder beside other programs' files, its locks, and where it lies when the usual place cannot be had."""
+"""A cache folder beside other programs' files, its locks, and its place when the usual one is not available."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
     def hold(number: int) -> None:
         with folder.locked(A, 30.0):
             holders.append(number)
-            time.sleep(0.001)  # lets a second holder in, were there one
+            time.sleep(0.001)  # so that a second holder would get in
             seen.add(len(holders))
             holders.pop()
 
@@ -169,7 +169,7 @@ def test_whether_cupy_can_make_its_own_cache(
     (tmp_path / "file").touch(mode=0o700)
     for sealed in ("nowhere", "sealed"):
         (tmp_path / sealed).mkdir(mode=0o500)
-    real = os.access  # root may write anywhere: asked as another user would be answered
+    real = os.access  # root may write anywhere, so answer as for another user
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200) and real(path, mode))
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / home))
@@ -179,7 +179,7 @@ def test_whether_cupy_can_make_its_own_cache(
 
 
 class TestNoexec:
-    """Folders on file systems from which nothing may be run, which no test can mount without being root."""
+    """Folders on file systems from which nothing may be run. They are faked, because only root can mount them."""
 
     @pytest.fixture
     def sealed(self, monkeypatch: pytest.MonkeyPatch) -> set[Path]:

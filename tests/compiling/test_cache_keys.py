@@ -1,4 +1,4 @@
-"""What a variant's key covers, and what it must not."""
+"""What a variant's key covers, and what it must not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: what it is told, what comes out, and what its refusals say. Every compile here is real."""
+"""NVRTC without a GPU: its options, its output, and the text of its errors. Every compile here is real."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TestCubins:
             find_toolchain().include_dirs[0].parent / "bin" / "cuobjdump",
             "-sass",
             path,
-        ]  # refuses one byte less
+        ]  # refuses a cubin that lacks a byte
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "sm_90a" in shown
         assert "Function : k" in shown
@@ -198,7 +198,7 @@ class TestHeaders:
             compiled('#include "a.cuh"\n' + BODY, headers={"ptx/a.cuh": ""})
 
     def test_without_headers_of_nvrtcs_cuda_it_says_what_to_install(self, monkeypatch):
-        """As where NVRTC is of CUDA 13, and the toolkit of CUDA 12."""
+        """For example, NVRTC is of CUDA 13 and the toolkit of CUDA 12."""
         monkeypatch.setattr("gpu_actors.compiling.compiler.find_toolchain", lambda: Toolchain("13.4", ()))
         with pytest.raises(CompileError, match=r'"cuda_fp16\.h" is missing: no headers of CUDA 13 are') as caught:
             compiled("#include <cuda_fp16.h>\n" + BODY)
@@ -252,7 +252,8 @@ class TestRefusals:
 
 class TestToolchain:
     def test_a_new_process_knows_the_version_before_it_loads_the_compiler_and_imports_no_more(self):
-        """Nor a library that only a lookup needs. Names of entries and hashes of variants are those of its own."""
+        """It imports no library that only a lookup needs, either. Entries have the same names in every process, and an
+        unpickled variant has the hash of one that is made in the new process."""
         pickled = pickle.dumps(Variant.of(source(macros={"A": 1}, headers={"a.h": "x"}, options=("-G",)), "sm_90a"))
         code = (
             "import pickle, sys; from support.cubins import ARCH, fake_toolchain, kernel\n"

@@ -367,7 +367,7 @@ class TestEvents:
 
 @pytest.mark.perf
 def test_a_warm_lookup_takes_less_than_its_budget(tmp_path):
-    """0.22 yardsticks (50 us) from memory and, its key known, 0.9 (0.2 ms) from disk."""
+    """0.22 yardsticks (50 us) from memory and, once the key is known, 0.9 (0.2 ms) from disk."""
     wanted = variant(source="#include <cuda_bf16.h>\n" + kernel().source)
     shared = CubinCache(tmp_path)
     cubin = shared.get_or_compile(wanted, Compiler().compile)

@@ -1,4 +1,4 @@
-"""Loaded kernels are bounded: the one used longest ago goes, and none that is in flight is unloaded."""
+"""Loaded kernels are bounded: the one used longest ago is dropped, and none in flight is unloaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Store:
         self._pending.pop(key).resolve(Cubin(key.encode(), "sm_90a", (key,), "", {}))
 
     def take(self, *keys: str) -> tuple[Kernel, ...]:
-        """As an actor does: ask, have compiled what is missing, ask again."""
+        """Ask, have missing kernels compiled, and ask again, as an actor does."""
         expected = variants(*keys)
         while (result := self.store.get(expected, self.cell)) is None:
             self.store.wait_for(expected, Call("request", self._mailbox), self.cell)
@@ -90,7 +90,7 @@ def test_kernels_of_one_request_are_held_together() -> None:
     assert [kernel.entry for kernel in both] == ["plan", "combine"]
     held.take("other")
     assert held.take("plan", "combine") is both
-    held.take("another")  # in the place of the other
+    held.take("another")  # replaces the other
     assert held.take("plan", "combine") is both
     assert held.loads == ["plan", "combine", "other", "another"]
 
@@ -107,7 +107,7 @@ def test_a_set_of_kernels_goes_with_the_first_of_them() -> None:
     (alone,) = held.take("attend")
     held.take("append", "attend")
     held.take("attend")
-    held.take("other")  # in the place of append
+    held.take("other")  # replaces append
     assert held.take("attend")[0] is alone
     assert held.loads == ["attend", "append", "other"]
     held.take("append", "attend")
@@ -145,7 +145,7 @@ def test_a_kernel_in_flight_is_not_unloaded() -> None:
     for image in (b"one", b"two"):
         bench.device.load(cubin(image), "scale")
     before = bench.cuda.calls.count("load_module")
-    assert unloaded(bench) == before - 2  # neither what flies nor what was loaded last
+    assert unloaded(bench) == before - 2  # neither the one in flight nor the one loaded last
     event.wait()
     np.testing.assert_array_equal(event.outputs["out"], 2 * x)
     del event

@@ -374,7 +374,7 @@ def test_a_closed_context_answers_launches_of_its_kernels() -> None:
 
 def test_equal_sources_asked_for_at_once_are_compiled_once() -> None:
     events: list[str] = []
-    # New each time: one that is found built may be ready before the second request comes.
+    # A new source each time: a kernel in the cache may be ready before the second request comes.
     source = f"{SAXPY}// {time.time_ns()}\n"
     with ga.open_context("emulated", ga.ContextOptions(on_event=lambda event: events.append(event.name))) as ctx:
         replies = [ctx.kernel(source, "saxpy") for _ in range(6)]
