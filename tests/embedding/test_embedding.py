@@ -53,9 +53,9 @@ async def context() -> AsyncIterator[GpuContext]:
 
 
 class Recorder:
-    """A context whose attention requests are noted, with the number of requests under way.
+    """A context that notes its attention requests, with the number of requests under way.
 
-    together: so many have to be under way before any of them is made.
+    together: how many must be under way before any of them is made.
     """
 
     def __init__(self, context: GpuContext, together: int = 1) -> None:
@@ -122,10 +122,10 @@ def test_gelu_is_the_exact_one_to_float32_rounding() -> None:
     x = np.concatenate([np.linspace(-15, 15, 60_001), np.geomspace(1e-30, 1e-2, 500)]).astype(np.float32)
     exact = np.array([0.5 * value * math.erfc(-value / math.sqrt(2)) for value in x.tolist()])
     error = np.abs(gelu_inplace(x.copy()).astype(np.float64) - exact)
-    # The positive side ends in one subtraction, whose own rounding comes on top.
+    # The positive side ends in one subtraction, which adds its own rounding.
     rounding = np.where(x > 0, 0.5 * np.spacing(exact.astype(np.float32)), 0.0)
     assert np.all(error <= 8e-8 + rounding)
-    long = np.full((3, 70_000), 2.0, np.float32)  # more than a block of it
+    long = np.full((3, 70_000), 2.0, np.float32)  # more than one block
     assert gelu_inplace(long) is long
     np.testing.assert_allclose(long, 1.9544997, rtol=1e-6)
 
@@ -210,7 +210,7 @@ async def test_the_deadline_reaches_every_attention_request(model: MiniLM, token
 async def test_a_call_that_is_cancelled_while_its_tokenize_next_is_made_ends_as_cancelled(
     context: GpuContext, model: MiniLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first batch is cancelled while a thread makes the second one, which nothing can interrupt."""
+    """The first batch is cancelled while a thread makes the second one. The thread cannot be interrupted."""
     made, go_on = threading.Event(), threading.Event()
     batches: list[object] = []
     work = embedder_module._tokenize_next
@@ -223,7 +223,7 @@ async def test_a_call_that_is_cancelled_while_its_tokenize_next_is_made_ends_as_
         return work(rest)
 
     monkeypatch.setattr(embedder_module, "_tokenize_next", slow)
-    recorder: Any = Recorder(context, together=2)  # so that the one batch attends until it is cancelled
+    recorder: Any = Recorder(context, together=2)  # so that one batch alone waits until it is cancelled
     scope = anyio.CancelScope()
 
     async def cancel() -> None:

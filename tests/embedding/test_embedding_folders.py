@@ -1,4 +1,4 @@
-"""Encoders from folders, as sentence-transformers writes them. The right vectors are computed in float64 from its
+"""Encoders from folders, as sentence-transformers writes them. The expected vectors are computed in float64 from its
 formulas, text by text.
 """
 
@@ -41,7 +41,7 @@ def draw_tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> np.ndarray:
-        # Of 8 bits, so that half precisions hold them exactly.
+        # Of few bits, so that half precisions hold them exactly.
         return (rng.integers(-64, 64, shape) / 64).astype(np.float32)
 
     tensors = {
@@ -76,7 +76,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_folder(folder: Path, modules: list[str] | None = None, dtype: Any = np.float32, prefix: str = "") -> Path:
-    """An encoder, and modules.json with these modules in folders that are named after them."""
+    """Write an encoder, and modules.json with these modules in folders that are named after them."""
     config = {
         "model_type": "bert", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "vocab_size": len(WORDS), "intermediate_size": INNER, "max_position_embeddings": POSITIONS,
@@ -212,7 +212,7 @@ async def test_dense_has_its_activation(tmp_path: Path, activation: str) -> None
 
 
 async def test_modules_are_taken_in_their_order(tmp_path: Path) -> None:
-    """In sentence-transformers of today the modules have other names, and Dense may have no bias."""
+    """Newer versions of sentence-transformers give modules other names, and Dense may have no bias."""
     write_folder(tmp_path)
     kinds = ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
     kinds += ["base.modules.normalize.Normalize", "sentence_transformer.modules.dropout.Dropout"]
@@ -257,7 +257,7 @@ async def test_a_default_prompt_is_put_before_every_text(tmp_path: Path) -> None
     write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 10, "do_lower_case": True})
     lowered = ["query: " + text.lower() for text in TEXTS]
     close(await vectors(tmp_path), right(lambda x: x.mean(0), lowered, most=10))
-    # The prompt counts: a passage is never cut.
+    # The prompt counts towards the length, so that no passage is cut.
     from gpu_actors.embedding import split_passages
 
     tokenizer = Tokenizer(tmp_path, 10)

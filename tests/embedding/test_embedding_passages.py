@@ -1,4 +1,4 @@
-"""Texts become tokens and passages: nothing is lost, and everything fits the model."""
+"""Texts become tokens and passages: no text is lost, and every passage fits the model."""
 
 from __future__ import annotations
 

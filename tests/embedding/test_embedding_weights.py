@@ -1,4 +1,4 @@
-"""The sentence encoder's weights: found without what they come with, and checked; and BLAS threads are limited."""
+"""The sentence encoder's weights: they are found without heavy imports and checked. BLAS threads are limited."""
 
 from __future__ import annotations
 
