@@ -14,7 +14,7 @@ def text(length: int, pages: int = 1) -> Text:
 
 
 def step(batcher: Batcher) -> dict[int, int]:
-    """Rows by text (told by their first token count), after which the step counts as done."""
+    """The rows of each text by the text's id. The step then counts as done."""
     rows = batcher.next_rows()
     assert rows is not None
     for one, count in zip(rows.texts, rows.counts, strict=True):
@@ -144,7 +144,7 @@ def test_cancelled_texts_leave_from_wherever_they_are():
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=8),
 )
 def test_every_text_is_computed_once_and_in_order(rows, lengths):
-    """length, new tokens and step of arrival of each text."""
+    """``lengths``: length, new tokens and step of arrival of each text."""
     batcher, texts, done = Batcher(rows, pages=2), [], []
     arrivals = {id(one := text(length)): (one, length + new, step) for length, new, step in lengths}
     texts = [arrival[0] for arrival in arrivals.values()]

@@ -1,4 +1,4 @@
-"""The engine over the service: every logit is the plain model's, whatever runs beside it; and what goes wrong."""
+"""The engine over the service: every logit is the plain model's, whatever runs beside it, and failures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import gpu_actors as ga
 from gpu_actors.generation import Engine, Sampling, Settings
 from gpu_actors.testing import FaultPlan
 
-# Of the logits' spread, some three times what was seen. The plain model rounds what lies in the cache at the same
-# places, and what is left are sums in another order that fall to the other side of a rounding; against the plain model
-# in float32 the roundings themselves count.
+# Shares of the logits' spread, about three times the measured ones. For CLOSE the plain model rounds the cache's
+# contents at the same places, so only sums in another order differ, which may round to the other side. For NEAR the
+# plain model computes in float32, so the roundings themselves count.
 CLOSE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2.4e-2}
 NEAR = {"float32": 1e-5, "float16": 1.5e-2, "bfloat16": 1.2e-1}
 
@@ -27,7 +27,7 @@ NEAR = {"float32": 1e-5, "float16": 1.5e-2, "bfloat16": 1.2e-1}
 async def compare(
     given: list[list[int]], settings: Settings, device: str = "mock", new_tokens: int = 6, **sizes: int
 ) -> Any:
-    """Generate for all prompts and hold every logit against the plain model's; gives the engine's stats."""
+    """Generate for all prompts and compare every logit with the plain model's. Returns the engine's stats."""
     model = tiny(**sizes)
     async with ga.open_context(device) as ctx:
         begun, tokens, stats = await generate_all(ctx, model, given, settings, new_tokens)
@@ -43,7 +43,7 @@ async def compare(
 
 
 async def idle(engine: Engine) -> None:
-    """Wait until no text is left and all pages have come back."""
+    """Wait until no text is left and all pages are free."""
     with anyio.fail_after(30):
         while engine.running or engine.waiting:
             await anyio.lowlevel.checkpoint()
@@ -170,7 +170,7 @@ class TestPrefixes:
         options = {"keep_logits": True}
         async with ga.open_context("mock") as ctx, Engine.open(ctx, model, Settings(blocks=9), **options) as engine:
             await engine.submit(self.GIVEN[0], max_new_tokens=2).tokens()
-            # Four pages of nine are kept. This takes six, so one is given up: the second page of one layer.
+            # Four pages of nine are kept. This prompt takes six, so one is evicted: the second page of one layer.
             await engine.submit([9] * 40, max_new_tokens=2).tokens()
             assert engine._cache.stats().evicted == 1
             generation = engine.submit(self.GIVEN[1], max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""Models from GGUF files: what is read is what was written, and what is not Llama's is refused by name."""
+"""Models from GGUF files are read as they were written, and what is not Llama's is refused by name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Write = Callable[..., Path]
 
 
 def here(name: str) -> str:
-    """A name of Hugging Face's layout as it is in GGUF files."""
+    """The GGUF name of a tensor of Hugging Face's layout."""
     parts = name.removesuffix(".weight").split(".")
     layer = f"blk.{parts[2]}." if parts[1:2] == ["layers"] else ""
     return f"{layer}{NAMES[parts[-1]]}.weight"
 
 
 def interleaved(matrix: Any, heads: int) -> Any:
-    """Rows of q or k as converters of GGUF order them: the two of a pair side by side."""
+    """Rows of q or k in the order of GGUF's converters: the two rows of a rotated pair lie side by side."""
     return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
 
 
 def tensors(config: LlamaConfig = CONFIG) -> dict[str, Any]:
-    """By GGUF's names, in GGUF's order of rows."""
+    """Tensors by GGUF's names, in GGUF's order of rows."""
     by_name = {here(name): value for name, value in draw_tensors(config, np.float32).items()}
     for name, heads in (("attn_q", config.heads), ("attn_k", config.kv_heads)):
         for layer in range(config.layers):
@@ -274,7 +274,7 @@ class TestBrokenFiles:
                 load_model(path)
 
     def test_an_array_longer_than_the_file_is_refused_at_once(self, tmp_path):
-        """In place of a read that goes on until memory is full."""
+        """Reading it would go on until memory is full."""
         path, head = tmp_path / "a.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
         for count in (1 << 20, (1 << 64) - 1):
             array = struct.pack("<Q1sIIQ", 1, b"a", 9, 0, count).replace(bytes(3), b"", 1)
@@ -285,7 +285,7 @@ class TestBrokenFiles:
 
 class TestTokenizer:
     def encode(self, written: Write, text: str, **more: Any) -> list[str]:
-        """The tokens of a text, spelled."""
+        """The tokens of a text as strings."""
         tokenizer = load_model(written(more=more)).tokenizer
         return [TOKENS[token] for token in tokenizer.encode(text)]
 

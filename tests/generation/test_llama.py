@@ -195,7 +195,7 @@ class TestModel:
         assert np.abs(plain_logits(model, np.array([9, 2, 3, 4, 5]))[4] - whole[4]).max() > 1e-2
 
     def test_positions_matter_only_by_their_distance(self):
-        """Rotated, the score of two rows depends on how far apart they are: here the first row is repeated."""
+        """The score of two rotated rows depends only on their distance. Here all tokens are equal."""
         model = tiny(layers=1)
         one, many = plain_logits(model, np.array([7])), plain_logits(model, np.array([7] * 6))
         np.testing.assert_allclose(many, np.repeat(one, 6, 0), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Which model a name means, whether its file is the one, and how its attention is computed where nothing is said."""
+"""Which model a name means, the check of its file, and the default precision of its attention."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class TestPrecision:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_threads_share_a_product(rows, monkeypatch):
-    """And the answer is the one of a single thread, but for the order of a sum."""
+    """The answer is that of a single thread, except for the order of sums."""
     monkeypatch.setattr("gpu_actors.generation.model._WORTH_SPLITTING", 1)
     alone = tiny()
     shared = Llama(alone.config, alone.weights, threads=3)

@@ -1,4 +1,4 @@
-"""What a row of a prompt costs beside a token, as steps show it."""
+"""The share by which one more row of a prompt makes a step longer, measured from steps."""
 
 from __future__ import annotations
 

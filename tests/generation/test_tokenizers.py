@@ -1,4 +1,4 @@
-"""The tokenizers and chat templates of folders, held against Transformers on the same folders."""
+"""The tokenizers and chat templates of folders, compared with Transformers on the same folders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def byte_pairs() -> Any:
 
 
 def sentencepiece() -> Any:
-    """As Llama 2 has it."""
+    """A tokenizer as of Llama 2."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeé日�"]
     pieces += [f"▁{word}" for word in WORDS]
     tokenizer = Tokenizer(
@@ -86,7 +86,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[FolderTokenizer, Any]]:
-    """Of each kind: ours, and Transformers'."""
+    """Our tokenizer and Transformers' of each kind."""
     loaded = {}
     for kind, make in KINDS.items():
         folder = tmp_path_factory.mktemp("tokenizer")
@@ -133,7 +133,7 @@ class TestStreams:
         assert "a" + streamed(ours, tokens) == decoded(theirs, [first, *tokens])
 
     def test_bytes_that_are_no_text_take_no_whole_character_with_them(self, pairs):
-        """Transformers shows each byte of a run as U+FFFD where one of the run is wrong."""
+        """Transformers shows each byte of a run as U+FFFD if one byte of the run is wrong."""
         ours, theirs = pairs["sentencepiece"]
         smile = [3 + byte for byte in "🙂".encode()]
         assert decoded(theirs, [*smile, *smile[:3]]) == "�" * 7
