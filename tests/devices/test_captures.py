@@ -18,7 +18,7 @@ from gpu_actors.devices.cuda.host_api import HostOrder
 LONGEST = 40
 
 
-# Of three layers, one has a window, and gives pages back while the graph is replayed.
+# One of three layers has a window, and frees pages while the graph is replayed.
 WINDOWED = [ga.KvLayer(), ga.KvLayer(window=6, num_blocks=20), ga.KvLayer()]
 
 
@@ -35,7 +35,7 @@ def right(order: HostOrder, seed: int, layers: Any = LAYERS) -> bool:
         for number in range(4):
             handle = made.streams[number // 2]
             values = graphs.write(handle)
-            # A page that the step must copy, and rows that are still on their way.
+            # A page that the step must copy, and rows that are still in flight.
             forked = made.cache.fork(made.seqs[1])
             graphs.delay_the_cache()
             new = made.rows(1), made.rows(1)
@@ -67,7 +67,7 @@ def test_replays_have_the_bits_of_requests_in_every_order_of_streams(order: Host
 
 
 def test_a_window_does_not_bound_the_lengths_of_a_capture() -> None:
-    """Its table is narrower than those of the other layers, and serves all lengths."""
+    """The window's table is narrower than those of the other layers, and serves all lengths."""
     with program(ORDERS[0], 3, layers=WINDOWED) as made:
         made.append(made.rows(30), made.rows(30))
         graphs = Graphs(made)
@@ -81,7 +81,7 @@ def test_a_window_does_not_bound_the_lengths_of_a_capture() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_may_have_their_arrays_at_the_same_addresses(order: HostOrder) -> None:
-    """As a model has that keeps one buffer for all layers. The graph copies each layer's arrays there and back."""
+    """A model may keep one buffer for all layers. The graph copies each layer's arrays there and back."""
     with program(order, 4) as made:
         graphs, (warm, recorded) = Graphs(made), made.streams
         shared = [made.device.memory.empty(array.shape, "float16") for array in graphs.arrays[0]]
@@ -340,10 +340,10 @@ def test_a_prepared_request_is_captured_with_tables_on_the_device(order: HostOrd
 
 
 class TestOptions:
-    """What a later step may say, and what is in the graph."""
+    """Which options a later step may give, and which are in the graph."""
 
     def test_tokens_are_of_one_step(self) -> None:
-        """Those of the captured step do not name the rows of the next."""
+        """The tokens of the captured step do not name the rows of the next one."""
         with program("eager", 1) as made:
             graphs, handle = Graphs(made), made.streams[0]
             seqs = [made.cache.create(np.arange(4)).result(20) for _ in range(2)]
@@ -364,7 +364,7 @@ class TestOptions:
                 step = captured.step(members, **own).result(20)
                 step.replay(lambda: made.api.launch_graph(graphs.graph, handle), stream=handle)
                 step.commit().result(20)
-            assert made.cache.create([0, 1, 2, 3, 3, 3, 3, 3, 3]).result(20).cached == 4  # the rows behind have no name
+            assert made.cache.create([0, 1, 2, 3, 3, 3, 3, 3, 3]).result(20).cached == 4  # later rows have no tokens
             assert made.cache.create([0, 1, 2, 7, 7]).result(20).cached == 4
 
     def test_positions_are_read_by_each_step(self) -> None:
@@ -400,7 +400,7 @@ class TestOptions:
             assert values
 
     def test_a_list_that_is_changed_later_is_not_changed_in_the_capture(self) -> None:
-        """The graph has launches of so many rows."""
+        """The launches of the graph are for the captured rows."""
         with program("eager", 2) as made:
             rows, heads, window = [1, 2], [HEADS_Q] * LAYERS, {"window_size": [3, 0]}
             options: Any = {"rows": rows, "heads_q": heads, "layer_options": {1: window}, "max_length": LONGEST}

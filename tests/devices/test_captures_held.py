@@ -58,7 +58,7 @@ def test_the_step_that_captured_has_its_capture_until_it_ends() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_that_were_not_captured_have_the_tables_of_their_step(order: HostOrder) -> None:
-    """Those with options of their own are another group of launches."""
+    """Layers with options of their own are another group of launches."""
     with program(order, 2) as made:
         graphs, handle = Graphs(made), made.streams[0]
         graphs.write(handle)
@@ -201,7 +201,7 @@ def test_a_commit_in_flight_has_its_tables_until_it_is_over(order: HostOrder) ->
 
 @pytest.mark.parametrize("how", ["commit", "abort", "deadline", "close"])
 def test_a_step_that_is_over_replays_nothing(how: str) -> None:
-    """Its pages may be those of other sequences."""
+    """Its pages may belong to other sequences by then."""
     with program("eager", 1) as made:
         graphs, handle = Graphs(made), made.streams[0]
         captured, *_ = graphs.capture()
@@ -267,7 +267,7 @@ def test_a_capture_goes_on_after_a_replay_that_failed_on_the_device(end: str) ->
 
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_capture_whose_step_cannot_be_ended_begins_no_other(commits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing says when its kernels have read their tables."""
+    """Without an event, the end of its kernels' reads from their tables is unknown."""
     with program("eager", 1) as made:
         graphs, handle = Graphs(made), made.streams[0]
         captured, *_ = graphs.capture()
@@ -293,7 +293,7 @@ def test_a_capture_whose_step_cannot_be_ended_begins_no_other(commits: bool, mon
 
 @pytest.mark.parametrize("kind", ["latent", "option on the device"])
 def test_a_layer_may_be_attended_again_with_out(kind: str) -> None:
-    """As a capture does. Its launch has other arrays than the call, or more."""
+    """A capture needs this. Its launch has other arrays than the call, or more."""
     with program("eager", 1) as made:
         empty = made.device.memory.empty
         sizes: dict[str, Any] = {"num_blocks": 8, "page_size": 4, "kv_heads": 1, "dtype": "float16", "layers": 2}
@@ -406,7 +406,7 @@ def test_a_context_releases_its_memory_though_what_ran_on_a_callers_stream_is_ke
 
 
 def test_two_threads_end_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's, as it launches the first layer, and the actor's."""
+    """The two are the caller's thread, which launches a first layer, and the actor's."""
     with program("eager", 1) as made:
         q = made.device.memory.empty((1, 64, 2, DIM), "float16")
         plans = [made.flash_attn.prepare(ga.FlashForward(q, q, q)).result(30) for _ in range(2)]

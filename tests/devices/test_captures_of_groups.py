@@ -1,6 +1,6 @@
-"""Random programs over layers that differ: steps, captured or not, are beside float64 rows what attention is.
+"""Random programs over layers that differ: steps, captured or not, agree with attention in float64.
 
-Between two replays sequences are forked, cut, freed, and begun with the pages of an earlier prompt, so that tables,
+Between replays, sequences are forked, truncated, freed, and begun with pages of an earlier prompt, so that tables,
 lengths, members and the pages behind a window change under the graph.
 """
 
@@ -39,7 +39,7 @@ counts = Counter[str]()
 
 @dataclass(frozen=True)
 class Held:
-    """Rows of a sequence: of each layer its new rows by name. tokens: their names, as far as all have one."""
+    """Rows of a sequence: each layer's arrays by name. tokens: those of the first rows, as far as they are known."""
 
     rows: list[dict[str, np.ndarray]]
     tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ FORMS = [Form(1, True), Form(3, True), Form([1, 3], True), Form([2, 0], True), F
 
 
 class Answer(NamedTuple):
-    """An output on the device beside what it is of: the sequences, with the step's rows, and q."""
+    """An output on the device, with its q and its sequences, which include the step's rows."""
 
     out: Any
     layer: int
@@ -91,7 +91,7 @@ class Captured(NamedTuple):
 
 
 class Walk(LayerRows):
-    """A cache on an emulated device, and its rows as they must be."""
+    """A cache on an emulated device, and the rows that it must hold."""
 
     def __init__(self, device: CallerDevice, ctx: ga.GpuContext, cache: ga.KvCache, seed: int) -> None:
         super().__init__(LAYERS, "float16", seed)
@@ -119,7 +119,7 @@ class Walk(LayerRows):
         return seq
 
     def named(self, layer: int, tokens: Sequence[int], begin: int, end: int) -> dict[str, np.ndarray]:
-        """Rows that follow from the tokens up to theirs."""
+        """Rows that depend on the tokens up to their own."""
         parts = [LayerRows(LAYERS, self.dtype, hash(tuple(tokens[: row + 1])) % 2**32) for row in range(begin, end)]
         empty = [self.new(layer, 0)]
         new = empty + [[part.new(each, 1) for each in range(layer + 1)][layer] for part in parts]
@@ -172,7 +172,7 @@ class Walk(LayerRows):
             try:
                 self.cache.truncate(seq, length).result(20)
             except ga.InvalidRequest:
-                return  # the window has given its rows back
+                return  # the window has freed these rows
             rows = [{name: one[:length] for name, one in own.items()} for own in held.rows]
             self.held[seq] = Held(rows, held.tokens[:length])
             counts["truncate"] += 1
@@ -187,7 +187,7 @@ class Walk(LayerRows):
     # Steps
 
     def values(self, form: Form) -> list[dict[str, np.ndarray]]:
-        """What each layer gets in a step."""
+        """The inputs of each layer in a step."""
         each = range(len(LAYERS))
         return [
             {"q": self.q(layer, *form.leading), **(self.new(layer, *form.leading) if form.append else {})}
@@ -204,7 +204,7 @@ class Walk(LayerRows):
         return made
 
     def write(self, arrays: list[dict[str, Any]], values: list[dict[str, np.ndarray]], handle: int) -> None:
-        """Have a stream put values into the arrays."""
+        """Enqueue copies of the values to the arrays on a stream."""
         for own, new in zip(arrays, values, strict=True):
             for name, value in new.items():
                 produced = self.made.produced(value, handle)
@@ -217,7 +217,7 @@ class Walk(LayerRows):
 
     def two(self) -> list[ga.KvSequence]:
         seqs = self.pick(len(self.held))
-        if self.rng.random() < 0.4:  # those whose rows have names, first
+        if self.rng.random() < 0.4:  # sequences whose rows all have tokens come first
             seqs.sort(key=lambda seq: len(self.held[seq].tokens) < len(self.held[seq]))
         return seqs[:2] if len(seqs) >= 2 else []
 
@@ -230,8 +230,8 @@ class Walk(LayerRows):
         begin: Callable[..., ga.Reply[ga.KvStep]],
         launch: Callable[[ga.KvStep], None],
     ) -> ga.KvStep | None:
-        """A step that is launched in some way, and committed or not."""
-        if handle != self.latest:  # whose work may still read and write the arrays of a graph
+        """Run a step that ``launch`` launches, and commit or abort it."""
+        if handle != self.latest:  # the latest stream may still use the arrays of a graph
             self.made.finish()
             self.latest = handle
         held, values = [self.held[seq] for seq in seqs], self.values(form)
@@ -290,7 +290,7 @@ class Walk(LayerRows):
     def capture(self) -> None:
         if len(self.captures) == 3:
             return
-        # The first capture is of one row a sequence.
+        # The first capture has one row per sequence.
         form = FORMS[self.rng.integers(len(FORMS)) if self.captures else 0]
         arrays, (warm, recorded) = self.arrays(form), self.streams
         some = tuple(sorted(self.rng.permutation(len(LAYERS))[: self.rng.integers(2, 6)].tolist()))

@@ -1,4 +1,4 @@
-"""Random programs of requests, steps and replays: the bits of a cache that is only asked by requests."""
+"""Random programs of requests, steps and replays give the bits of a cache that only gets requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = st.integers(0, 99)
 
 
 class Captures(RuleBasedStateMachine):
-    """Each sequence has a twin in a plain cache. Outputs of steps are compared when the streams are over."""
+    """Each sequence has a twin in a plain cache. Outputs of steps are compared when the streams have finished."""
 
     @initialize(order=st.sampled_from(ORDERS), seed=st.integers(0, 3))
     def begin(self, order: Any, seed: int) -> None:
@@ -35,7 +35,7 @@ class Captures(RuleBasedStateMachine):
         return self.pairs[index % len(self.pairs)]
 
     def two(self, first: int, second: int) -> bool:
-        """Make two pairs those of the program. False where they, or the pool, have no room."""
+        """Choose two pairs for the program. False if they, or the pool, have no room."""
         pairs = [self.pair(first), self.pair(first + 1 + second % (len(self.pairs) - 1))]
         lengths = [self.made.cache.length(seq) for seq, _ in pairs]
         if max(lengths) >= MOST - 4 or sum(map(self.made.cache.length, dict(self.pairs))) > 80:
@@ -128,6 +128,6 @@ class Captures(RuleBasedStateMachine):
             assert self.made.cache.stats().sequences == len(self.pairs)
 
 
-# Threads decide the order of the work, so a smaller program need not fail again: nothing is shrunk.
+# Threads decide the order of the work, so a smaller program may pass. Therefore nothing is shrunk.
 TestCaptures = Captures.TestCase
 TestCaptures.settings = settings(max_examples=10, stateful_step_count=15, deadline=None, phases=[Phase.generate])

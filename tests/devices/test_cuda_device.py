@@ -1,4 +1,4 @@
-"""CudaDevice over a driver that is as late and as unforgiving as a GPU may be (see fake_cuda)."""
+"""CudaDevice over a fake driver that is as late and as strict as a GPU may be (see fake_cuda)."""
 
 from __future__ import annotations
 

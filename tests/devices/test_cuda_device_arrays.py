@@ -65,7 +65,7 @@ def test_a_stream_that_several_arrays_come_from_is_waited_for_once(bench: Bench)
 
 @pytest.mark.parametrize("last", range(3))
 def test_each_of_several_producers_is_waited_for(bench: Bench, last: int) -> None:
-    """Arrays come from streams of their own, of which one is behind the others."""
+    """Each array comes from its own stream, and one stream is behind the others."""
     streams = [bench.cuda.new_stream() for _ in range(3)]
     arrays = [on_device(bench, floats(4), stream) for stream in streams]
     launch, x = bench.of(arrays[last]), floats(4)

@@ -110,7 +110,7 @@ def test_a_sticky_error_at_the_end_leaves_the_rest_alone(call: str) -> None:
 
 
 def statuses_of_the_toolkit() -> dict[int, tuple[str, str]]:
-    """(name, what its header says of it) of each cudaError_t of the CUDA toolkit installed here."""
+    """(name, comment in the header) of each cudaError_t of the installed CUDA toolkit."""
     toolchain = find_toolchain()
     assert toolchain is not None
     text = (toolchain.include_dirs[0] / "driver_types.h").read_text(encoding="utf-8", errors="replace")
@@ -119,7 +119,7 @@ def statuses_of_the_toolkit() -> dict[int, tuple[str, str]]:
 
 
 def test_the_sticky_statuses_are_those_after_which_a_process_must_end() -> None:
-    """Of the others the header says nothing: the context is gone, memory or a link is broken, or the cause unknown."""
+    """The header does not say so of a destroyed context (709), broken memory or links (214, 220), or 999, unknown."""
     stated = statuses_of_the_toolkit()
     must_end = {status for status, (_, said) in stated.items() if "process must be terminated and relaunched" in said}
     assert must_end >= {700, 719}
@@ -150,7 +150,7 @@ def test_each_sticky_status_loses_the_context(status: int) -> None:
 
 @pytest.mark.parametrize(("order", "seed"), [("late", 0), *(("random", seed) for seed in range(6))])
 def test_whichever_call_meets_a_kernels_error_first_the_context_is_lost_for_good(order: Order, seed: int) -> None:
-    """The scenario that tests/gpu asks of a real device."""
+    """tests/gpu runs the same scenario on a real device."""
     bench = Bench(FakeCuda(dict(KERNELS), order, seed))
     bench.cuda.fail_kernel(700)
     x = floats(4)
@@ -249,7 +249,7 @@ def test_closing_returns_at_once_over_a_hung_launch_and_frees_nothing_it_uses(be
         unwaited.wait()
     assert bench.cuda.leaks() == before
     assert not {"trim", "free_pinned", "destroy_stream", "close", "unload_module"} & set(bench.cuda.calls)
-    # Were the GPU to come round after all, the wait inside the driver ends in order.
+    # If the GPU goes on after all, the wait inside the driver ends in order.
     bench.cuda.resume(handle)
     thread.join(10)
     assert ended == [None]
@@ -344,7 +344,7 @@ def test_a_probe_without_progress_loses_the_context_after_the_hang_timeout(bench
 
 
 def test_a_process_that_stood_still_while_it_probed_does_not_lose_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer that the device still works on the probe is old by the time that the clock is read."""
+    """The clock is read long after the device answered that it still works on the probe."""
     clock = MockClock()
     bench = Bench(hang_timeout=8.0, clock=clock)
     event_done = bench.cuda.event_done

@@ -104,7 +104,7 @@ def test_plans_hold_no_kernel_that_the_store_has_let_go(cuda: FakeCuda, monkeypa
         for variant in variants * 2:
             ctx.flash_attn.forward(q, k, v, **variant).result(60)
         loaded = cuda.calls.count("load_module") - cuda.calls.count("unload_module")
-        assert loaded <= 3  # two of the store, and that of the last launch
+        assert loaded <= 3  # two of the store, and the one of the last launch
 
 
 class ThreadedCuda(FakeCuda):
@@ -175,7 +175,7 @@ def test_arrays_of_the_host_that_take_long_to_copy_are_left_to_the_actor(monkeyp
     assert cuda.launching
 
 
-@pytest.mark.timeout(60, method="thread")  # the usual method handles SIGALRM
+@pytest.mark.timeout(60, method="thread")  # the usual method uses SIGALRM
 @pytest.mark.parametrize("handled", ["SIGINT", "SIGALRM", None])
 def test_a_main_thread_that_a_handler_may_interrupt_leaves_the_launch_to_the_actor(
     handled: str | None, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +192,7 @@ def test_a_main_thread_that_a_handler_may_interrupt_leaves_the_launch_to_the_act
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
     with service(cuda, monkeypatch) as ctx, asyncio.Runner() as runner:
         loop = runner.get_loop()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background processes lack
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes lack it
         signal.signal(signal.SIGALRM, (lambda *_: None) if handled == "SIGALRM" else signal.SIG_DFL)
         try:
             if handled == "SIGINT":
@@ -227,7 +227,7 @@ def test_a_deep_stack_leaves_the_launch_to_the_actor(monkeypatch: pytest.MonkeyP
 def test_ctrl_c_in_the_middle_of_a_launch_frees_nothing_early_and_fails_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What an actor leaves half done is not known to be whole, so no later request may build on it."""
+    """An interrupted launch may be incomplete, so no later request may build on it."""
     cuda = ThreadedCuda()
     q, k, v = operands()
 

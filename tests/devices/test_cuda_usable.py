@@ -1,4 +1,4 @@
-"""cuda_usable names the obstacle, and does not raise over any."""
+"""`cuda_usable` names the obstacle and never raises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pretend(
     def get_attribute(attribute: int, index: int) -> int:
         if isinstance(capability, Exception):
             raise capability
-        return capability[(75, 76).index(attribute)]  # of cudaDeviceAttr, where CuPy names neither
+        return capability[(75, 76).index(attribute)]  # numbers of cudaDeviceAttr, which CuPy does not name
 
     runtime = ModuleType("cupy.cuda.runtime")
     runtime.deviceGetAttribute = get_attribute  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def calls(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[
     return lambda: runtime.calls + driver.calls
 
 
-CALLS = [  # a call of the seam, and what CuPy gets of it
+CALLS = [  # a call of CupyApi, and the call of CuPy that it makes
     ("bind", (), "setDevice", (3,)),
     ("allocate_pinned", (4096,), "hostAlloc", (4096, 1)),
     ("free_pinned", (1,), "freeHost", (1,)),

@@ -1,4 +1,4 @@
-"""Emulated launches run the code of the host for CUDA, in every order of streams. Its bugs show in answers."""
+"""Emulated launches run CUDA's host code, in every order of streams. Bugs of that code make answers wrong."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_bug_of_the_host_shows_in_emulated_answers(
 
 
 def test_work_that_comes_as_the_device_falls_asleep_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of the device ends where it has had no work for a while. Work may come at that very moment."""
+    """The device's thread ends when it has had no work for a while. Work may come at that moment."""
     api = EmulatedApi("sm_80", EmulationOptions(), ContextOptions(), "eager")
     handle, event, done = api.create_stream(), api.create_event(), threading.Event()
 
@@ -159,7 +159,7 @@ def test_work_that_comes_as_the_device_falls_asleep_is_run(monkeypatch: pytest.M
     def no_longer(seconds: float) -> bool:
         if not done.is_set():
             threading.Thread(target=waiter, daemon=True).start()
-            api._recorded.wait(0.3)  # which gives the lock away, as the end of a wait does until it has it again
+            api._recorded.wait(0.3)  # releases the lock, as a wait that ends does until it has it again
         return False
 
     monkeypatch.setattr(api._enqueued, "wait", no_longer)

@@ -86,7 +86,7 @@ def test_steps_run_in_order_over_shared_scratch_and_change_arrays_in_place(emula
     assert (host_view(memory)[1] == 4 * X).all()
     assert not host_view(memory)[::2].any()
     assert (own == 1 + 2 * X).all()
-    # The other way round the second kernel finds poison in the scratch.
+    # In the reverse order `add` finds poison in the scratch.
     assert not np.array_equal(run(kernels[::-1], memory[0]), 2 * X)
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_fails_releases_the_scratch_of_all(bench: Bench) -> None:
     kernels = cuda_kernels(bench)
     pool = bench.device.allocate((20,), "float32", zero=True)
     held = bench.cuda.leaks()["blocks"] + 1  # the stream's own
-    bench.cuda.fail("launch_kernel", 0, 1)  # the second step is not taken
+    bench.cuda.fail("launch_kernel", 0, 1)  # the second step is refused
     with pytest.raises(LaunchError):
         bench.stream.launch(launch(kernels, X, pool, pack))
     bench.cuda.run_all()
@@ -180,7 +180,7 @@ def test_a_step_that_fails_releases_the_scratch_of_all(bench: Bench) -> None:
 
 
 def draw(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
-    """out = the number drawn from the counter, which is put back to 0."""
+    """out = the number drawn from the counter, which is reset to 0."""
     operands = views(memory, params)
     operands["out"][...] = operands["counter"][0]
     operands["counter"][...] = 0
@@ -238,7 +238,7 @@ def test_a_kernel_that_leaves_something_else_is_found_out(emulated: CudaDevice) 
 
         return stream.launch(drawing(built, packed))
 
-    # All are in flight on the same memory. What one leaves there, or writes beside it, is none of the next one's.
+    # All are in flight on the same memory. What one leaves there, or writes beside it, does not affect the next.
     findings = {0: None, 1: "left 'counter' other than 0", 2: "'counter' past its last byte"}
     for left, event in [(left, draw(left)) for left in (0, 1, 0, 2, 0, 1, 1, 2, 2, 0)]:
         if findings[left] is None:

@@ -79,7 +79,7 @@ def test_arrays_on_the_device_are_written_where_they_lie(cuda: FakeCuda, ctx: ga
 
 
 class RawModule:
-    """CuPy's, as far as it is used here."""
+    """CuPy's RawModule, as far as it is used here."""
 
     def __init__(self, *, path: str) -> None:
         self.path = Path(path)

@@ -1,4 +1,4 @@
-"""Captured steps over sequences of a pool: each is of one home's cache, and right there for as long as that lives."""
+"""Captured steps over sequences of a pool: each belongs to one home's cache, and is right while that home lives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = (ga.ContextLost, ga.StaleBuffer)
 
 
 class Beside:
-    """A pooled cache on an event loop of another thread. What the loop has no part in is asked for at once."""
+    """A pooled cache on an event loop of another thread. Calls that need no loop are made directly."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cache: PooledKvCache) -> None:
         self._loop, self.cache = loop, cache
@@ -178,7 +178,7 @@ def test_a_sequence_that_has_moved_is_refused_by_name_and_replayed_where_it_is()
 
 
 def test_a_context_that_is_lost_between_a_capture_and_its_replay_replays_nothing() -> None:
-    """The graph has addresses of memory that is gone."""
+    """The graph has addresses of memory that is lost."""
     with homes("eager") as both:
         one, two = both.one, both.two
         captured, *_ = Graphs(one).capture(max_length=LONGEST)
@@ -207,7 +207,7 @@ def test_a_context_that_is_lost_between_a_capture_and_its_replay_replays_nothing
             with pytest.raises(LOST):
                 begin()
         assert not replayed
-        # The other home goes on.
+        # The other home still works.
         check(two, answer, others.replay(elsewhere, handles(two.seqs), two.twins, two.streams[0]))
 
 
@@ -236,7 +236,7 @@ class NullDevice(CudaDevice):
 
 
 class Null:
-    """A context on the null driver, which computes nothing. Its arrays have addresses alone."""
+    """A context on the null driver, which computes nothing. Its arrays have only addresses."""
 
     def __init__(self) -> None:
         options, self.api = ga.ContextOptions(qualify="off"), NullApi()
@@ -251,7 +251,7 @@ class Null:
         self.arrays = [[array(heads) for heads in (HEADS_Q, HEADS, HEADS, HEADS_Q)] for _ in range(LAYERS)]
 
     async def capture(self, cache: Any, seqs: list[Any]) -> tuple[ga.KvStep, int]:
-        """A step whose layers a graph has."""
+        """A step, and a graph of its layers."""
         step: ga.KvStep = await cache.step(seqs, heads_q=HEADS_Q, max_length=LONGEST)
         for capturing in (False, True):
             if capturing:

@@ -1,4 +1,4 @@
-"""A step on a caller's stream: right in every order that CUDA allows its streams. Bugs of the order show in answers."""
+"""Steps on a caller's stream are right in every order that CUDA allows. Bugs of the order make answers wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES: dict[str, Callable[[Program, int], int | None]] = {
 
 
 def right(order: HostOrder, seed: int, place: str) -> bool:
-    """Whether steps, what follows them on the caller's streams, and requests behind them all give the right rows."""
+    """Whether steps, later work on the caller's streams, and later requests all give the right rows."""
     with program(order, seed) as made:
         kept: list[Any] = []
         answers = []
@@ -185,7 +185,7 @@ def test_a_step_that_reads_shared_pages_once_is_not_captured() -> None:
 
 
 def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
-    """As it does where the program is another process: of steps that are planned, and of those that are known."""
+    """A program in another process sends such messages, for steps that are planned and for those with a known plan."""
     with program(ORDERS[0], 1) as made:
         handle = made.cache._handle
         for length in (6, 7, 8):
@@ -204,7 +204,7 @@ def test_a_message_may_say_that_arrays_lie_on_the_host() -> None:
             for layer, out in enumerate(outs):
                 assert np.array_equal(out, made.attended(made.plain, made.twins, layer, q[layer]))
             assert made.same()
-        with pytest.raises(ga.InvalidRequest, match="on cuda:0"):  # where nothing says so
+        with pytest.raises(ga.InvalidRequest, match="on cuda:0"):  # without on_host
             made.cache.step(made.seqs, heads_q=HEADS_Q).result(20).attend(0, q[0], k[0], v[0])
 
 
@@ -225,7 +225,7 @@ def test_a_layer_that_fails_fails_the_commit_though_later_layers_run_on_another_
                     made.api._enqueue(first, Operation(fail))
         with pytest.raises(ga.LaunchError, match="kernel failed"):
             step.commit().result(20)
-        if moved:  # a host that asks for the end of the first stream's work hears of it too
+        if moved:  # a wait for the first stream's work raises the error, too
             with pytest.raises(WorkFailed, match="kernel failed"):
                 made.finish()
         made.finish()
@@ -237,7 +237,7 @@ def test_a_layer_that_fails_fails_the_commit_though_later_layers_run_on_another_
 
 
 def test_a_step_ends_once_a_capture_of_its_stream_has_ended() -> None:
-    """An event that is recorded there meanwhile would be of the graph."""
+    """An event that is recorded there meanwhile would become part of the graph."""
     with program("eager", 3) as made:
         graphs, handle = Graphs(made), made.streams[0]
         graphs.write(handle)
@@ -326,12 +326,12 @@ def test_a_context_that_is_closed_leaves_a_capture_alone() -> None:
         made.api.begin_capture(handle)
         made.context.close()
         assert not made.api._streams[handle].captured
-        assert made.device.driver.abandoned  # nothing says when the layers are over
+        assert made.device.driver.abandoned  # no event tells when the layers are over
 
 
 @pytest.mark.parametrize("waits", ["a thread", "a task"])
 def test_a_block_that_ends_while_its_stream_is_captured_does_not_wait_for_the_capture(waits: str) -> None:
-    """The end of the capture may come behind it."""
+    """The capture may end only after the block."""
     with program("eager", 3) as made:
         graphs, handle = Graphs(made), made.streams[0]
         graphs.write(handle)

@@ -109,7 +109,7 @@ class Runtime:
 
 @pytest.fixture(params=list(MACHINES))
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This machine answers as one of them, from the driver's library on."""
+    """This process sees one of the machines, from the driver's library up."""
     given = MACHINES[request.param]
     find, load, listed = importlib.util.find_spec, ctypes.CDLL, glob.glob
     exists, access = os.path.exists, os.access

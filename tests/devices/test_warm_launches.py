@@ -80,7 +80,7 @@ def test_host_arrays_are_staged_anew_though_their_place_is_known(bench: Bench) -
 
 
 def test_operands_of_another_kind_are_placed_anew(bench: Bench) -> None:
-    """Shapes, strides, dtypes, and whether they lie on the host."""
+    """They differ in shape, in strides, or in whether they lie on the host."""
     packing = Packing()
     on, host = on_device(bench, floats(4, 4)), floats(4, 4)
     outs = {shape: on_device(bench, np.zeros(shape, np.float32)) for shape in ((4, 4), (2, 4))}
@@ -181,7 +181,7 @@ def test_a_warm_backward_allocates_its_answers_alone(
     kernels = Kernels(device.load(Cubin(b"image", device.info.arch, (name,), "", {}), name) for name in names)
     stream = device.open_stream("test")
     answers = 0
-    for _ in range(3):  # two orders of the answers' memory, and then the first again
+    for _ in range(3):  # the answers' memory has two orders, and then the first again
         api.calls.clear()
         event = stream.launch(bind_backward(plan, request, kernels))
         event.wait()
