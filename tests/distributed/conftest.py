@@ -27,27 +27,27 @@ def _workers(count: int, workplace: Callable[[], Workplace]) -> Iterator[dict[st
     params=[pytest.param(name, marks=pytest.mark.sweep if name == "faulty" else ()) for name in CHANNELS],
 )
 def three_workers(request: pytest.FixtureRequest) -> Iterator[dict[str, RemoteContext]]:
-    """Three contexts over each channel. For tests that do them no harm."""
+    """Three contexts over each channel. For tests that do not damage them."""
     with _workers(3, CHANNELS[request.param]) as workers:
         yield workers
 
 
 @pytest.fixture
 def pool_of_three(three_workers: dict[str, RemoteContext]) -> ContextPool:
-    """A pool over them."""
+    """A pool over `three_workers`."""
     return ContextPool(three_workers, seed=0)
 
 
 @pytest.fixture(scope="module")
 def in_threads() -> Iterator[dict[str, RemoteContext]]:
-    """Four contexts in threads of this process. For tests that do them no harm."""
+    """Four contexts in threads of this process. For tests that do not damage them."""
     with _workers(4, InProcess) as workers:
         yield workers
 
 
 @pytest.fixture
 def pool_of(in_threads: dict[str, RemoteContext]) -> Callable[[int], ContextPool]:
-    """A new pool over so many of them."""
+    """Returns a new pool over some of them."""
     return lambda count: ContextPool(dict(list(in_threads.items())[:count]), seed=0)
 
 
@@ -59,6 +59,6 @@ def pool(pool_of: Callable[[int], ContextPool]) -> ContextPool:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[ga.GpuContext]:
-    """The one context that answers are compared with."""
+    """The single context with which answers are compared."""
     with ga.open_context("mock") as ctx:
         yield ctx

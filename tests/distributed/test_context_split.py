@@ -43,7 +43,7 @@ def test_a_zigzag_deals_out_every_row_once_and_work_evenly(rows: int, parts: int
     result = [row for pair in dealt for block in pair for row in range(rows)[block]]
     assert sorted(result) == list(range(rows))
     work = [sum(row + 1 for block in pair for row in range(rows)[block]) for pair in dealt]
-    assert max(work) - min(work) <= 2 * rows  # pairs of row and key, of rows * rows / 2 in all
+    assert max(work) - min(work) <= 2 * rows  # pairs of row and key, out of rows * rows / 2
     with pytest.raises(ga.InvalidRequest):
         zigzag(-1, parts)
     with pytest.raises(ga.InvalidRequest):

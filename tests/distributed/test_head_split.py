@@ -30,7 +30,7 @@ def dense(dtype: Any = np.float32) -> dict[str, Any]:
     }
 
 
-# What the requests of `shards` do not have, of more heads, and some of those.
+# Requests with options that those of `shards` lack, with more heads, and some of those.
 REQUESTS: dict[str, dict[str, Any]] = {
     "slopes a sequence and head": {**dense(), "alibi_slopes": arrays((2, 8), seed=3)},
     "dropout": {**dense(), "causal": True, "dropout_p": 0.4, "dropout_seed": 3, "return_lse": True},
@@ -108,7 +108,7 @@ async def test_what_is_refused(pool: ContextPool) -> None:
         assert wrong.value.field == field
     with pytest.raises(ga.InvalidRequest, match="FlashBackward"):
         await head_split_backward(pool, request(), parts=2)  # type: ignore[arg-type]
-    with pytest.raises(ga.InvalidRequest):  # by the worker that gets a part
+    with pytest.raises(ga.InvalidRequest):  # raised by the worker that gets a part
         await head_split(pool, request(softcap=-1.0), parts=2)
     assert not any(worker.outstanding for worker in pool.stats().workers.values())
 

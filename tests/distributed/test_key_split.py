@@ -1,4 +1,4 @@
-"""Which keys a worker has, and what it is asked so that each row sees its own: held against every key by itself."""
+"""Which keys a worker has, and which requests it gets so that each row sees its keys: compared key by key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rows_are_asked_for_the_keys_that_they_see() -> None:
             for asked in split.asked(worker, positions, length, mask):
                 rows = np.arange(count)[asked.rows]
                 assert not result[rows].any()
-                # What a cache of so many keys shows such a request (`KeyMask`, at the bottom right).
+                # The keys that a cache of ``asked.keys`` shows such a request (`KeyMask`, at the bottom right).
                 there = KeyMask(window_size=(asked.reach, -1), sink_tokens=asked.sinks)
                 own = (
                     np.full(len(rows), asked.keys - 1) if asked.apart else asked.keys - len(rows) + np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""A worker dies, stops or exits at each step of a move: one of the two has the sequence, and nothing is left behind.
+"""A worker dies, stops or exits at each step of a move: one of the two has the sequence, and nothing is leaked.
 
 `fakes.move_steps` notes the steps of a real move. `SOURCE` and `TARGET` are what it notes today. A step that is new to
 the protocol fails `test_every_step_of_a_move_is_known` until it is listed, and the sweep tries it from then on.
@@ -55,7 +55,7 @@ TARGET = (
     "CacheTables.commit 1", "ImportSequence done 1", *_answer(1), "_free_unknown 1",
 )  # fmt: skip
 STEPS = [("source", step) for step in SOURCE] + [("target", step) for step in TARGET]
-# One of each kind for the default run.
+# A sample for the default run.
 SAMPLE = [
     ("source", "answer half sent 1", "SIGKILL"),
     ("source", "CacheTables.free 1", "os._exit"),
@@ -78,7 +78,7 @@ def workers() -> Iterator[dict[str, RemoteContext]]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[dict[str, RemoteContext]]:
-    """Workers that count as hung soon, for those that are stopped."""
+    """Workers that soon count as hung, for tests that stop them."""
     yield from _two(dataclasses.replace(OPTIONS, hang_timeout=1.5))
 
 
@@ -101,20 +101,20 @@ class Move:
         return await self.worker(side).actor(MoveSteps).submit(message)
 
     async def append(self, seq: PooledSequence, count: int, length: int) -> int:
-        """Append the first of the rows, in each layer, to so many."""
+        """Append the first ``count`` rows, in each layer, to a sequence of ``length`` rows."""
         new = ROWS[:count] if self.layers == 1 else np.stack([ROWS[:count]] * self.layers)
         appended: int = await self.cache.append(seq, new, new, expect_length=length)
         return appended
 
     async def has_rows(self, seq: PooledSequence) -> None:
-        """The 20 rows, as they were written, to which another can be appended."""
+        """Assert that the sequence has its 20 rows, and that another can be appended."""
         q = np.zeros((1, 1, 2, 16), np.float32)
         result = await self.cache.attend(q, seq, causal=False, expect_length=20)
         np.testing.assert_allclose(result.out[0, 0], ROWS.mean(0), atol=1e-6)
         assert await self.append(seq, 1, 20) == 21
 
     async def dies(self, side: str, step: str, way: str) -> None:
-        """Move the sequence, while a worker dies at a step. Whatever follows, it is at one of the two, or lost."""
+        """Move the sequence while a worker dies at a step. Afterwards the sequence is at one of the two, or lost."""
         victim = self.worker(side)
         generation = victim.generation
         await self.tell(side, "trap", step, way)
@@ -157,7 +157,7 @@ async def test_every_step_of_a_move_is_known(workers: dict[str, RemoteContext]) 
         moved = await move.cache.move(move.seq)
         for side, steps in (("source", SOURCE), ("target", TARGET)):
             noted: list[str] = []
-            while len(noted) < len(steps):  # what is answered is noted a moment later
+            while len(noted) < len(steps):  # answers are noted a moment later
                 noted = await move.tell(side, "noted")
             assert sorted(noted) == sorted(steps)
         await move.has_rows(moved)
@@ -223,7 +223,7 @@ async def test_fifty_generations_of_moves_leave_nothing_behind(hasty: dict[str, 
 @pytest.mark.sweep
 @pytest.mark.timeout(300)
 async def test_moves_over_channels_that_drop_records() -> None:
-    """A record that is lost costs its generation: the sequence is at one of the two, or lost with the source."""
+    """A lost record ends its worker's generation: the sequence is at one of the two, or lost with the source."""
     lossy = {name: Faulty(Faults(seed=seed), patience=0.2) for seed, name in enumerate(("one", "two"))}
     counts = Counter[str]()
     async with contextlib.AsyncExitStack() as stack:
@@ -240,7 +240,7 @@ async def test_moves_over_channels_that_drop_records() -> None:
                     there = await move.cache.move(move.seq, move.names["target"])
                 for workplace in lossy.values():
                     workplace.faults = Faults()
-                # What was dropped is missed once the next record follows it.
+                # A dropped record is noticed once the next one arrives.
                 await asyncio.gather(*(one.probe(30.0) for one in opened.values()), return_exceptions=True)
                 await comes_true(lambda: all(one.health().ready for one in opened.values()))
                 try:

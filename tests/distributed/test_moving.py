@@ -1,4 +1,4 @@
-"""Sequences that move between workers. Where a step fails, one of the two has the sequence, and nothing is leaked."""
+"""Sequences that move between workers. If a step fails, one of the two has the sequence, and nothing is leaked."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Two:
         connection.kill()
 
     async def busy(self, name: str, requests: int) -> None:
-        """A worker has got so many requests in all."""
+        """Wait until a worker has got ``requests`` requests in all."""
         await comes_true(lambda: self.pool.stats().workers[name].requests >= requests)
 
     def requests(self, name: str) -> int:
@@ -77,7 +77,7 @@ async def two(request: pytest.FixtureRequest) -> AsyncIterator[Two]:
 
 
 async def stays(two: Two) -> None:
-    """The sequence is where it was, with its rows, and alone."""
+    """Assert that the sequence is where it was, with its rows, and is the only one."""
     assert two.cache.length(two.seq) == 20
     await shards.held(two.cache, 1)
     assert await two.append(two.seq, 1, expect_length=20) == 21

@@ -1,4 +1,4 @@
-"""A pool's requests without state: where they go, what is repeated, and what happens to workers that come and go."""
+"""A pool's stateless requests: where they go, what is repeated, and workers that come and go."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_worker_killed_with_64_in_flight_costs_no_answer(out: np.ndarray
         async with pool.kv_cache(num_blocks=64, page_size=8, kv_heads=2, head_dim=16, dtype="float32") as cache:
             seqs = [await cache.create([number] * 20) for number in range(16)]
             victim = "worker-1"
-            suspend(pid_of(pool, victim))  # so that it answers none of what it gets
+            suspend(pid_of(pool, victim))  # so that it answers nothing
             asking = [asyncio.create_task(pool.ask(forward)) for _ in range(256)]
             appends = [cache.append(seq, ROWS[0], ROWS[0]) for seq in seqs]
             await comes_true(lambda: pool.stats().workers[victim].outstanding >= 64)
@@ -176,7 +176,7 @@ async def test_a_full_worker_is_left_for_another(out: np.ndarray[Any, Any]) -> N
     async with ga.open_context("mock", stalling) as full, ga.open_context("mock") as free:
         stuck = [forward(full) for _ in range(8)]
         pool = ContextPool({"full": full, "free": free}, seed=0)
-        # The pool counts its own requests, so it draws the full one now and then.
+        # The pool counts only its own requests, so it sometimes chooses the full worker.
         for one in await asyncio.gather(*(pool.ask(forward) for _ in range(12))):
             np.testing.assert_array_equal(one.out, out)
         assert pool.stats().repeated
@@ -212,7 +212,7 @@ async def test_no_worker_left_is_told_and_did_not_happen() -> None:
     async with in_process(2, options) as pool:
         with pytest.raises(ga.WorkerLost):
             await pool.ask(forward)
-        # The pool looks at a worker that was ready a moment later, not at each request.
+        # The pool checks a worker that was ready a moment later, not at each request.
         await comes_true(lambda: all(member.health().state == "failed" for member in pool._members.values()))
         with pytest.raises(ga.WorkerLost, match=r"no worker.*worker-1: .*worker-2: ") as caught:
             await pool.ask(forward)
@@ -253,7 +253,7 @@ async def test_a_worker_added_and_one_removed_in_flight(out: np.ndarray[Any, Any
             assert pool.stats().workers["mine"].requests
             assert pool.stats().repeated == 0
             await pool.remove("mine")
-            assert mine.health().ready  # the pool did not
+            assert mine.health().ready  # the pool did not open it
         with pytest.raises(ga.InvalidRequest, match="worker-2"):
             await pool.remove("mine")
 
@@ -276,7 +276,7 @@ async def test_a_removal_that_cannot_wait_and_one_that_is_cancelled(out: np.ndar
         asking = [asyncio.create_task(pool.ask(forward)) for _ in range(20)]
         await asyncio.sleep(0.05)
         await pool.remove(seq.worker, timeout=0.05)
-        for one in await asyncio.gather(*asking):  # of which other workers repeat what was not answered
+        for one in await asyncio.gather(*asking):  # other workers repeat the unanswered ones
             np.testing.assert_array_equal(one.out, out)
         with pytest.raises(ga.StaleBuffer, match="left the pool"):
             await cache.append(seq, ROWS[0], ROWS[0])

@@ -1,4 +1,4 @@
-"""Requests of all kinds over child processes that keep dying: nothing is lost, nothing doubled, no append replayed."""
+"""Requests of all kinds over child processes that keep dying: none is lost or doubled, and no append is replayed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLD = (ga.WorkerLost, ga.StaleBuffer)
 
 
 class Load:
-    """Sequences and requests without state, and the account of their answers."""
+    """Stateless requests and requests on sequences, and the counts of their answers."""
 
     def __init__(self, pool: ContextPool, cache: PooledKvCache) -> None:
         self.pool = pool
@@ -39,7 +39,7 @@ class Load:
         self.answered += 1
 
     async def appending(self, seq: PooledSequence, length: int) -> bool:
-        """Append a row, which says whose it is. False once the sequence is lost."""
+        """Append a row whose value is its place. False once the sequence is lost."""
         row = np.full((1, 1, 8), length, np.float32)
         try:
             assert await self.cache.append(seq, row, row) == length + 1
@@ -50,7 +50,7 @@ class Load:
         return True
 
     async def session(self, count: int) -> None:
-        """So many appends, over as many sequences as it takes."""
+        """Make ``count`` appends, over as many sequences as it takes."""
         left = count
         while left:
             seq = await self.cache.create()
@@ -66,7 +66,7 @@ class Load:
                     await self.cache.free(seq)
 
     async def _check(self, seq: PooledSequence, length: int) -> None:
-        """Every row is there once: with equal scores the mean of the values is that of 0 .. length - 1."""
+        """Assert that every row is there once: with equal scores the mean of the values is that of 0 .. length - 1."""
         q = np.zeros((1, 1, 1, 8), np.float32)
         with contextlib.suppress(*TOLD):
             result = await self.cache.attend(q, seq, causal=False, expect_length=length)
@@ -74,7 +74,7 @@ class Load:
 
 
 async def _run(requests: int, every: int, workers: int = 4) -> str:
-    """Gives the account as a line."""
+    """Returns the counts as a line."""
     dice = random.Random(7)
     here = psutil.Process()
     strangers = set(here.children(recursive=True))  # of other tests
@@ -93,7 +93,7 @@ async def _run(requests: int, every: int, workers: int = 4) -> str:
                         victim = pool.workers[dice.choice(busy or list(pool.workers))]
                         assert isinstance(victim, RemoteContext)
                         generation, pid = (victim.name, victim.generation), victim.pid
-                        if pid is not None and generation not in killed:  # else it is dying already
+                        if pid is not None and generation not in killed:  # otherwise it is dying already
                             with contextlib.suppress(ProcessLookupError):
                                 os.kill(pid, signal.SIGKILL)
                             killed.add(generation)
@@ -159,9 +159,9 @@ async def test_pools_leave_nothing_behind() -> None:
         await once()
 
     def none_more() -> bool:
-        gc.collect()  # the thread of a closed context may let go of its mapping after a collection
+        gc.collect()  # the thread of a closed context may release its mapping after a collection
         return here.num_fds() <= before[0]
 
     await comes_true(none_more)
-    await comes_true(lambda: len(here.children(recursive=True)) <= before[2])  # the zygote buries them a moment later
-    assert here.num_threads() <= before[1] + 2  # of the loop's own pool
+    await comes_true(lambda: len(here.children(recursive=True)) <= before[2])  # the zygote reaps them a moment later
+    assert here.num_threads() <= before[1] + 2  # threads of the loop's own pool

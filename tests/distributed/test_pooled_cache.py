@@ -80,7 +80,7 @@ async def test_a_prompt_follows_a_sequence_that_began_as_it_does(cache: PooledKv
     others = sorted(set(pool.stats().workers) - {first.worker})
     for name, tokens in zip(others, ((8, 9), (10, 11)), strict=True):
         moved = await cache.move(first, name)
-        for token in tokens:  # while the old home is there, and after it
+        for token in tokens:  # with the old home, and without it
             again = await cache.create([7] * 16 + [token] * 24)
             assert (again.worker, again.cached) == (name, 16)
             await cache.free(again)

@@ -1,4 +1,4 @@
-"""A pooled cache whose layers differ: its sequences live and move as those of one layer do."""
+"""A pooled cache whose layers differ: its sequences are placed and move as those of one layer do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "dtype": "bfloat16"}
 
 
 async def test_sequences_that_move_under_load_have_the_bits_of_those_that_stay() -> None:
-    """Ten tasks append, cut, attend and move at once. Some moves find no room, and their sequences go on at home."""
+    """Tasks append, truncate, attend and move at once. Some moves find no room, and their sequences stay at home."""
     options = ga.ContextOptions(mock=ga.MockOptions(latency=0.001))
     done = Counter[str]()
     async with (
@@ -55,7 +55,7 @@ async def test_sequences_that_move_under_load_have_the_bits_of_those_that_stay()
                 if dice.random() < 0.5:
                     moving = asyncio.create_task(cache.move(seq))
                 queries = [(layer, rows.q(layer, 1, 1)) for layer in range(len(LAYERS) if own.length(mine) else 0)]
-                # Asked for together, for the sequence is gone from its home once it has moved.
+                # Asked for at once, because the sequence leaves its home once it has moved.
                 here = [cache.attend(q, [seq], layer=layer, **OPTIONS) for layer, q in queries]
                 there = [own.attend(q, [mine], layer=layer, **OPTIONS) for layer, q in queries]
                 for found, wanted in zip(here, there, strict=True):

@@ -50,12 +50,12 @@ async def pooled(
 
 
 async def quiet(pool: ContextPool) -> None:
-    """No worker has a request, or a step, that goes on."""
+    """Wait until no worker has an open request or step."""
     await comes_true(lambda: not any(one.outstanding for one in pool.stats().workers.values()))
 
 
 async def works(cache: PooledKvCache, seq: PooledSequence, length: int) -> None:
-    """The sequence has so many rows, and a step over it is right."""
+    """Assert that the sequence has ``length`` rows, and that a step over it is right."""
     await comes_true(lambda: cache.length(seq) == length)
     draw = Draw(9)
     async with await cache.step([seq], heads_q=HEADS_Q) as step:
@@ -306,7 +306,7 @@ async def test_a_home_that_is_lost_ends_the_step_as_it_ends_a_request(
         connection = home._generations.connection
         assert connection is not None
         connection.kill()
-        lost = (ga.WorkerLost, ga.StaleBuffer)  # what it had, and what comes later
+        lost = (ga.WorkerLost, ga.StaleBuffer)  # for open requests, and for later ones
         if layer < LAYERS:
             with pytest.raises(lost):
                 step.attend(layer, *draw.layer(1, 1))

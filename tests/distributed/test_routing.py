@@ -1,4 +1,4 @@
-"""Who gets a request, and where a new sequence lives."""
+"""Which worker gets a request, and where a new sequence is placed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_two_choices_keep_the_load_even() -> None:
     loads = dict.fromkeys("abcdefgh", 0.0)
     for _ in range(8000):
         loads[less_loaded_of_two(loads, dice)] += 1
-    assert max(loads.values()) - min(loads.values()) < 12  # by lot alone about 150
+    assert max(loads.values()) - min(loads.values()) < 12  # with random choice about 150
 
 
 def test_a_ring_moves_few_keys_when_a_worker_comes_or_goes() -> None:
@@ -73,7 +73,7 @@ def test_a_known_prefix_goes_home_until_that_is_loaded_too_much() -> None:
     assert other != home
     assert homes.choose(prompt, {**busy, home: 0.0}) == other  # where it was last
     high = dict.fromkeys("abc", 100.0)
-    assert homes.choose(prompt, {**high, other: 120.0}) == other  # within the bound by the mean
+    assert homes.choose(prompt, {**high, other: 120.0}) == other  # within the bound of the mean
     assert homes.choose(prompt, {**high, other: 150.0}) != other
 
 
@@ -87,7 +87,7 @@ def test_the_longest_known_beginning_decides() -> None:
     assert homes.choose(prompt, loads) == "b"
     homes.forget("b")
     assert homes.choose(prompt[:3], {"a": 0.0}) == "a"
-    assert homes.choose(prompt, {"c": 100.0, "d": 0.0}) == "d"  # those it knows are not there any more
+    assert homes.choose(prompt, {"c": 100.0, "d": 0.0}) == "d"  # the workers that it knows are gone
 
 
 def test_a_directory_forgets_what_was_used_longest_ago() -> None:
@@ -115,7 +115,7 @@ def test_a_budget_is_spent_and_earned() -> None:
 
 
 def test_a_known_prefix_takes_no_walk_round_the_ring() -> None:
-    """Of a thousand workers the walk takes milliseconds."""
+    """With a thousand workers the walk takes milliseconds."""
     walked: list[str] = []
 
     class Walked(Ring):

@@ -81,7 +81,7 @@ async def test_fp8_queries_have_factors_of_their_own(
 
 
 async def test_rows_lie_in_the_cache_as_one_cache_has_them(pool: ContextPool, whole: ga.GpuContext) -> None:
-    """The bits of rotated and quantised rows, rows that are fp8 already included."""
+    """The bits of rotated and quantised rows agree, also of rows that are fp8 already."""
     spec = {**SPEC, "dtype": "float8_e4m3fn", **DESCALES}
     k, v = rows(13, 2, 1, np.float16), rows(13, 2, 2, np.float16)
     fp8 = [rows(5, 2, seed, ml_dtypes.float8_e4m3fn) for seed in (3, 4)]

@@ -35,7 +35,7 @@ def bits(seen: Any) -> Any:
 
 
 def near(found: Any, wanted: Any, scale: float = 1.0) -> None:
-    """Equal, but for the order of sums and for one rounding of each worker's part."""
+    """Equal, except for the order of sums and for one rounding of each worker's part."""
     far = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[wanted.out.dtype.name] * scale
     assert found.out.dtype == wanted.out.dtype
     out, whole = found.out.astype(np.float64), wanted.out[0].astype(np.float64)
@@ -52,7 +52,7 @@ async def equal(
     dtype: Any = np.float32,
     scale: float = 1.0,
 ) -> None:
-    """Chunks of new rows, rows that are in the cache, and appended rows, over keys in runs of 1, 5 or as given."""
+    """Chunks of new rows, rows that are in the cache, and appended rows, over keys in runs of 5 or as given."""
     given, spec = dict(given), {**SPEC, **(changed or {})}
     treed = given.pop("tree", False)
     interleave = given.pop("interleave", 5)
@@ -114,7 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 async def test_decode_and_chunks_equal_one_cache(
     pool_of: Callable[[int], ContextPool], whole: ga.GpuContext, name: str
 ) -> None:
-    """Slopes go by the distance in the whole: for workers of single rows, and where one has all the keys."""
+    """Slopes depend on distances in the whole sequence: over workers of single rows, and if one has all keys."""
     slopes = name.startswith("slopes")
     for workers, interleave in ((1, 8), (2, 1), (3, 64 if slopes else 5)):
         arguments = {**OPTIONS[name], "interleave": interleave}
@@ -155,7 +155,7 @@ async def test_an_empty_sequence_and_no_rows(pool: ContextPool) -> None:
         np.testing.assert_array_equal(result.out, np.zeros((1, 4, 16), np.float32))
         assert np.isneginf(result.lse).all()
         await cache.append(seq, rows(2), rows(2))
-        result = await cache.attend(rows(3, 4), seq, return_lse=True)  # the first one has no key of its own
+        result = await cache.attend(rows(3, 4), seq, return_lse=True)  # the first row sees no key
         assert np.isneginf(result.lse[:, 0]).all()
         assert np.isfinite(result.lse[:, 1:]).all()
         result = await cache.attend(rows(0, 4), seq, k=rows(0), v=rows(0))
@@ -172,7 +172,7 @@ async def test_a_full_worker_leaves_no_trace(pool_of: Callable[[int], ContextPoo
         seq = await cache.create()
         assert await cache.append(seq, rows(20), rows(20)) == 20  # 12 and 8 rows of 16
         other = await cache._caches[1].create()
-        await cache._caches[1].append(other, rows(8), rows(8))  # another's, which fills that worker
+        await cache._caches[1].append(other, rows(8), rows(8))  # another sequence fills that worker
         with pytest.raises(ga.CacheFull):
             await cache.append(seq, rows(8), rows(8))
         with pytest.raises(ga.CacheFull):
@@ -304,7 +304,7 @@ async def test_what_is_refused(pool_of: Callable[[int], ContextPool]) -> None:
 
 
 async def test_workers_that_promise_the_same_bits_are_refused() -> None:
-    """Their answers would be merged, and bits would depend on how many workers there are."""
+    """Their answers would be merged, and the bits would depend on the number of workers."""
     options = ga.ContextOptions(invariant=True)
     async with open_pool("mock", workers=2, workplace=InProcess, options=options) as pool:
         with pytest.raises(ga.Unsupported, match="PooledKvCache") as refused:

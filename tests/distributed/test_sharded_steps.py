@@ -1,4 +1,4 @@
-"""A model's step over keys of several workers: a layer is that of a cache of one layer, the commit is one append."""
+"""A model's step over keys of several workers: a layer is as in a cache of one layer, and the commit is one append."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lengths(cache: ShardedKvCache, seq: ShardedSequence) -> list[int]:
 
 
 async def works(cache: ShardedKvCache, seq: ShardedSequence, length: int) -> None:
-    """The sequence has so many rows on all workers, and a step over it is right."""
+    """Assert that the sequence has ``length`` rows over all workers, and that a step over it is right."""
     async with asyncio.timeout(20.0), await cache.step(seq, heads_q=HEADS_Q) as step:
         assert (seq.length, step.length, lengths(cache, seq)) == (length, length + 1, cache.split.lengths(length))
         for layer in range(LAYERS):
@@ -76,7 +76,7 @@ async def equal(
     interleave: int = 3,
     dtype: str = "float32",
 ) -> None:
-    """Steps beside a sharded cache for each layer, whose bits they have, and beside steps over one KvCache."""
+    """Steps have the bits of a sharded cache for each layer, and agree with steps over one KvCache."""
     spec, draw, within = {**SPEC, "dtype": dtype}, Draw(3, np.dtype(dtype)), {"float32": 4e-6, "float16": 2e-3}
     async with contextlib.AsyncExitStack() as stack:
         cache = await stack.enter_async_context(ShardedKvCache(pool, **spec, layers=LAYERS, interleave=interleave))
@@ -108,7 +108,7 @@ async def equal(
                 np.testing.assert_allclose(found, wanted, rtol=within[dtype], atol=within[dtype])
                 assert (found.tobytes(), found.dtype) == (alone.out.tobytes(), alone.out.dtype)
                 for array in new.values():
-                    array[...] = 0  # the caller's own again
+                    array[...] = 0  # the arrays are the caller's again
             assert [await step.commit()] == await other.commit() == [seq.length]
             for one, twin in zip(ones, twins, strict=True):
                 assert (seq.length, lengths(cache, seq)) == (twin.length, lengths(one, twin))
@@ -191,7 +191,7 @@ async def test_requests_on_the_sequence_wait_and_others_do_not() -> None:
 
 
 async def test_layers_at_once_take_turns() -> None:
-    """Rows in the cache see different keys of a worker, which forks its sequence for them, once."""
+    """Rows in the cache see different keys of a worker, which forks its sequence for them once."""
     async with sharded() as (_, cache, seq):
         queries = [Draw(layer).rows(5, heads=4) for layer in range(LAYERS)]
         async with await cache.step(seq, heads_q=HEADS_Q, rows=5, append=False) as step:
@@ -359,7 +359,7 @@ async def test_a_worker_that_refuses_its_rows_at_the_commit_leaves_the_sequence_
             draw, step = Draw(1), await cache.step(seq, heads_q=HEADS_Q, rows=count)
             for layer in range(LAYERS):
                 await step.attend(layer, *draw.layer(count))
-            if count == 30:  # ten rows for each worker, of which that one has no room for seven
+            if count == 30:  # ten rows for each worker, and one has no room for seven of them
                 with pytest.raises(ga.CacheFull):
                     await step.commit()
                 assert (seq.length, lengths(cache, seq)) == (9, [4, 3, 2])

@@ -17,12 +17,12 @@ WORKPLACES: dict[str, Callable[[], Workplace]] = {
 
 @pytest.fixture(params=WORKPLACES)
 def workplace(request: pytest.FixtureRequest) -> Workplace:
-    """A new one of each kind."""
+    """A new workplace of each kind."""
     return WORKPLACES[request.param]()
 
 
 @pytest.fixture(scope="module", params=WORKPLACES)
 def remote(request: pytest.FixtureRequest) -> Iterator[RemoteContext]:
-    """A context over each kind of channel. For tests that do it no harm."""
+    """A context over each kind of channel. For tests that do not damage it."""
     with open_remote("mock", workplace=WORKPLACES[request.param](), name="here") as ctx:
         yield ctx

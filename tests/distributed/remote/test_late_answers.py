@@ -1,4 +1,4 @@
-"""Channels that hold records back: what a worker makes for a request that was given up is given back there."""
+"""Channels that hold records back: a worker frees what it made for a request that was given up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Holding(InProcess):
 
     def start(self, order: Order, received: Received) -> ThreadConnection:
         def make(inbox: Inbox) -> _Held:
-            self.there, self.back = self.back, _Held(inbox)  # to the worker first
+            self.there, self.back = self.back, _Held(inbox)  # the one to the worker is made first
             return self.back
 
         return ThreadConnection(order, received, make)

@@ -34,7 +34,7 @@ def forward(ctx: ga.GpuContext) -> Any:
 
 
 def forward_of_much(ctx: ga.GpuContext) -> Any:
-    q = arrays((1, 700, 2, 16))  # more than travels along with its record
+    q = arrays((1, 700, 2, 16))  # more than fits in its record
     return ctx.flash_attn.forward(q, q, q).result(30.0)
 
 
@@ -73,7 +73,7 @@ def stepped(ctx: ga.GpuContext) -> Any:
 def moved(ctx: ga.GpuContext) -> Any:
     with ctx.kv_cache(**SPEC) as cache, ctx.kv_cache(**SPEC) as other:
         seq = cache.create().result(30.0)
-        rows = arrays((500, 2, 16))  # more than travels along with its record
+        rows = arrays((500, 2, 16))  # more than fits in its record
         cache.append(seq, rows, rows).result(30.0)
         pages = cache.export_pages(seq).result(30.0)
         there = other.import_pages(pages).result(30.0)

@@ -1,4 +1,4 @@
-"""What only a worker in a process of its own can suffer."""
+"""Failures that only a worker in its own process can have."""
 
 from __future__ import annotations
 
