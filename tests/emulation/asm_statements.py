@@ -42,7 +42,7 @@ def wrapper_statements(changed: Mapping[str, str] | None = None) -> tuple[AsmSta
 
 
 def judge_in(cache: Path) -> Judge:
-    """What is wrong with a statement, None where nothing is. cache: a folder of emulated modules."""
+    """A function that returns what is wrong with a statement, or None. cache: a folder of emulated modules."""
     module = emulated_module("statement_checks.cu", {}, cache)
     check = ctypes.CDLL(str(module.path)).check_statement
     check.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64]

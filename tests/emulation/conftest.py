@@ -19,7 +19,7 @@ def module_cache() -> Path:
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
-    """Runs conformance kernels: on the CPU in several orders, and on a GPU where `-m gpu` asks for it."""
+    """Runs conformance kernels: on the CPU in several orders, and on a GPU if `-m gpu` asks for it."""
     if request.param == "emulated":
         return emulated_runner(module_cache)
     return cuda_runner()
@@ -27,7 +27,7 @@ def runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def quick_runner(request: pytest.FixtureRequest, module_cache: Path) -> Runner:
-    """As `runner`, in one order alone: for kernels whose numbers no order changes, on many operands."""
+    """As `runner`, in a single order: for kernels whose numbers do not depend on the order, on many operands."""
     if request.param == "emulated":
         return emulated_runner(module_cache, orders=ORDERS[:1])
     return cuda_runner()

@@ -48,7 +48,7 @@ class TensorMapArgument:
 
 
 class Place(Protocol):
-    """Where the arrays of a run are: what its parameters are made from."""
+    """Where the arrays of a run are. Its parameters are made from this."""
 
     def address(self, array: str) -> int: ...
 
@@ -79,7 +79,7 @@ class KernelRun:
 
 
 class Results(Mapping[str, Array]):
-    """The arrays after a run; `order` says how it ran."""
+    """The arrays after a run. `order` says how it ran."""
 
     def __init__(self, arrays: Mapping[str, Array], order: str) -> None:
         self._arrays, self.order = arrays, order
@@ -94,7 +94,7 @@ class Results(Mapping[str, Array]):
         return len(self._arrays)
 
     def check(self, **expected: Array) -> None:
-        """Every array named equals what is expected, bit for bit in value."""
+        """Assert that every named array equals the expected one in value."""
         for name, wanted in expected.items():
             got = self[name].reshape(wanted.shape)
             np.testing.assert_array_equal(got, wanted, err_msg=f"{name}, {self.order}")
@@ -217,7 +217,7 @@ class _CudaPlace:
         return ctypes.string_at(aligned, 128)
 
 
-# What a GPU must have for a file, or for an entry of one; sm_80 does for the rest.
+# The compute capability that a file, or an entry of one, needs. The others need 80.
 _CAPABILITY = {"pipelines": 90, "tensors": 90, "wgmma": 90, "second_reading": 90, "mma_e4m3": 89, "mma_e5m2": 89}
 
 
@@ -243,7 +243,7 @@ def launch_on_cuda(module: int, wanted: KernelRun, params: Sequence[bytes]) -> N
 
 
 def cuda_runner() -> Runner:
-    """Runs a kernel once on the current GPU; skips what that GPU has no instructions for."""
+    """Runs a kernel once on the current GPU. Skips kernels for which that GPU has no instructions."""
 
     def run(wanted: KernelRun) -> Iterator[Results]:
         import cupy

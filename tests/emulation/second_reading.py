@@ -23,7 +23,7 @@ START = 1024
 
 
 class Kind(NamedTuple):
-    """One wgmma: which of them are compiled into the module is a macro."""
+    """One wgmma. A macro lists those that are compiled into the module."""
 
     element: str
     trans_a: bool
@@ -44,7 +44,7 @@ MIXED = Kind("e4m3", False, False, 72)
 
 
 def macros_of(kinds: Sequence[Kind]) -> dict[str, str]:
-    """What compiles these kinds into the module."""
+    """The macro that compiles these kinds into the module."""
     calls = (
         f"CASE({i}, {k.element}, {str(k.trans_a).lower()}, {str(k.trans_b).lower()}, {k.n})"
         for i, k in enumerate(kinds)
@@ -164,14 +164,14 @@ class Case(NamedTuple):
 COPIES_FILE = "conformance/copies.cu"
 TENSORS_FILE = "conformance/tensors.cu"
 ROWS_BYTES = 2048
-"""Of shared memory where ldmatrix and stmatrix are tried."""
+"""The shared memory in which ldmatrix and stmatrix are tested."""
 
 FORMS = tuple((count, transposed) for count in (1, 2, 4) for transposed in (False, True))
 """What load_rows writes, and what store_rows calls forms 0 to 5."""
 
 SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 DTYPES = {1: "uint8", 2: "float16", 4: "float32"}
-"""What elements of a size are, where it does not matter."""
+"""The dtype of elements of a size, where any dtype will do."""
 
 
 def mma_case(element: str, seed: int) -> Case:
@@ -181,7 +181,7 @@ def mma_case(element: str, seed: int) -> Case:
     a, b = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((16, form.k), (form.k, 8)))
     c = rng.integers(-50, 51, (16, 8)).astype(np.float32)
     bits = [encoded(x, element) for x in (a, b)]
-    if element == "tf32":  # of which the low 13 bits do not count
+    if element == "tf32":  # its low 13 bits are ignored
         bits = [x | rng.integers(0, 1 << 13, x.shape, dtype=np.uint32) for x in bits]
     arrays = {
         "a": fragments.packed(fragments.mma_a(form.k, form.bits).taken(bits[0])),
@@ -216,7 +216,7 @@ def load_case(seed: int, rows: Sequence[int]) -> Case:
 
 
 def store_case(seed: int, rows: Sequence[int], number: int) -> Case:
-    """One form of stmatrix on rows that do not overlap, for which lane would win is not said."""
+    """One form of stmatrix on rows that do not overlap, because the ISA does not say which lane would win."""
     count, transposed = FORMS[number]
     memory = bytes_of(seed, ROWS_BYTES)
     words = np.random.default_rng(seed + 1).integers(0, 1 << 32, (4, 32), dtype=np.uint32)
@@ -247,7 +247,7 @@ def _words_of(made: tma.TensorMap, dtype: str | None) -> np.dtype[Any]:
 def box_run(
     made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
 ) -> KernelRun:
-    """A box's way through shared memory: loaded at one place of a tensor, stored or added at one of another."""
+    """A box passes through shared memory: it is loaded from one tensor, and stored or added to another."""
     rng = np.random.default_rng(seed)
     words = _words_of(made, dtype)
     source, target = _values_in(rng, made, words), _values_in(rng, made, words)
@@ -270,7 +270,7 @@ def box_run(
 def box_case(
     made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool, seed: int, dtype: str | None = None
 ) -> Case:
-    """As `box_run`, with what it leaves. ValueError where the second reading refuses a place."""
+    """As `box_run`, with the arrays that it leaves. Raises ValueError if the second reading refuses a place."""
     run = box_run(made, load, store, add, seed, dtype)
     words = _words_of(made, dtype)
     source, target = run.arrays["source"], run.arrays["target"]
@@ -284,9 +284,9 @@ def box_case(
 def refusal(
     module: EmulatedModule, made: tma.TensorMap, load: tuple[int, ...], store: tuple[int, ...], add: bool
 ) -> tuple[str, str]:
-    """Kind and text of the emulated device's fault at a load, or at a store or sum, "" where there is none.
+    """Kind and text of the emulated device's fault at a load, or at a store or sum, "" if there is none.
 
-    Raises AssertionError where only one of the two readings refuses one of them.
+    Raises AssertionError if only one of the two readings refuses one of them.
     """
     kind = text = ""
     try:
@@ -305,7 +305,7 @@ def refusal(
 # ---- mbarriers
 
 ARRIVE, EXPECT, ARRIVE_EXPECT, BULK, TENSOR, WAIT, COPIES_NOINC, COPIES = range(8)
-"""What barrier_steps does, and on WAIT with which parity."""
+"""The operations of barrier_steps. WAIT takes a parity."""
 
 Step = tuple[int, int]
 BARRIER_MAP = tma.TensorMap(4, (40,), (), (16,))
@@ -313,7 +313,7 @@ _STATE = re.compile(r"\(phase (\d+), (\d+) of (\d+) arrivals pending, (-?\d+) by
 
 
 def taken(barrier: mbarrier.Barrier, step: Step) -> None:
-    """One step by the second reading. Copies land at once, and those of a thread without any are done."""
+    """One step by the second reading. Copies complete at once, and a thread without copies has none to wait for."""
     what, number = step
     if what == ARRIVE:
         barrier.arrive()
@@ -330,7 +330,7 @@ def taken(barrier: mbarrier.Barrier, step: Step) -> None:
 
 
 def _fault_of(module: EmulatedModule, expected: int, sequence: Sequence[Step]) -> tuple[str, str]:
-    """Runs the steps; returns kind and text of the fault at the last of them, "" where there is none."""
+    """Runs the steps. Returns kind and text of the fault at the last one, "" if there is none."""
     source = np.ones(40, np.float32)
 
     def params(place: Place) -> list[bytes]:
@@ -348,10 +348,10 @@ def _fault_of(module: EmulatedModule, expected: int, sequence: Sequence[Step]) -
 
 
 def play(module: EmulatedModule, expected: int, wanted: Sequence[Step]) -> None:
-    """Takes every step, and after each waits for the phase that is over; at the end for the one that is not.
+    """Takes every step, and after each waits for the phase that is over. At the end, waits for the one that is not.
 
-    That last wait is a deadlock, and its report tells the emulated mbarrier's state. Raises AssertionError where it is
-    not the second reading's, or where one of the two takes a step that the other refuses.
+    That last wait is a deadlock, whose report has the emulated mbarrier's state. Raises AssertionError if the state is
+    not the second reading's, or if one of the two takes a step that the other refuses.
     """
     barrier = mbarrier.Barrier(expected)
     sequence: list[Step] = []

@@ -1,4 +1,4 @@
-"""The hardware's arithmetic habits, where a launch asks for them: how far functions err, and what sums keep."""
+"""The hardware's arithmetic, if a launch asks for it: how far functions err, and which bits sums keep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def values(module: EmulatedModule, entry: str, x: Array, order: Order = ORDER, a
 
 
 def steps(result: npt.NDArray[np.float32], true: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """How many floats each result is from the one nearest to the truth: the ulps of NVIDIA's tables."""
+    """How many floats each result is from the one nearest to the exact value: the ulps of NVIDIA's tables."""
     places = [np.abs(numbers).view(np.int32).astype(np.int64) for numbers in (result, true.astype(np.float32))]
     signs = [np.sign(numbers) for numbers in (result, true)]
     return np.where(signs[0] == signs[1], np.abs(places[0] - places[1]), np.inf)
@@ -151,7 +151,7 @@ def mma_sum(cache: Path, element: str, a_bits: Array, b_bits: Array, c: Array, w
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "tf32", "e4m3", "e5m2"])
 def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
-    """Of Ampere: 16 bytes of k at once, 24 fraction bits; of Ada's 8-bit products 13."""
+    """Ampere sums 16 bytes of k at once, with 24 fraction bits. Ada's 8-bit products keep 13."""
     rng = np.random.default_rng(3)
     form = formats.FORMATS[element]
     (a, a_bits), (b, b_bits) = drawn(rng, (16, form.k), element), drawn(rng, (form.k, 8), element)
@@ -167,7 +167,7 @@ def test_mma_cuts_its_sums_off(module_cache: Path, element: str) -> None:
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("kind", [Kind("f16", False, True, 128), Kind("bf16", False, False, 40)], ids=str)
 def test_wgmma_cuts_its_sums_off(module_cache: Path, kind: Kind, registers: bool) -> None:
-    """Of Hopper: the 16 products of an instruction at once, 25 fraction bits."""
+    """Hopper sums the 16 products of an instruction at once, with 25 fraction bits."""
     rng, form, layout = np.random.default_rng(4), formats.FORMATS[kind.element], fragments.wgmma_d(kind.n)
     _, image = drawn(rng, (1 << 15,), kind.element)
     pair = (wgmma.Descriptor(0, 16, 1024, 128), wgmma.Descriptor(16384, 4096, 1024, 128))

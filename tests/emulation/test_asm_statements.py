@@ -1,4 +1,4 @@
-"""Every asm statement of the wrappers is known to the emulated device and does what it tells the compiler."""
+"""The emulated device knows every asm statement of the wrappers, and each does what it tells the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wrapper of an instruction has a kernel that tries it on the CPU and on a GPU."""
+"""Every wrapper of an instruction has a kernel that tests it on the CPU and on a GPU."""
 
 from __future__ import annotations
 

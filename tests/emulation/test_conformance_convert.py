@@ -1,4 +1,4 @@
-"""Conversions round to nearest even and keep infinities and NaN; the fast special functions stay within their error."""
+"""Conversions round to nearest even and keep infinities and NaN. Fast special functions stay within their error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_of(entry: str, arrays: dict[str, np.ndarray], n: int, file: str = FILE) 
 
 
 def floats() -> np.ndarray:
-    """Every magnitude, ties of both formats, the edges of their ranges, and what is not finite."""
+    """Many magnitudes, ties of both formats, the edges of their ranges, and values that are not finite."""
     rng = np.random.default_rng(0)
     spread = rng.standard_normal(800) * 2.0 ** rng.integers(-45, 30, 800)
     steps = np.arange(-8, 9) / 8
@@ -30,7 +30,7 @@ def floats() -> np.ndarray:
 
 
 def same(got: np.ndarray, wanted: np.ndarray, order: str) -> None:
-    """Equal in value and sign; any NaN is as good as another."""
+    """Assert equal values and signs. Any NaN equals any other."""
     got, wanted = got.astype(np.float32), wanted.astype(np.float32)
     np.testing.assert_array_equal(got, wanted, err_msg=order)
     finite = ~np.isnan(wanted)
@@ -60,7 +60,7 @@ def test_floats_narrow_to_the_nearest_and_pack_low_word_first(runner: Runner) ->
 
 
 def test_floats_narrow_to_the_nearest_e4m3_and_to_the_largest_beyond_it(runner: Runner) -> None:
-    """Every value, every midpoint with its neighbours, and what lies beyond the ends. The first is the lowest."""
+    """Every value, every midpoint with its neighbours, and values out of range. The first of four is the low byte."""
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     midpoints = (codes[1:] + codes[:-1]) / 2
     around = [np.nextafter(midpoints, np.float32(towards)) for towards in (0, 1000)]
@@ -107,7 +107,7 @@ def test_sines_and_cosines_of_half_turns_are_within_two_units(runner: Runner) ->
 
 
 def test_products_of_pairs_round_to_nearest_and_keep_subnormals_and_signs(runner: Runner) -> None:
-    """Every 16-bit word as the factor of powers of two, in either half, subnormal products included."""
+    """Every 16-bit word is multiplied by powers of two, in either half. Some products are subnormal."""
     for exponent, shift in ((8, 0), (-8, 1)):
         a = np.roll(np.arange(1 << 16, dtype=np.uint16), shift)
         factors = {kind: np.full(a.size, 2.0**exponent, kind) for kind in (np.float16, ml_dtypes.bfloat16)}

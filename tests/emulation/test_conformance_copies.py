@@ -39,7 +39,7 @@ def test_waiting_for_all_copies_needs_no_group(runner: Runner) -> None:
 
 
 def lane_words(matrix: np.ndarray) -> np.ndarray:
-    """What the 32 lanes hold of an 8x8 matrix of 16-bit elements."""
+    """The words that the 32 lanes hold of an 8x8 matrix of 16-bit elements."""
     return np.ascontiguousarray(matrix).view(np.uint32).reshape(32)
 
 
@@ -94,7 +94,7 @@ def test_wide_accesses_keep_every_word(runner: Runner) -> None:
 
 
 def test_bytes_past_a_copy_of_nothing_are_not_read(runner: Runner) -> None:
-    """With no valid byte the source is not touched, so it may lie past the end of its buffer."""
+    """Without a valid byte the source is not read, so it may lie past the end of its buffer."""
     source, valid = np.ones((1, 32, 16), np.uint8), np.full(32, 16, np.int32)
     valid[20:] = 0
     run = KernelRun(

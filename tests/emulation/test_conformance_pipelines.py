@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) gives(int kept) {
 
 
 def test_warps_share_the_registers_of_the_launch_and_no_others() -> None:
-    """384 threads start with 168 each, which leaves 1,024. A warpgroup of 32 beside two of 240 would need them."""
+    """384 threads start with 168 registers each. A warpgroup of 32 beside two of 240 would need 1,024 more in all."""
     module = build_module(GIVES, {}, asset_headers(GIVES))
     module.launch("gives", 1, 384, 0, struct.pack("<i", 24), [])
     with pytest.raises(EmulationFault, match=r"setmaxnreg\.inc") as fault:

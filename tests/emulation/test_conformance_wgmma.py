@@ -89,7 +89,7 @@ def test_e4m3_in_registers_goes_with_e5m2(quick_runner: Runner) -> None:
 
 
 def test_emulated_sums_of_mixed_products_have_the_exponents_of_their_own_formats(module_cache: Path) -> None:
-    """e5m2 numbers of 2^-14 and more are normal, beside e4m3 ones of 2^-6 and more. Not on a GPU: it is a model."""
+    """e5m2 numbers of 2^-14 and more are normal, and e4m3 ones of 2^-6 and more. This is a model, not for a GPU."""
     every = np.arange(256, dtype=np.uint8)
     finite = every[np.isfinite(formats.decoded(every, "e5m2"))]
     check_mixed(emulated_runner(module_cache, orders=ORDERS[:1]), np.random.default_rng(3).choice(finite, IMAGE))

@@ -1,4 +1,4 @@
-"""Toolchains are found, modules are built once, and what is cached can be trusted."""
+"""Toolchains are found, modules are built once, and cached modules can be trusted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path:
 
 @pytest.fixture
 def cache(built: Path, tmp_path: Path) -> Path:
-    """A copy of it, so that each test may do harm."""
+    """A copy of `built`, so that each test may damage it."""
     return Path(shutil.copytree(built, tmp_path / "cache"))
 
 
@@ -71,7 +71,7 @@ def test_a_module_is_built_once_and_again_for_every_change_of_its_input(cache: P
 
 
 def test_a_damaged_module_is_built_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One cut off, one with another bit, and a sound one in the place of another."""
+    """An empty module, one with a flipped bit, and a sound one in the place of another."""
     (library,) = cache.glob("*.so")
     kept = library.read_bytes()
     other = build(cache, amount="6").path.read_bytes()
@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_made_keeps_modules_for_this_process(
 
 
 def test_many_builders_of_one_module_compile_it_once(cache: Path) -> None:
-    """Threads, and another process."""
+    """The builders are threads and another process."""
     built: list[EmulatedModule] = []
     with Fork(lambda pipe: pipe.send((pipe.recv(), outcome(build(cache, amount="8"))))) as pipe:
         threads = [threading.Thread(target=lambda: built.append(build(cache, amount="8"))) for _ in range(6)]
@@ -172,7 +172,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 def test_a_clang_that_cannot_be_told_where_to_fuse_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
 ) -> None:
-    """As clang++ 14 is, which refuses the option."""
+    """For example, clang++ 14 refuses the option."""
     clang = tmp_path / "clang++"
     clang.write_text(f"#!/bin/sh\ncase $1 in --version) echo a clang;; *) exit {int(not knows)};; esac\n")
     clang.chmod(0o755)
@@ -185,7 +185,7 @@ def test_a_clang_that_cannot_be_told_where_to_fuse_is_passed_over(
 
 
 def test_switching_by_ucontext_gives_the_same_results(module_cache: Path) -> None:
-    """What processors other than x86-64 use."""
+    """Processors other than x86-64 use ucontext."""
     source = """
       #include "ptx/types.cuh"
       extern "C" __global__ void turn(int* out) {
@@ -305,7 +305,7 @@ extern "C" __global__ void each(long long* out) {
 
 
 def test_functions_of_c_that_cuda_has_bear_a_header_and_need_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers of threads and signals would be a third of what a small kernel is parsed with: the executor has those."""
+    """Headers of threads and signals would be a third of a small kernel's text. Only the executor has them."""
     headers = "#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n#include <time.h>\n"
     out = EmulatedBuffer(5 * 8, "out")
     build_module(headers + LIBRARY, cache_dir=cache).launch("each", 1, 1, 0, struct.pack("<Q", out.address), [out])
@@ -357,7 +357,7 @@ extern "C" __global__ void k(float* out) { out[0] = 1; }
 def test_only_a_kernel_of_little_arithmetic_of_its_own_is_hardly_optimised(
     source: str, contraction: bool, level: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of tensor cores is the executor's. g++ fuses no products at -Og."""
+    """The arithmetic of tensor cores is in the executor. g++ fuses no products at -Og."""
     options: list[str] = []
 
     def compiled(toolchain: Toolchain, arguments: list[str], *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Buffers, arguments and tensor maps: what is refused before a launch, and what a launch leaves alone."""
+"""Buffers, arguments and tensor maps: what is refused before a launch, and what a launch does not change."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_shared_memory_is_nan_at_the_start_of_every_block(module: EmulatedModule
 
 
 def starts(module: EmulatedModule, blocks: int, **how: Any) -> list[int]:
-    """The numbers of blocks in the order in which they count themselves."""
+    """The numbers of the blocks in the order in which they increment a counter."""
     count, order = EmulatedBuffer(4, "count"), EmulatedBuffer(4 * blocks, "order")
     count.array[...] = 0
     module.launch("counter", blocks, 32, 0, [pointer(count), pointer(order)], [count, order], **how)

@@ -1,4 +1,4 @@
-"""What the emulated device builds and loads is what was asked for, wherever other users can write."""
+"""The emulated device builds and loads only what was asked for, wherever other users can write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cache(built: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_others_can_write_to_is_refused(cache: Path) -> None:
-    """As of cubins: tests/compiling/test_cache_disks.py has the other ways in which a folder is not the user's own."""
+    """As for cubins: tests/compiling/test_cache_disks.py has the other cases of a folder that is not the user's own."""
     cache.chmod(0o777)
     with pytest.raises(InvalidRequest, match="others can write to it") as caught:
         build_module(KERNEL, cache_dir=cache)

@@ -53,7 +53,7 @@ def test_a_child_that_is_forked_during_a_launch_launches_and_crashes_like_any_ot
     assert done.stdout.splitlines() == ["answered", "SIGSEGV False"], done.stderr
 
 
-# The first fails where it cannot wait for its process. A shell between would do away with what it inherits.
+# The first fails if it cannot wait for its process. A shell in between would reset the inherited SIGCHLD.
 _SHELL = "#!/bin/sh\nfor last; do :; done\n"
 _COMPILERS = {
     "waits": f"#!{sys.executable} -IS\nimport os, sys\n"
@@ -65,7 +65,7 @@ _COMPILERS = {
 
 @pytest.fixture(params=[signal.SIG_IGN, signal.SIG_DFL], ids=["ignored", "awaited"])
 def children(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What this process does with those that have ended."""
+    """How this process handles child processes that have ended."""
     before = signal.signal(signal.SIGCHLD, request.param)
     yield
     signal.signal(signal.SIGCHLD, before)

@@ -135,4 +135,4 @@ def test_a_long_sum_of_8_bit_products_stops_growing_at_13_fraction_bits() -> Non
     assert at(2.0**14) == 2.0**14
     assert at(-(2.0**14)) == -(2.0**14)
     a[0, :] = 2.0**-3
-    assert at(2.0**13) == 2.0**13  # each term is cut alone, so 32 eighths never make a whole
+    assert at(2.0**13) == 2.0**13  # each term is cut off alone, so 32 eighths add nothing

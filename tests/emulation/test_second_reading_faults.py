@@ -1,6 +1,6 @@
-"""Seeded faults: the two readings of the ISA are told apart whichever of them is wrong.
+"""Seeded faults: the two readings of the ISA differ, whichever of them is wrong.
 
-Faults of the emulation are in copies of its headers that look at a number; all of them are in one module.
+Faults of the emulation are in copies of its headers that compare a number. All of them are in one module.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _PLACE = re.compile("«(.*?)¦(.*?)»")
 
 
 def with_faults(name: str, text: str) -> str:
-    """A header in which the place of each of its faults asks whether that one was chosen."""
+    """A header with its faults, each of which applies if its number is chosen."""
     if name == "emulation/core.cuh":
         return text.replace("namespace emulation {", "namespace emulation {\n\ninline int seeded_fault;\n", 1)
     for fault, place in HEADERS.get(name, []):
@@ -128,7 +128,7 @@ def choose(module: EmulatedModule, fault: int) -> None:
     launch_emulated(module, run, ORDER)
 
 
-# ---- what is compared: each raises AssertionError or EmulationFault where the readings differ
+# ---- what is compared: each raises AssertionError or EmulationFault if the readings differ
 
 Check = Callable[[EmulatedModule], None]
 
@@ -166,7 +166,7 @@ def check_products(module: EmulatedModule) -> None:
 
 
 def check_sums(module: EmulatedModule) -> None:
-    """A of any finite numbers, and of those below the least normal one; accumulators large and small."""
+    """A of any finite numbers, and of subnormal ones. Accumulators are large and small."""
     rng = np.random.default_rng(6)
     pairs = [(wgmma.Descriptor(0, 16, 1024, 128), wgmma.Descriptor(8192, 16, 1024, 128))] * 2
     for element, top, subnormal in (("e4m3", 0x7E, 7), ("e5m2", 0x7B, 3)):
@@ -189,7 +189,7 @@ def check_boxes(module: EmulatedModule) -> None:
 
 
 def check_ends_of_rows(module: EmulatedModule) -> None:
-    """Rows that end within 16 bytes: what is stored behind them, and added."""
+    """Rows that end within 16 bytes: what is stored and added behind them."""
     made = tma.TensorMap(4, (37, 5), (176,), (16, 3), 0)
     for add in (False, True):
         hold(module, box_case(made, (8, 0), (32, 1), add, 10))
@@ -220,7 +220,7 @@ CHECKS = (
     check_refusals,
     check_barriers,
 )
-SEEN_BY: dict[str, tuple[Check, ...]] = {  # which of them see the faults of a header
+SEEN_BY: dict[str, tuple[Check, ...]] = {  # the checks that see the faults of a header
     "shared_memory": (check_boxes, check_products),
     "wgmma": (check_products,),
     "formats": (check_mma, check_sums),
@@ -268,7 +268,7 @@ _ADDRESSES, _PASSES = wgmma.Descriptor.addresses, mbarrier.Barrier.passes
 _LOADED, _DECODED, _PIECES = matrices.loaded, formats.decoded, tma.TensorMap.pieces
 _FIRST, *_REST = swizzle.TABLES[128]
 
-SECOND: list[tuple[Check, Any, str, Any]] = [  # what sees it, and what takes whose place
+SECOND: list[tuple[Check, Any, str, Any]] = [  # the check that sees it, the attribute, and the faulty value
     (check_products, swizzle, "TABLES", {**swizzle.TABLES, 128: (*_REST, _FIRST)}),
     (check_products, wgmma.Descriptor, "addresses", _addresses_exchanged),
     (check_mma, fragments, "_c", lambda lane, i: (lane // 4 + 8 * (i % 2), lane % 4 * 2 + i // 2)),
@@ -284,7 +284,7 @@ SECOND: list[tuple[Check, Any, str, Any]] = [  # what sees it, and what takes wh
 
 @pytest.fixture
 def fresh_fragments() -> Iterator[None]:
-    """No layout made with a fault outlives its test."""
+    """No layout that is made with a fault outlives its test."""
 
     def clear() -> None:
         for made in (fragments.mma_a, fragments.mma_b, fragments.mma_c, fragments.wgmma_a, fragments.wgmma_d):

@@ -1,6 +1,6 @@
 """forward_sm90's tensor maps, boxes and descriptors, decoded by the second reading alone.
 
-Where TMA puts an element, wgmma must find it. What is decoded is what the product makes: the tensor maps of
+Where TMA puts an element, wgmma must find it. What is decoded is what the package makes: the tensor maps of
 `sm90_packer`, and the descriptors, steps and places of kernels_cu/forward_sm90/boxes.cuh, run on the emulated device.
 """
 
@@ -62,7 +62,7 @@ class Boxed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What the kernel's code says of a tile in boxes. places: address of each row's 16-byte units, (rows, units)."""
+    """The kernel's numbers for a tile in boxes. places: address of each row's 16-byte units, (rows, units)."""
 
     width: int
     count: int
@@ -102,11 +102,11 @@ def problems() -> Iterator[tuple[str, AttentionProblem]]:
             for (causal, window), softcap in itertools.product(masks, (0.0, 30.0)):
                 made = problem_of(q, k, v, causal=causal, window_size=window, softcap=softcap)
                 yield f"{dtype} {dim},{dim_v} {made.mask} softcap {softcap}", made
-            # A modification takes smaller tiles, whatever it is.
+            # Any modification takes smaller tiles.
             yield f"{dtype} {dim},{dim_v} modified", dataclasses.replace(made, score_mod=ScoreMod(""))
             if dtype == "float8_e4m3fn":
                 continue
-            # Dropout and biases take smaller ones yet.
+            # Dropout and biases take even smaller ones.
             yield f"{dtype} {dim},{dim_v} dropped", dataclasses.replace(made, dropout_p=0.1)
             cached = dataclasses.replace(problem_of(q, k, v), seqlen_k=512, total_k=1024)
             yield f"{dtype} {dim},{dim_v} cache", dataclasses.replace(cached, layout="cache")
@@ -148,7 +148,7 @@ def decoded(given: TensorMap) -> tma.TensorMap:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """Every problem's variant, those alike once."""
+    """Every problem's variant, without duplicates."""
     found: dict[tuple[object, ...], Variant] = {}
     for name, problem in problems():
         key = key_of(problem, "sm_90a", KERNEL)
@@ -186,7 +186,7 @@ Ask = Callable[[Variant, Boxed], Numbers]
 
 @pytest.fixture(scope="module")
 def numbers(module_cache: Path) -> Ask:
-    """What the kernel's code says of a variant's tile. There are two modules, for the width of operands is global."""
+    """The kernel's numbers for a variant's tile. There are two modules, because the width of operands is global."""
     tiles = sorted({boxed for variant in variants() for boxed in variant[1:6]})
     calls = " ".join(f"CASE({i}, {t.rows}, {t.columns}, {TYPES[t.dtype]})" for i, t in enumerate(tiles))
 
@@ -220,7 +220,7 @@ def numbers(module_cache: Path) -> Ask:
 
 
 def landed(given: tma.TensorMap, boxed: Boxed, said: Numbers, rows_of_a_copy: int) -> npt.NDArray[np.int64]:
-    """Address of every element (rows, columns) of a tile that TMA brings box by box, as the kernel asks for them."""
+    """Address of every element (rows, columns) of a tile that TMA loads box by box, as the kernel asks for them."""
     size = given.size
     found = np.full((boxed.rows, boxed.columns), -1, dtype=np.int64)
     assert given.box == (said.width, rows_of_a_copy, 1, 1)
@@ -238,7 +238,7 @@ def landed(given: tma.TensorMap, boxed: Boxed, said: Numbers, rows_of_a_copy: in
 
 
 def read(descriptor: int, step: int, major: wgmma.Major, mn: int, size: int) -> npt.NDArray[np.int64]:
-    """Addresses (mn, 32 bytes of k) that the step's wgmma reads. Added to the register, as the kernel adds it."""
+    """Addresses (mn, 32 bytes of k) that the step's wgmma reads. The step is added as the kernel adds it."""
     return wgmma.Descriptor.decoded(descriptor + step).addresses(major, mn, 32 // size, size)
 
 

@@ -1,4 +1,4 @@
-"""mbarriers in sequences at random: the emulated ones against the second reading, after every step."""
+"""Random sequences of mbarrier steps: the emulated mbarrier against the second reading, after every step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_barrier_is_in_the_state_of_the_isa_after_every_sequence(
 def test_phases_that_our_kernels_have_end_in_any_order_of_their_steps(
     module: EmulatedModule, expected: int, phases: list[list[int]]
 ) -> None:
-    """One thread announces the bytes and arrives, others arrive, copies land: in any order, as threads may run."""
+    """One thread announces the bytes and arrives, others arrive, copies land, in any order in which threads may run."""
     wanted: list[Step] = []
     for order in phases:
         whole: list[list[Step]] = [

@@ -48,14 +48,14 @@ def coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
 
 @st.composite
 def load_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
-    """As `coordinates`, from the start of a unit of 16 bytes on."""
+    """As `coordinates`, at the start of a unit of 16 bytes."""
     inner, *outer = draw(coordinates(made))
     return inner - inner % (16 // made.size), *outer
 
 
 @st.composite
 def store_coordinates(draw: st.DrawFn, made: tma.TensorMap) -> tuple[int, ...]:
-    """To boxes that begin just behind the tensor, from its first element on, since a GPU refuses stores before it."""
+    """From the first element to boxes just behind the tensor, because a GPU refuses stores that begin before it."""
     unit = 16 // made.size
     inner, *outer = (draw(st.integers(0, extent + 1)) for extent in (-(-made.dims[0] // unit), *made.dims[1:]))
     return inner * unit, *outer
@@ -89,7 +89,7 @@ def test_many_boxes_pass_as_the_isa_says(quick_runner: Runner, rank: int, data: 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_both_refuse_the_same_places(module_cache: Path, rank: int, data: st.DataObject) -> None:
-    """On a GPU each refusal would be the end of the context."""
+    """On a GPU each refusal would end the context."""
     made = data.draw(tensor_maps(rank))
     add = data.draw(st.booleans()) and made.size > 1
     load, store = data.draw(coordinates(made)), data.draw(coordinates(made))

@@ -76,7 +76,7 @@ def test_many_products_are_those_of_the_isa(quick_runner: Runner, made: Products
 
 
 def finite_image(rng: np.random.Generator, element: str) -> np.ndarray:
-    """Every finite pattern of 8 bits."""
+    """Random finite patterns of 8 bits."""
     every = np.arange(256, dtype=np.uint8)
     finite = every[np.isfinite(formats.decoded(every, element))]
     return rng.choice(finite, IMAGE)
@@ -88,7 +88,7 @@ def finite_image(rng: np.random.Generator, element: str) -> np.ndarray:
 def test_a_sum_of_8_bit_products_keeps_the_bits_that_were_measured(
     quick_runner: Runner, element: str, seed: int, spread: float
 ) -> None:
-    """Over all finite elements, subnormal ones among them, alone and beside an accumulator."""
+    """Sums of finite elements, also subnormal ones, with and without an accumulator."""
     rng = np.random.default_rng(seed)
     kind = Kind(element, False, False, 64)
     pairs = [
@@ -109,7 +109,7 @@ def test_a_sum_of_8_bit_products_keeps_the_bits_that_were_measured(
     ids=str,
 )
 def test_what_the_emulation_cannot_read_it_refuses(module_cache: Path, made: wgmma.Descriptor) -> None:
-    """Patterns that begin elsewhere: the ISA has them, our kernels do not, and no wrong number comes out."""
+    """The ISA has patterns that begin elsewhere. Our kernels do not use them, and they are refused."""
     kind = KINDS[0]
     rng = np.random.default_rng(0)
     plain = wgmma.Descriptor(0, 16, 1024, 128)

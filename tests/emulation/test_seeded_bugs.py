@@ -1,4 +1,4 @@
-"""The emulation reports what it is there for: each seeded bug by its kind, or as a wrong number in some order."""
+"""The emulation reports each seeded bug by its kind, or gives a wrong number in some order."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ REPORTED = [  # entry, bug, kind, what the text says, buffer
     ("products", 15, "divergence", "warps 0 and 3 of a warpgroup issued 3 and 0 wgmma", None),
 ]
 
-# What begins the line of the kernel that the fault names, the wrapper's file, and the line of what was issued before.
+# The start of the kernel's line that the fault names, the wrapper's file, and the line of the earlier instruction.
 LINES: dict[tuple[str, int], tuple[str, ...]] = {
     ("accesses", 1): ("if (bug == 1) out[64]",),
     ("accesses", 2): ("if (bug == 2) mine[t]",),
@@ -257,7 +257,7 @@ def test_a_loop_without_an_end_stops_at_the_time_limit(module: EmulatedModule, b
     with pytest.raises(EmulationFault) as caught:
         launch(module, "spins", bug, limit_seconds=0.2)
     assert caught.value.kind == "time_limit"
-    assert np.array_equal(launch(module, "spins", 0), np.arange(32))  # the next launch is none the worse
+    assert np.array_equal(launch(module, "spins", 0), np.arange(32))  # the next launch is right
 
 
 def test_a_grid_that_is_too_long_is_never_taken_for_done(module: EmulatedModule) -> None:

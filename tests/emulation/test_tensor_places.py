@@ -1,7 +1,7 @@
 """Places of boxes that an H100 refuses, and the ends of rows that it writes, on the emulated device.
 
-Measured on an H100: the PTX ISA says neither. `test_conformance_tensors.py` and `test_second_reading_tma.py` hold
-what is stored and added to the second reading.
+Both were measured on an H100, because the PTX ISA says neither. `test_conformance_tensors.py` and
+`test_second_reading_tma.py` compare what is stored and added with the second reading.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_load_may_begin_before_the_tensor(module: EmulatedModule) -> None:
 
 @pytest.mark.parametrize("add", [False, True])
 def test_the_end_of_a_row_is_written_inside_of_a_buffer_alone(module: EmulatedModule, add: bool) -> None:
-    """The last row ends within 16 bytes, and the buffer with it."""
+    """The last row ends within 16 bytes, and so does the buffer."""
     run = box_run(tma.TensorMap(4, (5, 3), (32,), (8, 3)), (0, 0), (0, 0), add, 0)
     short = dataclasses.replace(run, arrays={**run.arrays, "target": run.arrays["target"][: 2 * 32 + 20]})
     with pytest.raises(EmulationFault, match="32 bytes at byte 64 of buffer 'target' \\(84 bytes\\)") as caught:
@@ -89,7 +89,7 @@ extern "C" __global__ void store_five(const __grid_constant__ ptx::TensorMap map
 
 @pytest.mark.parametrize(("place", "kind"), [(4, "unfenced"), (5, "unfenced"), (7, "unfenced"), (8, "")])
 def test_the_end_of_a_row_is_known_to_both_proxies(module_cache: Path, place: int, kind: str) -> None:
-    """A thread adds to a float beside a row of five, of which a store writes eight."""
+    """A thread adds to a float near a row of five floats, for which a store writes eight."""
     out = EmulatedBuffer.of(np.ones(16, np.float32), "out")
     tensor = encode_tensor_map(out.address, "float32", (5,), (), (16,))
     params = [tensor, struct.pack("<Q", out.address), struct.pack("<i", place)]

@@ -1,5 +1,5 @@
-// Instructions on raw registers, addresses and descriptors: what the second reading of the ISA (tests/lib/isa) is held
-// against. Nothing here knows a layout. Macro WGMMA_CASES: CASE(number, element, A transposed, B transposed, N) each.
+// Instructions on raw registers, addresses and descriptors, to compare with the second reading of the ISA
+// (tests/lib/isa). No layout is used. Macro WGMMA_CASES: CASE(number, element, A transposed, B transposed, N) each.
 #include "ptx/bulk.cuh"
 #include "ptx/copy_async.cuh"
 #include "ptx/fence.cuh"

@@ -1,5 +1,5 @@
-// What forward_sm90's own code says of its boxes: descriptors, their steps and the places of 16-byte units.
-// Macro BOXES_CASES: CASE(number, rows, columns, element) each. Macros of forward_sm90/layout.cuh: those of any variant.
+// The numbers of forward_sm90's own code for its boxes: descriptors, their steps and the places of 16-byte units.
+// Macro BOXES_CASES: CASE(number, rows, columns, element) each. Macros of forward_sm90/layout.cuh: any variant's.
 #include "forward_sm90/layout.cuh"
 
 struct BoxNumbers {

@@ -1,4 +1,4 @@
-// Small kernels that are right with bug 0 and wrong in one way each otherwise. All take (in, out, bug).
+// Small kernels that are right with bug 0 and wrong in one way with any other. All take (in, out, bug).
 #include "ptx.cuh"
 
 using ptx::Element;
@@ -92,8 +92,8 @@ extern "C" __global__ void passes(const float* in, float* out, int bug) {
     if (t != 32) return;
     if (bug == 0) ptx::store_release(turn, 1);
     if (bug == 1) *turn = 1;
-    if (bug == 2) atomicExch(turn, 1);  // no bug: it may go on with what a release began
-    if (bug == 3) __threadfence();      // nor this: it makes a release of the store
+    if (bug == 2) atomicExch(turn, 1);  // no bug: an atomic may continue a release sequence
+    if (bug == 3) __threadfence();      // no bug: the fence makes the store a release
     if (bug == 3) *turn = 1;
     return;
   }
@@ -134,7 +134,7 @@ extern "C" __global__ void lanes(const float* in, float* out, int bug) {
   ptx::store_shared_f32(second + 16 * other, 3.0f * in[t]);
   ptx::mbarrier_wait(full, 0);
   sum += ptx::load_shared_f32(first + 4 * other) + ptx::load_shared_f32(second + 16 * other);
-  for (int i = 0; i < 4; i++) {  // what orders lanes besides: a half-warp, an mbarrier of them all, a named barrier
+  for (int i = 0; i < 4; i++) {  // other ways to order lanes: a half-warp, an mbarrier of all lanes, a named barrier
     ptx::barrier_sync(1, 32);
     ptx::store_shared_f32(second + 16 * t, sum + i);
     if (bug != 8 && i < 2) __syncwarp(t < 16 ? 0xFFFFu : 0xFFFF0000u);

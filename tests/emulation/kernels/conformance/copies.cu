@@ -1,4 +1,4 @@
-// cp.async, ldmatrix, movmatrix, mma and wide memory accesses: what sm_80 kernels are made of.
+// cp.async, ldmatrix, movmatrix, mma and wide memory accesses: the instructions of sm_80 kernels.
 #include "ptx/copy_async.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/memory.cuh"

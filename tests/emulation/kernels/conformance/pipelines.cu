@@ -77,7 +77,7 @@ extern "C" __global__ void copy_arrivals(const uint32_t* in, uint32_t* out) {
   ptx::mbarrier_wait(second, 0);
   for (int i = 0; i < 4; i++) out[256 + 4 * t + i] = ptx::load_shared(data + 1024 + 4 * (255 - 4 * t - i));
   __syncthreads();
-  if (t == 0) {  // the memory of an mbarrier serves again after its end
+  if (t == 0) {  // the memory of an mbarrier is used again after its end
     ptx::mbarrier_invalidate(first);
     ptx::mbarrier_init(first, 1);
     ptx::mbarrier_arrive(first);
@@ -129,7 +129,7 @@ extern "C" __global__ void matrix_stores(const uint32_t* in, uint32_t* out) {
   for (int i = lane; i < 448; i += 32) out[i] = ptx::load_shared(base + 4 * i);
 }
 
-// A warpgroup gives registers away, which two others need; one lane of each warp counts; floats are added four at a time.
+// A warpgroup releases registers that two others need. One lane of each warp counts. Floats are added four at a time.
 extern "C" __global__ void __launch_bounds__(384, 1) specialised(int* elected, float* sums, int* sum_of_lanes) {
   ptx::griddepcontrol_wait();
   if (threadIdx.x < 128) {

@@ -1,4 +1,4 @@
-// Shuffles, votes, reductions and barriers: what CUDA C++ itself brings, the named barriers, and atomics between
+// Shuffles, votes, reductions and barriers: those of CUDA C++ itself, the named barriers, and atomics between
 // blocks.
 #include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"

@@ -1,4 +1,4 @@
-// wgmma in groups that overlap, and descriptors: sm_90a. second_reading.cu has it of every size and element.
+// wgmma in groups that overlap, and descriptors: sm_90a. second_reading.cu tests every size and element.
 #include "ptx/fence.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/wgmma.cuh"
