@@ -64,7 +64,7 @@ def test_streams_end_in_a_complete_event_after_sigterm(count: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # The cache has pages for 500 texts of 100 tokens and their prompts. Longer texts would wait for pages, until their
-    # 429. No text ends by itself, and there is no drain in which a text could reach its length.
+    # 429. A text may reach its length before the signal, but there is no drain in which it could do so after it.
     content = {**CHAT, **STREAM, "max_tokens": 100, "temperature": 0}
     patient = ("--timeout", "600", "--queue-seconds", "600")
     options = ("--model", "tiny", "--max-running", "500", "--leave-seconds", "0.2", "--drain-seconds", "0", *patient)
@@ -81,7 +81,7 @@ def test_streams_end_in_a_complete_event_after_sigterm(count: int) -> None:
     for _, body in answers:
         events = events_of(body)
         ends.append(events[-1]["error"]["code"] if "error" in events[-1] else events[-2]["choices"][0]["finish_reason"])
-    assert set(ends) <= {"ActorStopped", "stop", "length"}
+    assert set(ends) <= {"ActorStopped", "length"}
     assert ends.count("ActorStopped") > count // 5, "they were cut off, not merely finished"
     lines = [json.loads(line) for line in server.log]
     assert len([line for line in lines if line.get("path") == CHATS and line["status"] == 200]) == count
