@@ -9,7 +9,7 @@ import pytest
 import gpu_actors as ga
 
 DEVICE = os.environ.get("GPU_ACTORS_TEST_DEVICE", "cuda")
-"""GPU_ACTORS_TEST_DEVICE=emulated rehearses what needs no GPU's memory or streams."""
+"""GPU_ACTORS_TEST_DEVICE=emulated rehearses the tests that need no memory or streams of a GPU."""
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,6 @@ def device() -> str:
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
-    # The tests hold each answer beside the oracle themselves.
+    # The tests compare each answer with the oracle themselves.
     with ga.open_context(DEVICE, ga.ContextOptions(qualify="off")) as ctx:
         yield ctx

@@ -1,8 +1,8 @@
 """Packs what a GPU machine without a network lacks: python tests/gpu/pack.py --out DIR [--python 3.12] [--add NAME ...]
 
 DIR gets this package's own wheel, the wheels named below for that Python on x86-64 Linux, and install.sh, which puts
-them into a folder beside it and needs nothing but python3 and pip. The machine is taken to have CUDA, CuPy, torch and
-the usual test tools (PRESENT); a wheel that needs something else stops the packing with its name.
+them into a folder beside it and needs only python3 and pip. The machine is assumed to have CUDA, CuPy, torch and the
+usual test tools (PRESENT). If a wheel needs anything else, packing stops and names it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ echo "export PYTHONPATH=$here/site"
 
 
 def pack(out: Path, python: str, names: Sequence[str], present: frozenset[str] = PRESENT) -> list[Path]:
-    """The wheels. Raises SystemExit with a sentence for one that cannot be had, or that needs what is not there."""
+    """Return the wheels. Raises SystemExit with a sentence if one is not available or needs a missing package."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.whl"):
         old.unlink()
@@ -60,14 +60,14 @@ def pack(out: Path, python: str, names: Sequence[str], present: frozenset[str] =
 
 
 def unmet(wheels: Iterable[Path], python: str, present: frozenset[str] = PRESENT) -> dict[str, set[str]]:
-    """By wheel, the requirements that are neither among the wheels nor present. Extras are not counted."""
+    """By wheel, the requirements that are neither among the wheels nor present, without those of extras."""
     needs = {name_of(wheel): set(requirements(wheel, python)) for wheel in wheels}
     there = present | set(needs)
     return {name: what - there for name, what in needs.items() if what - there}
 
 
 def requirements(wheel: Path, python: str) -> Iterable[str]:
-    """The names that a wheel requires on that Python, with no extra asked for."""
+    """The packages that a wheel requires on that Python, without extras."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         text = archive.read(metadata).decode()

@@ -1,9 +1,9 @@
-"""Everything that wants a GPU, a part a command: python tests/gpu/run.py --out DIR --part doctor|kernels|...
+"""Everything that needs a GPU, one part per command: python tests/gpu/run.py --out DIR --part doctor|kernels|...
 
 The parts are doctor, kernels, service and benchmarks. The first is `gpu-actors doctor --launch`, as a user runs it: it
 proves the usual kernels, and times a copy and five cases. A part takes 9 minutes at most (--minutes), the doctor three;
 without --part all of them run, one after another. The most valuable steps come first, each in a process of its own, and
-what fails does not keep the rest from running.
+a failed step does not keep the rest from running.
 
 DIR gets summary.json, results.tar.gz and the benchmarks' plots, and nothing else. The archive holds junit XML, the
 benchmarks' JSON, the doctor's bundle and a log of each step. All are written anew after each step, so that they are
@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 15.0  # seconds that a step has to write what it found, once it was told to stop
-MOST_PROCESSES = 12  # that share the GPU: each takes half a gigabyte of it
-MOST_LOG = 1 << 20  # bytes of a step's log that the archive takes: the last ones
+PATIENCE = 15.0  # seconds that a step has to write its results after it is told to stop
+MOST_PROCESSES = 12  # that share the GPU: each takes half a gigabyte of its memory
+MOST_LOG = 1 << 20  # the archive takes the last bytes of a step's log, up to this many
 
 Status = Literal["passed", "failed", "cut off", "nothing ran", "not run"]
 
@@ -73,7 +73,7 @@ _SERVICE = (
     Step("qualification", "tests", ("tests/gpu/test_qualification_on_gpu.py",), 35),
     Step("sanitizer", "tests", ("tests/gpu/test_sanitizer.py",), 90),
 )
-# Each begins with its most telling cases, and stops by itself with what it has when its time is over.
+# Each begins with its most informative cases, and stops by itself with the results so far when its time is over.
 _BENCHMARKS = (
     Step("bench-forward", "bench", ("forward",), 200),
     Step("bench-decode", "bench", ("decode",), 130),
@@ -82,7 +82,7 @@ _BENCHMARKS = (
 
 
 def _others() -> tuple[Step, ...]:
-    """The files of tests that no step names, so that a new one is run at once."""
+    """A step of the test files that no other step names, so that a new file is run at once."""
     named = {argument for step in (*_KERNELS, *_SERVICE) for argument in step.arguments}
     files = sorted(f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py"))
     left = tuple(name for name in files if name not in named)
@@ -113,16 +113,16 @@ class Outcome:
 
 
 class Report:
-    """What is known so far, in the folder for what is found. Steps that have not ended are "not run".
+    """The outcomes so far, written to the output folder. Steps that have not ended are "not run".
 
-    work: where the steps leave their files, until the archive has them.
+    work: where the steps leave their files until they are archived.
     """
 
     def __init__(self, out: Path, work: Path, steps: Sequence[Step]) -> None:
         self.outcomes = {step.name: Outcome(step.name, "not run", remark="the command had ended") for step in steps}
         self._began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         self._out, self._work = out, work
-        for old in (*out.glob("*.png"), out / "results.tar.gz"):  # of an earlier run, which say nothing of this one
+        for old in (*out.glob("*.png"), out / "results.tar.gz"):  # of an earlier run
             old.unlink(missing_ok=True)
         self.write()
 
@@ -153,7 +153,7 @@ class Report:
                 archive.add(found, found.name)
 
     def _put(self, name: str, write: Callable[[Path], object]) -> None:
-        """A file is there whole or not at all, also if the command is killed meanwhile."""
+        """Write a file whole or not at all, even if the command is killed meanwhile."""
         partial = self._out / f".{name}"
         try:
             write(partial)
@@ -179,7 +179,7 @@ def run_steps(
     command: Callable[[Step, Path, float], list[str]],
     tell: Callable[[Outcome], None],
 ) -> None:
-    """Each step in its turn, with what is left of the minutes. command: what to execute for it within the seconds."""
+    """Run each step in turn within what is left of the minutes. command: gives a step's command for its seconds."""
     until = time.monotonic() + 60 * minutes
     for step in steps:
         seconds = min(step.seconds, until - time.monotonic() - PATIENCE)
@@ -208,13 +208,13 @@ def run_step(step: Step, work: Path, command: list[str], seconds: float) -> Outc
 
 
 def judge(outcome: Outcome, code: int | None) -> Status:
-    """code: the exit code, None for a step that was cut off."""
+    """code: the exit code; None: the step was cut off."""
     if code is None:
         return "cut off"
     if outcome.failed:
         return "failed"
     if not outcome.executed:
-        # pytest exits with 5 where it found no test, and with 0 where it skipped them all.
+        # pytest exits with 5 if it found no test, and with 0 if it skipped them all.
         return "failed" if code not in (0, 5) else "nothing ran"
     return "passed" if code == 0 else "failed"
 
@@ -233,7 +233,7 @@ def count_tests(result: Path, outcome: Outcome) -> None:
 
 
 def count_rows(result: Path, outcome: Outcome) -> None:
-    """From a benchmark's JSON. Only our own rows can fail; a kernel that is not there yet has run nothing."""
+    """From a benchmark's JSON. Only our own rows can fail; a missing kernel has run nothing."""
     for row in json.loads(result.read_text())["rows"]:
         ours = row["subject"].startswith("gpu_actors")
         if row["status"] == "timed":
@@ -246,7 +246,7 @@ def count_rows(result: Path, outcome: Outcome) -> None:
 
 
 def count_findings(result: Path, outcome: Outcome) -> None:
-    """From the doctor's bundle. What is slow works."""
+    """From the doctor's bundle. A slow finding counts as working."""
     with zipfile.ZipFile(result) as bundle:
         findings = json.loads(bundle.read("report.json"))["findings"]
     for finding in findings:
@@ -267,8 +267,8 @@ _RESULTS: Mapping[str, tuple[str, Callable[[Path, Outcome], None]]] = {
 
 
 def _within(command: list[str], log: Any, seconds: float) -> int | None:
-    """The exit code, or None where it had to be stopped. Interrupted first, so that pytest writes what it has."""
-    # Where this runs in the background of a shell, interrupts are ignored, and a child would ignore them, too.
+    """The exit code, or None if it had to be stopped. SIGINT comes first, so that pytest writes its results."""
+    # In the background of a shell, SIGINT is ignored, and a child would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
@@ -292,7 +292,7 @@ def real_command(step: Step, work: Path, seconds: float) -> list[str]:
         bundle = str(work / f"{step.name}.zip")
         return [sys.executable, "-m", "gpu_actors.cli", "doctor", *step.arguments, "--bundle", bundle]
     if step.kind == "bench":
-        # It stops by itself a little earlier, with every case that it has measured.
+        # The benchmark stops by itself a little earlier and keeps every measured case.
         minutes = max(0.5, (seconds - 30) / 60)
         arguments = [*step.arguments, "--minutes", f"{minutes:.2f}", "--json", "--out", str(work / f"{step.name}.json")]
         if importlib.util.find_spec("matplotlib") is not None:
@@ -303,12 +303,12 @@ def real_command(step: Step, work: Path, seconds: float) -> list[str]:
     options = ["-o", "addopts=--strict-markers", "--durations=10"]
     if step.spread and importlib.util.find_spec("xdist") is not None:
         options += ["-n", str(max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 2)))]
-    # Warnings of whatever torch is there are no failures of ours.
+    # Warnings of the installed torch are no failures of ours.
     return [sys.executable, "-m", "pytest", "-q", *options, "-W", "default", "-m", "gpu", junit, *step.arguments]
 
 
 def obstacle() -> str | None:
-    """Why nothing can be run here."""
+    """Why nothing can run here, or None."""
     sys.path.insert(0, str(ROOT))
     from gpu_actors.devices.cuda import cuda_usable
 
@@ -353,7 +353,7 @@ def main(
 
 
 def _options(arguments: Sequence[str] | None, parts: Parts) -> tuple[argparse.Namespace, Parts]:
-    """The options, and what is to be run of each part."""
+    """The options, and the steps to run of each part."""
     names = [step.name for steps in parts.values() for step in steps]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for what is found")
@@ -371,7 +371,7 @@ def _options(arguments: Sequence[str] | None, parts: Parts) -> tuple[argparse.Na
 
 
 def _private(folder: Path) -> Path:
-    # Code is loaded from there: the cache refuses a folder that others can write to.
+    # Code is loaded from there, so the cache refuses a folder that others can write to.
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
     return folder

@@ -14,7 +14,7 @@ import gpu_actors as ga  # noqa: E402
 
 def main() -> int:
     chosen = [candidate for candidate in CANDIDATES if candidate.name in sys.argv[1:]]
-    # The tools slow kernels down by far more than a hang would take.
+    # The tools slow kernels so much that the hang check would take them for hung.
     with ga.open_context("cuda", ga.ContextOptions(hang_timeout=600.0, qualify="off")) as context:
         for candidate in chosen:
             asked = candidate.make()

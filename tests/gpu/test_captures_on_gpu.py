@@ -108,7 +108,7 @@ def test_what_a_capture_cannot_hold_is_refused_and_leaves_the_capture_whole(cont
 
 
 def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
-    """In the global mode, which is torch's, other threads may not ask for events unless they say so."""
+    """In the global capture mode, which torch uses, other threads may not query events unless they opt out."""
     cupy = pytest.importorskip("cupy")
     rng, side = np.random.default_rng(4), cupy.cuda.Stream(non_blocking=True)
     q, k, v = rows(rng, 3, 1, 512, 4)
@@ -127,7 +127,7 @@ def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["out", "forward", "step", "prepared"])
 def test_a_callers_thread_leaves_a_capture_of_another_thread_whole(context: Any, kind: str) -> None:
-    """It launches, asks for events and, without ``out``, allocates memory."""
+    """It launches, queries events and, without ``out``, allocates memory."""
     cupy = pytest.importorskip("cupy")
     rng, side = np.random.default_rng(5), cupy.cuda.Stream(non_blocking=True)
     q, k, v = (cupy.asarray(array) for array in rows(rng, 3, 1, 64, 4))
@@ -169,7 +169,7 @@ def test_a_callers_thread_leaves_a_capture_of_another_thread_whole(context: Any,
             over.set()
             await captured
 
-    # A thread of its own: the main one has a handler of SIGALRM here, which keeps an actor's work from it.
+    # The main thread has a SIGALRM handler here, so actors do no work on it: the program runs on another thread.
     sizes: Any = {**SIZES, "num_blocks": 256, "kv_heads": 4}
     with context.kv_cache(**sizes) as cache, ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, program()).result(60)

@@ -1,4 +1,4 @@
-"""CudaDevice on a GPU: what the fake driver promises about it, asked of the real one."""
+"""CudaDevice on a GPU: the real driver behaves as the fake driver of other tests does."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_launches_return_before_they_have_run_and_keep_their_staging(bench: Benc
 @pytest.mark.hardware("a launch must be quicker than half a second, which kernels on a busy CPU may not be")
 def test_two_streams_overlap(bench: Bench) -> None:
     other = bench.device.open_stream("other")
-    # Page-locking memory may wait for the device: the blocks for both are made before anything is measured.
+    # Page-locking memory may wait for the device, so both streams' blocks are allocated before the measured launches.
     for event in [bench.launch(floats(1000)), bench.launch(floats(1000), stream=other)]:
         event.wait()
     slow = bench.launch(floats(4), spin=5 * LONG, grid=1)
@@ -257,7 +257,7 @@ def test_closing_gives_the_memory_back(bench: Bench) -> None:
 
 
 def in_a_process(body: str) -> subprocess.CompletedProcess[str]:
-    """Run where a context may be lost."""
+    """Run the body in a child process, which may lose its CUDA context."""
     here = Path(__file__).resolve().parent
     script = f"import sys; sys.path[:0] = {[str(here), str(here.parent / 'lib')]!r}\n"
     script += "import time\nfrom test_cuda_hardware import *\nfrom gpu_actors.errors import *\nbench = Bench()\n"

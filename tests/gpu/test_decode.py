@@ -36,7 +36,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(context: Any, variant
 
 @pytest.mark.parametrize("variant", VARIANTS[:5], ids=str)
 def test_lengths_on_the_device_are_split_there(context: Any, variant: Variant) -> None:
-    """The same as from the host, bit by bit: nothing is copied to the host to find out."""
+    """The answer has the same bits as with lengths on the host."""
     if context.info.kind != "cuda":
         pytest.skip("only a GPU has arrays of its own")
     cupy: Any = pytest.importorskip("cupy")

@@ -1,4 +1,4 @@
-"""The Hopper kernel where it has a whole GPU to itself: more tiles than blocks, launch after launch, pages.
+"""The Hopper kernel on a whole GPU: more tiles than blocks, repeated launches, pages.
 
 GPU_ACTORS_TEST_DEVICE=emulated rehearses these tests where there is no GPU.
 """
@@ -30,7 +30,7 @@ def _hopper(context: Any) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_tiles_than_blocks_and_launch_after_launch(context, head_dim, causal):
-    """A head's bits depend on nothing but the head, so a few of them stand for all."""
+    """A head's bits depend on that head alone, so a few heads are checked for all."""
     rows, heads = (4096, 24) if (context.info.multiprocessors or 0) > 16 else (256, 4)
     q, k, v = (gaussian(n, (2, rows, heads, head_dim), "bfloat16") for n in range(3))
     assert context.flash_attn.inspect_key(ga.FlashForward(q, k, v, causal=causal)).kernel == KERNEL
@@ -47,8 +47,8 @@ def test_more_tiles_than_blocks_and_launch_after_launch(context, head_dim, causa
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_8_bit_values_of_many_keys_are_not_lost(context, head_dim):
-    """The tensor cores keep some 14 bits of their sums: over all keys, a third of 32,768 would be missing."""
-    q, k, v = many_keys(32768, head_dim, rows=64)  # as many as a tile has: fewer are packed for decode_mma
+    """The tensor cores keep some 14 bits of a sum: one sum over all 32,768 keys would lose a third of it."""
+    q, k, v = many_keys(32768, head_dim, rows=64)  # the rows of a tile: fewer rows are packed for decode_mma
     assert context.flash_attn.inspect_key(ga.FlashForward(q, k, v)).kernel == KERNEL
     result = context.flash_attn.forward(q, k, v, return_lse=True).result(120)
     check_many_keys(result.out, result.lse, q, k, v)

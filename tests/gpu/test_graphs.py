@@ -1,4 +1,4 @@
-"""Kernels in CUDA graphs: what the service launches can be captured, and replayed over new data."""
+"""Kernels in CUDA graphs: the service's launches can be captured and replayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_actors.errors import Unsupported
 
 pytestmark = pytest.mark.gpu
 
-# A few of the forward ones do; of the others every one is another kernel.
+# A few forward candidates are enough; each of the others has another kernel.
 _FORWARD = [candidate for candidate in REPEATABLE if candidate.name.startswith("forward")]
 REPLAYED = [*_FORWARD[::5], *(candidate for candidate in REPEATABLE if candidate not in _FORWARD)]
 
@@ -49,7 +49,7 @@ def test_a_captured_launch_gives_the_same_bits_when_it_is_replayed(candidate: Ca
         stream = device.open_stream("capture")
         assert isinstance(stream, CudaStream)
         assert stream.handle is not None
-        # Operands stay where they are for as long as the graph is replayed.
+        # Operands must stay in place as long as the graph is replayed.
         launch.inputs = {name: on_device(array) for name, array in launch.inputs.items()}
         placement = stream._placement(launch)
         memory = stream._take_memory((placement.pieces, placement.armed_pieces))

@@ -1,4 +1,4 @@
-"""A row of an invariant context has the same bits wherever it is asked for, on a GPU.
+"""On a GPU, a row of an invariant context has the same bits in every request.
 
 GPU_ACTORS_TEST_DEVICE=emulated rehearses these tests where there is no GPU.
 """

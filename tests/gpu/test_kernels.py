@@ -1,4 +1,4 @@
-"""Every kernel of the dispatch table on a GPU, through the public entrance: what `candidates` has for it."""
+"""Every kernel of the dispatch table on a GPU through the public entrance, on the requests of `candidates`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def kernel_of(context: Any, request: Any) -> str | None:
-    """The kernel that would answer, None where none does."""
+    """The kernel that would answer, or None."""
     try:
         key = context.flash_attn.inspect_key(request)
     except Unsupported:
@@ -37,7 +37,7 @@ def test_a_candidate_is_answered_right(context: Any, candidate: Candidate) -> No
 
 @pytest.mark.parametrize("candidate", REPEATABLE, ids=str)
 def test_a_candidate_is_answered_alike_twice(context: Any, candidate: Candidate) -> None:
-    """Bit by bit."""
+    """Two requests have the same bits."""
     if not candidate.runs_on(context.info.arch):
         pytest.skip(f"{context.info.arch} is below compute capability {candidate.first / 10}")
     asked = candidate.make()
@@ -56,5 +56,5 @@ def test_the_kernels_of_this_architecture_are_all_reached(context: Any) -> None:
 
 
 def reaches(family: Any, arch: str) -> bool:
-    """Whether a family is for this architecture at all: Hopper's own kernels are for sm_90a alone."""
+    """Whether a family is for this architecture: the sm_90 kernels are for sm_90a alone."""
     return not family.name.endswith("_sm90") or arch == "sm_90a"

@@ -21,7 +21,7 @@ from gpu_actors.generation import Settings
 pytestmark = pytest.mark.gpu
 
 FP8 = "float8_e4m3fn"
-# Device and oracle may round a rotated element to either side, which moves scores by as much.
+# Device and oracle may round a rotated element differently, which moves scores by as much.
 CLOSE = {"float16": 4e-3, "bfloat16": 3e-2}
 
 
@@ -67,7 +67,7 @@ def oracle() -> Iterator[ga.GpuContext]:
 
 
 def steps(setup: Setup, ctx: ga.GpuContext) -> list[Any]:
-    """Every output of a few steps: prefills that cross pages, decoding together, a fork that both sides write to."""
+    """The outputs of a few steps: prefills that cross pages, a batch that decodes, a fork that both sides write to."""
     rng = np.random.default_rng(0)
 
     def rows(*shape: int) -> Any:
@@ -102,7 +102,7 @@ def test_attention_over_appended_rows_is_the_oracles(context: Any, oracle: Any, 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_row_that_sees_itself_alone_gives_back_its_value(context: Any, oracle: Any, name: str) -> None:
-    """With a window of nothing else the output is V's row, bit by bit what the cache made of it."""
+    """With a window of (0, 0) the output is v's row, with the bits that the cache stores."""
     setup, found = SETUPS[name], []
     for ctx in (context, oracle):
         rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def test_a_row_that_sees_itself_alone_gives_back_its_value(context: Any, oracle:
 
 
 def cascaded(setup: Setup, ctx: ga.GpuContext, place: Any = lambda array: array) -> list[Any]:
-    """Outputs and LSE of steps of a batch whose sequences share pages in two groups. place: where operands lie."""
+    """Outputs and LSE of steps of a batch in which two groups share pages. place: moves an operand."""
     rng = np.random.default_rng(2)
 
     def rows(*shape: int) -> Any:

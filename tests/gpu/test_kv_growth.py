@@ -1,4 +1,4 @@
-"""A KvCache on a GPU: rows appended and attended to as they come, pages shared and copied on write.
+"""A KvCache on a GPU: rows are appended and attended to step by step; pages are shared and copied on write.
 
 GPU_ACTORS_TEST_DEVICE=mock or =emulated rehearses these tests where there is no GPU.
 """
@@ -21,7 +21,7 @@ LENGTHS = (1, 70, 200)
 
 
 class Rows:
-    """Random rows, and what each sequence has been given so far."""
+    """Random rows, and the rows that each sequence has so far."""
 
     def __init__(self, dtype: str) -> None:
         self._rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Kernels of a user's own on a GPU: launched by the service, and by CuPy on a stream of the program's."""
+"""A user's own kernels on a GPU: launched by the service, and by CuPy on the program's stream."""
 
 from __future__ import annotations
 

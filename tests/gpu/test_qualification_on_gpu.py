@@ -1,4 +1,4 @@
-"""A GPU proves its kernels itself, and finds none of them wrong.
+"""A context on a GPU proves its kernels and finds none of them wrong.
 
 GPU_ACTORS_TEST_DEVICE=emulated rehearses these tests where there is no GPU.
 """

@@ -17,7 +17,7 @@ from gpu_actors.errors import Unsupported
 pytestmark = pytest.mark.gpu
 
 SCRIPT = Path(__file__).with_name("sanitized.py")
-FOUND = 97  # the exit code for anything found
+FOUND = 97  # the exit code if the tool finds anything
 TOOL = shutil.which("compute-sanitizer")
 
 
@@ -53,7 +53,7 @@ def test_the_sanitizer_finds_nothing(tool: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed")
 def test_the_sanitizer_does_find_an_access_out_of_bounds() -> None:
-    """Or finding nothing would mean nothing."""
+    """Otherwise a run without findings would prove nothing."""
     code = (
         "import cupy; k = cupy.RawKernel('extern \"C\" __global__ void f(float* x) { x[1 << 26] = 1; }', 'f');"
         "x = cupy.zeros(4, cupy.float32); k((1,), (1,), (x,)); cupy.cuda.runtime.deviceSynchronize()"

@@ -31,7 +31,7 @@ def operands(seed: int = 0) -> tuple[Any, ...]:
 
 
 def turned(array: Any) -> Any:
-    """(batch, heads, seq, dim), or back."""
+    """(batch, seq, heads, dim) as (batch, heads, seq, dim), or back."""
     return np.ascontiguousarray(array.transpose(0, 2, 1, 3))
 
 
@@ -93,7 +93,7 @@ def test_a_loop_with_many_awaits_stays_awake(context: Any) -> None:
         heart.cancel()
         return answers
 
-    context.flash_attn.forward(q, k, v, causal=True).result(120)  # compiled, so that the kernel is there
+    context.flash_attn.forward(q, k, v, causal=True).result(120)  # compiles the kernel before the loop is timed
     answers = asyncio.run(main())
     for answer in answers:
         np.testing.assert_array_equal(answer, answers[0])

@@ -1,4 +1,4 @@
-"""Requests beside other work on the GPU: producers' and consumers' streams, memory that goes away, a full device."""
+"""Requests beside other work on the GPU: producers' and consumers' streams, dropped memory, a full device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torch_tensors_still_being_written_are_waited_for(context: Any, torch: A
 
 
 def test_a_result_may_be_used_at_once_and_its_memory_reused_in_order(context: Any, torch: Any) -> None:
-    """The caller drops a result that its own kernels still read; torch gives the memory to the next request."""
+    """The caller drops a result that its kernels still read, and torch gives the memory to the next request."""
     side = torch.cuda.Stream()
     sums, expected = [], []
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""attention() on torch's CUDA tensors: gradients, streams, the engine's own threads, compiled steps.
+"""attention() on torch's CUDA tensors: gradients, streams, the autograd engine's threads, compiled steps.
 
 GPU_ACTORS_TEST_DEVICE=mock rehearses these tests where there is no GPU.
 """
@@ -88,7 +88,7 @@ def test_bias_and_sinks_have_gradients(context: Any) -> None:
 
 
 def test_work_that_the_callers_stream_has_not_done_yet_is_waited_for(context: Any) -> None:
-    """q is the end of a long chain on a stream of the caller's; nothing synchronises before the request."""
+    """A long chain on the caller's stream computes q; nothing synchronises before the request."""
     inputs = operands(torch.float16)
     expected = attention(*inputs, context=context, causal=True).detach()
     if PLACE == "cuda":
