@@ -1,4 +1,4 @@
-"""Block masks of graphs: what is not listed is hidden, and kernels neither load nor multiply it."""
+"""Block masks of graphs: blocks that are not listed are hidden, and kernels neither load nor multiply them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def soft_and_near(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphT
 def scores_of(
     graph: ga.OperationGraph, lists: list[Any], causal: bool, modified: bool | str | Modify, dtype: str
 ) -> Any:
-    """modified: by no function, by one of indices, "keys" for one that reads a number of each key, or by this one."""
+    """modified: False, no function; True, one of indices; "keys", one that also reads a number of each key; or one."""
     q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype=dtype)
     k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype=dtype) for uid in (K, V))
     scores = graph.matmul(q, graph.transpose(k)) * 0.2
@@ -146,7 +146,7 @@ def hopper() -> Any:
 
 @contextlib.contextmanager
 def few_blocks() -> Any:
-    """A persistent block takes several tiles of rows, some of which see nothing."""
+    """A persistent block takes several tiles of rows, some of which see no key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpu_actors.kernels.forward_sm90.MULTIPROCESSORS", 3)
         yield
@@ -164,7 +164,7 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     assert not out[np.isneginf(lse[..., 0])].any()
 
 
-NOT_HIDDEN = 2 * BLOCK - 1  # a key beside those that no row of KV head 0 sees
+NOT_HIDDEN = 2 * BLOCK - 1  # the key before those that no row of KV head 0 sees
 
 
 DETERMINISTIC_LAUNCHES = (
@@ -210,7 +210,7 @@ def test_blocks_take_turns_at_listed_rows(causal: bool, dim: int, arch: str, mon
 
 
 def poisoned(arrays: dict[int, Any]) -> dict[int, Any]:
-    """The same, with NaN where no listed block is: keys that a KV head's rows do not see."""
+    """The same, with NaN in keys and values that no row of KV head 0 sees."""
     arrays = dict(arrays)
     for uid in (K, V):
         arrays[uid] = arrays[uid].copy()
@@ -247,7 +247,7 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
     graph = backward_graph(lists, causal, modified)
     assert ctx.cudnn.inspect_plan(graph).key.kernel == "backward_mma"
     inputs = dict(arrays)
-    for uid in (Q, DOUT):  # what no key sees: the first rows of a head, and keys of one KV head
+    for uid in (Q, DOUT):  # the first rows of head 1, which see no key
         inputs[uid] = arrays[uid].copy()
         inputs[uid][:, 1, :BLOCK] = np.nan
     result = ctx.cudnn.execute(graph, poisoned(inputs)).result(100.0)
@@ -270,7 +270,7 @@ def test_heads_of_512_columns_attend_to_listed_blocks(arch: str, monkeypatch: py
 
 
 def test_hopper_attends_to_listed_blocks(hopper: ga.GpuContext) -> None:
-    """And reads tensors of keys up to the last one, which lies inside a tile that a list may name anywhere."""
+    """The last key lies inside a tile; the modification's tensor of keys is not read beyond it."""
     check_forward(hopper, True, "keys", True, "forward_sm90")
 
 
@@ -305,7 +305,7 @@ def test_every_tile_of_hopper(
 
 
 def test_hopper_computes_no_mask_in_full_blocks(hopper: ga.GpuContext) -> None:
-    """In full blocks a mask is not computed: one that hides keys of theirs does so in the other blocks alone."""
+    """A mask_mod hides no keys of full blocks, because it is not computed there."""
 
     def sparse(graph: ga.OperationGraph, scores: ga.GraphTensor) -> ga.GraphTensor:
         distance = graph.index(scores, 3) - graph.index(scores, 2)
@@ -364,7 +364,7 @@ def test_only_a_select_of_minus_infinity_is_a_mask_mod() -> None:
 
 
 def wrong_lists(lists: list[Any]) -> Iterator[list[Any]]:
-    """With a block less, one more, one twice, and one that there is not, in the lists of rows."""
+    """Lists of rows with a block missing, one added, one twice, and one that does not exist."""
     half = len(lists) // 2
     place = next(place for place in np.ndindex(lists[half].shape) if 2 <= lists[half][place] < R)
     count, first = lists[half][place], lists[half + 1][place]
@@ -424,7 +424,7 @@ def test_cuda_cores_attend_to_listed_blocks(emulated: ga.GpuContext) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int) -> None:
-    """On the architecture with the least shared memory, too, but for gradients of one tile of 48 keys."""
+    """Forward's tiles divide blocks on every architecture, also on that with the least shared memory."""
     lists = lists_of(KINDS)
     for arch in ("sm_80", "sm_86", "sm_90a"):
         graph = forward_graph(lists)
@@ -437,7 +437,7 @@ def test_every_tile_divides_blocks(emulated: ga.GpuContext, dtype: str, dim: int
         assert BLOCK % int(macros["BLOCK_M"]) == BLOCK % int(macros["BLOCK_N"]) == 0
 
 
-# Where tiles are loaded and multiplied: the architecture, the file, the line, the thread that counts, and how often.
+# Where tiles are loaded and multiplied: architecture, file, line, counting thread, and counts a tile.
 COUNTED: dict[str, tuple[str, str, str, int, int]] = {
     "forward loads": ("sm_80", "", "copy_rows<THREADS>(k_tile(n),", 0, 1),
     "forward products": ("sm_80", "", "multiply_rows<QTile, KTile, 2>(s, q,", 0, 1),
@@ -462,7 +462,7 @@ USUALLY_COUNTED = (("forward loads", False), ("hopper loads", True))
 def test_hidden_tiles_are_neither_loaded_nor_multiplied(
     what: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many tiles as the listed blocks have, less those behind the last row or key, or those that no row sees."""
+    """Only tiles of listed blocks count, without those behind the last row or key and those that no row sees."""
     arch, file, place, thread, times = COUNTED[what]
     count = counting(monkeypatch, file, place, thread)
     lists = lists_of(KINDS)
@@ -482,7 +482,7 @@ def test_hidden_tiles_are_neither_loaded_nor_multiplied(
     assert count.value == times * seen.sum()
 
 
-# What is refused
+# Refusals
 
 
 def test_a_mask_mod_need_not_read_every_index() -> None:
@@ -533,7 +533,7 @@ def test_lists_that_do_not_fit_are_refused(change: dict[str, Any], field: str) -
 
 
 def test_kernels_say_what_they_do_not_take() -> None:
-    """Hopper's own kernel of gradients leaves block masks to that of mma.sync, and gradients need lists of rows."""
+    """backward_sm90 leaves block masks to backward_mma, and gradients need lists of rows."""
     lists = lists_of(KINDS)
     forward = match_attention(forward_graph(lists)).problem
     backward = match_attention(backward_graph(lists)).problem

@@ -20,12 +20,12 @@ STEP = 1e-6
 
 
 def scores(seed: int) -> Any:
-    # Of a stream of its own: equal numbers would meet where maxima and conditions have no derivative.
+    # Another random stream than the tensors': equal numbers meet where maxima and conditions have no derivative.
     return 2.0 * np.random.default_rng((seed, 1)).standard_normal(DIMS)
 
 
 def differentiated(graph: ga.OperationGraph, result: int, wrt: int) -> ga.OperationGraph:
-    """Adds the gradient by ``wrt`` as output 91, of a result whose gradient is tensor 90."""
+    """The graph with output 91, the gradient by ``wrt`` of a result whose own gradient is tensor 90."""
     tensor = graph.tensors[result]
     doutput = graph.tensor(uid=90, dims=tensor.dims, dtype="float64")
     (gradient,) = graph.gradient(tensor, doutput, (graph.tensors[wrt],))
@@ -36,7 +36,7 @@ def differentiated(graph: ga.OperationGraph, result: int, wrt: int) -> ga.Operat
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 20))
 def test_gradients_are_finite_differences(seed: int) -> None:
-    """By the scores, and by every other float that a random graph reads."""
+    """By the scores or by another float tensor that the random graph reads."""
     random = RandomGraph(seed)
     rng = np.random.default_rng(seed + 1)
     score, doutput = scores(seed), rng.standard_normal(DIMS)
@@ -48,7 +48,7 @@ def test_gradients_are_finite_differences(seed: int) -> None:
     for sign in (1.0, -1.0):
         moved = {**values, wrt: values[wrt] + sign * STEP * to}
         ends.append(evaluate_graph(random.graph, moved)[RESULT])
-    # Jumps (floor, mod, select) have no derivative: where one lies between the ends, the difference is huge.
+    # Jumps (floor, mod, select) have no derivative. If one lies between the ends, the difference is huge.
     slope = (ends[0] - ends[1]) / (2 * STEP)
     smooth = np.abs(ends[0] - ends[1]) < 1e-3
     dsmooth = np.where(smooth, doutput, 0.0)
@@ -101,11 +101,11 @@ def test_equal_largest_elements_share_a_gradient() -> None:
     np.testing.assert_array_equal(gradient, [[0.5, 0.0, 0.5, 0.0]])
 
 
-# What is compiled
+# Compiled derivatives
 
 
 def check_compiled(graph: ga.OperationGraph, score: int, result: int, values: dict[int, Any], given: Any) -> None:
-    """Value and derivative of the generated CUDA, run in double on the CPU, element by element."""
+    """Compare value and derivative of the generated CUDA, run in double on the CPU, element by element."""
     modification = ScoreInputs(graph, score, graph.tensors[result].dims).modification(result)
     assert modification.mod.real == "double"
     dscore = np.random.default_rng(5).standard_normal(given.shape)

@@ -1,4 +1,4 @@
-"""Where a graph and its kernel could part: rows past the end, tensors in several places, masks of what broadcasts."""
+"""Where a graph and its kernel could differ: rows past the end, tensors in several places, masks of broadcasts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dot(graph: ga.OperationGraph, q: ga.GraphTensor, k: ga.GraphTensor) -> ga.Gr
 
 
 def forward(build: Build, arrays: dict[int, Any]) -> dict[int, Any]:
-    """The arrays with what forward gives, rounded as it would be."""
+    """The arrays with forward's results, rounded as kernels round them."""
     graph = ga.OperationGraph()
     keys = arrays[K].shape[2] if K in arrays else DIMS[2]
     scores, values = build(graph, declared(graph, tuple(n for n in arrays if n != DOUT), keys))
@@ -61,10 +61,10 @@ def backward_graph(build: Build, uids: tuple[int, ...], wrt: tuple[int, ...], ke
     return graph
 
 
-# Rows past the end: their products are 0, where these or their derivatives are infinite or no number
+# Rows past the end: their scores are 0, where a modification or its derivative may be infinite or NaN
 
 
-# As few keys as rows, and what fills tiles of keys.
+# As few keys as rows, and keys that fill their tiles.
 @pytest.mark.parametrize(
     ("arch", "kernel", "keys"),
     [("sm_90a", "backward_sm90", 40), ("sm_90a", "backward_sm90", 128), ("sm_80", "backward_mma", 128)],
@@ -72,7 +72,7 @@ def backward_graph(build: Build, uids: tuple[int, ...], wrt: tuple[int, ...], ke
 def test_rows_past_the_end_give_no_gradient_whatever_the_modification_makes_of_0(
     arch: str, kernel: str, keys: int
 ) -> None:
-    """A logarithm, and a root with its sign."""
+    """The modification is a logarithm and a signed root."""
 
     def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
         s = dot(g, t[Q], t[K])
@@ -88,7 +88,7 @@ def test_rows_past_the_end_give_no_gradient_whatever_the_modification_makes_of_0
 
 
 def test_of_equal_scores_the_first_has_the_gradient(emulated: ga.GpuContext) -> None:
-    """A row of zeros has scores of 0 alone, and of the maximum with 0 they are the first operand."""
+    """The scores of a row of zeros are all 0; in max(score, 0) the score, the first operand, has the gradient."""
 
     def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
         return g.max(dot(g, t[Q], t[K]), 0.0), t[V]
@@ -142,7 +142,7 @@ def test_the_mock_device_adds_the_gradients_of_all_places() -> None:
     np.testing.assert_allclose(result[10 + K], parts[10 + K] + parts[10 + V], atol=1e-12)
 
 
-# What a mask hides
+# Hidden pairs
 
 
 SPECIAL: dict[str, tuple[int, int, float]] = {
@@ -157,7 +157,7 @@ SPECIAL: dict[str, tuple[int, int, float]] = {
 def test_the_mock_device_keeps_what_is_hidden_out_of_gradients_as_kernels_do(
     emulated: ga.GpuContext, name: str
 ) -> None:
-    """With a modification whose derivative is no number at a hidden pair."""
+    """The modification's derivative is NaN at hidden pairs."""
     operand, place, value = SPECIAL[name]
 
     def build(g: ga.OperationGraph, t: dict[int, ga.GraphTensor]) -> tuple[ga.GraphTensor, ga.GraphTensor]:
@@ -179,12 +179,12 @@ def test_the_mock_device_keeps_what_is_hidden_out_of_gradients_as_kernels_do(
             assert finite[:, :, place + 1 :].all(), "keys after it"
 
 
-# Masks of what broadcasts
+# Masks of broadcast tensors
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1, 40), (1, 1, 40, 1)])
 def test_a_mask_counts_rows_and_keys_of_what_it_masks(emulated: ga.GpuContext, dims: tuple[int, ...]) -> None:
-    """Its operand's own, which a kernel, that counts the scores', does not have."""
+    """A kernel refuses a mask of a broadcast tensor, because it knows only the rows and keys of the scores."""
     graph = ga.OperationGraph()
     tensors = declared(graph, (Q, K, V))
     row = graph.tensor(uid=BIAS, dims=dims, dtype="float32")
@@ -195,7 +195,7 @@ def test_a_mask_counts_rows_and_keys_of_what_it_masks(emulated: ga.GpuContext, d
     assert (caught.value.value, caught.value.nearest) == (dims, BIAS_DIMS)
 
 
-# Before the softmax, and among the modifications.
+# The mask is right before the softmax, or among the modifications.
 @pytest.mark.parametrize(("width", "directly"), [(1 << 31, True), (1 << 70, True), (1 << 63, False)])
 def test_a_window_wider_than_all_pairs_hides_none(emulated: ga.GpuContext, width: int, directly: bool) -> None:
     def graph(mask: ga.Mask) -> ga.OperationGraph:

@@ -20,7 +20,7 @@ LAYOUTS = {"BSHD": (0, 2, 1, 3), "SBHD": (2, 0, 1, 3), "dim first": (3, 0, 1, 2)
 
 @pytest.mark.parametrize("device", ["mock", "emulated"])
 def test_strides_are_the_graphs_choice(request: pytest.FixtureRequest, device: str) -> None:
-    """Of inputs and outputs alike. Kernels want rows whole."""
+    """Inputs and outputs may have any strides; kernels need contiguous rows."""
     ctx = request.getfixturevalue(device)
     arrays = arrays_of()
     expected = formula(arrays)
@@ -58,7 +58,7 @@ def test_torch_tensors_come_back_as_torch_tensors(mock: ga.GpuContext) -> None:
     np.testing.assert_allclose(result[OUT].numpy(), formula(arrays), atol=1e-5)
 
 
-# What does not agree with the graph
+# Arrays that do not agree with the graph
 
 
 REFUSED: dict[str, tuple[Callable[[dict[int, Any]], Any], str, str]] = {
@@ -134,11 +134,11 @@ def test_a_seed_may_be_passed(mock: ga.GpuContext) -> None:
     np.testing.assert_allclose(other, same, atol=1e-6)
 
 
-# Any graph on the mock device, and what kernels say to it
+# Any graph on the mock device, and refusals of kernels
 
 
 def test_the_mock_device_computes_any_graph(mock: ga.GpuContext) -> None:
-    """A layer of a feed-forward network with its gradient: no attention at all."""
+    """A feed-forward layer with its gradient, without attention."""
     rng = np.random.default_rng(3)
     arrays = {
         n: rng.standard_normal(s).astype(np.float32) for n, s in {1: (6, 8), 2: (8, 5), 3: (5,), 4: (6, 5)}.items()
@@ -265,7 +265,7 @@ def test_what_no_kernel_computes_is_refused_with_the_node_and_the_nearest_and_nu
 
 
 def test_a_masked_nan_stays_where_it_is(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
-    """Through a mask node, as in the kernels; a condition of one's own hides scores and not values."""
+    """A mask node keeps hidden values out of the output on the mock device as in kernels."""
     arrays = arrays_of()
     arrays[V][:, :, -1] = np.nan
     graph = ga.OperationGraph()
@@ -281,7 +281,7 @@ def test_a_masked_nan_stays_where_it_is(mock: ga.GpuContext, emulated: ga.GpuCon
 
 
 def test_a_mask_that_is_not_last_is_compiled_in(mock: ga.GpuContext, emulated: ga.GpuContext) -> None:
-    """Between other nodes it is a condition as any other."""
+    """A mask between other nodes is a condition like any other."""
     arrays, at = arrays_of(), np.arange(DIMS[2])
     behind = at[:, None] - at
     shown = {

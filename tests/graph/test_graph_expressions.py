@@ -1,4 +1,4 @@
-"""Ranges of integers in modifications: no value lies outside of what an expression says of itself."""
+"""Ranges of integers in modifications: no value lies outside the range that an expression states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_range_of_two_integers_holds_every_result(op: str, a: tuple[int, int
     results = [BINARY[op](x, y) for x, y in itertools.product(values(a), values(b))]
     assert low <= min(results)
     assert max(results) <= high
-    if op not in ("mod",):  # of a remainder the bounds are the divisor's
+    if op not in ("mod",):  # the bounds of a remainder are the divisor's
         assert (low, high) == (min(results), max(results))
 
 

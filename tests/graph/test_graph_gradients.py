@@ -1,4 +1,4 @@
-"""Graphs of gradients in the kernels: what may be asked for, layouts, and what is refused."""
+"""Graphs of gradients in the kernels: which may be asked for, layouts, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scores_of(graph: ga.OperationGraph, q: Any, k: Any, bias: Any) -> ga.GraphTe
 
 
 def forward(arrays: dict[int, Any]) -> dict[int, Any]:
-    """What forward gives, rounded as it would be."""
+    """The arrays with forward's results, rounded as kernels round them."""
     graph, dtype = ga.OperationGraph(), arrays[Q].dtype.name
     q, k, v, bias = (graph.tensor(uid=n, dims=arrays[n].shape, dtype=dtype) for n in (Q, K, V, BIAS))
     weights, stats = graph.softmax_with_stats(scores_of(graph, q, k, bias))
@@ -44,7 +44,7 @@ def forward(arrays: dict[int, Any]) -> dict[int, Any]:
 def backward_graph(
     arrays: dict[int, Any], wrt: tuple[int, ...], strides: dict[int, Any] | None = None, deterministic: bool = False
 ) -> ga.OperationGraph:
-    """Gradients 10 + uid. strides: of tensors that are not packed, gradients among them."""
+    """The gradient of tensor uid is output 10 + uid. strides: of tensors and gradients that are not packed."""
     graph, laid = ga.OperationGraph(), strides or {}
 
     def tensor(uid: int) -> ga.GraphTensor:
@@ -85,7 +85,7 @@ def test_any_of_the_gradients_may_be_asked_for(emulated: ga.GpuContext, wrt: tup
 
 @pytest.mark.parametrize(
     ("dtype", "error"), [("float32", 1e-5), pytest.param("float64", 2e-6, marks=pytest.mark.sweep)]
-)  # by an LSE of float32
+)  # the tolerance of an LSE in float32
 def test_gradients_in_full_precision_come_from_cuda_cores(emulated: ga.GpuContext, dtype: str, error: float) -> None:
     arrays = forward(arrays_of(dtype))
     graph = backward_graph(arrays, (Q, K, V, BIAS))
@@ -117,7 +117,7 @@ def test_gradients_lie_as_the_graph_says(emulated: ga.GpuContext) -> None:
 
 
 def test_operands_that_lie_transposed_may_do_without_their_gradients(emulated: ga.GpuContext) -> None:
-    """The kernels write those all the same, in rows that are masked out."""
+    """The graph asks for the bias's gradient alone, so the layout of the other gradients does not matter."""
     arrays = forward(arrays_of())
     inputs = arrays | {uid: arrays[uid].swapaxes(2, 3) for uid in (Q, K, V)}
     graph = ga.OperationGraph()
@@ -143,7 +143,7 @@ def test_deterministic_gradients_are_another_plan(emulated: ga.GpuContext) -> No
     assert [emulated.cudnn.inspect_plan(graph).key.deterministic for graph in (plain, fixed)] == [False, True]
 
 
-# What is refused
+# Refusals
 
 
 def attention(g: ga.OperationGraph, dtype: str = "float16") -> tuple[list[ga.GraphTensor], ga.GraphTensor]:

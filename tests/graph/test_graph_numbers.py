@@ -1,4 +1,4 @@
-"""Numbers of graphs at the edges of their types, against Python's own or formulas written here."""
+"""Numbers of graphs at the edges of their types, against Python's arithmetic or formulas written here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Condition = Callable[[ga.OperationGraph, ga.GraphTensor, ga.GraphTensor], ga.Gra
 
 
 def computed(ctx: ga.GpuContext, op: str, a: Any, b: Any) -> Any:
-    """What an operation of two gives of arrays of one dtype."""
+    """The result of a binary operation on arrays of one dtype."""
     graph = ga.OperationGraph()
     operands = (graph.tensor(uid=n, dims=x.shape, dtype=x.dtype.name) for n, x in ((A, a), (B, b)))
     graph.output(getattr(graph, op)(*operands), uid=OUT)
@@ -27,7 +27,7 @@ def computed(ctx: ga.GpuContext, op: str, a: Any, b: Any) -> Any:
 
 
 def test_remainders_and_quotients_are_pythons(mock: ga.GpuContext) -> None:
-    """An infinite divisor leaves nothing of a quotient, and a large quotient has more digits than a float."""
+    """Also with an infinite divisor, and with a quotient of more digits than a float has."""
     a = np.array([5.0, -5.0, 1e17, -1e17, 7.5, 1e300, -1e-20, 0.0])
     b = np.array([math.inf, math.inf, 3.0, 3.0, -2.0, 7.0, 1.0, 4.0])
     pairs = list(zip(a.tolist(), b.tolist(), strict=True))
@@ -83,7 +83,7 @@ def test_a_remainder_that_divides_beyond_32_bits_is_refused_by_kernels() -> None
 
 
 def test_a_softmax_of_weights_knows_no_mask(mock: ga.GpuContext) -> None:
-    """The weights of hidden keys are zeros, which weigh as any other number."""
+    """The weights of hidden keys are zeros, which the second softmax takes as any other number."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 4))
     graph = ga.OperationGraph()
@@ -100,7 +100,7 @@ def softmax(x: Any) -> Any:
 
 
 def attention(condition: Condition, dtype: str) -> ga.OperationGraph:
-    """Key 0, and those of which a condition on two tensors of the scores' size holds."""
+    """Attention to key 0 and the keys for which a condition on two tensors of the scores' shape holds."""
     graph = ga.OperationGraph()
     q, k, v = (graph.tensor(uid=n, dims=DIMS, dtype="float32") for n in (Q, K, V))
     a, b = (graph.tensor(uid=n, dims=SCORES, dtype=dtype) for n in (A, B))
@@ -122,7 +122,7 @@ def check_attention(ctx: ga.GpuContext, condition: Condition, a: Any, b: Any, sh
 
 
 def test_conditions_on_float64_are_float64_in_kernels(emulated: ga.GpuContext) -> None:
-    """Though nothing of it is left in the scores."""
+    """The operands differ by less than float32 resolves."""
     rng = np.random.default_rng(2)
     a = rng.standard_normal(SCORES)
     b = a + rng.choice([-1e-10, 1e-10], SCORES)

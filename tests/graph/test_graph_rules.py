@@ -1,4 +1,4 @@
-"""What graphs are sound: every refusal names the node or the tensor, and says what would do."""
+"""Which graphs are valid: every refusal names the node or the tensor and says what would be accepted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_sound_graph_passes_and_is_sorted() -> None:
 
 
 def raw(**changes: Any) -> ga.OperationGraph:
-    """matmul and softmax by uids, in no order. changes: the inputs or outputs of "matmul" and "softmax"."""
+    """A graph of nodes by uids, in no order. changes: other inputs or outputs of "matmul" and "softmax"."""
     graph = ga.OperationGraph()
     tensors(graph, (2, 4, 8, 8))
     graph.tensor(uid=5, dims=(2, 4, 8, 8), dtype="float16")
@@ -318,7 +318,7 @@ def test_an_odd_value_raises_no_raw_error(method: str) -> None:
     parameters = list(signature.parameters.items())[1:]
     for (parameter, _), odd in itertools.product(parameters, ODD_VALUES):
         if parameter == "visible" and callable(odd):
-            continue  # a function of the user's raises what it likes
+            continue  # a user's function may raise anything
         graph = ga.OperationGraph()
         q = graph.tensor(uid=1, dims=(1, 2, 4, 8), dtype="float32")
         scores = graph.matmul(q, graph.tensor(uid=2, dims=(1, 2, 8, 4), dtype="float32"))

@@ -1,4 +1,4 @@
-"""Signatures: whatever changes a result or its code changes them, nothing else does, in any process."""
+"""Signatures: they change with everything that changes a result or its code, and with nothing else, in any process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def build(**changes: Any) -> ga.OperationGraph:
 
 
 CAUSAL = {"mask": ga.Mask.causal()}
-# Pairs that differ in one field alone.
+# Pairs that differ in one field.
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scale": ({}, {"scale": 0.5}),
     "scale, by one bit": ({}, {"scale": float(np.nextafter(0.25, 1))}),

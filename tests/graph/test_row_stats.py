@@ -40,7 +40,7 @@ def graph_of(
     causal: bool = True,
     dropout: float = 0.0,
 ) -> ga.OperationGraph:
-    """Causal from the last key back, so that the first ROWS - KEYS rows see nothing."""
+    """Causal masks are aligned bottom right, so that the first ROWS - KEYS rows see no key."""
     graph = ga.OperationGraph()
     q = graph.tensor(uid=Q, dims=(BATCH, HEADS, ROWS, DIM), dtype=dtype)
     k, v = (graph.tensor(uid=uid, dims=(BATCH, HEADS_KV, KEYS, DIM), dtype=dtype) for uid in (K, V))
@@ -87,7 +87,7 @@ def explicit(arrays: dict[int, Any], causal: bool = True) -> dict[int, Any]:
 
 
 def check(found: dict[int, Any], wanted: dict[int, Any], limit: float = 3e-5) -> None:
-    """Each within what fp32 keeps of scores up to the largest; infinities and NaN where they belong."""
+    """Compare finite stats within ``limit``, infinities and NaN exactly, and the stats with each other."""
     for uid in found.keys() & wanted.keys():
         assert found[uid].dtype == np.float32
         assert found[uid].shape == wanted[uid].shape
@@ -145,7 +145,7 @@ def test_a_score_that_is_no_number_makes_them_nan(value: float) -> None:
 
 
 def test_they_have_gradients() -> None:
-    """A graph with a loss of them is NumPy's. The largest score gives its gradient to the score that it is."""
+    """A graph with a loss of the stats has the gradients of finite differences, on NumPy."""
     rows = ("score_sum_exp", "stats", "score_max")
     graph = ga.OperationGraph()
     scores = graph.tensor(uid=1, dims=(1, 2, 3, 5), dtype="float64")
@@ -166,7 +166,7 @@ def test_they_have_gradients() -> None:
     np.testing.assert_allclose(result, differences(of, {"scores": score_values})["scores"], rtol=1e-6, atol=1e-7)
 
 
-# What is asked for
+# Requested stats
 
 
 def test_names_are_known_and_differ() -> None:
@@ -276,7 +276,7 @@ NAN_KERNELS = ("forward_mma", *(pytest.param(n, marks=pytest.mark.sweep) for n i
 
 @pytest.mark.parametrize("kernel", NAN_KERNELS)
 def test_scores_that_are_no_numbers_are_nan_in_kernels(kernel: str) -> None:
-    """A NaN of q makes a row's stats NaN and no other row's."""
+    """A NaN in q makes its own row's stats NaN and no other row's."""
     dtype = "float64" if kernel == "forward_simple" else "float16"
     arrays = arrays_of(dtype)
     arrays[Q][1, 2, 200, 5] = np.nan
@@ -289,7 +289,7 @@ LAUNCHES = (("late", "greedy", 0), ("random", "random", 2))
 
 
 def check_sinks(kernel: str, dtype: str) -> None:
-    """As in the LSE. One row sees no key, and one head's sink is -inf; one is above every score."""
+    """Sinks count in the stats as in the LSE. Some rows see no key; one sink is -inf, one above every score."""
     q, k, v = (array * 0.5 for array in emulated_forward.qkv(260, 66, heads=4, dim=32))
     q, k, v = (emulated_forward.gaussian(n, a.shape, dtype) for n, a in enumerate((q, k, v)))
     sinks = np.array([0.5, -np.inf, 40.0, -3.0], np.float32)

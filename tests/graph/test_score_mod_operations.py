@@ -1,4 +1,4 @@
-"""What score modifications are made of, beside NumPy: every operation, and what kernels hand to it."""
+"""The operations of score modifications against NumPy, and the numbers that kernels pass to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCORE, TENSOR, OTHER, RESULT = 1, 2, 3, 4
 
 
 def every_operation(g: ga.OperationGraph, s: Any, t: Any, u: Any) -> Any:
-    """A sum of everything that there is, in which no term hides another's mistake."""
+    """A sum of every operation, in which no term hides another's error."""
     b, h, i, j = (g.index(s, axis) for axis in range(4))
     floats = g.gelu(s) + g.sigmoid(s * t) + g.max(s, t) * 2.0 - g.min(s, u) + abs(s) * 0.3 + s % 0.7 + (s // 0.9) * 0.2
     angles = g.sin(s * 1.3) + g.cos(s * t) * 0.7 - g.tan(g.tanh(u + s)) * 0.4
@@ -59,7 +59,7 @@ def test_a_nan_on_either_side_of_a_maximum_or_minimum_is_the_result() -> None:
 
 
 def test_angles_in_float32_are_reduced_up_to_2_to_the_24() -> None:
-    """The sine and cosine within 4e-7 of NumPy's in float64, the tangent by its slope."""
+    """Sine and cosine are within 4e-7 of NumPy's in float64; the tangent's bound grows with its slope."""
     rng = np.random.default_rng(0)
     scores = (rng.uniform(-1, 1, DIMS) * 2.0 ** rng.uniform(-10, 24, DIMS)).astype(np.float32)
     scores[0, 0, 0] = np.float32(0.0), np.float32(np.pi), np.float32(-np.pi / 2), 2.0**24, -(2.0**23) + 1

@@ -71,7 +71,7 @@ def test_the_mock_device_differentiates_them(mock: ga.GpuContext, name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_become_part_of_the_kernel(name: str) -> None:
-    """A plain bias is the kernel's own, whose gradient it knows; everything else is compiled in."""
+    """A plain bias becomes the kernel's bias operand, which has a gradient; everything else is compiled in."""
     match = match_attention(forward_graph(case_of(name)))
     assert match.problem.softmax_scale == 0.25
     if name == "t5 relative bias":
@@ -88,7 +88,7 @@ def test_they_become_part_of_the_kernel(name: str) -> None:
     "name", [n if n == "document mask" else pytest.param(n, marks=pytest.mark.sweep) for n in NAMES]
 )
 def test_kernels_compute_every_score_modification(emulated: ga.GpuContext, name: str) -> None:
-    """float16 on tensor cores. Of forward_sm90: its rows in tests/lib/matrix."""
+    """In float16 on tensor cores. forward_sm90 has its rows in tests/lib/matrix."""
     case = case_of(name)
     graph = forward_graph(case)
     assert emulated.cudnn.inspect_plan(graph).key.kernel == "forward_mma"
@@ -106,7 +106,7 @@ def test_kernels_differentiate_every_score_modification(emulated: ga.GpuContext,
 
 @pytest.mark.parametrize("emulated", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.sweep)], indirect=True)
 def test_float16_has_room_for_a_steep_derivative(emulated: ga.GpuContext) -> None:
-    """dS is scaled towards the end of float16's range by a bound that no derivative is part of: 128 times it fits."""
+    """dS is scaled by a bound that leaves out the modification's derivative: a derivative of 128 still fits."""
     steep = Modification(lambda graph, s, tensor: s * 128.0, lambda s, extras: s * 128.0, no_extras)
     case = case_of("checkerboard")._replace(modification=steep)
     case.arrays[Q] /= np.float16(128.0)
@@ -152,7 +152,7 @@ def test_equal_modifications_share_a_cubin_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(1, 25))])
 def test_random_modifications_are_right_in_the_plain_kernel(emulated: ga.GpuContext, seed: int) -> None:
-    """Every operation, kind of tensor and kind of scalar, through plan, packing and kernel, in float64."""
+    """Random graphs of all operations, tensors and scalars, through plan, packing and kernel, in float64."""
     graph = ga.OperationGraph()
     batch, heads, rows, keys = DIMS
     shapes = {101: (batch, heads, rows, 24), 102: (batch, heads, keys, 24), 103: (batch, heads, keys, 24)}
