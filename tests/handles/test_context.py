@@ -1,4 +1,4 @@
-"""Contexts: opened, shared, drained, left in every way, and honest about their health."""
+"""Contexts: opened, shared, drained and left in every way, with truthful health reports."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_a_context_can_be_awaited_and_closed_later() -> None:
 
 @pytest.mark.parametrize("use", ["async with", "await", "aclose", "reply", "cache"])
 def test_a_loop_of_another_library_is_told_that_asyncio_is_needed(use: str) -> None:
-    """Such a loop drives coroutines as this test does."""
+    """The test drives the coroutine as such a loop would."""
     with ga.open_context("mock") as ctx:
         cache = ctx.kv_cache(num_blocks=1, page_size=8, kv_heads=1, head_dim=8)
         opener = ga.open_context("mock")

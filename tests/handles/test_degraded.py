@@ -1,4 +1,4 @@
-"""A context whose launches or actors fail again and again says so, and finds out itself when they succeed again."""
+"""A context whose launches or actors fail repeatedly reports it, and detects by itself when they succeed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end", "fresh_workers")
 
 
 def failing(launches: range, error: Any = ga.LaunchError) -> FaultPlan:
-    """A plan in which these launches end with the error."""
+    """A fault plan in which these launches end with the error."""
     plan = FaultPlan()
     for launch in launches:
         plan = plan.fail(launch=launch, error=error)
@@ -35,12 +35,12 @@ def fail(ctx: ga.GpuContext, times: int, error: type[ga.GpuActorsError] = ga.Lau
 
 
 def probes(ctx: ga.GpuContext) -> int:
-    """Launches made so far. The context's own count like all others."""
+    """Launches so far, among them the probes."""
     return ctx.stats()["flash_attn"].launched
 
 
 def waits_to_probe(ctx: ga.GpuContext) -> bool:
-    """Whether a probe is on the clock: nothing but the hang check and the probe has a timer here."""
+    """Whether a probe is scheduled: only the hang check and the probe have timers here."""
     return len(ctx._children.timers._heap) == 2
 
 
@@ -174,7 +174,7 @@ def test_a_probe_that_succeeds_ends_no_row_of_failed_requests() -> None:
         assert (ctx.health().ready, ctx.health().failures["flash_attn"]) == (True, 2), "one more failure ends it"
 
 
-# Actors of one's own
+# A user's own actors
 
 
 def test_an_actor_of_ones_own_that_fails_too_often_stops_alone() -> None:

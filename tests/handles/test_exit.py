@@ -1,4 +1,4 @@
-"""Programs that end without closing anything: promptly, and with a typed answer for everybody who still waits."""
+"""Programs that end without closing anything end promptly, and every waiter gets a typed answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def say(*words):
 
 
 def run(program: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the program after the prelude, which must end; gives what it left behind."""
+    """Run the prelude and the program, which must end; return what it left behind."""
     return run_python(PRELUDE + textwrap.dedent(program), check=check)
 
 
@@ -95,9 +95,9 @@ say("main ends")
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "raise KeyError('bug')"])
 def test_however_the_main_thread_ends_waiters_of_a_hung_launch_are_answered(ending: str) -> None:
-    """Threads and a loop that wait, for a context without a reference too; and a request that is made at the end.
+    """Waiting threads and a waiting loop, also of a context without a reference, and a request made at the end.
 
-    An async program has ended before them without leaving its context.
+    An async program has ended before without leaving its context.
     """
     done = run(WAITERS + ending, check=False)
     assert done.returncode == (1 if "KeyError" in ending else 3)
@@ -110,7 +110,7 @@ def test_however_the_main_thread_ends_waiters_of_a_hung_launch_are_answered(endi
 
 
 def test_interrupting_a_program_that_waits_closes_its_context() -> None:
-    """In a thread's wait and in a task's."""
+    """The program waits in a thread or in a task."""
     program = PRELUDE + textwrap.dedent(
         """
         with hung(drain_timeout=0.1) as ctx:
@@ -148,7 +148,7 @@ def test_interrupting_a_program_that_waits_closes_its_context() -> None:
 
 
 def test_a_forked_child_is_told_that_the_context_stayed_behind() -> None:
-    """Threads do not survive a fork: the child's copy of a context answers no request. The child is another process."""
+    """Threads do not survive a fork, so the child's copy of a context answers no request."""
     done = run(
         """
         import warnings
@@ -216,7 +216,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_stayed_behind() -> No
     assert done.stdout.splitlines() == [f"request {stayed_behind}", f"cache {stayed_behind}", *answered]
 
 
-# The actor is still at its work when the signal comes, and closing waits for it.
+# The actor is still working when the signal arrives, and closing waits for it.
 CLOSING = """
 from gpu_actors.handles.gpu_context import open_contexts
 

@@ -1,4 +1,4 @@
-"""Leaving a context: by cancellation, by draining, by closing, in bounded time and with an answer for everybody."""
+"""Leaving a context by cancellation, draining or closing takes bounded time and answers every request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 class SlowOpening(Scripted):
-    """Opens once it is let."""
+    """Opens once its gate is open."""
 
     label = "slow"
     gate = Gate()
@@ -55,7 +55,7 @@ async def test_a_context_whose_opener_was_cancelled_is_closed_again(how: str) ->
         await asyncio.to_thread(gate.entered.wait, 30.0)
         for _ in range(2):
             task.cancel()
-            await asyncio.sleep(0)  # in which the task hears of it
+            await asyncio.sleep(0)  # lets the task receive the cancellation
         gate.open()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -78,7 +78,7 @@ async def test_a_task_that_is_cancelled_while_it_leaves_still_closes(how: str) -
         began = time.monotonic()
         if how == "task":
             task = asyncio.create_task(leave())
-            await leaving.wait()  # the task has gone on until it waits for the launch
+            await leaving.wait()  # the task runs until it waits for the launch
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -92,7 +92,7 @@ async def test_a_task_that_is_cancelled_while_it_leaves_still_closes(how: str) -
 
 
 async def test_leaving_needs_none_of_the_threads_that_wait_for_its_replies() -> None:
-    """Every thread of the loop blocks in a result() that only closing the context will answer."""
+    """Every thread of the loop's pool blocks in a result() that only closing the context answers."""
     limiter = anyio.to_thread.current_default_thread_limiter()
     limiter.total_tokens = 2
     options = ga.ContextOptions(fault_plan=FaultPlan().hang(launch=1), drain_timeout=0.05)
@@ -334,7 +334,7 @@ def test_an_actor_that_never_comes_back_is_left_behind_in_bounded_time(
 
 
 def test_several_launches_that_never_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that hangs hangs on all of its streams."""
+    """A hung device hangs all of its streams."""
     monkeypatch.setattr(context, "_DRAIN_SECONDS", 0.3)
     monkeypatch.setattr(context, "_LAST_MOMENT", 0.0)
     hung = Gate()
@@ -380,7 +380,7 @@ async def test_leaving_does_not_wait_for_a_launch_whose_requests_were_answered()
 
 
 def test_leaving_lets_a_launch_end_that_needs_only_a_moment() -> None:
-    """A GPU that is closed in the middle of a launch cannot give its memory back."""
+    """A GPU that is closed during a launch cannot free its memory."""
     order: list[str] = []
     gate = Gate()
     with scripted() as (ctx, actor):

@@ -1,4 +1,4 @@
-"""What leaves a process, and what must not: pickled, copied or forked."""
+"""What may leave a process and what may not, when it is pickled, copied or forked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE = {"num_blocks": 4, "page_size": 8, "kv_heads": 1, "head_dim": 8, "dtype":
 
 
 def test_a_sequence_of_another_process_is_stale() -> None:
-    """Its numbers are those of a sequence that this process has too."""
+    """This process has a sequence of the same numbers."""
     row = np.full((1, 1, 8), 7.0, np.float32)
     with ga.open_context("mock") as ctx, ctx.kv_cache(**CACHE) as cache:
         own = cache.create().result(30.0)
@@ -49,7 +49,7 @@ def test_a_sequence_is_the_same_after_pickling_in_its_own_process() -> None:
         assert "incarnation" not in repr(seq)
 
 
-# What stays
+# Objects that stay in the process
 
 
 def test_what_belongs_to_the_process_is_neither_pickled_nor_copied() -> None:
@@ -68,7 +68,7 @@ def test_what_belongs_to_the_process_is_neither_pickled_nor_copied() -> None:
         beginning.result(30.0)
 
 
-# What travels
+# Objects that may be pickled
 
 
 class Odd:
@@ -82,7 +82,7 @@ class Odd:
 
 
 class Particular(Exception):
-    """Is pickled, and then cannot be loaded."""
+    """Can be pickled but not loaded."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} {other}")

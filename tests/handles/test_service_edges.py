@@ -1,4 +1,4 @@
-"""Paths through the service that are seldom taken: a full mailbox, a saturated actor, sizes that no memory has."""
+"""Rare paths through the service: a full mailbox, a saturated actor, sizes beyond any memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpu_actors.testing import FaultPlan, MockClock
 
 
 def test_requests_over_caches_are_not_overtaken_by_all_that_launch_alone() -> None:
-    """Behind each launch that ends waits another forward request, and the one over a cache is older than most."""
+    """A forward request waits behind each launch, and most are younger than the request over a cache."""
     begun: list[int] = []
 
     def listen(event: ga.TraceEvent) -> None:
@@ -45,7 +45,7 @@ def test_requests_over_caches_are_not_overtaken_by_all_that_launch_alone() -> No
 
 
 def test_packed_requests_are_put_together_for_the_kernel_that_they_have() -> None:
-    """What max_seqlen_q allows beyond a request's own rows must not count among the rows of all of them."""
+    """Rows that max_seqlen_q allows beyond a request's own do not count in the merged request."""
     batch = random_batch(2, (20,) * 24, heads=(2, 2), dim=64, dtype="float16")
     pages = batch.pages(8)
     requests = [
@@ -121,7 +121,7 @@ def test_rows_beyond_the_tables_of_their_rotation_are_refused(positions: list[in
             assert isinstance(error, ga.InvalidRequest), error
             assert error.field == ("rope.table_rows" if positions is None else "positions")
         assert (cache.stats(), ctx.stats()["kv_cache"].launched) == (before, 1)
-        wait(cache.append(seq, k[0, :1], v[0, :1], rope=rope, **tables))  # the last row that the tables have
+        wait(cache.append(seq, k[0, :1], v[0, :1], rope=rope, **tables))  # the last row of the tables
 
 
 def test_what_is_wrong_about_a_query_is_said_of_what_the_caller_gave() -> None:
@@ -143,7 +143,7 @@ def test_what_is_wrong_about_a_query_is_said_of_what_the_caller_gave() -> None:
             assert error.field == field
 
 
-# What fails in a cache
+# Failures in a cache
 
 
 def test_an_urgent_cut_waits_for_the_reads_in_flight_and_is_made_though_they_fail() -> None:
@@ -173,7 +173,7 @@ def test_an_urgent_cut_waits_for_the_reads_in_flight_and_is_made_though_they_fai
 
 
 def test_a_launch_whose_answers_cannot_be_given_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has succeeded on the device. Its requests fail all the same, so their rows do not count."""
+    """The launch succeeds on the device, but its requests fail, so their rows do not count."""
     rows = Rows(5)
     clock = MockClock()
     options = ga.ContextOptions(max_in_flight=1, fault_plan=FaultPlan().delay(1.0, 1), clock=clock)
@@ -222,7 +222,7 @@ def test_requests_that_fail_with_another_are_let_go_of_once_they_are_answered() 
 
 
 def test_calls_are_answered_when_something_that_looks_on_raises() -> None:
-    """Settling the first one raises; the second was launched with it, and a third behind them."""
+    """Settling the first call raises; the second shares its launch, and the third is in the next launch."""
     clock = MockClock()
     mailbox = Mailbox("actor", 8, 8)
     progress = Progress(5, lambda: 0, lambda: None)
@@ -250,7 +250,7 @@ def test_calls_are_answered_when_something_that_looks_on_raises() -> None:
 
 
 def test_the_prompt_of_a_sequence_is_still_found_after_an_append_to_it_had_to_be_repeated() -> None:
-    """The append that failed would have ended a page."""
+    """The failed append would have filled a page."""
     rows = Rows(7)
     with opened(ga.ContextOptions(fault_plan=FaultPlan().fail(2))) as (_, cache):
         seq = wait(cache.create())

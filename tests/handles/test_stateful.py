@@ -1,4 +1,4 @@
-"""Random operations on contexts that fail in random ways: each request is answered, and exactly once.
+"""Random operations on contexts that fail in random ways: each request is answered exactly once.
 
 Hypothesis draws the operations and a seed; the seed draws a fault plan. Time stands still between `advance` rules, so
 that deadlines and delays come in every order. Whatever happened, closing the context leaves nothing unanswered, no
@@ -63,7 +63,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def seeded_plan(seed: int) -> FaultPlan:
-    """Failures and delays at random launches; in some plans a hang or the loss of the context, never at once."""
+    """Failures and delays at random launches; in some plans also a hang or the loss of the context, never at once."""
     dice = random.Random(seed)
     plan = FaultPlan()
     for launch in range(1, 60):
@@ -101,7 +101,7 @@ class Service(RuleBasedStateMachine):
             restart=ga.RestartPolicy(strategy=strategy, max_restarts=restarts, backoff=0.0),
             mailbox_capacity=CAPACITY,
             max_in_flight=IN_FLIGHT,
-            degraded_after=10**6,  # a probe would be a request that this test has not made
+            degraded_after=10**6,  # a probe would be a request that this test did not make
             hang_timeout=1e6,
             drain_timeout=0.0,
         )
@@ -118,7 +118,7 @@ class Service(RuleBasedStateMachine):
         self.replies.append((reply, value))
 
     def forward(self, **options: Any) -> None:
-        """A forward whose answer is a number of its own."""
+        """Make a forward request whose answer is a unique number."""
         value = float(len(self.replies))
         array = np.full((1, 1, 1, 8), value, np.float32)
         self.arrays.append(weakref.ref(array))
@@ -128,7 +128,7 @@ class Service(RuleBasedStateMachine):
         self.keep(self.actor.submit(message, **options), 0.0)
 
     def check(self, reply: ga.Reply[Any], value: float, error: BaseException | None, result: Any) -> None:
-        """An answer is typed, or it is the request's own."""
+        """Check that an error is typed and that an answer is the request's own."""
         if error is not None:
             assert isinstance(error, ga.GpuActorsError), error
         elif isinstance(result, ga.AttentionOutput):
@@ -136,7 +136,7 @@ class Service(RuleBasedStateMachine):
         else:
             assert result == "scripted"
 
-    # What a program does
+    # Operations of a program
 
     @rule(priority=priorities, timeout=timeouts, causal=st.booleans())
     def ask(self, priority: int, timeout: float | None, causal: bool) -> None:
@@ -167,7 +167,7 @@ class Service(RuleBasedStateMachine):
 
     @rule(priority=priorities, timeout=timeouts)
     def ask_to_hold(self, priority: int, timeout: float | None) -> None:
-        """A request that the actor takes and keeps."""
+        """Make a request that the actor takes and never answers."""
         self.did("hold")
         self.submit(lambda actor, call: None, priority=priority, timeout=timeout)
 
@@ -211,7 +211,7 @@ class Service(RuleBasedStateMachine):
     @precondition(lambda self: self.replies)
     @rule(picks=st.lists(picks, min_size=1, max_size=20), patience=st.sampled_from([0.0, 0.002]))
     def await_some(self, picks: list[int], patience: float) -> None:
-        """Await several on a loop that loses its patience, which cancels those not launched yet."""
+        """Await several on a loop with a timeout, which cancels those not launched yet."""
         self.did("await", len(picks))
         chosen = [self.replies[pick % len(self.replies)] for pick in picks]
 
@@ -236,7 +236,7 @@ class Service(RuleBasedStateMachine):
         self.did("advance")
         self.clock.advance(seconds)
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def account(self) -> None:
@@ -250,10 +250,10 @@ class Service(RuleBasedStateMachine):
         assert health.ready == (health.state in ("ready", "degraded"))
         assert health.ready or health.reason
 
-    # What holds in the end
+    # The end
 
     def check_answers(self) -> None:
-        # A thread may have answered a call and not yet come to count it.
+        # A thread may have answered a call but not counted it yet.
         eventually(lambda: all(settled[reply._call] for reply, _ in self.replies if reply.done()))
         for reply, value in self.replies:
             assert reply.done(), f"never answered: {reply}"
@@ -280,7 +280,7 @@ class Service(RuleBasedStateMachine):
 
 @pytest.fixture
 def _small_collections() -> None:
-    """The collector passes over what was there before: it runs after each context, and modules are large."""
+    """Hide existing objects from the collector: it runs after each context, and modules are large."""
     gc.freeze()
 
 
@@ -298,7 +298,7 @@ def test_random_operations_answer_every_request_exactly_once(seed: int) -> None:
             deadline=None,
             derandomize=True,
             database=None,
-            phases=[Phase.generate],  # where a failure means waiting in vain, shrinking it takes for ever
+            phases=[Phase.generate],  # a failure may mean a wait until a timeout, so shrinking would take too long
             suppress_health_check=list(HealthCheck),
         ),
     )
