@@ -1,4 +1,4 @@
-"""The examples of docs/training.md, docs/transformers.md and docs/jax.md that need torch or JAX run as they stand."""
+"""The examples of docs/training.md, docs/transformers.md and docs/jax.md that need torch or JAX run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/fastapi_server.py over real sockets: its tokens are those of the same model without a cache."""
+"""examples/fastapi_server.py over real sockets: it generates the tokens of the same model without a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [[3, 14, 15, 9, 26], [1], [*range(40)], [5, 5, 5]]
 
 
 class Running(Served):
-    """The example on a port of its own. It is run anew, so each has weights of its own."""
+    """The example on its own port, imported anew, with its own weights."""
 
     def __init__(self, **options: Any) -> None:
         self.example: Any = module_at(ROOT / "examples" / "fastapi_server.py")
@@ -50,7 +50,7 @@ class Running(Served):
         return [int(event.removeprefix("data: ")) for event in events]
 
     def plain(self, prompt: list[int], count: int) -> list[int]:
-        """The tokens by torch's own attention, of the whole text for each."""
+        """The tokens by torch's attention over the whole text, computed anew for each token."""
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             heads = (x.transpose(0, 1) for x in (q, k, v))
@@ -62,7 +62,7 @@ class Running(Served):
         return tokens[len(prompt) :]
 
     def is_empty(self) -> bool:
-        """Whether no text runs, and no sequence holds a page."""
+        """Whether no text runs and no sequence holds a page."""
         stats = self.batch.cache.stats()
         return not self.batch.texts and (stats.sequences, stats.free_blocks) == (0, stats.blocks)
 
@@ -86,7 +86,7 @@ def test_a_text_may_be_as_long_as_the_model_allows(running: Running) -> None:
 
 
 def test_a_client_that_leaves_frees_its_sequence(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves while a pass computes a token for it."""
+    """The client leaves while a pass computes a token for it."""
     model, passes = running.batch.model, threading.Semaphore(1)
     whole = model.next_tokens
 

@@ -65,7 +65,7 @@ def test_answers_are_those_of_jaxs_own_attention(ctx: ga.GpuContext) -> None:
 
     @jax.jit
     def of_jax(q: Any, k: Any, v: Any) -> Any:
-        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 8)))  # which has one head dim
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 8)))  # JAX's function has one head dim
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)[..., :8]
 
     np.testing.assert_allclose(own(q, k, v), of_jax(q, k, v), rtol=1e-5, atol=1e-5)
@@ -75,7 +75,7 @@ def test_answers_are_those_of_jaxs_own_attention(ctx: ga.GpuContext) -> None:
 
 
 def elementwise(function: Any, axes: tuple[Any, ...], operands: tuple[Any, ...], size: int) -> Any:
-    """What vmap promises: the function of each element, stacked."""
+    """The result that vmap promises: the function of each element, stacked."""
     rows = [
         function(*(x if axis is None else jnp.take(x, n, axis) for x, axis in zip(operands, axes, strict=True)))
         for n in range(size)
@@ -131,7 +131,7 @@ def test_vmap_of_vmap_and_of_the_loss_of_a_batch(ctx: ga.GpuContext) -> None:
     assert submitted(ctx) == before + 1
     for i, j in np.ndindex(2, 3):
         np.testing.assert_allclose(found[i, j], attend(q[i, j], k[i, 0], v[i, j]), rtol=1e-5, atol=1e-5)
-    # The gradient of what is not mapped is summed over the elements.
+    # The gradient of an operand that is not mapped is summed over the elements.
     shared = jax.grad(lambda k: (jax.vmap(attend, (0, None, 0))(q[0], k, v[0]) ** 2).sum())(k[0, 0])
     each = sum(jax.grad(lambda k, n=n: (attend(q[0, n], k, v[0, n]) ** 2).sum())(k[0, 0]) for n in range(3))
     np.testing.assert_allclose(shared, each, rtol=1e-4, atol=1e-4)
@@ -185,14 +185,14 @@ def test_the_lse_is_given_and_has_no_gradient(ctx: ga.GpuContext) -> None:
 
 
 def test_programs_of_several_threads_wait_for_each_other_at_no_place(ctx: ga.GpuContext) -> None:
-    """XLA has a thread for each core, and each may stand in a callback while the service answers another."""
+    """XLA has a thread for each core, and each may block in a callback while the service answers another."""
     threads, steps = 8, 3
     start = threading.Barrier(threads)
 
     @jax.jit
     def step(q: Any, k: Any, v: Any) -> Any:
         def loss(q: Any) -> Any:
-            # Large enough that XLA spreads the products over its threads; two attentions that wait for neither.
+            # Large enough for XLA to spread the products over its threads; the two attentions are independent.
             mixed = jnp.einsum("bihd,de->bihe", q, jnp.ones((64, 64)) / 64)
             first = interop.attention(mixed, k, v, causal=True, context=ctx)
             second = interop.attention(q, k, v, context=ctx)
@@ -240,7 +240,7 @@ def test_an_equal_call_is_not_compiled_again(ctx: ga.GpuContext) -> None:
 
 class TestErrors:
     def test_what_does_not_fit_is_refused_as_it_is_traced(self):
-        # A context of its own: what JAX still computes for an earlier test would be counted.
+        # A separate context: requests that JAX still computes for an earlier test would be counted.
         with ga.open_context("mock") as ctx:
             self.check_refusals(ctx)
 

@@ -33,7 +33,7 @@ def lengths(*values: int) -> Any:
 SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
 BASE = {name: drawn(*shape, seed=n) for n, (name, shape) in enumerate(SHAPES.items(), 1)}
 HALF = {name: array.astype("float16") for name, array in BASE.items()}
-# Arrays by name, and what is no array.
+# Arrays by name, and other options.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mask of all": ({"bias": jnp.tril(jnp.ones((1, 1, 5, 6), bool))}, {}),
     "mask of each": ({"bias": drawn(2, 4, 5, 6) > -1}, {"softcap": 2.0}),
@@ -112,7 +112,7 @@ def test_every_option_is_that_of_the_service_under_jit_grad_and_vmap(ctx: ga.Gpu
             assert of_both[name][n].shape == alone.shape
             if alone.dtype != jax.dtypes.float0:
                 np.testing.assert_allclose(of_both[name][n], alone, rtol=2e-3, atol=2e-3)
-    # What is not mapped has the sum of the elements' gradients.
+    # An operand that is not mapped has the sum of the elements' gradients.
     shared = jax.grad(lambda q: jax.vmap(lambda dout: loss({**arrays, "q": q}, dout))(both).sum())(arrays["q"])
     np.testing.assert_allclose(shared, 2 * found["q"], rtol=2e-3, atol=4e-3)
 
@@ -164,7 +164,7 @@ def test_what_is_not_taken_is_refused_by_its_field(ctx: ga.GpuContext) -> None:
     refused("bias", ga.InvalidRequest, bias=jnp.ones((1, 1, 5, 6), int))
     refused("k", ga.InvalidRequest, k=drawn(3, 6, 2, 8))
     refused("q", q=BASE["q"].astype("float8_e5m2"))
-    # Only its gradient has no answer.
+    # Only the gradient is refused.
     given = {**BASE, "q": BASE["q"][:1], "seqused_k": lengths(3, 6)}
     assert interop.attention(**given, context=ctx).shape == (2, 5, 4, 4)
     with pytest.raises(ga.Unsupported) as caught:
@@ -186,9 +186,9 @@ def test_seeds_of_64_bits_keep_them_all(ctx: ga.GpuContext) -> None:
 
 @pytest.mark.parametrize(("low", "far"), [(-30.0, 1e-12), (-1e4, 1e-9), (-1e9, 1e-6)])
 def test_float64_is_float64_throughout(ctx: ga.GpuContext, low: float, far: float) -> None:
-    """Also where a row is hidden by a low finite bias, whose LSE in fp32 would lose how many keys the row sees.
+    """Also if a low finite bias hides a row: its LSE in fp32 would lose how many keys the row sees.
 
-    far: the scores of such a row are rounded to that, in float64 too.
+    far: the rounding error of such a row's scores, in float64 too.
     """
     with jax.enable_x64(True):
         q, k, v = (drawn(2, 6, 2, 8, seed=n, dtype="float64") for n in range(3))
@@ -197,7 +197,7 @@ def test_float64_is_float64_throughout(ctx: ga.GpuContext, low: float, far: floa
         def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
             return interop.attention(q, k, v, bias=bias, context=ctx)
 
-        def of_jax(q: Any, k: Any, v: Any, bias: Any) -> Any:  # whose own attention takes its softmax in float32
+        def of_jax(q: Any, k: Any, v: Any, bias: Any) -> Any:  # JAX's own attention computes its softmax in float32
             scores = jnp.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(8) + bias
             return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
 

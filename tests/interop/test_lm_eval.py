@@ -13,7 +13,7 @@ from support.openai_server import Serving
 from gpu_actors.generation import Llama, plain_logits
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of its own imports
+    warnings.simplefilter("ignore")  # lm_eval's imports warn
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -32,7 +32,7 @@ def serving() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tokenizer of the tiny model's tokens, a byte each; 256 begins a text."""
+    """A folder with a tokenizer of the tiny model, whose tokens are bytes; token 256 begins a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +64,7 @@ def model_of(serving: Serving) -> Llama:
 
 
 def scored(model: Llama, context: list[int], rest: list[int]) -> tuple[float, bool]:
-    """The rest after the context by the plain model: the logarithm of its probability, and if it is the likeliest."""
+    """By the plain model, the log probability of the rest after the context, and whether it is the likeliest."""
     logits = plain_logits(model, np.array([*context, *rest]), np.float16).astype(np.float64)
     logits = logits[len(context) - 1 : -1]
     scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -77,7 +77,7 @@ def test_it_scores_continuations_as_the_model_does(serving: Serving, tokenizer: 
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(PAIRS)]
     answers = client(serving, tokenizer, concurrent).loglikelihood(asked)
     for (context, rest), answer in zip(PAIRS, answers, strict=True):
-        before = [*context.encode()] or [256]  # it begins a text that follows on nothing
+        before = [*context.encode()] or [256]  # the token that begins a text
         assert answer == pytest.approx(scored(model_of(serving), before, [*rest.encode()]), abs=5e-2)
 
 

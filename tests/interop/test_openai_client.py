@@ -1,4 +1,4 @@
-"""The client library of OpenAI against a server of this package: what it sends is taken, and it reads every answer."""
+"""OpenAI's client library against a server of this package: its requests are taken, and it reads every answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_it_chats(client: Any) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    # What it gives back is what it sends in the next turn.
+    # The client sends a returned message back in the next turn.
     again = [*SAID, message.model_dump(), {"role": "user", "content": "and then?"}]
     client.chat.completions.create(model="tiny", messages=again, max_tokens=2)
 
@@ -85,7 +85,7 @@ async def test_its_asynchronous_form_streams_too(serving: Serving) -> None:
 
 
 def test_it_embeds(client: Any) -> None:
-    """It asks for base64 unless it is told otherwise."""
+    """The client asks for base64 by default."""
     texts = json.loads((DATA / "minilm_texts.json").read_text(encoding="utf-8"))[:3]
     wanted = np.load(DATA / "minilm_reference.npz")["embeddings"][:3]
     for options in ({}, {"encoding_format": "float"}):

@@ -1,4 +1,4 @@
-"""gpu-actors serve with the torch engine: the same API over real sockets, and which engine generates what."""
+"""gpu-actors serve with the torch engine: the same API over real sockets, and the choice of the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its texts end by length alone: token 257 stays out of what it says."""
+    """A model whose texts end by length alone, because its logit of token 257 is 0."""
 
     def build() -> Any:
         model = models.FAMILIES["qwen3"]()
@@ -140,7 +140,7 @@ def test_metrics_and_the_page_show_the_engine(serving: Serving) -> None:
 
 
 def test_a_launch_that_fails_costs_its_texts_and_a_lost_context_the_server(qwen: Path) -> None:
-    plan = FaultPlan().fail(launch=9).lose_context(launch=60)  # the first answers take 33
+    plan = FaultPlan().fail(launch=9).lose_context(launch=60)  # the first answers take 33 launches
     options = ga.ContextOptions(mock=MOCK.mock, fault_plan=plan)
     with Serving(models=(f"m={qwen}",), engine="torch", options=options) as serving:
         failed = serving.post(COMPLETIONS, ASKED)
@@ -169,7 +169,7 @@ def test_scores_of_prompts_are_refused_by_the_engine_that_has_them(serving: Serv
     error = answered.json["error"]
     assert (answered.status, error["code"], error["param"]) == (400, "Unsupported", "echo")
     assert "the numpy engine does" in error["message"]
-    # Without scores it is only a text before a text.
+    # Without logprobs, echo only puts the prompt before the text.
     assert serving.post(COMPLETIONS, {**ASKED, "echo": True, "prompt": "ab"}).json["choices"][0]["text"][:2] == "ab"
 
 
@@ -226,7 +226,7 @@ def test_streams_end_in_a_complete_event_after_sigterm(qwen: Path) -> None:
     ends = [event[-1].get("error", {}).get("code", "whole") for event in (events_of(body) for _, body in answers)]
     assert set(ends) <= {"ActorStopped", "whole"}
     assert "ActorStopped" in ends
-    lines = [json.loads(line) for line in server.log]  # no bar of progress stands between them
+    lines = [json.loads(line) for line in server.log]  # no progress bar is printed between them
     assert [line for line in lines if line["level"] not in ("INFO", "WARNING")] == []
 
 
@@ -251,7 +251,7 @@ def test_smollm2_answers_the_same_through_both_engines(tmp_path: Path) -> None:
 
     path = installed()
     read = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    whole = transformers.LlamaForCausalLM(read.config)  # one that was never quantized, which can be saved
+    whole = transformers.LlamaForCausalLM(read.config)  # a model that was never quantized can be saved
     whole.load_state_dict(read.state_dict())
     whole.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""SmolLM2 answers as Transformers does from the same GGUF file: the same tokens, however they are asked for."""
+"""SmolLM2 generates the same tokens as Transformers from the same GGUF file, however requests are batched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("accelerate")  # Transformers reads GGUF with it
 pytestmark = pytest.mark.timeout(1800)
 
 TIE = 1e-4
-"""Between the logits of two tokens: what sums in another order may turn over."""
+"""The difference between two tokens' logits within which sums in another order may swap them."""
 
 SETTINGS = Settings(blocks=30 * 16 * 30)
 
@@ -38,7 +38,7 @@ def transformers_model() -> Any:
 
 @functools.cache
 def expected(prompt: tuple[int, ...], count: int) -> list[int]:
-    """What Transformers generates greedily, as far as the model's end of a text."""
+    """The tokens that Transformers generates greedily up to the model's end of text."""
     given = torch.tensor([prompt])
     with torch.no_grad():
         made = transformers_model().generate(
@@ -48,9 +48,9 @@ def expected(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def expect_same(prompt: list[int], found: list[int], count: int, how: str) -> None:
-    """Hold tokens against Transformers'; where they part, both must be its likeliest but for a tie."""
+    """Compare tokens with Transformers'. At the first difference, their logits must be within TIE."""
     wanted = expected(tuple(prompt), count)
-    # A text that ends by itself has the token that ends it in both.
+    # A text that ends by itself includes its end token in both.
     if found == wanted:
         return
     at = next((at for at, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
@@ -63,7 +63,7 @@ def expect_same(prompt: list[int], found: list[int], count: int, how: str) -> No
 
 
 async def hold(device: str, given: list[list[int]], count: int) -> None:
-    """Whole prompts one after another, then with what was computed for the last one, then 16 at once."""
+    """Check prompts one after another without shared prefixes, then with cached prefixes, then 16 at once."""
     model = loaded().model
     whole = replace(SETTINGS, share_prefixes=False)
     async with ga.open_context(device) as ctx, Engine.open(ctx, model, whole) as engine:
@@ -86,7 +86,7 @@ async def hold(device: str, given: list[list[int]], count: int) -> None:
 
 
 def test_the_weights_are_transformers_own() -> None:
-    """Which reads the file with code of its own."""
+    """Transformers reads the file with code of its own."""
     theirs, ours = transformers_model().state_dict(), loaded().model.weights
     for layer in (0, 29):
         for field, name in {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "down": "mlp.down_proj"}.items():
@@ -101,7 +101,7 @@ async def test_a_few_greedy_texts_are_transformers_own() -> None:
 
 
 def test_the_tokens_of_a_prompt_are_transformers_own() -> None:
-    """But for digits, which Transformers does not tear apart as the model's own tokenizer does."""
+    """Except digits, which the model's own tokenizer splits and Transformers does not."""
     path = installed()
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     for text in ("Hello, world!", "¿Qué es   la fotosíntesis? 😀\n\n\tdef f(x):", "<|im_start|>user\nHi<|im_end|>\n"):

@@ -85,7 +85,7 @@ def test_an_output_tensor_is_filled_through_its_view() -> None:
     ],
     ids=["sparse", "meta", "complex", "negative bit", "quantised"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own, about the kinds that are refused here
+@pytest.mark.filterwarnings("ignore")  # torch warns about the kinds that are refused here
 def test_a_tensor_that_is_not_plain_memory_is_refused(make: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         adopt(make(), "k")
@@ -93,5 +93,5 @@ def test_a_tensor_that_is_not_plain_memory_is_refused(make: Any, words: str) -> 
 
 
 def test_the_callers_streams_of_a_program_without_cuda_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)  # which other tests load
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)  # other tests load it
     assert caller_streams(0) is None

@@ -166,7 +166,7 @@ def test_only_what_requires_a_gradient_gets_one(ctx: ga.GpuContext) -> None:
     v.requires_grad_()
     bias = drawn(1, 1, 3, 4, seed=5, grad=False)
     out = attention(q, k, v, context=ctx, bias=bias)
-    out.sum().backward()  # whose gradient is one number, expanded
+    out.sum().backward()  # its gradient is one number, expanded
     assert v.grad is not None
     assert q.grad is None
     assert bias.grad is None
@@ -210,7 +210,7 @@ def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
 @pytest.mark.parametrize("traced", ["whole", "inside", "ahead"])
 def test_a_compiled_function_refuses_tangents_too(ctx: ga.GpuContext, traced: str) -> None:
-    """A compiler traces tensors without their tangents, so that a derivative of 0 came out."""
+    """A compiler traces tensors without their tangents, which would give a derivative of 0."""
     q, k, v = operands(grad=False)
 
     def function(q: Any) -> Any:
@@ -256,7 +256,7 @@ def test_a_compiled_function_refuses_what_its_operator_would_lose(ctx: ga.GpuCon
 
 
 def test_a_module_of_torch_learns_through_the_service(ctx: ga.GpuContext) -> None:
-    """Each row is to find the one key that is like it."""
+    """The module learns to find the one key that is like each row."""
     torch.manual_seed(0)
     project = torch.nn.Linear(8, 8)
     optimiser = torch.optim.Adam(project.parameters(), lr=0.05)

@@ -1,4 +1,4 @@
-"""BlockMasks of torch's FlexAttention through a context, in blocks of 128, whose lists kernels walk along."""
+"""BlockMasks of torch's FlexAttention through a context, in blocks of 128; kernels follow their lists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drawn(*shape: int, seed: int, dtype: Any = torch.float64, grad: bool = True)
 
 
 def explicit(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any) -> Any:
-    """The softmax in fp64, with both functions at all places at once. Rows that see no key are 0."""
+    """The softmax in fp64, with both functions evaluated at all indices at once. Rows that see no key are 0."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
@@ -144,7 +144,7 @@ def block_mask_of(mask_mod: Any) -> Any:
 
 @pytest.mark.parametrize("mask_mod", BLOCK_MASKS, ids=lambda mask: mask.__name__)
 def test_block_masks_answer_as_torchs_own_function_with_gradients(ctx: ga.GpuContext, mask_mod: Any) -> None:
-    """torch has no gradients of its function on the CPU: they are those of the explicit softmax."""
+    """Gradients are compared with those of the explicit softmax, because torch has none on the CPU."""
     q, k, v = long_operands()
     block_mask = block_mask_of(mask_mod)
     with warnings.catch_warnings():
@@ -162,7 +162,7 @@ def test_block_masks_answer_as_torchs_own_function_with_gradients(ctx: ga.GpuCon
 
 @pytest.mark.parametrize("mask_mod", [sliding, checkered], ids=lambda mask: mask.__name__)
 def test_kernels_walk_along_the_lists_of_a_block_mask(emulated: ga.GpuContext, mask_mod: Any) -> None:
-    """NaN in keys of blocks that no row sees reach nothing."""
+    """NaN in keys of blocks that no row sees reaches no output."""
     q, k, v = long_operands(torch.float16, 32)
     out = interop.flex_attention(q, k, v, None, block_mask_of(mask_mod), enable_gqa=True, context=emulated)
     expected = explicit(q, k, v, None, mask_mod)

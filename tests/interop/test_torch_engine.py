@@ -1,4 +1,4 @@
-"""The torch engine: Transformers' continuous batching generates with a context's attention, as its eager models do."""
+"""The torch engine: Transformers' continuous batching with a context's attention generates as its eager models do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def opened(folder: Path, device: str = "mock", **sizes: Any) -> AsyncIterator[Any]:
-    """An engine on few rows and pages: prompts are cut, and prefill and decoding share steps."""
+    """An engine with few rows and pages, so that prompts are cut, and prefill and decoding share steps."""
     options = FAST if device == "mock" else None
     async with ga.open_context(device, options=options) as ctx:
         loaded = torch_engine.load_torch_model(folder, ctx)
@@ -57,7 +57,7 @@ async def opened(folder: Path, device: str = "mock", **sizes: Any) -> AsyncItera
 
 
 def idle(engine: Any) -> bool:
-    """Whether no text is left, and every page is free."""
+    """Whether no text is left and every page is free."""
     blocks, free, shared = engine.pages()
     return (engine.running, engine.waiting, free, shared) == (0, 0, blocks, 0)
 
@@ -72,7 +72,7 @@ async def test_greedy_tokens_are_those_of_eager_attention(tmp_path: Path, family
         assert engine.stats.most_texts == len(PROMPTS)
         ends = ["stop" if tokens[-1] == 257 else "length" for tokens in wanted]
         assert [generation.reason for generation in generations] == ends
-        # Again, each alone, with the pages that are left of it.
+        # Each again, alone, with the cached pages of its prefix.
         for prompt, tokens in zip(PROMPTS, wanted, strict=True):
             assert await engine.submit(prompt, max_new_tokens=24).tokens() == tokens
         await comes_true(lambda: idle(engine))
@@ -117,7 +117,7 @@ async def test_a_prompt_that_begins_as_another_is_not_computed_again(llama: Path
 
 
 async def test_more_texts_than_the_cache_has_pages_for_all_end(llama: Path) -> None:
-    """Transformers takes the pages of one text for another, and computes that one again later."""
+    """Transformers takes pages from one text for another, and computes the first again later."""
     prompts = [RNG.integers(0, 256, 20).tolist() for _ in range(8)]
     wanted = models.eager(llama, prompts, 60)
     async with opened(llama) as engine:
@@ -158,7 +158,7 @@ def test_tokens_are_drawn_by_their_weights_alone() -> None:
     assert frequencies(temperature=1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.015)
     squared = weights.square() / weights.square().sum()
     assert frequencies(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.015)
-    # Those before the third have less than 0.8, those before the fourth more.
+    # The tokens before the third have less than 0.8 together, those before the fourth more.
     assert frequencies(temperature=1.0, top_p=0.8) == pytest.approx([0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0], abs=0.015)
     assert frequencies(temperature=1.0, top_p=1e-9) == [1, 0, 0, 0]
     assert frequencies(temperature=1e-300) == [1, 0, 0, 0]
@@ -318,7 +318,7 @@ async def test_memory_stays_flat_over_many_requests(llama: Path) -> None:
 
 
 async def hold_memory(llama: Path, count: int) -> None:
-    """Of texts that end, are cancelled, and fail: nothing is kept but pages of equal prefixes."""
+    """Texts that end, are cancelled or fail leave nothing in memory but pages of equal prefixes."""
     resident = psutil.Process().memory_info
 
     async with opened(llama, texts=64, rows=64) as engine:
@@ -405,7 +405,7 @@ async def test_models_and_dtypes_that_the_engine_does_not_run(tmp_path: Path, ll
             torch_engine.load_torch_model(llama, ctx, cache_dtype="float8_e4m3fn")
         with pytest.raises(ga.InvalidRequest, match="float16"):
             torch_engine.load_torch_model(llama, ctx, dtype="int4")
-        # Its keys and values are of two lengths, which Transformers' paged cache does not have.
+        # Its keys and values have different head dims, which Transformers' paged cache does not support.
         loaded = torch_engine.load_torch_model(models.save(tmp_path, models.MLA), ctx)
         with pytest.raises(ga.Unsupported, match="does not run in Transformers' continuous batching"):
             async with torch_engine.TorchEngine.open(ctx, loaded, texts=8, rows=24, cache_mib=1):

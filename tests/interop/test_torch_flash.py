@@ -1,7 +1,7 @@
 """torch's own attention with the service as its flash attention: varlen_attn, scaled_dot_product_attention, gradients.
 
 On torch's CPU build the dispatcher calls the operators of flash attention for tensors of the CPU once they are
-registered, so both functions are called by their public names here. On a GPU the same functions stand under the key
+registered, so both functions are called by their public names here. On a GPU the same functions are under the key
 CUDA.
 """
 
@@ -51,7 +51,7 @@ def packed(heads: int = 4, kv_heads: int = 2, **options: Any) -> tuple[Any, ...]
 
 
 def plain(q: Any, k: Any, v: Any, hidden: Any = None, scale: float | None = None) -> tuple[Any, Any]:
-    """Of one sequence, (rows, heads, dim), in float64: the output, and the LSE (heads, rows)."""
+    """The output (rows, heads, dim) and the LSE (heads, rows) of one sequence, in float64."""
     groups = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
     scores = torch.einsum("rhd,khd->hrk", q.double(), k.double()) * (scale or q.shape[-1] ** -0.5)
@@ -62,7 +62,7 @@ def plain(q: Any, k: Any, v: Any, hidden: Any = None, scale: float | None = None
 
 
 def hidden_by(rows: int, keys: int, window: tuple[int, int]) -> Any:
-    """What a window hides, aligned to the last row and key."""
+    """The pairs that a window hides, aligned to the last row and key."""
     distance = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
     left, right = (float("inf") if each < 0 else each for each in window)
     return (distance < -left) | (distance > right)
@@ -155,7 +155,7 @@ def test_torchs_function_and_its_gradients(active: ga.GpuContext, causal: bool, 
 
 
 def test_the_operators_that_torch_calls_on_a_gpu(active: ga.GpuContext) -> None:
-    """scaled_dot_product_attention calls them for tensors of a GPU; here they are called by their own names."""
+    """The test calls the operators that scaled_dot_product_attention calls for tensors of a GPU."""
     q, k, v = (drawn(2, 4, 24, 32, dtype=torch.float32, grad=True, seed=seed) for seed in range(3))
     dout = drawn(2, 4, 24, 32, dtype=torch.float32, seed=7)
     out, lse, *_, max_q, max_k, state, _, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
@@ -178,7 +178,7 @@ def test_dropout_is_that_of_a_seed_and_backward_drops_the_same(active: ga.GpuCon
     out = dropped()
     close(out, dropped(), 0)
     assert not torch.equal(out, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3)[0])
-    # The output is linear in v, so its gradient gives it back.
+    # The output is linear in v, so the sum of v times its gradient is the output's sum.
     (gradient,) = torch.autograd.grad(out, v, torch.ones_like(out))
     assert float((gradient * v).sum().detach()) == pytest.approx(float(out.sum().detach()), rel=1e-4)
 

@@ -151,7 +151,7 @@ def test_answers_are_those_of_torchs_own_function(ctx: ga.GpuContext, score_mod:
     q, k, v = operands(heads_kv=2, grad=False)
     block_mask = mask_mod and flex.create_block_mask(mask_mod, BATCH, HEADS, ROWS, KEYS, device="cpu", BLOCK_SIZE=4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is slow without torch.compile
+        warnings.simplefilter("ignore")  # torch warns that it is slow without torch.compile
         torch._dynamo.reset()
         options = {"scale": 0.4, "enable_gqa": True, "return_aux": flex.AuxRequest(lse=True)}
         wanted, aux = flex.flex_attention(q, k, v, score_mod, block_mask, **options)
@@ -371,7 +371,7 @@ def test_second_derivatives_and_a_closed_context_are_refused() -> None:
         interop.flex_attention(q, k, v, context=ctx)
 
 
-# Traces that are kept
+# Cached traces
 
 WINDOW = 3
 
@@ -416,7 +416,7 @@ def test_a_function_is_traced_once(ctx: ga.GpuContext, traces: list[str]) -> Non
 
 
 def test_what_a_function_reads_is_what_it_is_now(ctx: ga.GpuContext, traces: list[str]) -> None:
-    """A number, another tensor in its place, a tensor that is written, also where it is read before the trace."""
+    """A changed number, a replaced tensor and a written tensor are read anew, also if folded before the trace."""
     slopes, factor, limit = drawn(HEADS, grad=False), 2.0, torch.tensor(5)
 
     def score_mod(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
@@ -437,7 +437,7 @@ def test_what_a_function_reads_is_what_it_is_now(ctx: ga.GpuContext, traces: lis
     all_agree()
     slopes.mul_(3)
     all_agree()
-    slopes.data.mul_(0.5)  # which leaves no sign
+    slopes.data.mul_(0.5)  # does not change the tensor's version
     all_agree()
     slopes = drawn(HEADS, seed=9, grad=False)
     all_agree()

@@ -1,4 +1,4 @@
-"""Gradients of float64 are float64 throughout, behind every door, also of rows that a low finite mask hides.
+"""Gradients of float64 are computed in float64 at every door, also for rows that a low finite mask hides.
 
 The LSE between forward and backward is float64 too. In float32 the LSE of a row at -1e9 loses how many keys it sees; at
 float64's own least number so does that of torch's kernel, and both have the same gradients.
@@ -34,7 +34,7 @@ def drawn(seed: int) -> Any:
 
 
 def masked(low: float) -> Any:
-    """One row hides every key, one some, and one key is hidden from all rows."""
+    """All keys are hidden from one row, some from another, and one key from all rows."""
     mask = torch.zeros(7, 7, dtype=torch.float64)
     mask[0], mask[3, :4], mask[:, 6] = low, low, low
     return mask
@@ -89,7 +89,7 @@ def gradients(function: Callable[..., Any]) -> list[Any]:
 def test_gradients_are_torchs_own(ctx: ga.GpuContext, door: Any, low: float) -> None:
     mask = masked(low)
     found = gradients(lambda q, k, v: door(ctx, q, k, v, mask))
-    # Without kernels a graph takes its softmax again, as torch does where it has no kernel.
+    # Without kernels a graph recomputes its softmax, as torch's math backend does.
     backend = SDPBackend.MATH if door is by_flex else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend):
         wanted = gradients(lambda q, k, v: by_torch(q, k, v, mask))

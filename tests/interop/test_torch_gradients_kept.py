@@ -1,4 +1,4 @@
-"""A tensor that requires grad is refused where its gradient would be lost, on every entry and for every operand."""
+"""A tensor that requires grad is refused if its gradient would be lost, at every entry and for every operand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_is_taken_where_the_caller_has_switched_gradients_off(
     given = with_grad(entry, field)
     with mode():
         reply = entry.ask(ctx, given)
-    reply.result(60)  # what counts is the mode in which the request was made
+    reply.result(60)  # the mode in which the request is made counts
 
 
 def test_an_output_that_requires_grad_is_refused(ctx: ga.GpuContext) -> None:

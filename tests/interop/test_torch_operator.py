@@ -1,4 +1,4 @@
-"""What torch's operator promises its tracers is what it gives: every form of it, compiled and exported."""
+"""torch's operator gives the results that it promises its tracers, in every form, compiled and exported."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def packed(rows: tuple[int, ...], keys: tuple[int, ...], **how: Any) -> dict[str
 
 
 def heads_first(**given: Any) -> dict[str, Any]:
-    """The operands as transposed views, as of (batch, heads, rows, dim)."""
+    """The operands as transposed views of (batch, heads, rows, dim)."""
     return {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in qkv(**given).items()}
 
 
 def gaps(**given: Any) -> dict[str, Any]:
-    """The operands as parts of larger tensors, whose sequences do not follow each other."""
+    """The operands as parts of larger tensors, with gaps between sequences."""
     return {name: torch.cat([x, x], 1)[:, : x.shape[1]] for name, x in qkv(**given).items()}
 
 
@@ -140,7 +140,7 @@ UNTRAINED = ("float8", "one q of padded sequences")
 
 
 def arguments(ctx: ga.GpuContext, form: str, grad: bool = False) -> list[Any]:
-    """The arguments of the operator. grad: those that may require a gradient do."""
+    """The arguments of the operator. grad: those that may require a gradient do require it."""
     given = {**DEFAULTS, **FORMS[form], "context": ctx.number}
     if grad:
         for name in operator._GRADIENTS:
@@ -156,7 +156,7 @@ def of_backward(ctx: ga.GpuContext, form: str) -> list[Any]:
 
 
 def layout(tensors: Any) -> list[Any]:
-    """Strides of no elements mean nothing, and NumPy has others than torch."""
+    """Shape, strides, dtype and device. Strides are left out if there are no elements: NumPy's differ from torch's."""
     return [(tuple(x.shape), x.stride() if x.numel() else None, x.dtype, x.device) for x in tensors]
 
 
@@ -171,7 +171,7 @@ def test_every_result_is_laid_out_as_it_is_promised(ctx: ga.GpuContext, form: st
         assert layout(called(*passed)) == layout(promised)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "nothing"])  # of which torch makes no fake copies
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "nothing"])  # torch makes no fake copies of it
 def test_torchs_own_check_of_operators(ctx: ga.GpuContext, form: str) -> None:
     promises = ("test_faketensor",) if form == "float8" else ("test_schema", "test_faketensor")
     traced = ("test_autograd_registration", "test_aot_dispatch_dynamic")
@@ -203,10 +203,10 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         for side, most in (("q", rows), ("k", keys)):
             if draw(st.booleans()):
                 made[f"seqused_{side}"] = words(*(draw(st.integers(0, most)) for _ in range(batch)))
-    if draw(st.booleans()) and (kind != "padded" or (rows and keys)):  # packed rows have no bias of no rows or no keys
+    if draw(st.booleans()) and (kind != "padded" or (rows and keys)):  # a bias of packed rows has rows and keys
         axes = [draw(st.sampled_from(sorted({1, extent}))) for extent in (batch, 4, rows)]
         made["bias"] = drawn(*axes, keys, seed=5, dtype=draw(st.sampled_from([dtype, torch.float32])))
-        hidden = draw(st.sampled_from([None, False, -torch.inf, *LOW]))  # how half of the keys are
+        hidden = draw(st.sampled_from([None, False, -torch.inf, *LOW]))  # how half of the keys are hidden
         if hidden is not None:
             seen = made["bias"] > -0.5
             made["bias"] = torch.where(seen, made["bias"], hidden).to(made["bias"].dtype) if hidden else seen
@@ -239,7 +239,7 @@ def compared(ctx: ga.GpuContext, function: Any, compiled: Any, tensors: dict[str
 
 @pytest.mark.timeout(240)
 @given(request=requests(), dynamic=st.booleans())
-@settings(max_examples=15, deadline=None, phases=[Phase.generate])  # each smaller example would be compiled, too
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])  # shrinking would compile each smaller example
 def test_a_compiled_request_is_the_eager_one(ctx: ga.GpuContext, request: dict[str, Any], dynamic: bool) -> None:
     tensors = {name: value for name, value in request.items() if isinstance(value, torch.Tensor)}
     options = {name: value for name, value in request.items() if name not in tensors}
@@ -281,7 +281,7 @@ def test_inductor_compiles_and_a_program_exports_each_layout(ctx: ga.GpuContext,
 
 
 def test_a_graph_picks_sequences_by_a_mask(ctx: ga.GpuContext) -> None:
-    """A tracer knows no number of them."""
+    """The number of sequences is unknown to a tracer."""
     keep = torch.tensor([True, False, True])
 
     def function(q: Any, k: Any, v: Any, keep: Any) -> Any:

@@ -34,7 +34,7 @@ def drawn(*shape: int, seed: int = 0, dtype: Any = torch.float64) -> Any:
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
-    """(batch, heads, rows, dim) as the oracle takes it, rows first."""
+    """(batch, heads, rows, dim) as (batch, rows, heads, dim) in NumPy, the oracle's order."""
     tensor = tensor.detach().transpose(1, 2).contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
@@ -46,7 +46,7 @@ def launches(ctx: ga.GpuContext) -> int:
 
 
 def seen(*shape: int, seed: int = 3) -> Any:
-    """A mask in which each row sees some key, but for one that sees none."""
+    """A mask in which the last row sees no key and every other row sees some."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=generator) < 0.6
     mask[..., :1] = True
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 
 
 def both(ctx: ga.GpuContext, inputs: list[Any], options: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """The output and the gradients, of ours and of torch's."""
+    """The output and the gradients, ours and torch's."""
     mask = options.get("attn_mask")
     by = [*inputs, mask] if isinstance(mask, torch.Tensor) and mask.requires_grad else inputs
     for function, more in ((interop.scaled_dot_product_attention, {"context": ctx}), (by_torch, {})):

@@ -1,4 +1,4 @@
-"""Models of Hugging Face Transformers with random weights: the service against Transformers' own eager attention."""
+"""Models of Hugging Face Transformers with random weights: the service against Transformers' eager attention."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def model_of(config: Any, auto: str = "AutoModelForCausalLM") -> Any:
 
 
 def both(ctx: ga.GpuContext, model: Any, run: Any) -> tuple[Any, Any]:
-    """What a function of the model gives with eager attention and through the service, which it must have asked."""
+    """The results of a function of the model through the service, which must be asked, and with eager attention."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = run(model)
@@ -123,7 +123,7 @@ def test_logits_are_those_of_eager_attention_whatever_is_padding(ctx, name, padd
 
 
 def logits_agree(ctx, model, mask):
-    """With eager attention's, of every token that is not padding."""
+    """Compare the logits of every token that is not padding with eager attention's."""
     ids = tokens(3, 9)
     got, wanted = both(ctx, model, lambda model: model(ids, attention_mask=mask).logits)
     kept = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
@@ -204,7 +204,7 @@ def test_chunks_are_given_as_such_and_not_written_out(ctx, asked, padding):
 
 
 def test_chunks_with_hidden_keys_in_between_are_written_out(ctx, asked):
-    """A chunk would reach further without them."""
+    """Without the hidden keys, a chunk would reach further."""
     model = model_of(MODELS["llama4_text"]())
     logits_agree(ctx, model, MASKS["holes"])
     assert asked[0]["attention_chunk"] == 0
@@ -258,7 +258,7 @@ def test_a_window_that_attention_is_not_told_of_is_the_masks(ctx, name, padding)
 
 
 def test_a_window_that_attention_is_told_of_in_another_measure_is_the_masks(ctx):
-    """T5Gemma's encoder names the width of its mask, which does not count a row's own key."""
+    """T5Gemma's encoder passes the width of its mask, which does not count a row's own key."""
     sizes = {**SIZES, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
     parts = {part: transformers.T5GemmaModuleConfig(**sizes) for part in ("encoder", "decoder")}
     config = transformers.T5GemmaConfig(**parts, vocab_size=SIZES["vocab_size"], attention_dropout=0.0)
@@ -269,7 +269,7 @@ def test_a_window_that_attention_is_told_of_in_another_measure_is_the_masks(ctx)
 
 
 def test_padding_within_the_window_of_a_static_cache_stays_hidden(ctx):
-    """`generate` hands masks in that it asked for before."""
+    """`generate` passes masks that it prepared earlier."""
     model, ids = model_of(MODELS["mistral"]()), tokens(3, 9)
     padding = torch.tensor([[1] * 9, [0] * 7 + [1] * 2, [0] * 8 + [1]])
 
@@ -346,7 +346,7 @@ class TestTraining:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
     def test_gradients_are_those_of_eager_attention(self, ctx, name, padding):
         model, ids, mask = model_of(MODELS[name]()), tokens(3, 9), MASKS[padding]
-        # A text's first token is predicted by the row before it, which is padding where there is any.
+        # A text's first token is predicted by the row before it, which may be padding.
         begun = torch.ones_like(ids) if mask is None else mask * mask.roll(1, 1)
         labels = ids.masked_fill(begun == 0, -100)
         found = []
@@ -437,7 +437,7 @@ def test_a_model_that_cannot_switch_is_refused_and_stays_on_eager(ctx: ga.GpuCon
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "codegen", "xglm"])
 def test_a_model_that_takes_only_the_mask_is_refused(ctx: ga.GpuContext, family: str) -> None:
-    """It took no mask for one that hides nothing, and each token saw those behind it."""
+    """Such a model reads a missing mask as one that hides nothing, so that each token would see later ones."""
     config = own_config(family)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="gpu_actors").eval()
     with pytest.raises(ga.Unsupported, match="code of its own") as caught:

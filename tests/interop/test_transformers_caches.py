@@ -1,4 +1,4 @@
-"""Caches of `generate`: steps over padded batches read the keys where they lie, and give what eager attention gives."""
+"""Caches of `generate`: steps over padded batches read the keys in place and answer as eager attention does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build(family: str) -> Any:
     torch.manual_seed(0)
     model = models.FAMILIES[family]().eval()
     for name, parameter in model.named_parameters():
-        if "sinks" in name:  # which are not set at random
+        if "sinks" in name:  # from_config leaves them uninitialised
             torch.nn.init.normal_(parameter)
     return model
 
@@ -83,7 +83,7 @@ def test_no_step_copies_keys_and_tokens_are_those_of_eager_attention(
     bridge.register(ctx, "caches", model=model)
     assert texts(model, count, **CACHES[cache]).tolist() == wanted.tolist()
     assert copied == []
-    # A layer of windows needs no request over a cache once its window has left the padding.
+    # A layer with a window needs no request over a cache once its window is past the padding.
     assert len(paged) >= 2
     assert all(options["cache_leftpad"].max() > 0 for options in paged)
 
@@ -96,7 +96,7 @@ def test_kernels_read_windows_and_sinks_behind_padding() -> None:
         assert texts(model, 3, **CACHES["static"]).tolist() == wanted.tolist()
 
 
-# Calls of three rows over seven keys, where a request over a cache would lose something
+# Calls of three rows over seven keys for which a request over a cache would lose something
 
 
 def operands(grad: bool = False) -> list[Any]:
@@ -111,7 +111,7 @@ def call(ctx: ga.GpuContext, given: list[Any], mask: Any = LEFT, **options: Any)
 
 
 def plain(given: list[Any], mask: Any = LEFT) -> Any:
-    """The formula: (batch, rows, heads, dim), with 0 in rows of padding."""
+    """The formula's output (batch, rows, heads, dim), with 0 in rows of padding."""
     q, k, v = given
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     rows, keys = q.shape[2], k.shape[2]

@@ -41,13 +41,13 @@ def layer_of(dtype: Any) -> Any:
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        if "self_attn" in name and parameter.ndim == 2:  # so that weights differ much among keys
+        if "self_attn" in name and parameter.ndim == 2:  # so that weights differ strongly among keys
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return model.to(dtype)
 
 
 class Watched:
-    """What a model's one layer gives its attention, what eager attention makes of it in float64, and in whose dtype."""
+    """The inputs of a model's one attention layer, and eager attention's answers in float64 and in their dtype."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class Watched:
         self._hook = attention.o_proj.register_forward_pre_hook(self._seen)
 
     def run(self, implementation: str, ids: Any, **given: Any) -> Any:
-        """The rows that attention gives, (batch, rows, heads, columns)."""
+        """The rows of attention's output, (batch, rows, heads, columns)."""
         self.model.set_attn_implementation(implementation)
         self.outputs.clear()
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_prefill_is_within_the_error_of_eager_attention(emulated: ga.GpuContex
 
 
 def test_decoding_over_a_cache_of_latents_is_eager_attention() -> None:
-    """Transformers' cache keeps the same latents; q and the output are multiplied by the halves of kv_b_proj."""
+    """Transformers' cache keeps the same latents, and the halves of kv_b_proj multiply q and the output."""
     watched = Watched(layer_of(torch.float32))
     attention = watched.model.model.layers[0].self_attn
     up = attention.kv_b_proj.weight.detach().view(HEADS, 2 * NOPE, LATENT)

@@ -1,4 +1,4 @@
-"""Attention over the pages of Transformers' continuous batching: nothing is copied, and steps have their own tables."""
+"""Attention over the pages of Transformers' continuous batching: no page is copied; each step has its own tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ctx() -> Iterator[ga.GpuContext]:
 
 
 class RereadingContext:
-    """A context whose prepared requests read all their arrays in each run, as on a GPU."""
+    """A context whose prepared requests read all their arrays in each run, as they do on a GPU."""
 
     def __init__(self, context: ga.GpuContext) -> None:
         self.context = context
@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, ctx: ga.GpuContext, monkeypatch: pyte
 
 
 class Batch:
-    """Sequences of one cache, and the model's arguments in each forward pass, in storage that stays."""
+    """Sequences of one cache, and the model's arguments of each forward pass, in storage that is reused."""
 
     def __init__(self, served: Any, dtype: str = "float32") -> None:
         self.dtype = getattr(torch, dtype)
@@ -94,7 +94,7 @@ class Batch:
         return torch.randn(count, heads, DIM, generator=self.random).to(self.dtype)
 
     def arguments(self, news: dict[str, int], pasts: dict[str, int]) -> dict[str, Any]:
-        """Of a pass with so many new rows of each sequence."""
+        """The arguments of a pass with these numbers of new rows by sequence."""
         read: list[list[int]] = [[], []]
         write: list[list[int]] = [[], []]
         ends: dict[str, list[int]] = {name: [0] for name in self.cache.cache_allocators}
@@ -118,7 +118,7 @@ class Batch:
         }
 
     def run(self, news: dict[str, int], given: dict[str, Any], sinks: Any = None) -> None:
-        """A pass over all layers. Each sequence's rows must be those of attention over all of its keys."""
+        """Run a pass over all layers. Each sequence's rows must be those of attention over all of its keys."""
         for layer, allocator in sorted(self.cache.layer_to_allocator.items()):
             count = sum(news.values())
             q, k, v = self.rows(count, 2 * HEADS), self.rows(count, HEADS), self.rows(count, HEADS)
@@ -152,21 +152,21 @@ def attended(q: Any, k: Any, v: Any, window: int | None, sinks: Any) -> Any:
 
 
 def test_steps_of_equal_shapes_read_their_own_tables(served: Any) -> None:
-    """Only the tables tell a step of one pair from that of the other, in the same storage."""
+    """Steps of the two pairs of sequences share storage and differ only in their tables."""
     batch = Batch(served)
     pairs = {"a": 9, "b": 5}, {"c": 9, "d": 5}
     for prompts in pairs:
         batch.run(prompts, batch.arguments(prompts, dict.fromkeys(prompts, 0)))
-    for step in range(8):  # past ends of pages and of the window
+    for step in range(8):  # past the ends of pages and of the window
         for prompts in pairs:
             pasts = {name: length + step for name, length in prompts.items()}
             batch.run(dict.fromkeys(prompts, 1), batch.arguments(dict.fromkeys(prompts, 1), pasts))
     if isinstance(served, RereadingContext):
-        assert served.prepared <= 2 + 2 * 4  # a prompt's, and one a group and number of pages
+        assert served.prepared <= 2 + 2 * 4  # one for a prompt, and one for each group and number of pages
 
 
 def test_a_pass_that_repeats_the_lists_of_another_reads_what_they_hold_now(served: Any) -> None:
-    """As a CUDA graph is captured: a pass with the arguments of the one before it."""
+    """A pass gets the arguments of the one before it, as when a CUDA graph is captured."""
     batch = Batch(served)
     given: dict[str, Any] = {}
     for name in ("a", "b"):
@@ -184,7 +184,7 @@ def test_chunks_behind_older_keys_and_sinks_of_each_layer(served: Any) -> None:
     for news in ({"a": 3, "b": 2}, {"a": 2, "b": 1}, {"a": 1, "b": 4}, {"a": 7, "b": 9}, {"a": 1, "b": 1}):
         batch.run(news, batch.arguments(news, past), sinks)
         past = {name: past[name] + new for name, new in news.items()}
-        sinks = sinks + 0.25  # as weights that change
+        sinks = sinks + 0.25  # stands for changed weights
 
 
 def test_kernels_read_pages_of_keys_and_pages_of_one_key() -> None:
@@ -201,7 +201,7 @@ def test_no_layer_copies_keys_of_the_cache(ctx: ga.GpuContext) -> None:
     counts = []
     with copies.Copies() as mode:
         mode.watch(batch.cache.cache_tensor)
-        # A prompt; a token each, until windows overflow; and a chunk, of which windows alone are copied, once a layer.
+        # A prompt, then a token each until windows overflow, then a chunk, for which each layer copies its window once.
         for news in ({"a": 5, "b": 2}, *[{"a": 1, "b": 1}] * 8, {"a": 3, "b": 1}):
             mode.copies.clear()
             batch.run(news, batch.arguments(news, past))
@@ -212,7 +212,7 @@ def test_no_layer_copies_keys_of_the_cache(ctx: ga.GpuContext) -> None:
 
 
 def test_a_models_passes_read_the_pages(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through `generate_batch`: no layer of full attention gathers, and requests have the memory of the cache."""
+    """In `generate_batch` no layer of full attention gathers, and requests read the cache's memory."""
     gathered: list[str] = []
     paged = 0
     prepare = pages.PagedAttention._prepare

@@ -1,4 +1,4 @@
-"""The engine on weights that Transformers has written: every logit of a generated text is Transformers' own."""
+"""The engine on weights written by Transformers: every logit of a generated text agrees with Transformers'."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 
 
 def written(folder: Path, **changes: Any) -> tuple[Any, Llama]:
-    """A random model of Transformers, and ours from what it saved."""
+    """A random model of Transformers, and ours from its saved files."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, **changes})
     model = transformers.LlamaForCausalLM(config).eval()

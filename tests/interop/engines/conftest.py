@@ -1,4 +1,4 @@
-"""Contexts that an engine's door computes with. Each file has a fixture ``door``, the module of its engine."""
+"""Contexts of the engines' doors. Each file has a fixture ``door``, the module of its engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[ga.GpuContext]:
 
 @pytest.fixture
 def ctx(opened: ga.GpuContext, door: Any) -> Iterator[ga.GpuContext]:
-    """A context that the engine of this test uses, and no other test's."""
+    """A context for this test's engine alone."""
     yield from _used(door, opened)
 
 
@@ -32,4 +32,4 @@ def mock(door: Any) -> Iterator[ga.GpuContext]:
 def _used(door: Any, context: ga.GpuContext) -> Iterator[ga.GpuContext]:
     door.register(context)
     yield context
-    importlib.import_module("gpu_actors.interop.paged").use_context(None)  # it needs torch, as a door does
+    importlib.import_module("gpu_actors.interop.paged").use_context(None)  # needs torch, as a door does

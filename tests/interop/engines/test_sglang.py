@@ -1,4 +1,4 @@
-"""The door for SGLang against a stand-in for its interface: batches over pages, next to torch's own attention."""
+"""The door for SGLang against a stand-in for its interface: batches over pages, compared with torch's attention."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def door() -> Iterator[Any]:
 
 
 class Engine:
-    """One layer of SGLang's: its pool, the slots of its requests, and what it calls for each batch."""
+    """One layer of SGLang: its pool, the slots of its requests, and its calls for each batch."""
 
     def __init__(self, page_size: int = 1, dtype: Any = None, **options: Any) -> None:
         dtype = dtype or torch.float32
-        # A page more than SLOTS: the first takes what belongs to no request.
+        # A page more than SLOTS: the first page takes rows that belong to no request.
         rows = [torch.full((SLOTS + page_size, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in range(2)]
         self.pool = sglang.MHATokenToKVPool([rows[0]], [rows[1]])
         self.page_size = page_size
@@ -48,7 +48,7 @@ class Engine:
         """The output of a batch, (rows, heads, dim)."""
         if self.backend is None:
             self.backend = sglang.ATTENTION_BACKENDS["gpu_actors"](self.runner)
-        # Requests stand in other rows of the table than their number.
+        # A request's row in the table differs from its number.
         places = torch.tensor([6, 1, 3])
         table = batch.block_table(engines.interleaved(SLOTS // self.page_size + 1), self.page_size)
         for request, blocks, length in zip(places, table, batch.seq_lens, strict=True):
@@ -71,7 +71,7 @@ class Engine:
         forward_batch = SimpleNamespace(**described | fields)
         self.backend.init_forward_metadata(forward_batch)
         options = {} if sinks is None else {"sinks": sinks}
-        q = batch.q.reshape(len(batch.q), -1)  # as SGLang's models hand it over
+        q = batch.q.reshape(len(batch.q), -1)  # the shape in which SGLang's models pass it
         out = self.backend.forward(q, batch.k, batch.v, self.layer, forward_batch, **options)
         assert out.shape == q.shape
         return out.reshape(batch.q.shape)

@@ -1,4 +1,4 @@
-"""The door for vLLM against a stand-in for its interface: batches over pages, next to torch's own attention."""
+"""The door for vLLM against a stand-in for its interface: batches over pages, compared with torch's attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ engines = pytest.importorskip("support.engines")
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 24
 H100 = (9, 0)
-# Physical orders of (blocks, heads, rows, content), as vLLM's KVCacheLayout has them.
+# Physical orders of (blocks, heads, rows, content), as in vLLM's KVCacheLayout.
 LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3)}
 
 
@@ -29,7 +29,7 @@ def door() -> Iterator[Any]:
 
 
 class Engine:
-    """One layer of vLLM's: its pages, and what it calls for each batch."""
+    """One layer of vLLM: its pages, and its calls for each batch."""
 
     def __init__(self, door: Any, layout: str = "LBNHC", dtype: Any = None, **options: Any) -> None:
         backend = door.VllmBackend
@@ -43,7 +43,7 @@ class Engine:
         self.blocks = engines.interleaved(BLOCKS)
 
     def run(self, batch: Any, padding: int = 0, **common: Any) -> Any:
-        """The output of a batch, whose keys are written first. padding: rows that belong to no sequence."""
+        """Write a batch's keys, then return its output. padding: the number of rows that belong to no sequence."""
         table = batch.block_table(self.blocks, BLOCK)
         slots = torch.tensor(batch.slots(table, BLOCK) + [-1] * padding)
         described = vllm.CommonAttentionMetadata(
