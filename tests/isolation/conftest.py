@@ -1,4 +1,4 @@
-"""Contexts in processes of their own, shared where a test leaves them as it found them."""
+"""Contexts in child processes, shared by tests that leave them unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACTORS = (FaultInjector, FailingActor)
 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[ga.GpuContext]:
-    """A mock context in a child process. For tests that do it no harm."""
+    """A mock context in a child process, for tests that leave it usable."""
     with ga.open_context("mock", ga.ContextOptions(actors=ACTORS), isolation="process") as ctx:
         yield ctx
 

@@ -7,7 +7,7 @@ from typing import Any
 from gpu_actors.isolation import channel
 from gpu_actors.isolation.channel import Link
 
-NOWHERE: Any = None  # a link that only receives has no channel
+NOWHERE: Any = None  # a link that only receives needs no channel
 
 
 def test_a_gap_is_not_reported_before_its_time_and_once_it_is_filled() -> None:

@@ -1,4 +1,4 @@
-"""Contexts in processes of their own in odd programs, and where the system gives little."""
+"""Contexts in child processes of unusual programs, and on systems with few resources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpu_actors.remote import InProcess, Order, open_remote
 
 ROOT = Path(__file__).parents[2]
 
-# A program that opened itself without end would take the machine with it.
+# A program that starts itself without end would exhaust the machine.
 _BOUND = """
 import os, sys
 os.environ["TEST_DEPTH"] = os.environ.get("TEST_DEPTH", "") + "."
@@ -58,7 +58,7 @@ def answers(ctx: ga.GpuContext) -> None:
 
 
 def run(program: str, folder: Path, *options: str) -> list[str]:
-    """The lines that a program prints, which must end well, as must its threads. folder: the first of its path."""
+    """The lines that a program prints. It and its threads must end well. folder: the first entry of its path."""
     path = os.pathsep.join([str(folder), str(ROOT / "tests/lib"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, *options, "-c", _HEAD + program],
@@ -111,9 +111,9 @@ def test_a_program_that_ignores_its_children_keeps_its_other_contexts(tmp_path: 
     assert run(_SIGCHLD, tmp_path) == ["answers", "True 1"]
 
 
-# What the system refuses
+# Refusals of the system
 
-# In the zygote the third child's fork fails, and the descriptor of the second one: the first is the program's.
+# In the zygote the second child's descriptor and the third child's fork fail; the first child is the program's.
 _FAILS_ONCE = """
 import errno, os, sys
 
@@ -191,7 +191,7 @@ with ga.open_context("mock", isolation="process") as ctx:
 
 
 def test_where_memory_threads_and_descriptors_lack(tmp_path: Path) -> None:
-    """Shared memory is smaller, a limit that leaves none is named, nothing stays open, and a context outlives it."""
+    """With few resources shared memory is smaller, errors name a limit, nothing stays open, and a context survives."""
     by_file, by_space, none, threads, open_files, *descriptors = run(_LITTLE, tmp_path)
     assert by_file == by_space == "True True"
     assert none.startswith("GpuActorsError: no shared memory for a context's process: ")
@@ -202,7 +202,7 @@ def test_where_memory_threads_and_descriptors_lack(tmp_path: Path) -> None:
 
 
 class Refusing(InProcess):
-    """Starts its first worker, and then none until ``error`` is None."""
+    """Starts its first worker, then none until ``error`` is None."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -261,9 +261,9 @@ def test_a_context_that_is_closed_between_two_workers_closes_at_once() -> None:
             waiting.result(30.0)
 
 
-# Odd programs
+# Unusual programs
 
-# Partial functions that bind, as those of Python 3.14.
+# Partial functions that bind like Python 3.14's.
 _PARTIAL = """
 import functools, sys, types, _functools
 if sys.version_info < (3, 14):
@@ -273,7 +273,7 @@ if sys.version_info < (3, 14):
     functools.partial = partial
 """
 
-# A path that is no string, a working directory that is deleted, and many descriptors.
+# A path that is not a string, a deleted working directory, and many descriptors.
 _ODD = """
 import pathlib, tempfile
 sys.path[:0] = [pathlib.Path("/"), None]
@@ -429,7 +429,7 @@ def test_a_zygote_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
             assert time.monotonic() - began < 20.0
         finally:
             zygote.resume()
-    zygote.wait(10.0)  # it has no children any more
+    zygote.wait(10.0)  # it has no children left
     zygotes.close()
 
 
@@ -437,7 +437,7 @@ def test_a_process_that_stops_is_lost_and_a_busy_one_is_not() -> None:
     options = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=0.8)
     with ga.open_context("mock", options, isolation="process") as ctx:
         busy = ctx.actor(FaultInjector).submit(("sleep", 1.6))
-        assert busy.result(30.0) == 1.6  # it answers pings meanwhile
+        assert busy.result(30.0) == 1.6  # the process answers pings meanwhile
         assert ctx.generation == 1
         suspend(ctx.pid)  # type: ignore[attr-defined]
         with pytest.raises(ga.ContextLost, match=r"has not answered for 0\.8 s"):

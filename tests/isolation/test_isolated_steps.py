@@ -1,6 +1,6 @@
-"""A step over the layers of a KvCache whose context is in another process: what only that can do to it.
+"""A step over the layers of a KvCache whose context is in another process: failures that only isolation has.
 
-What ends a step wherever its context is has its tests in tests/kv/test_step_faults.py, over both.
+tests/kv/test_step_faults.py tests what ends a step in contexts of either kind.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def one(context: ga.GpuContext) -> Iterator[Model]:
 
 
 def trap(one: Model, where: str) -> None:
-    """Have the process end as it reaches that point the next time."""
+    """Make the process end when it next reaches that point."""
     assert wait(one.ctx.actor(FaultInjector).submit(("trap", where, "SIGKILL"))) == where
 
 
 def next_generation(one: Model, generation: int) -> None:
-    """A new cache works in the next process, and an old step costs it nothing."""
+    """Check that a new cache works in the next process, whatever became of an old step."""
     eventually(lambda: one.ctx.generation == generation + 1 and one.ctx.health().ready)
     with one.ctx.kv_cache(**spec(layers=LAYERS)) as cache:
         Model(one.ctx, cache).check()
@@ -144,7 +144,7 @@ def test_a_layer_that_is_interrupted_aborts_the_step(one: Model, monkeypatch: py
         go_on.wait(30.0)
 
     def interrupted(*_: Any) -> bool:
-        time.sleep(0.2)  # the process answers, and the thread that receives it is held
+        time.sleep(0.2)  # the process answers while the receiving thread is held
         raise KeyboardInterrupt
 
     out = np.full((2, 1, 4, 16), 7.0, np.float32)
@@ -188,7 +188,7 @@ def test_the_thread_that_receives_answers_attends_to_no_layer(one: Model) -> Non
 
 
 def test_others_are_answered_while_a_layer_takes_long() -> None:
-    """Requests, questions and the ends of other steps: no thread that they need waits for the layer."""
+    """No thread that requests, queries and the ends of other steps need waits for the layer."""
     with model(ga.ContextOptions(fault_plan=FaultPlan().delay(1.5, 2)), "process") as one:
         step, other = one.step(0), one.step(1)
         slow = threading.Thread(target=one.attend, args=(step, [0]))
@@ -204,7 +204,7 @@ def test_others_are_answered_while_a_layer_takes_long() -> None:
 
 
 def test_many_threads_have_steps_at_once(context: ga.GpuContext) -> None:
-    """More than the process has threads for them."""
+    """There are more steps than the process has threads for steps."""
     count = 40
     with context.kv_cache(**spec(layers=LAYERS, num_blocks=count)) as cache:
         seqs = wait(*[cache.create() for _ in range(count)])
@@ -249,7 +249,7 @@ def test_arrays_of_another_library_cross(one: Model) -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_out_is_written_in_place_wherever_it_lies(context: ga.GpuContext, rows: int) -> None:
-    """64 rows are more than travel beside the request."""
+    """64 rows are too many to travel inside the request."""
     with context.kv_cache(**spec(layers=1, num_blocks=32)) as cache:
         seqs = wait(cache.create(), cache.create())
         rng = np.random.default_rng(0)

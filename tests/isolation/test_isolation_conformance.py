@@ -189,7 +189,7 @@ def priorities(ctx: ga.GpuContext) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         gate = Path(folder, "open")
         first = actor.submit(("until", str(gate)))
-        eventually(Path(folder, "begun").exists)  # else the actor may take the next request with it
+        eventually(Path(folder, "begun").exists)  # otherwise the actor may take the next request with it
         replies = [actor.submit(("echo", priority), priority=priority) for priority in (1, 3, 2)]
         for reply in replies:
             reply.add_done_callback(lambda told: done.append(told.result()))
@@ -309,7 +309,7 @@ def test_equal_errors(direct: ga.GpuContext, isolated: ga.GpuContext, name: str)
         raised.append(caught.value)
     want, got = raised
     assert type(want) is type(got)
-    first, second = (re.sub(r"cache \d+", "cache", str(error)) for error in raised)  # numbered by process
+    first, second = (re.sub(r"cache \d+", "cache", str(error)) for error in raised)  # each process numbers its caches
     assert first == second
     assert type(want.__cause__) is type(got.__cause__)
 
@@ -381,11 +381,11 @@ def test_a_cancelled_forward_is_answered_at_once_and_an_append_has_a_true_answer
         assert replies[2].cancelled()
         seq = kept.create().result(30.0)
         launched = kept.append(seq, row, row)
-        while kept.length(seq) != 3:  # it has been launched
+        while kept.length(seq) != 3:  # until it has been launched
             time.sleep(0.01)
         queued = kept.append(seq, row, row)
         assert not launched.cancel()
-        assert not queued.cancel()  # the process has the word, and says so by the reply
+        assert not queued.cancel()  # the process decides, and answers by the reply
         with pytest.raises(ga.RequestCancelled):
             queued.result(30.0)
         assert launched.result(30.0) == 3

@@ -1,4 +1,4 @@
-"""What a program sees when the process of its context ends, stops or loses its device: one typed answer each."""
+"""When a context's process ends, stops or loses its device, each request of the program gets one typed answer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from support.service import eventually
 import gpu_actors as ga
 from gpu_actors.isolation import generations
 
-# Seconds without a word after which a process counts as hung in these tests. A busy machine may take its time.
+# Seconds of silence after which a process counts as hung in these tests, enough for a busy machine.
 HANG = 1.5
 
 QUICK = ga.RestartPolicy(max_restarts=1000, backoff=0.0)
 OPTIONS = ga.ContextOptions(actors=(FaultInjector,), hang_timeout=HANG, restart=QUICK)
 WAYS = ("SIGKILL", "os._exit", "SIGSTOP")
 STEPS = ("read", "asked", "answered", "packed", "half sent", "sent")
-# Each step and each way once by default.
+# By default each step and each way at least once.
 SAMPLE = {*zip(STEPS, ("SIGKILL", "os._exit") * 3, strict=True), ("half sent", "SIGSTOP")}
 DEATHS = [
     pytest.param(step, way, marks=() if (step, way) in SAMPLE else pytest.mark.sweep) for step in STEPS for way in WAYS
@@ -63,7 +63,7 @@ def test_a_death_at_any_step_of_a_request_is_one_context_lost(context: ga.GpuCon
     told: list[ga.Reply[Any]] = []
     try:
         assert submit(context, "trap", step, way).result(30.0) == step
-    except ga.ContextLost:  # "sent" and "half sent" may strike at the answer for the trap itself
+    except ga.ContextLost:  # these traps may hit the answer to the trap's own request
         assert step in ("half sent", "packed", "sent")
     replies = [context.flash_attn.forward(rows(), rows(), rows()) for _ in range(3)]
     for reply in replies:
@@ -123,14 +123,14 @@ def test_everything_unanswered_is_told_at_once_though_the_next_process_takes_lon
 
 
 def test_what_is_asked_of_the_next_generation_is_answered_by_it() -> None:
-    """Asked at the very moment at which the loss is told, while what the lost one had is not answered yet."""
+    """The request is made when the loss is logged, before the lost generation's requests are answered."""
     asked: list[ga.Reply[Any]] = []
 
     class Asking(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage().startswith("context.lost"):
                 assert ctx.generation == 2
-                # On a thread of its own: what the channel's thread asks always waits.
+                # On another thread, because requests of the channel's thread always wait.
                 asking = threading.Thread(target=lambda: asked.append(ctx.flash_attn.forward(rows(), rows(), rows())))
                 asking.start()
                 asking.join()
@@ -196,7 +196,7 @@ def test_shared_arrays_outlive_the_process(context: ga.GpuContext) -> None:
     assert np.allclose(out, 3.0)
 
 
-# Of the ways to end one, the first.
+# One way to end a process stands for all.
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
 def test_a_process_that_ends_or_stops_as_it_opens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
     monkeypatch.setitem(generations._OPENING, "mock", 1.5)
@@ -208,7 +208,7 @@ def test_a_process_that_ends_or_stops_as_it_opens(monkeypatch: pytest.MonkeyPatc
     assert not flag.exists()
     with ga.open_context("mock", OPTIONS, isolation="process") as ctx:
         answers(ctx)
-        flag.write_text(way)  # and the process after this one ends too: the third one answers
+        flag.write_text(way)  # the next process ends too, and the third one answers
         with pytest.raises(ga.ContextLost):
             submit(ctx, "now", way).result(30.0)
         answers(ctx)
@@ -246,7 +246,7 @@ def _generations(count: int) -> None:
             assert submit(ctx, "echo", 5).result(30.0) == 5
             if turn == min(count - 1, 4):
                 resident = me.memory_info().rss
-        assert me.num_fds() <= before  # fewer where the first count met the end of the start
+        assert me.num_fds() <= before  # fewer if the start was still ending at the first count
         assert me.num_threads() <= threads
         assert me.memory_info().rss - resident < 16 << 20
         pid = ctx.pid  # type: ignore[attr-defined]

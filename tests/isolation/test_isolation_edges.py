@@ -1,4 +1,4 @@
-"""What cannot cross, what else looks at an isolated context, and who must not be disturbed by one."""
+"""Isolated contexts: arguments that cannot cross, other observers, and contexts beside them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class OnDevice:
 
 
 class OnHost:
-    """A library known by DLPack alone."""
+    """An array of a library that is known by DLPack alone."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
@@ -141,7 +141,7 @@ def test_metrics_tell_of_generations_and_go_on_between_two_of_them() -> None:
         assert 'gpu_actors_state{device="mock",state="degraded"} 1.0' in text
         assert 'gpu_actors_generation{device="mock"} 2.0' in text
         assert 'gpu_actors_request_errors_total{actor="fault_injector",error="ContextLost"} 1.0' in text
-        assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text  # the counts go on
+        assert 'gpu_actors_launches_total{actor="flash_attn"} 1.0' in text  # the counts continue from the lost process
         assert "gpu_actors_cubin_cache_events_total" in text
 
 

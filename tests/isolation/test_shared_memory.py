@@ -1,4 +1,4 @@
-"""Arena and packing: what crosses keeps shape, dtype, strides and identity, and every block comes back."""
+"""Arena and packing: arrays that cross keep shape, dtype, strides and identity, and every block comes back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS: dict[str, Any] = {
 
 
 def sent(record: Any, arena: Arena, known: list[Argument] | None = None, own: Any = ()) -> tuple[Any, Any, list[int]]:
-    """A record on the other side, with what it brought, and the blocks that came back."""
+    """A record on the other side, its packed form and arguments, and the blocks that came back."""
     packed = pack(record, arena, known or ())
     returned: list[int] = []
     found, arguments = unpack(packed.places, packed.body, arena, returned.append, own)
@@ -82,7 +82,7 @@ def test_one_array_named_twice_is_one_array_there() -> None:
         assert one[0] is other
         if x.nbytes > INLINE:
             other[...] = 5.0
-            assert np.all(again == 5.0)  # the same memory, as here
+            assert np.all(again == 5.0)  # the same memory, as on this side
 
 
 def test_nested_arrays_keep_their_places() -> None:
@@ -120,7 +120,7 @@ def test_an_answer_writes_into_the_array_that_was_given_for_it(size: int, where:
     assert got.value.lse is q
     assert np.all(out == 3.0)
     assert np.all(q == 1.0)
-    late, _ = unpack(back.places, back.body, answers, print, (), True)  # after it was given up
+    late, _ = unpack(back.places, back.body, answers, print, (), True)  # after the request was given up
     assert late.value.out is None
 
 
@@ -164,7 +164,7 @@ def test_a_record_that_cannot_be_read_gives_all_blocks_back(beside: Any, copies:
 
 
 class Channels:
-    """A program's end and a worker's, and what each has received."""
+    """A program's end and a worker's, and the records that each has received."""
 
     def __init__(self) -> None:
         self.requests, self.answers = Arena(size=1 << 24), Arena(size=1 << 24)
@@ -243,7 +243,7 @@ def test_free_memory_that_stays_resident_is_bounded() -> None:
         assert resident <= arena.used() + 64 * mib
     for start in held:
         arena.give(start)
-    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 64 * mib  # some of it is kept for the next blocks
+    assert 0 < os.fstat(arena.fd).st_blocks * 512 <= 64 * mib  # some memory is kept for the next blocks
     fd = arena.fd
     arena.unmap()
     with pytest.raises(OSError):
@@ -398,8 +398,8 @@ def test_blocks_are_taken_given_and_joined_again() -> None:
         arena.memory(start, size)[...] = turn % 251
     for start in blocks:
         arena.give(start)
-    arena.give(4096)  # what is no block is none
-    assert arena.take(1 << 20) == 0  # all of it, in one piece
+    arena.give(4096)  # an address without a block is ignored
+    assert arena.take(1 << 20) == 0  # the whole arena is one free block again
 
 
 def test_a_block_is_free_after_its_last_user() -> None:

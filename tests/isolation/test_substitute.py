@@ -24,7 +24,7 @@ from gpu_actors.isolation.pipe import AdaptiveSpin, PipeChannel, Substitute
 
 
 class Ends:
-    """A channel that a thread serves, and the other side's end. Numbers may be received by a substitute, texts not."""
+    """A channel that a thread serves, and the other side's end. A substitute may receive numbers but no texts."""
 
     def __init__(self) -> None:
         self.arenas = Arena(), Arena()
@@ -41,7 +41,7 @@ class Ends:
         self.wakers: list[int] = []
         self.thread.start()
         self.send("begin")
-        eventually(lambda: self.rounds == 2)  # it has received that, and sleeps again
+        eventually(lambda: self.rounds == 2)  # it has received "begin" and sleeps again
         self.got.clear()
 
     def _received(self, sequence: int, record: Any) -> None:
@@ -66,13 +66,13 @@ class Ends:
             self.other.post(self.sent, self.other.pack(record))
 
     def substitute(self) -> tuple[Substitute, int]:
-        """A substitute, and what wakes it."""
+        """A substitute, and the function that wakes it."""
         waker = os.eventfd(0, os.EFD_NONBLOCK)
         self.wakers.append(waker)
         return self.channel.substitute(waker), waker
 
     def asleep(self) -> bool:
-        """Whether a substitute reads, and the thread that serves sleeps until something comes."""
+        """Whether a substitute reads and the serving thread sleeps until something arrives."""
         return self.channel._lent and not self.channel._watched & select.EPOLLIN
 
 
@@ -127,7 +127,7 @@ def test_a_record_that_is_not_for_it_goes_to_the_thread_that_serves_and_keeps_it
         del ends.other._send
         with reading(substitute.read) as thread:
             eventually(ends.asleep)
-            ends.other._socket.send(b"".join(frames))  # so that one look finds them all
+            ends.other._socket.send(b"".join(frames))  # so that one poll finds them all
         eventually(lambda: len(ends.got) == 3)
         assert ends.got == [(1, thread.ident), ("two", ends.thread.ident), (3, ends.thread.ident)]
 
@@ -167,7 +167,7 @@ def test_before_the_channel_is_served_no_other_reads() -> None:
 
 
 def test_the_thread_that_serves_sees_what_a_substitute_meets() -> None:
-    """The end of the channel, or an error."""
+    """The substitute meets the end of the channel or an error."""
     for raised in (None, ZeroDivisionError):
         with serving() as ends:
             substitute, _ = ends.substitute()
@@ -210,7 +210,7 @@ def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def paced(spin: AdaptiveSpin, asleep: float, awake: float, turns: int) -> int:
-    """Let so many requests come, after that time asleep and awake. Gives how many were waited for awake."""
+    """Record this many requests with these waits, asleep or awake. Returns how many were waited for awake."""
     stayed = 0
     for _ in range(turns):
         stayed += spin.spinning
@@ -257,7 +257,7 @@ def test_on_the_only_cpu_its_thread_sleeps(cpus: Callable[[int], None]) -> None:
 
 
 class FakePoll:
-    """Finds something after so many looks, or asleep."""
+    """Finds something after this many polls, or asleep."""
 
     def __init__(self, after: int) -> None:
         self.after = after
