@@ -1,4 +1,4 @@
-"""What append keeps beside the oracle's cells: roundings, far positions, views of operands, refusals."""
+"""Append beyond the oracle's cells: roundings, far positions, views of operands, refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestRotation:
         operands.arrays["k"][..., :16] = 1
         caches, _ = run(operands)
         row = caches[0][operands.table[0, 0], 0, 0].astype(np.float64)
-        # Angles in integers: what float64 keeps of 2^31 radians is no better than the kernel.
+        # Angles are computed in integers, because float64 is no more exact than the kernel at 2^31 radians.
         turns = [(position * round(f / np.pi / 2 * 2**60)) % 2**60 / 2**60 for f in rope.frequencies]
         angles = 2 * np.pi * np.array(turns)
         np.testing.assert_allclose(row[:16], np.cos(angles), atol=3e-7)

@@ -1,4 +1,4 @@
-"""The variants of the append and page-copy kernels: what they take and refuse, and which are compiled ahead."""
+"""Variants of the append and page-copy kernels: what they take and refuse, and which are compiled in advance."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestWarming:
         assert len({variant.source for variant in variants}) == len(variants)
 
     def test_a_warmed_cache_serves_where_nothing_may_be_compiled(self, tmp_path):
-        """Of pages of the request's own dtype."""
+        """The cache's pages have the request's dtype."""
         facts = {"layout": "paged", "dtype": "bfloat16", "head_dim": 128, "descales": False}
         macros = {"PAGED": 1, "ELEMENT": "bfloat16_t", "CACHE_ELEMENT": "bfloat16_t", "HEAD_DIM": 128}
         keys: list[Any] = [

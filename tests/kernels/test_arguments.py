@@ -1,4 +1,4 @@
-"""The parameter struct: one layout in Python, NVRTC and the host compiler, and what is packed into it."""
+"""The parameter struct: one layout in Python, NVRTC and the host compiler, and its packing."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class TestLayout:
 
 
 class TestPacking:
-    """Addresses, strides and seeds are those that kernels answer right with: rows of the matrix, and `far` ones."""
+    """Rows of the matrix, and `far` ones, check addresses, strides and seeds by the kernels' answers."""
 
     def test_bounds_that_are_unbounded_or_huge_stay_addable(self):
         for window, expected in [((-1, 7), (UNBOUNDED, 7)), ((1 << 40, -1), (UNBOUNDED, UNBOUNDED)), ((0, 0), (0, 0))]:
@@ -173,7 +173,7 @@ class TestPacking:
 
 
 def test_launches_of_the_same_kernels_have_the_same_steps() -> None:
-    """But for those that pass values. -0.0 equals 0.0, and is passed all the same."""
+    """Except steps that pass values: -0.0 equals 0.0 but is passed too."""
     made: list[Values] = []
 
     def pack(given: Mapping[str, Buffer], values: Values) -> bytes:

@@ -1,4 +1,4 @@
-"""Chunks of attention: gradients and caches of whole kernels. Forward's are rows of the matrix."""
+"""Chunks of attention: gradients and caches in whole kernels. Forward's chunks are rows of the matrix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_forward_and_its_gradients(name: str, arch: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.sweep)])
 def test_rows_over_pages(arch: str) -> None:
-    """Two lengths, of which one ends in the middle of a chunk and one at its end, split on the host and the device."""
+    """One length ends in the middle of a chunk, one at its end; the host and the device split the work."""
     rng = np.random.default_rng(5)
     q = rng.standard_normal((2, 3, 4, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 20, 16, 2, 64)).astype(np.float16)

@@ -46,7 +46,7 @@ def arrays() -> list[np.ndarray]:
 
 
 def run(ctx: ga.GpuContext, options: dict[str, Any], backward: bool = True) -> Any:
-    """The answer to a forward request, held against the oracle with its gradients."""
+    """The answer to a forward request, which is compared with the oracle, as are its gradients."""
     q, k, v, dout = arrays()
     answer = ctx.flash_attn.forward(q, k, v, return_lse=True, **options).result(300)
     check_output(answer.out, answer.lse, q, k, v, **options)
@@ -110,7 +110,7 @@ def test_forward_and_its_gradients(options: str, arch: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_outputs_in_float32(arch: str) -> None:
-    """Of a batch, of rows over a cache, splits merged, and of a sequence longer than its cache."""
+    """Outputs of a batch, of rows over a cache, of merged splits, and of more rows than cached keys."""
     q, k, v, _ = arrays()
     options: dict[str, Any] = {"out_dtype": "float32", "return_lse": True}
     with ga.open_context("emulated", ga.ContextOptions(arch=arch)) as ctx:

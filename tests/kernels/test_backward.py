@@ -1,4 +1,4 @@
-"""What the backward kernels hold to besides the oracle: equal bits, the reach of a NaN, memory left alone."""
+"""Backward kernels beyond the oracle's answers: equal bits, the reach of a NaN, untouched memory."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def launch_by(kernel: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kernel", "rows"), [(MMA, 300), (SIMPLE, 100), (SM90, 500)])
 def test_sequences_longer_than_the_caller_said_are_answered_whole(kernel: str, rows: int) -> None:
-    """A block then takes several tiles of keys, and some of none that a row sees."""
+    """A block then takes several tiles of keys, some of which no row sees."""
     check_sequences_longer_than_said(launch_by(kernel), rows)
 
 
 @pytest.mark.parametrize(("kernel", "rows"), [(MMA, 150), (SIMPLE, 70), (SM90, 300)])
 def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(kernel: str, rows: int) -> None:
-    """A hidden pair is a 0 in a product, and 0 * NaN is NaN."""
+    """A hidden pair must not become 0 * NaN in a product."""
     for special, index in itertools.product((np.nan, np.inf), range(4)):
         arrays = operands_of(rows, rows)
         arrays[index][0, rows // 2, :, 3] = special
@@ -57,7 +57,7 @@ def test_special_values_reach_what_their_row_or_key_reaches_and_no_more(kernel: 
 
 @pytest.mark.parametrize(
     ("kernel", "read", "written"),
-    # 8 keeps rows on 16 bytes, what cp.async and TMA need; 3 keeps them on nothing.
+    # 8 aligns rows to 16 bytes, as cp.async and TMA need; 3 leaves them unaligned.
     [(MMA, 8, 8), (MMA, 2, 2), (MMA, 3, 3), (SIMPLE, 3, 1), (SM90, 8, 4), (SM90, 8, 3)],
 )
 def test_transposed_padded_views_are_read_and_written_in_place(kernel: str, read: int, written: int) -> None:
@@ -106,19 +106,19 @@ def test_a_packed_sequence_has_the_same_bits_of_every_gradient_where_determinist
 def test_every_delivery_and_schedule_gives_the_same_bits(
     kernel: str, sweep: Sweep, seqlens: tuple[int, int], names: tuple[str, ...]
 ) -> None:
-    """Of those whose sums have an order. There are more tiles of queries than stages, so that every one is refilled."""
+    """Gradients that are summed in order. There are more tiles of queries than stages, so every stage is refilled."""
     case = case_of(sweep, 5, seqlens, heads=(2, 1), batch=1)
     if kernel != SIMPLE:
         problem = backward_problem_of(*case.forward.inputs, **case.options)
         macros = kernel_source(key_of(problem, sweep.arch, kernel)).macros
         assert int(macros["STAGES"]) * int(macros["BLOCK_M"]) < seqlens[0]
-    # Of each delivery one, and of each schedule but one.
+    # Each delivery once, and each schedule but one.
     assert_repeats(case, (0, 5, 10), names, kernel=kernel, arch=sweep.arch)
 
 
 def assert_repeats(case: BackwardCase, seeds: Iterable[int], names: tuple[str, ...], **given: Any) -> None:
     """These gradients have the same bits in every launch."""
-    # Like the hardware, functions would err by other amounts with each seed.
+    # With the hardware's arithmetic, errors of functions would differ by seed.
     first = run_case(case, arithmetic="nearest", **given)
     names = tuple(name for name in names if getattr(first, name) is not None)
     for seed in seeds:
@@ -127,7 +127,7 @@ def assert_repeats(case: BackwardCase, seeds: Iterable[int], names: tuple[str, .
 
 
 def _repeated() -> Iterator[Any]:
-    """(kernel, sweep, how often): where the rows `turns` of the matrix do not."""
+    """(kernel, sweep, count) of cases that the matrix's rows `turns` do not repeat."""
     yield pytest.param(MMA, MMA_SWEEPS[4], 8, id="mma")
     yield pytest.param(SM90, SM90_SWEEPS[9], 6, id="sm90")
     for kernel, sweeps, count in ((MMA, MMA_SWEEPS, 100), (SM90, SM90_SWEEPS, 20)):
@@ -146,7 +146,7 @@ def test_deterministic_gradients_have_the_same_bits(kernel: str, sweep: Sweep, c
         biased = "bias" in sweep.options
         shape = {"seqlens": (40, 150), "heads": (4, 2)} if biased else {"seqlens": (90, 500), "heads": (1, 1)}
         case = case_of(sweep, 4, batch=1, **shape)
-        if biased:  # of all heads, and of floats, which show the last bits
+        if biased:  # one dbias for all heads, in float32, which shows the last bits
             case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1]).astype(np.float32)
         case = cancelling(case)
     given = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True, "threads": 3}
@@ -155,16 +155,16 @@ def test_deterministic_gradients_have_the_same_bits(kernel: str, sweep: Sweep, c
 
 @pytest.mark.parametrize("kernel", [MMA, SM90])
 def test_blocks_that_start_in_another_order_wait_for_none_that_has_not_started(kernel: str) -> None:
-    """Each tile of keys adds to all of dQ, and each sequence and head to the one dbias; two run at a time."""
+    """Each tile of keys adds to all of dQ, each sequence and head to the one dbias; two blocks run at a time."""
     if kernel == MMA:
         sweep = Sweep("float32", 96, None, "causal bias", compute="tf32", arch="sm_80", deterministic=True)
         case = case_of(sweep, 3, (40, 200), batch=2, heads=(4, 2))
         case.options["bias"] = np.ascontiguousarray(case.options["bias"][:1, :1])
-    else:  # packed sequences of several lengths, whose tiles of keys start by how many come after them
+    else:  # tiles of keys of packed sequences start by how many follow them
         sweep = SM90_SWEEPS[4]
         case = case_of(sweep, 3, (40, 600), batch=3, heads=(1, 1))
     launch = {"kernel": kernel, "arch": sweep.arch, "compute": sweep.compute, "deterministic": True}
-    # Downwards, and from the third on.
+    # Blocks start downwards, and from the third on.
     first, *others = (run_case(case, limit_seconds=20.0, **launch, **given) for given in ({}, {"seed": 1}, {"seed": 6}))
     for again, name in itertools.product(others, ("dq", "dk", "dv", "dbias")):
         np.testing.assert_array_equal(getattr(again, name), getattr(first, name))

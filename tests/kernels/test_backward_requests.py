@@ -1,4 +1,4 @@
-"""Backward requests: which kernel takes them, and what comes back from the emulated device."""
+"""Backward requests: which kernel takes them, and the emulated device's answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_positions_chunks_signed_slopes_and_dropout_mean_the_same_pairs_as_in_th
 
 
 def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuContext) -> None:
-    """0 times NaN is NaN: values whose weights were dropped get a gradient of NaN, too, as on the mock device."""
+    """0 times NaN is NaN: values whose weights are dropped get a gradient of NaN too, as on the mock device."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 40, 2, 32)).astype(np.float16)
     q[0, 3, 1, 5] = np.nan
@@ -90,7 +90,7 @@ def test_a_row_that_is_nan_reaches_its_keys_whatever_was_dropped(ctx: ga.GpuCont
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_part_with_small_values_has_the_gradients_that_it_has_in_the_whole(arch: str) -> None:
-    """`out` and `lse` are those of all keys. dS of this part is then as large as dO O, and dO V is far smaller."""
+    """`out` and `lse` are those of all keys, so dS of this part is as large as dO O, and dO V is far smaller."""
     rng = np.random.default_rng(3)
     q, dout = rng.standard_normal((2, 1, 64, 2, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 128, 2, 64)).astype(np.float16)

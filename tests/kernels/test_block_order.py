@@ -1,4 +1,4 @@
-"""Which tile each block has: the kernels' headers on the CPU, beside the order that the benchmark's model deals in."""
+"""Which tile each block has: the kernels' headers on the CPU against the order of the benchmark's model."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_models_order_is_that_of_forward_sm90() -> None:
 
 @pytest.mark.parametrize("lengths", [[7, 1, 4, 0, 7], [1, 2, 3], [3], [9, 2]], ids=str)
 def test_packed_sequences_start_with_the_longest_and_by_tiles_left(lengths: list[int]) -> None:
-    """[9, 2]: a sequence is longer than the caller said, whose blocks then take several tiles each."""
+    """In [9, 2] a sequence is longer than the caller said, so its blocks take several tiles each."""
     tiles = min(max(lengths), 7)
     order = order_of("keys", "varlen", (len(lengths), 4, 2, tiles), lengths)
     assert sorted(order) == [(n, head, part) for n in range(len(lengths)) for head in range(2) for part in range(tiles)]
@@ -156,7 +156,7 @@ def test_packed_sequences_start_with_the_longest_and_by_tiles_left(lengths: list
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_a_block_waits_for_lower_numbers_alone(mask: str) -> None:
-    """For turns of dQ, those of earlier keys of a head; of a shared dbias, those of the same keys of earlier heads."""
+    """dQ waits for earlier keys of its head; a shared dbias for the same keys of earlier heads and sequences."""
     for shape in SHAPES:
         number = {at: n for n, at in enumerate(order_of("keys", mask, shape))}
         for (sequence, head, part), own in number.items():
@@ -174,7 +174,7 @@ def test_a_section_has_whole_groups_and_the_blocks_that_keep_a_gpu_busy() -> Non
 
 
 def test_sections_of_forward_sm90_end_full() -> None:
-    """33 heads in sections of up to 8 would leave one head, with as long a tile as all, to the end."""
+    """33 heads in sections of 8 would leave one head, whose tiles are as long as all others', to the end."""
     assert section_heads(33, 1, 4 << 20) == 7
     assert section_heads(32, 1, 4 << 20) == 8
     assert section_heads(36, 4, 8 << 20) == 12

@@ -1,4 +1,4 @@
-"""What the decode kernels keep beside right numbers: the same bits, what is read and answered, where operands lie."""
+"""Decode kernels beyond right numbers: equal bits, what is read and answered, where operands lie."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gpu_actors.kernels.support import capability, example_problem
 
 
 class Kernel(NamedTuple):
-    """Shapes of one compiled variant. pinned: rows and heads where splits are pinned; decode_sm90 wants 16 heads."""
+    """Shapes of one compiled variant. pinned: rows and heads if splits are pinned; decode_sm90 then needs 16 heads."""
 
     name: str
     arch: str
@@ -64,8 +64,8 @@ class TestSameBits:
     @pytest.mark.parametrize("step", [5, pytest.param(1, marks=[pytest.mark.sweep, pytest.mark.timeout(600)])])
     @every
     def test_whatever_the_schedule_and_the_delivery(self, kernel: Kernel, step: int) -> None:
-        """On one multiprocessor they are more tiles than the ring has stages, so that each stage is refilled."""
-        launch: dict[str, Any] = {"multiprocessors": 1, "arithmetic": "nearest"}  # a sweep's own errs by the seed
+        """One multiprocessor has more tiles than the ring has stages, so that each stage is refilled."""
+        launch: dict[str, Any] = {"multiprocessors": 1, "arithmetic": "nearest"}  # a sweep's arithmetic errs by seed
         for splits in (0, 3):
             case = plain(kernel, 600, 0, 70, num_splits=splits)
             results = [checked(kernel, case, **launch)]
@@ -88,7 +88,7 @@ class TestSameBits:
                 assert_same_bits([(alone[0][0], alone[1][0]), (out[index], lse[index])])
 
     def test_rows_beside_longer_neighbours_with_pinned_splits(self) -> None:
-        """A neighbour's 16 rows fill four tiles of 16; a single row has the same bits beside them and alone."""
+        """A neighbour's 16 rows fill four packed tiles of 16; a single row has the same bits beside them and alone."""
         case = plain(MMA._replace(pinned=(16, (4, 2))), 700, 300, 1300, num_splits=3)
         case.rows = [1, 16, 2]
         out, _ = checked(MMA, case)
@@ -109,7 +109,7 @@ class TestSameBits:
 @pytest.mark.parametrize("padding", [1, 2, 4])
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_rows_of_q_and_of_the_output_may_lie_at_any_element(kernel: Kernel, padding: int, splits: int) -> None:
-    """Wide accesses need places at multiples of their size. Of 300 keys pieces are merged, of 5 none."""
+    """Wide accesses need aligned addresses. The pieces of 300 keys are merged; 5 keys are one piece."""
     case = plain(kernel, 300, 5, num_splits=splits)
     checked(kernel, case, padding=padding)
     if kernel is MMA:
@@ -119,7 +119,7 @@ def test_rows_of_q_and_of_the_output_may_lie_at_any_element(kernel: Kernel, padd
 
 @every
 def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kernel) -> None:
-    """Rows and keys of one tile: the weight 0 of a hidden key, times NaN, would be NaN."""
+    """Rows and keys share a tile: the weight 0 of a hidden key must not be multiplied by NaN."""
     for special, side in itertools.product((np.nan, np.inf), "kv"):
         case = plain(kernel, 260, 40)
         getattr(case.batch, side)[0][-3, :, 3] = special
@@ -153,7 +153,7 @@ def test_a_wrong_page_in_a_used_entry_is_an_access_out_of_bounds(kernel: Kernel)
 
 
 class TestBroken:
-    """What the device alone sees cannot be checked before the launch: what contradicts it is answered with NaN."""
+    """Values that only the device sees cannot be checked before the launch: wrong ones are answered with NaN."""
 
     @either
     def test_a_broken_length_changes_no_bit_of_others_with_pinned_splits(self, kernel: Kernel) -> None:
@@ -198,7 +198,7 @@ class TestOperands:
     @pytest.mark.parametrize("padding", [8, 3])
     @either
     def test_strided_views_are_read_where_they_lie(self, kernel: Kernel, padding: int) -> None:
-        """q and the table of both kernels, and of decode_simple the caches, whose rows may begin at any element."""
+        """q and the table of both kernels, and the caches of decode_simple, whose rows may begin at any element."""
         case = plain(kernel, 300, 90, 7)
         operands = case.operands()
         problem, table = problem_of(case, operands), operands["block_table"]
@@ -264,13 +264,13 @@ class TestBytes:
 
 class TestDecodeSimple:
     def test_a_launch_has_as_many_pieces_as_it_says(self) -> None:
-        """The merge is launched where there is something to merge; the grid depends on no length."""
+        """The merge is launched only if there are pieces to merge; the grid depends on no length."""
         case = plain(PLAIN, 900, rows=1)
         problem = problem_of(case, case.operands())
         for splits, multiprocessors, kernels, blocks in (
             (1, 100, [SIMPLE], 2),
             (5, 1, [SIMPLE, SIMPLE_COMBINE], 10),
-            (0, 3, [SIMPLE, SIMPLE_COMBINE], 6),  # two blocks a multiprocessor of two items
+            (0, 3, [SIMPLE, SIMPLE_COMBINE], 6),  # two blocks a multiprocessor, for two items
             (0, 1, [SIMPLE], 2),
             (0, 1000, [SIMPLE, SIMPLE_COMBINE], 14),  # 128 keys a piece
         ):
@@ -282,7 +282,7 @@ class TestDecodeSimple:
 
     @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
     def test_every_head_dim_fits_into_shared_memory(self, arch: str) -> None:
-        """Of latent caches, too. The first tile of keys that fits is taken."""
+        """Also of latent caches. The first tile of keys that fits is taken."""
         limit = shared_mem_limit(capability(arch))
         dtypes, dims = ("float32", "float64", "bfloat16"), (1, 128, 256, 509, 576)
         for dtype, dim, rows in itertools.product(dtypes, dims, (1, 9, 200)):

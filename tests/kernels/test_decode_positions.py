@@ -1,4 +1,4 @@
-"""Decode kernels whose rows and keys stand in a larger problem: how they are launched and compiled."""
+"""Decode kernels whose rows and keys have positions in a larger problem: how they are launched and compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def placed() -> DecodeCase:
 
 
 def test_the_device_splits_the_work_of_rows_with_positions() -> None:
-    """The host cannot: it counts the tiles that rows see from where they lie."""
+    """The host counts visible tiles by row index, which ignores positions."""
     problem = problem_of(placed(), placed().operands())
     program = program_of(problem, key_of(problem, "sm_80"), Target(3, lengths_on_host=True))
     assert program.split is None
@@ -43,7 +43,7 @@ def test_the_device_splits_the_work_of_rows_with_positions() -> None:
 
 @pytest.mark.timeout(180)
 def test_a_service_request_reaches_the_kernels() -> None:
-    """Through the actor, with a sequence beside another."""
+    """The request goes through the actor, with several sequences."""
     case = placed()
     pages = case.batch.pages(16, 4)
     with ga.open_context("emulated", ga.ContextOptions(arch="sm_80")) as ctx:

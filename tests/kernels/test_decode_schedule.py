@@ -1,4 +1,4 @@
-"""Splitting the work of a decode launch: complete, even, and quick."""
+"""Splitting the work of a decode launch: complete, even and fast."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_ranges_are_all_of_the_work_and_nothing_twice(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_tiles_are_those_that_hold_a_visible_key(variant):
-    """Brute force over the oracle's masks. What a tile table leaves out would be a wrong number."""
+    """By brute force over the oracle's masks: a tile that the table leaves out would give wrong numbers."""
     for seed in range(3):
         case = draw(variant, seed, 700)
         problem = problem_of(case, case.operands())
@@ -114,7 +114,7 @@ def split_on_hopper(lengths: Any, **changes: Any) -> Schedule:
 
 
 def test_a_short_sequence_alone_keeps_nearly_all_multiprocessors_busy():
-    """No range is as short as the beginning of an item."""
+    """Each range is longer than the cost of beginning an item."""
     lengths = np.full(1, 2048, np.int32)
     assert (plan.loads(split_on_hopper(lengths)) > 0).sum() >= 0.9 * 132
     for kv_dtype in ("bfloat16", "float8_e4m3fn"):
@@ -182,7 +182,7 @@ class TestTiles:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_lengths_of_as_many_tiles_share_a_split_that_is_as_any_other(causal: bool, rows: int) -> None:
-    """Where rows are given by sequence, each launch is split for itself."""
+    """The shared split equals that of rows given by sequence, which each launch computes anew."""
     case = DecodeCase(
         random_batch(4, (300, 0, 5, 700), rows=rows, heads=(4, 2), dim=32, dtype="float16"), options={"causal": causal}
     )

@@ -1,4 +1,4 @@
-"""What decode_sm90 takes and decode_mma keeps, and its tiles."""
+"""Which problems decode_sm90 takes, which decode_mma keeps, and its tiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestDispatch:
             ({"layout": "cache", "page_size": 0, "head_dim": 128, "head_dim_v": 40}, 64),
             ({"kv_dtype": "float8_e4m3fn", "descales": True}, 64),
             ({"kv_dtype": "float8_e5m2", "seqlen_q": 40}, 128),
-            # New rows of 8 bits, which forward_sm90 does not take over a cache.
+            # New rows of 8 bits, which forward_sm90 refuses over a cache.
             ({**FP8_ROWS, "seqlen_q": 100}, 128),
         ],
     )

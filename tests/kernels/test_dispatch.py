@@ -26,7 +26,7 @@ def problem(**changes: object) -> AttentionProblem:
     return dataclasses.replace(BASE, **changes)
 
 
-# The tests below are of the mechanism, whatever faster kernels come first in FAMILIES.
+# The tests below check the mechanism, independently of the faster kernels in FAMILIES.
 SIMPLE = tuple(family for family in FAMILIES if family.name == "forward_simple")
 
 
@@ -164,7 +164,7 @@ TAKEN = [
         for changes in ({"layout": "varlen"}, BIAS, {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi": "heads"})
     ),
 ]
-# A family, the architecture, a problem, the kernel that takes it, and words of why the family does not.
+# A family, the architecture, a problem, the kernel that takes it, and words of the family's reason to refuse it.
 REFUSED = [
     ("forward_mma", "sm_80", forward(head_dim=36), "forward_simple", "multiples of 8"),
     ("forward_mma", "sm_80", forward(head_dim_v=4), "forward_simple", "from 8 to 256"),
@@ -295,7 +295,7 @@ class TestGeometry:
 class TestStandardVariants:
     @pytest.mark.parametrize("arch", ARCHS)
     def test_they_cover_the_usual_dtypes_head_dims_and_masks_once_each(self, arch):
-        """None wants more shared memory than its GPU has."""
+        """None needs more shared memory than its GPU has."""
         keys, limit = standard_variants(arch), shared_mem_limit(capability(arch))
         assert len({kernel_source(key) for key in keys}) == len(keys)
         seen = {(key.dtype, key.head_dim) for key in keys}

@@ -1,4 +1,4 @@
-"""Gradients, cached keys and graphs where a bias hides keys by a large finite number."""
+"""Gradients, cached keys and graphs if a bias hides keys by a large finite number."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SM90 = Kernel("backward_sm90", "sm_90a", "bfloat16", 64)
     ids=["mma", "mma with sinks", "simple", "sm90"],
 )
 def test_gradients_are_the_oracles(kernel: Kernel, sinks: bool) -> None:
-    """Of the same LSE, which has lost the number of keys where it is as low as a mask."""
+    """Both devices get the same LSE, which loses the number of keys if it is as low as a mask."""
     mock, ctx = context(None), context(kernel.arch)
     for low in (FLOAT32_MIN, -1e9) if sinks else (FLOAT32_MIN, 0.7 * FLOAT32_MIN, -1e9, -1e4):
         (q, k, v), bias = masked(kernel.dtype, kernel.dim, low)
@@ -74,7 +74,7 @@ def test_gradients_are_the_oracles(kernel: Kernel, sinks: bool) -> None:
     ids=["mma", "simple"],
 )
 def test_cached_keys_are_hidden_likewise(kernel: Kernel) -> None:
-    """Pieces of unequal length count by their keys, which the LSE of a piece would not tell."""
+    """Pieces of unequal length count by their keys, which a piece's LSE does not tell."""
     for low, splits in itertools.product(LOW, (0, 3)):
         inputs, bias = masked(kernel.dtype, kernel.dim, low)
         check_cached(kernel, *inputs, bias=bias, causal=False, num_splits=splits)

@@ -1,6 +1,6 @@
-"""What every forward kernel does alike: the same bits however it runs, nothing written outside, and what it refuses.
+"""What every forward kernel guarantees: the same bits in every run, no writes outside its outputs, and refusals.
 
-Its answers are compared with the oracle by the rows of `matrix`.
+The rows of `matrix` compare its answers with the oracle.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 
 MMA = Kernel("forward_mma", "sm_86", "float16", 32)
 SIMPLE = Kernel("forward_simple", "sm_90a", "float32", 16)
-# Heads of 40 columns, of which one warp multiplies two pairs of chunks and the other one.
+# Of 40 columns one warp multiplies two pairs of chunks and the other one pair.
 WIDE = Kernel("forward_wide", "sm_86", "float16", 40)
 SM90 = Kernel("forward_sm90", "sm_90a", "float16", 64)
 FP8 = Kernel("forward_sm90", "sm_90a", E4M3, 64)
@@ -71,7 +71,7 @@ every_kernel = pytest.mark.parametrize("kernel", ALL)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kernel", TENSOR_CORES)
 def test_every_delivery_and_schedule_gives_the_same_bits(kernel: Kernel) -> None:
-    """More keys than the ring has stages for, so that every stage is refilled, and more tiles of rows than blocks."""
+    """More keys than the ring's stages hold, so that every stage is refilled, and more tiles of rows than blocks."""
     rows, keys, dim = {MMA: (70, 300, 32), WIDE: (20, 90, 512), SM90: (200, 600, 128), FP8: (200, 700, 64)}[kernel]
     q, k, v = kernel._replace(dim=dim).operands(rows, keys, heads=4)
     problem = problem_of(q, k, v, causal=True)
@@ -87,7 +87,7 @@ def test_every_delivery_and_schedule_gives_the_same_bits(kernel: Kernel) -> None
                 arithmetic="nearest",
                 **launch_of(seed),
             )
-            for seed in range(0, len(LAUNCHES), 5)  # of each delivery one, and of each schedule but one
+            for seed in range(0, len(LAUNCHES), 5)  # each delivery once, and each schedule but one
         ]
     )
 
@@ -129,7 +129,7 @@ def test_a_sequence_longer_than_its_maximum_is_still_computed_whole(kernel: Kern
 
 @every_kernel
 def test_special_values_reach_the_rows_that_see_them_and_no_others(kernel: Kernel) -> None:
-    """Rows and keys of one tile: the weight 0 of a hidden key, times NaN, would be NaN. e4m3 has no infinities."""
+    """Rows and keys share a tile: 0, a hidden key's weight, must not be multiplied by NaN. e4m3 has no infinities."""
     for special, index in itertools.product((np.nan, np.inf), range(3)):
         operands = kernel.operands(150, 150)
         operands[index][0, 40, :, 3 :: kernel.dim - 4] = special
@@ -146,7 +146,7 @@ PADDED += [(MMA, 8, None), (MMA, 2, None), (MMA, 3, None), (MMA, 1, "tf32"), (MM
 def test_a_transposed_padded_view_is_read_and_written_in_place(
     kernel: Kernel, padding: int, compute: str | None
 ) -> None:
-    """With NaN between rows, heads and sequences. 8 keeps rows on 16 bytes, as copies need; 3 keeps them on nothing."""
+    """NaN fills the gaps between rows, heads and sequences. 8 aligns rows to 16 bytes, as copies need; 3 does not."""
     dtype = "float32" if compute else kernel.dtype
 
     def view(seed: int, length: int, heads: int) -> Strided:
@@ -206,7 +206,7 @@ def test_sinks_may_have_the_outputs_dtype() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_context_fuses_products_if_it_is_asked_to(fused: bool) -> None:
-    """forward_simple sums products in fp32, whose last bits differ then."""
+    """forward_simple sums products in fp32, whose last bits differ if products are fused."""
     q, k, v = SIMPLE.operands(16, 40)
     options = ga.ContextOptions(emulation=ga.EmulationOptions(contraction=fused))
     with ga.open_context("emulated", options) as ctx:
@@ -215,7 +215,7 @@ def test_a_context_fuses_products_if_it_is_asked_to(fused: bool) -> None:
     assert np.array_equal(out, SIMPLE.answer(q, k, v)[0]) == (not fused)
 
 
-# Of forward_sm90 alone
+# forward_sm90 alone
 
 
 def test_the_number_of_blocks_does_not_matter() -> None:
@@ -233,7 +233,7 @@ def test_v_has_a_factor_of_its_own_and_the_lse_none_of_it() -> None:
 
 
 def test_every_e5m2_number_of_v_is_one_of_the_output() -> None:
-    """A row that sees one key has its value, but for NaN, infinities and what bfloat16 rounds."""
+    """A row that sees one key has that key's value exactly, also NaN and infinity."""
     q, k, v = (array.astype(ml_dtypes.float8_e5m2) for array in FP8.operands(150, 150, heads=4))
     v[:, 0] = np.arange(128, dtype=np.uint8).view(v.dtype).reshape(1, 2, 64)  # infinity and NaN among them
     out, _ = FP8.check(q, k, v, causal=True, k_descale=np.array([[0.5, 2.0]], np.float32))
@@ -243,7 +243,7 @@ def test_every_e5m2_number_of_v_is_one_of_the_output() -> None:
 def test_the_service_answers_8_bit_floats_with_it() -> None:
     q, k, v = FP8.operands(150, 200, batch=2, heads=4)
     descales = {f"{name}_descale": np.full((2, 2), 0.5 + n, np.float32) for n, name in enumerate("qkv")}
-    # Rows and heads that lie apart.
+    # Gaps between rows and heads.
     padded = np.full((2, 200, 3, 80), np.nan, ml_dtype(E4M3))
     padded[:, :, :2, 16:] = v
     with ga.open_context("emulated") as ctx:

@@ -1,4 +1,4 @@
-"""Faults that the gate table must see: seeded into kernels, and made up for its limits."""
+"""Faults that the gate table must see: seeded into kernels, or invented for its limits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FUSED_CORRECTION = ("ptx::ex2(before - base)", "ptx::ex2(last * factor - (base +
 
 
 def test_a_tile_that_is_too_large_spills() -> None:
-    """Of more scores than a warp has registers for."""
+    """The tile has more scores than a warp has registers for."""
     plan = decode.plan(decode.Variant("sm_80", decode.SHAPES[9], 64, "paged"))
-    # Shared memory: stages, keys, K and V, bytes of a row of 40.
+    # Shared memory of q, and stages * keys * (K and V) * bytes of a row of 40.
     large = {"BLOCK_N": "512", "STAGES": "2", "SHARED_BYTES": str(64 * 96 + 2 * 512 * 2 * 96)}
     source = dataclasses.replace(plan.source, macros={**plan.source.macros, **large})
     resources = Compiler().compile(source).resources[plan.entry]
@@ -40,7 +40,7 @@ def test_a_tile_that_is_too_large_spills() -> None:
     ],
 )
 def test_a_correction_of_a_fused_product_is_all_that_is_seen(row: str, faults_seen: int) -> None:
-    """The rows themselves have no fault: the default run checks them."""
+    """The unchanged rows have no fault, which the default run checks."""
     assert ROWS[row].sampled
     change = functools.partial(with_bug, file="mma/softmax.cuh", old=FUSED_CORRECTION[0], new=FUSED_CORRECTION[1])
     seen = [fault.split(" ")[0] for fault in faults(examine(ROWS[row], change))]
@@ -84,20 +84,20 @@ SEEDED = {
     "backward_sm90 bfloat16 128 full": BACKWARD_SEEDS,
     "decode_sm90 bfloat16 128, 128 rows, paged": DECODE_SEEDS,
 }
-# Checked by every test run; the rest is the sweep's.
+# Every test run checks these; the sweep checks the rest.
 WORST = (("forward_sm90", "overlap"), ("backward_sm90", "HGMMA"))
 SEEDS = [
     pytest.param(row, fault, marks=() if (ROWS[row].family, fault) in WORST else pytest.mark.sweep)
     for row, seeds in SEEDED.items()
     for fault in seeds
-    # Of the compilers here, nvcc 13.0 alone puts a missing fence in.
+    # Of the compilers here, only nvcc 13.0 inserts a missing fence.
     if fault != "C75" or len(COMPILERS) > 1
 ]
 
 
 @pytest.mark.parametrize(("row", "fault"), SEEDS)
 def test_a_bug_of_a_hopper_kernel_is_seen(row: str, fault: str) -> None:
-    """By one of the compilers that its rows are compiled by."""
+    """At least one compiler of its rows shows the fault."""
     file, old, new = SEEDED[row][fault]
     change = functools.partial(with_bug, file=file, old=old, new=new)
     rows = [ROWS[name] for name in (row, f"{row} by nvcc") if name in ROWS]
@@ -109,7 +109,7 @@ def test_a_bug_of_a_hopper_kernel_is_seen(row: str, fault: str) -> None:
     pytest.fail(str(seen))
 
 
-# What no kernel need be compiled for
+# Checks that compile no kernel
 
 CLEAN = KernelResources(registers=128, spill_bytes=0, stack_bytes=0, shared_bytes=0)
 PLAN = Plan(KernelSource("none", 'extern "C" __global__ void none() {}', ("none",)), "none", 128, {}, {}, lambda _: {})

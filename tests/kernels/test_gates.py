@@ -1,4 +1,4 @@
-"""What ptxas makes of every kernel, which needs no GPU: the rows of the gate table, tests/lib/gates/table.py."""
+"""ptxas's results for every kernel, which need no GPU: the rows of the gate table, tests/lib/gates/table.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_actors.kernels.support import ELEMENTS
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test a row. A run without sweeps gets the sampled ones alone: each worker would make and drop 2,000 others."""
+    """A test per row. A run without sweeps gets only the sampled rows: each worker would make and drop 2,000 others."""
     if "row" in metafunc.fixturenames:
         sampled_only = "not sweep" in metafunc.config.option.markexpr
         rows = [row for row in ROWS.values() if row.sampled or not sampled_only]

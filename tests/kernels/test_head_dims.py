@@ -1,4 +1,4 @@
-"""Head dims from 8 and up to 512: who takes them, gradients of wide ones, and what registers hold."""
+"""Head dims from 8 to 512: which kernels take them, gradients of wide ones, and what registers hold."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The variants of a kernel that answer rows of one text have the same arithmetic, as NVRTC compiles it.
 
 The source is the same, and the emulated device rounds each operation. A compiler may fuse a product into a sum in one
-variant and not in another, and their rows would have other bits on a GPU alone. Divisions are left out: MUFU.RCP also
-divides integers, those of places.
+variant and not in another, and their rows would then differ on a GPU alone. Divisions are left out, because MUFU.RCP
+also divides integers, those of indices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ARITHMETIC = re.compile(r"\b([FD]FMA|[FD]MUL|[FD]ADD|HMMA|MUFU\.(?:EX2|LG2|RSQ|
 _BASE: dict[str, Any] = {"layout": "paged", "page_size": 16, "causal": True, "return_lse": True, "heads_q": 4}
 _EIGHTS: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "descales": True}
 _LATENT: dict[str, Any] = {"latent": True, "head_dim_v": 512}
-# Kernel, dtype, head dim, and what else the rows and caches of a text have.
+# Kernel, dtype, head dim, and further options of a text's rows and caches.
 _SHAPES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "64 columns": (DECODE, "float16", 64, {}),
     "128 columns": (DECODE, "bfloat16", 128, {}),
@@ -48,7 +48,7 @@ _SCORES: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 5.0, "alibi": "heads", "sinks": True},
     "window": {"window_size": (100, 0), "sink_tokens": 3},
 }
-# Of the default run, which compiles each.
+# For the default run, which compiles each.
 _SAMPLED = {
     "128 columns": ("sm_90a", ("full", "pages of one key", "packed sequences", "arrays")),
     "256 columns": ("sm_80", ("packed sequences",)),
@@ -78,9 +78,9 @@ def check(arch: str, shape: str, scores: str, variants: tuple[str, ...]) -> None
     for name in variants:
         fields = _VARIANTS[name]
         if scores == "window" and "causal" in fields:
-            continue  # which hides other keys
+            continue  # a causal window hides other keys
         if "latents" in shape and fields.get("layout") == "pointers":
-            continue  # of which there are none
+            continue  # latents have no arrays of pointers
         assert arithmetic(arch, shape, **{**_SCORES[scores], **fields}) == expected, name
 
 

@@ -15,7 +15,7 @@ from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 
-# Functions of the shared headers, one kernel each.
+# One kernel for each function of the shared headers.
 PROBE = """
 #include "common/philox.cuh"
 #include "ptx/math.cuh"

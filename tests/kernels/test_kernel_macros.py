@@ -23,7 +23,7 @@ KERNELS = sorted(path for path in KERNELS_CU.glob("*/*.cu") if path.parent.name 
 
 
 def sources() -> list[KernelSource]:
-    """What every family compiles: the variants of the gates on two architectures, and the usual ones of append."""
+    """Sources of every family: the gates' variants on two architectures, and the usual ones of append."""
     archs = ("sm_80", "sm_90a")
     families = ("forward", "forward_sm90", "backward", "backward_sm90", "decode", "decode_sm90")
     rows = [row for name in families for row in FAMILIES[name].rows if row.arch in archs and row.compiler == NVRTC]
@@ -43,7 +43,7 @@ def test_every_macro_that_a_family_gives_is_explained() -> None:
 
 
 def editor_flags(kernel: Path) -> list[str]:
-    """The flags that clangd gives a file: those of compile_flags.txt, and what .clangd adds for its folder."""
+    """clangd's flags for a file: those of compile_flags.txt, and those that .clangd adds for its folder."""
     flags = (ROOT / "compile_flags.txt").read_text().split()
     found = re.findall(r"PathMatch: (.*)\nCompileFlags:\n  Add: \[(.*)\]", (ROOT / ".clangd").read_text())
     assert found

@@ -143,7 +143,7 @@ def test_what_is_no_cubin_tells_nothing(data: bytes) -> None:
 
 
 def test_reading_takes_no_longer_than_the_text_is_long() -> None:
-    """Each of these once was read to its end from each of its parts: minutes, at this length."""
+    """Reading to the end from each part of such a text would take minutes."""
     for text in ("/* " * 200_000, "__global__ " * 200_000):
         with pytest.raises(InvalidRequest):
             kernel_signature(text, "k")

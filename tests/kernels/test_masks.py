@@ -1,4 +1,4 @@
-"""What kernels skip or take as whole by a mask, tile by tile, beside the mask itself, key by key, over many shapes."""
+"""The tiles that kernels skip or take whole by a mask, compared with the mask key by key, over many shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.gate import kernel_source
 
 from gpu_actors import KernelSource
 
-# Each function of a mask with each of its ways; the other combinations are for the sweep.
+# Each function of a mask with each of its variants; the sweep has the other combinations.
 USUAL = {
     (False, "causal"),
     (False, "window"),
@@ -39,8 +39,8 @@ def test_the_mask_agrees_with_itself_pair_by_pair(positioned: bool, mask: str) -
     mask_probe.examine(mask, positioned=positioned)
 
 
-# A block has a shape. It reports the number of the rule that is broken, and the row and the key. EXACT: nothing is
-# masked without need, either.
+# Each block has one shape. It reports the number of a broken rule, the row and the key. EXACT: also checks that
+# nothing is masked needlessly.
 PROBE = """
 #include "forward_sm90/consumer.cuh"
 struct Shape { int32_t seqlen_q, seqlen_k, left, right, sinks, chunk, row_begin, row_end, key_begin, key_end; };
@@ -104,7 +104,7 @@ SHAPE_COUNT = 400
 
 
 def shapes(tile: tuple[int, int], largest: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
-    """Rows of `Shape`: lengths, windows and chunks next to multiples of a tile as often as elsewhere."""
+    """Rows of `Shape`: lengths, windows and chunks, mostly next to multiples of a tile."""
     rng = np.random.default_rng(seed)
 
     def near(size: int, high: int) -> int:
@@ -131,7 +131,7 @@ def test_tiles_that_forward_sm90_takes_as_whole_are_seen_by_all_rows(mask: str) 
     source = kernel_source(key_of(problem_of(q, q, q, causal=True), "sm_90a", "forward_sm90"))
     tile = int(source.macros["BLOCK_M"]), int(source.macros["BLOCK_N"])
     given = shapes(tile, (2 * tile[0], 5 * tile[1]), 2)
-    # Of the first row and key, and how far the others stand apart.
+    # Positions of the first row and key, and the steps between the others.
     positions = np.random.default_rng(0).integers([20, 1, 0, 1], [40, 4, 40, 4], (SHAPE_COUNT, 4)).astype(np.int32)
     exact = int("POSITIONS" not in MASKS[mask])  # with steps, ranges may hold keys that no row sees
     macros = {**source.macros, "EXACT": exact, "CAUSAL": 0, **MASKS[mask]}

@@ -14,7 +14,7 @@ GRID = {f"{family}-{variant}": (family, variant) for family, module in FAMILIES.
 USUAL = [name for name, (family, variant) in GRID.items() if variant in FAMILIES[family].USUAL]
 
 
-@pytest.mark.timeout(180)  # a row builds kernels where no cache holds them
+@pytest.mark.timeout(180)  # a row builds its kernels if no cache has them
 @pytest.mark.parametrize(("family", "row"), ROWS)
 def test_a_hard_problem_agrees_with_the_oracle(family: str, row: str) -> None:
     FAMILIES[family].run(row)

@@ -1,4 +1,4 @@
-"""The merge of partials on the device: what stays visible, the order of its sums, and what it refuses."""
+"""The merge of partials on the device: NaN that stays visible, the order of its sums, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_a_partial_saw_stays_nan_or_infinite_however_small_its_weight() -> 
 
 
 def test_the_order_of_the_list_is_the_order_of_the_sums() -> None:
-    """Three terms of weight 1 whose sum depends on its order."""
+    """The sum of three terms of weight 1 depends on their order."""
     big = [np.full((1, 1, 1, 8), x, np.float32) for x in (2.0**24, 1.0, 1.0)]
     terms = [Partial(x, np.zeros((1, 1, 1), np.float32)) for x in big]
     first = run_merge(terms).out[0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Occupancy follows from registers, shared memory and threads as NVIDIA's calculator has it."""
+"""Occupancy follows from registers, shared memory and threads as in NVIDIA's calculator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpu_actors.kernels.occupancy import occupancy
 @pytest.mark.parametrize(
     ("arch", "registers", "shared", "threads", "blocks", "warps"),
     [
-        ("sm_80", 32, 0, 256, 8, 1.0),  # warps alone
+        ("sm_80", 32, 0, 256, 8, 1.0),  # warps
         ("sm_86", 32, 0, 256, 6, 1.0),
-        ("sm_90a", 255, 0, 128, 2, 0.125),  # registers: 256 a thread handed out, 65,536 / (256 * 32) = 8 warps
+        ("sm_90a", 255, 0, 128, 2, 0.125),  # registers: 256 a thread are allocated, 65,536 / (256 * 32) = 8 warps
         ("sm_90a", 128, 0, 128, 4, 0.25),
         ("sm_80", 32, 81_920, 128, 2, 0.125),  # shared memory: 164 KiB hold two blocks of 81 KiB
         ("sm_80", 32, 82_944, 128, 2, 0.125),  # exactly two blocks of 82 KiB

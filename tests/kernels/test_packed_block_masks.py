@@ -1,4 +1,4 @@
-"""Kernels walk along the lists of packed sequences: each has its own, and what they hide is not even loaded."""
+"""Kernels follow the lists of packed sequences: each has its own, and hidden tiles are not loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_backward(ctx: ga.GpuContext, causal: bool, modified: bool, full: bool)
     options: dict[str, Any] = {**PACKED, "causal": causal, "block_mask": mask}
     with ga.open_context("mock") as mock:
         wanted = mock.flash_attn.backward(**given, **options).result(100.0)
-    for name in ("q", "dout"):  # what no key sees: the first rows of a head
+    for name in ("q", "dout"):  # the first rows of a head, which see no key
         given[name] = given[name].copy()
         given[name][:BLOCK, 1] = np.nan
     assert ctx.flash_attn.inspect_key(ga.FlashBackward(**given, **options)).kernel == "backward_mma"
@@ -138,7 +138,7 @@ COUNTED: tuple[tuple[str, str, str, int, int], ...] = (
 def test_hidden_tiles_are_neither_loaded_nor_multiplied(
     monkeypatch: pytest.MonkeyPatch, arch: str, file: str, place: str, thread: int, times: int
 ) -> None:
-    """As many tiles as the listed blocks have, less those behind the last row or key of each sequence."""
+    """Only tiles of listed blocks count, without those behind the last row or key of each sequence."""
     count = counting(monkeypatch, file, place, thread)
     arrays = arrays_of()
     options: dict[str, Any] = {**PACKED, "block_mask": mask_of(mask_mod=None)}
@@ -158,7 +158,7 @@ def test_hidden_tiles_are_neither_loaded_nor_multiplied(
     "kernel", ["forward_mma", "forward_sm90", pytest.param("backward_mma", marks=pytest.mark.sweep)]
 )
 def test_what_no_list_can_name_is_hidden(kernel: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists end with the longest sequence that was said. What lengths on a device have behind that is hidden."""
+    """Lists end at the stated longest sequence. Rows and keys that lengths on a device have behind that are hidden."""
     ctx = opened["sm_90a" if kernel == "forward_sm90" else "sm_80"]
     monkeypatch.setattr("gpu_actors.planning.forward.check_cu_seqlens", lambda *_: None)
     arrays = arrays_of()

@@ -1,4 +1,4 @@
-"""Dense requests of few rows, whose rows are packed as over a cache: the choice, and the answers of the kernels."""
+"""Dense requests of few rows, whose rows are packed as over a cache: the choice, and the kernels' answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weighed(problem: AttentionProblem, arch: str = "sm_90a", **more: Any) -> Pac
 
 # The choice
 
-# What of a problem, the kernel and the packed rows of its tile; None: it stays in tiles of one head's rows.
+# Architecture, changes of a problem, and the kernel and packed rows of its tile; None: tiles of one head's rows.
 CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
     ("sm_90a", {}, ("decode_mma", 16)),
     ("sm_80", {}, ("decode_mma", 16)),
@@ -69,7 +69,7 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[str, int] | None]] = [
     ("sm_80", {"keys": 256}, ("decode_mma", 16)),
     ("sm_90a", {"keys": 256, "heads": (8, 8)}, None),
     ("sm_80", {"keys": 256, "heads": (8, 8)}, None),
-    # One head a group: the keys of few heads are split, those of many are not.
+    # One head a group: keys are split if heads are few, and not if they are many.
     ("sm_90a", {"rows": 32, "heads": (32, 32)}, ("decode_sm90", 64)),
     ("sm_80", {"rows": 32, "heads": (32, 32)}, ("decode_mma", 32)),
     ("sm_90a", {"rows": 32, "heads": (32, 32), "batch": 64}, None),
@@ -127,7 +127,7 @@ def test_what_packed_rows_do_not_have_stays_where_it_is(fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"alignment": "top_left"},  # of a request that measures nothing from the diagonal
+        {"alignment": "top_left"},  # nothing in this request counts from the diagonal
         {"window_size": (3000, 5), "sink_tokens": 3},
         {"softcap": 20.0, "sinks": True},
         {"alibi": "batch", "bias": ("bfloat16", False, True)},
@@ -153,7 +153,7 @@ def test_a_gradient_and_a_request_over_a_cache_are_left_alone():
 
 
 def test_the_devices_multiprocessors_decide():
-    """A device of unknown size is that of the data sheet."""
+    """A device of unknown size counts as that of the data sheet."""
     problem = dense(rows=16, heads=(8, 8), keys=1024)
     assert weighed(problem).taken
     assert not weighed(problem, multiprocessors=8).taken
@@ -175,7 +175,7 @@ def test_the_reason_has_the_numbers_of_the_rule():
 
 
 def run(case: ForwardCase, arch: str, *, multiprocessors: int = 3, **emulation: Any) -> tuple[Any, Any, str]:
-    """(out, lse, kernel), whatever the rule says."""
+    """(out, lse, kernel) of packed rows, even if the rule would not pack them."""
     options = {name: value for name, value in case.options.items() if name != "dropout_seed"}
     problem = problem_of(*case.inputs, **options)
     found = weighed(problem, arch)
@@ -214,7 +214,7 @@ def few_rows(seed: int, features: Any = (), always: Any = (), **choices: Any) ->
     return poison_unseen(random_forward(seed, features=features, always=always, **given | choices))
 
 
-VARIANT = ("causal", "window", "sink_tokens")  # options of the one that the default run compiles
+VARIANT = ("causal", "window", "sink_tokens")  # options of the variant that the default run compiles
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -222,13 +222,13 @@ def test_a_sample_agrees_with_the_oracle(arch):
     for seed, case in enumerate((few_rows(1, always=VARIANT, batch=1), few_rows(7, always=VARIANT))):
         delivery, schedule = LAUNCHES[seed * 5 % len(LAUNCHES)]
         check(case, arch, multiprocessors=1 + seed, delivery=delivery, schedule=schedule, seed=seed)
-    for rows, keys in ((40, 3), (33, 1)):  # the first rows see nothing
+    for rows, keys in ((40, 3), (33, 1)):  # the first rows see no key
         check(few_rows(1, always=VARIANT, seqlens=(rows, keys), heads=(4, 2)), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_keys_and_values_are_read_where_they_lie(arch):
-    """Heads before rows, gaps between sequences, and values apart from keys."""
+    """Heads lie before rows, with gaps between sequences, and values apart from keys."""
     case = few_rows(5, always=VARIANT, seqlens=(9, 300), heads=(8, 2), batch=2)
     memory = allocate((2, 3, 2, 310, 64), "bfloat16")
     memory[...] = np.nan
@@ -248,14 +248,14 @@ def test_keys_and_values_are_read_where_they_lie(arch):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_option_of_both_agrees_with_the_oracle(arch):
-    """Each dtype and input kind; head dims beside 64; every option that packed rows have, drawn."""
+    """Each dtype and input kind, head dims other than 64, and drawn options of packed rows."""
     kernels = set()
     for seed in range(60):
         delivery, schedule = LAUNCHES[seed % len(LAUNCHES)]
         choices: dict[str, Any] = {"head_dim": (64, 128, 40, 96, 256)[seed % 5], "features": SHARED}
         if arch == "sm_90a" and seed % 4 == 3:
             eighths = {"dtype": ("float8_e4m3fn", "float8_e5m2")[seed // 4 % 2], "head_dim": (64, 128)[seed // 8 % 2]}
-            choices = eighths | {"features": tuple(set(SHARED) - {"bias"})}  # which leaves some to forward_simple
+            choices = eighths | {"features": tuple(set(SHARED) - {"bias"})}  # with a bias some go to forward_simple
         case = few_rows(seed, **choices)
         kernels.add(check(case, arch, multiprocessors=1 + seed % 5, delivery=delivery, schedule=schedule, seed=seed))
     assert kernels == ({"decode_mma", "decode_sm90"} if arch == "sm_90a" else {"decode_mma"})

@@ -104,7 +104,7 @@ def test_pages_in_every_delivery(delivery: Any, schedule: Any, fused: bool, monk
 
 
 def test_the_oracle_hides_what_is_not_listed_in_pages() -> None:
-    """Requests do not share a launch, for each has lists of its own sequences."""
+    """Requests do not share a launch, because each has lists of its own sequences."""
     arrays = arrays_of()
     given = caches_of(arrays, 16)
     with ga.open_context("mock") as ctx:
@@ -133,7 +133,7 @@ def test_the_oracle_hides_what_is_not_listed_in_pages() -> None:
 def test_hidden_pages_are_neither_loaded_nor_multiplied(
     monkeypatch: pytest.MonkeyPatch, file: str, place: str, thread: int, times: int
 ) -> None:
-    """As many tiles as the listed blocks have, less those behind the last row or key of each sequence."""
+    """Only tiles of listed blocks count, without those behind the last row or key of each sequence."""
     count = counting(monkeypatch, file, place, thread)
     request = ga.PagedForward(**caches_of(arrays_of(), 64), causal=False, block_mask=mask_of(mask_mod=None))
     with ga.open_context("emulated", ga.ContextOptions(arch="sm_90a")) as ctx:
@@ -143,7 +143,7 @@ def test_hidden_pages_are_neither_loaded_nor_multiplied(
 
 
 def test_a_kv_cache_takes_lists_of_its_sequences(hopper: ga.GpuContext) -> None:
-    """Rows are appended and attend in one launch. Lists may be larger than the sequences are by now."""
+    """Rows are appended and attend in one launch. Lists may be longer than the sequences so far."""
     arrays = arrays_of()
     chosen = [n for n in range(BATCH) if ROWS[n]]
     kinds = KINDS[chosen]

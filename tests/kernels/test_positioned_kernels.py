@@ -1,4 +1,4 @@
-"""Gradients of rows and keys that stand in a larger problem, and what takes no turns."""
+"""Gradients of rows and keys with positions in a larger problem, and which of them take no turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def operands(dtype: Any, rows: int = 70, keys: int = 90, dim: int = 32) -> list[
 
 
 def check(ctx: ga.GpuContext, q: Any, k: Any, v: Any, dout: Any, deterministic: bool = False, **options: Any) -> str:
-    """The kernel whose gradients agree with the oracle's. Forward's own kernels are the matrix's, rows PLACED."""
+    """The kernel, once its gradients agree with the oracle's. The matrix's rows PLACED check forward kernels."""
     with ga.open_context("mock") as mock:
         answer = mock.flash_attn.forward(q, k, v, return_lse=True, **options).result(60)
     given = {"out": answer.out, "lse": answer.lse, **options}
@@ -60,7 +60,7 @@ def test_gradients_are_the_oracles(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_steps_of_rows_and_a_window_take_no_turns(arch: str) -> None:
-    """A row tile may list a tile of keys that none of its rows sees, and would wait for its turn for ever."""
+    """A tile of rows may list a tile of keys that none of its rows sees, and would wait for it forever."""
     fields: dict[str, Any] = {"direction": "backward", "deterministic": True, "window_size": (8, 8)}
     with pytest.raises(ga.Unsupported) as caught:
         dispatch_key(example_problem("bfloat16", 64, q_positions=2, k_positions=2, **fields), arch)

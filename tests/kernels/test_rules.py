@@ -1,4 +1,4 @@
-"""Published rules: their numbers, as their authors' code gives them."""
+"""Published rules give the numbers of their authors' code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gpu_actors.kernels.rules import should_pack, split_count
     [
         # The example in FlashAttention's source: two splits of 48 tiles fill 0.89 of 108 multiprocessors, three 0.67.
         (48, 64, 108, 2),
-        # 0.8 of them, 86.4, are enough. Of 86 tiles two to four splits fill 0.796 and five 0.995.
+        # 0.8 * 108 = 86.4 tiles are not split. Two to four splits of 86 tiles fill 0.796, five 0.995.
         (86, 64, 108, 5),
         (87, 64, 108, 1),
         (1000, 64, 108, 1),
-        # Of few tiles of keys none is split.
+        # Up to four tiles of keys are not split.
         (1, 4, 132, 1),
         (1, 5, 132, 5),
         # Two splits of 64 tiles fill 128 of 132.
         (64, 32, 132, 2),
-        # One tile: efficiencies rise to that of as many splits as there are tiles of keys; 85% of 64 is 54.4.
+        # One tile: efficiency rises up to a split for each of the 64 tiles of keys; 85% of 64 is 54.4.
         (1, 64, 132, 55),
-        # At most 128 splits, of which 109 have 85%.
+        # At most 128 splits; 109 have 85% of their efficiency.
         (1, 1000, 132, 109),
     ],
 )
@@ -41,7 +41,7 @@ def test_splits_are_those_of_flash_attention(tiles: int, key_tiles: int, multipr
         (63, 2, 64, False),
         # 100 of 128 rows are 78.1%, 800 of 896 are 89.3%.
         (100, 8, 128, True),
-        # 100 of 128, and 200 of 256: the same.
+        # 100 of 128 and 200 of 256 are equal.
         (100, 2, 128, False),
     ],
 )

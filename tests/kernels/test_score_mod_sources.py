@@ -1,4 +1,4 @@
-"""How a score modification comes into a kernel's source: its header, and its parameters behind the kernel's own."""
+"""A score modification in a kernel's source: its header, and its parameters behind the kernel's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def source_of(name: str) -> KernelSource:
 
 
 def test_the_modification_is_in_the_kernel() -> None:
-    """Its header takes the place of the empty one, and its parameters follow the kernel's own."""
+    """Its header replaces the empty one, and the kernel's source stays the same."""
     source = source_of("tanh gating")
     assert "tanh_of" in source.headers["common/score_mod.cuh"]
     plain = source_of("t5 relative bias")

@@ -35,7 +35,7 @@ def kind_of(dtype: str) -> Any:
 
 
 def operands(summed: str, dtype: str = "float16", **options: Any) -> Operands:
-    """q, k, v and dout, those that are shared of one sequence; out and lse as forward gives them."""
+    """q, k, v and dout, where shared operands have one sequence; out and lse are forward's."""
     rng = np.random.default_rng(3)
     shapes = {
         "q": (ROWS, HEADS, DIM),
@@ -61,7 +61,7 @@ def repeated(given: Mapping[str, Any]) -> Operands:
 
 
 def expected(given: Operands, summed: str, **options: Any) -> Operands:
-    """In float64, from the oracle's gradients of a batch without sharing."""
+    """The gradients in float64, from the oracle's for a batch without sharing."""
     found = attention_backward(**repeated(given), **options)
     wanted: Operands = {f"d{name}": np.asarray(getattr(found, f"d{name}"), np.float64) for name in "qkv"}
     for name in summed:
@@ -70,7 +70,7 @@ def expected(given: Operands, summed: str, **options: Any) -> Operands:
 
 
 def check(found: Any, given: Operands, summed: str, compute: str | None = None, **options: Any) -> float:
-    """The tolerance rule's bound of each sequence's part, added up, and the roundings of their sum."""
+    """Check within the sum of the tolerance rule's bounds of each sequence's part, and the roundings of their sum."""
     whole = repeated({name: given[name] for name in ("q", "k", "v", "dout")})
     if compute is not None:
         step = rounder(COMPUTE[compute])
@@ -117,7 +117,7 @@ def test_the_mock_device_adds_them_up() -> None:
 
 
 def test_a_batch_that_repeats_an_array_has_a_gradient_for_each() -> None:
-    """As NumPy's broadcast_to makes it: its strides are those that a shared operand gets."""
+    """The array comes from NumPy's broadcast_to, whose strides are those of a shared operand."""
     given = operands("k")
     given["k"] = np.broadcast_to(given["k"], (BATCH, *given["k"].shape[1:]))
     with ga.open_context("mock") as ctx:
@@ -157,7 +157,7 @@ def test_kernels_add_them_up(kernel: str, arch: str, dtype: str, summed: str, op
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 40))])
 def test_every_option_goes_with_them(seed: int) -> None:
-    """Options as the seed draws them. NaN fills keys and values that no row sees, and rows that see none."""
+    """The seed draws options. NaN fills keys and values that no row sees, and rows that see no key."""
     dtype = ("float16", "bfloat16", "float32", "float64")[seed // 2 % 4]
     rng, arch = np.random.default_rng((seed, 1)), ("sm_80", "sm_90a")[seed % 2]
     dims, heads = [(32, 40), (64, 64), (40, 24), (128, 64)][rng.integers(4)], [(4, 2), (2, 2), (4, 1)][rng.integers(3)]
@@ -187,7 +187,7 @@ def test_every_option_goes_with_them(seed: int) -> None:
     ("kernel", "summed"), [("backward_mma", "kv"), pytest.param("backward_simple", "q", marks=pytest.mark.sweep)]
 )
 def test_they_do_so_in_every_schedule(kernel: str, summed: str, fused: bool) -> None:
-    """The sum of what a batch without sharing gives in float32, to half a unit: each schedule and delivery."""
+    """The gradients are sums of float32 parts within the tolerance in every schedule and delivery."""
     given = operands(summed)
     whole = {name: np.broadcast_to(given[name], (BATCH, *given[name].shape[1:])) for name in "qkv"}
     problem = emulated_backward.backward_problem_of(*(whole[name] for name in "qkv"))
@@ -203,7 +203,7 @@ def test_they_do_so_in_every_schedule(kernel: str, summed: str, fused: bool) -> 
 
 
 def test_a_sum_is_rounded_once() -> None:
-    """Parts that cancel but for less than a unit of one of them, and parts beyond float16's range."""
+    """Parts may cancel to less than a unit of one of them, or exceed float16's range."""
     rng = np.random.default_rng(0)
     rows, keys = 16, 1
     q = rng.standard_normal((2, rows, 1, DIM)).astype(np.float16)
@@ -224,7 +224,7 @@ def test_a_sum_is_rounded_once() -> None:
     np.testing.assert_array_equal(found.dv[0, 0, 0, :3].astype(float), [0.0, 0.5, 2.0 + 2.0**-9])
 
 
-# What is asked for
+# Requests
 
 
 def test_hoppers_own_kernel_leaves_them_to_mma() -> None:

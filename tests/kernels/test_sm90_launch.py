@@ -90,7 +90,7 @@ class TestDispatch:
             ({"softcap": 5000.0}, "forward_mma", "softcap", "in fp32"),
             ({"dtype": "float32", "kv_dtype": "float32", "out_dtype": "float32", "compute": "tf32"},
              "forward_mma", "dtype", ""),
-            # Options that would spill together.
+            # Options that would spill registers together.
             ({"bias": BIAS, **MODIFIED}, "forward_mma", "bias", "score modification"),
             ({"dropout_p": 0.1, **MODIFIED}, "forward_mma", "dropout_p", "score modification"),
             ({"bias": BIAS, "k_positions": 2}, "forward_mma", "bias", "positions"),
@@ -145,10 +145,10 @@ class TestOperands:
 
     @pytest.mark.parametrize(("head_dim", "row"), [(64, 128), (72, 144), (256, 512)])
     def test_what_an_axis_of_one_element_strides_over_is_a_row(self, head_dim, row):
-        """The driver looks at it, too."""
+        """The driver checks the stride of such an axis too."""
         q, kv = np.zeros((1, 1, 1, head_dim), np.float16), np.zeros((1, 200, 1, head_dim), np.float16)
         problem = dataclasses.replace(problem_of(q, kv, kv), return_lse=False)
-        far = 1 << 41  # bytes, which no tensor map takes
+        far = 1 << 41  # bytes, more than a tensor map takes
         strides = {"q": (far, far, far, 1), "out": (1, 1, 1, 1)}
         buffers = {
             name: Buffer(4096, array.shape, strides.get(name, (far, 8 * head_dim, 3, 1)), "float16")
@@ -197,7 +197,7 @@ def launched() -> list[str]:
 
 @pytest.fixture
 def cuda(launched: list[str]) -> FakeCuda:
-    """Its kernels note that they ran and compute nothing."""
+    """A driver whose kernels note that they ran and compute nothing."""
 
     def kernel(name: str) -> Any:
         return lambda memory, params, geometry: launched.append(name)
@@ -291,7 +291,7 @@ class TestDriver:
         assert calls == [(0, 9, 4, 4096, [64, 200, 4, 2], [512, 128, 102400], [64, 128, 1, 1], (0, 3, 3, 0))]
 
     def test_maps_that_differ_in_one_field_are_different_maps(self, calls):
-        """An allocator gives the same address out again, for an array of other strides, say."""
+        """An allocator may return the same address again for an array of other strides."""
         others = {"address": 8192, "dtype": "float32", "shape": (64, 200, 4, 3), "strides": (512, 128, 204800)}
         others |= {"box": (64, 64, 1, 1), "swizzle": "64B"}
         assert others.keys() == set(TensorMap._fields)

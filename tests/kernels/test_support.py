@@ -1,4 +1,4 @@
-"""What is refused, with which field, reason and nearest value; and what is not."""
+"""Which problems are refused, with which field, reason and nearest value, and which are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E4M3, E5M2 = FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def problem(dtype: str = "bfloat16", dtype_: str | None = None, **changes: Any) -> AttentionProblem:
-    """dtype_: one that no example has."""
+    """dtype_: a dtype that no example has."""
     changes |= {} if dtype_ is None else {"dtype": dtype_, "kv_dtype": dtype_}
     return dataclasses.replace(example_problem(dtype, 64), **changes)
 
@@ -116,7 +116,7 @@ def test_wide_dtypes_are_accepted_everywhere_with_every_option(dtype):
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES)
 def test_fp8_is_refused_before_hopper_and_accepted_from_there_on(dtype):
-    """Over a cache it is widened, and needs no Hopper."""
+    """Over a cache fp8 is widened and needs no Hopper."""
     for arch in ARCHS:
         assert find_unsupported(problem(dtype, descales=True, layout="cache"), arch) is None
         found = find_unsupported(problem(dtype, descales=True), arch)

@@ -26,7 +26,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MASKS = ("full", "causal", "window", "causal_window")
 LAYOUTS: tuple[Layout, ...] = ("dense", "paged")
 DIRECTIONS = {row.kernel: row.direction for row in TILES}
-# Where rows of the table begin and end: between them memory only grows.
+# Head dims at which rows of the table begin and end; between them memory only grows.
 DIMS = sorted({1, 512} | {row.head_dim + more for row in TILES for more in (0, 1) if row.head_dim < 512})
 
 
@@ -48,7 +48,7 @@ def test_tiles_of_narrower_values_fit_too():
 
 
 def test_each_row_of_the_table_is_reached():
-    """By a head dim that the row ends at, or by one that leaves more shared memory."""
+    """A head dim at which the row ends reaches it, or one that leaves more shared memory."""
     dims = {kernel: {64, 128, 192} | {row.head_dim for row in TILES if row.kernel == kernel} for kernel in DIRECTIONS}
     archs, dtypes, flags = (
         ("sm_80", "sm_86", "sm_90a"),
