@@ -1,4 +1,4 @@
-"""Rows and keys of caches that stand in a larger problem: shared launches, rotations, and what is refused."""
+"""Rows and keys of caches with positions in a larger problem: shared launches, rotations, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def places(*steps: tuple[int, int]) -> np.ndarray:
 
 
 def operands(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """q (batch, rows, heads, dim), and the keys and the values of each sequence, (length, heads_kv, dim)."""
+    """q (batch, rows, heads, dim), and each sequence's keys and values, (length, heads_kv, dim)."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((len(LENGTHS), ROWS, HEADS, DIM))
     k, v = ([rng.standard_normal((length, KV_HEADS, DIM)) for length in LENGTHS] for _ in range(2))
@@ -31,7 +31,7 @@ def operands(seed: int = 0) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarr
 
 
 def pages(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A pool with a sequence's keys in its pages, NaN in what they leave, and the table."""
+    """A pool with a sequence's keys in its pages and NaN in unused rows, and the table."""
     width = max(1, max(-(-len(keys) // PAGE) for keys in sequences))
     pool = np.full((width * len(sequences), PAGE, *sequences[0].shape[1:]), np.nan)
     table = np.arange(len(pool), dtype=np.int32).reshape(len(sequences), width)
@@ -64,7 +64,7 @@ def whole(q: Any, k: list[np.ndarray], v: list[np.ndarray], index: int, **option
 
 
 def test_requests_that_share_a_launch_keep_their_positions() -> None:
-    """Also where the batch is padded to a power of two, whose further sequences have steps that divide."""
+    """Also if the batch is padded to a power of two, whose added sequences have steps that may be divided by."""
     q, k, v = operands()
     (k_pool, table), (v_pool, _) = pages(k), pages(v)
     at = [places((40 + 3 * index, 1 + index)) for index in range(3)]
@@ -106,7 +106,7 @@ def test_requests_that_share_a_launch_keep_their_positions() -> None:
 
 
 def test_each_sequence_is_rotated_from_its_own_position() -> None:
-    """Beside keys that were rotated before: new rows alone would not show where they are turned from."""
+    """Keys that were rotated before are needed: new rows alone would not show the position that rotation starts at."""
     q, k, v = narrow_operands()
     rope, at = ga.Rope(dim=DIM), places((50, 3), (7, 1))
     before = (at[:, :1] + at[:, 1:] * np.arange(ROWS)).astype(np.int32)
@@ -135,7 +135,7 @@ def test_each_sequence_is_rotated_from_its_own_position() -> None:
 
 
 def narrow_operands() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """The same in float32, the widest dtype of a cache's new rows."""
+    """The same operands in float32, the widest dtype of a cache's new rows."""
     q, k, v = operands()
     return q.astype(np.float32), *([keys.astype(np.float32) for keys in arrays] for arrays in (k, v))  # type: ignore[return-value]
 

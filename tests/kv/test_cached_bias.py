@@ -1,4 +1,4 @@
-"""Biases and masks over pages, caches and pointers: each sequence as if it were alone, with its part of the matrix."""
+"""Biases and masks over pages, caches and pointers: each sequence answers as alone, with its part of the matrix."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_lengths_on_the_device_need_all_keys() -> None:
 
 
 def test_a_sequence_may_not_outgrow_its_bias(mock: ga.GpuContext) -> None:
-    """Not by the rows that the request appends itself, and then nothing is appended, nor by those of one before.
+    """Neither rows that the request appends, which are then not appended, nor those of an earlier request may do so.
 
-    Which may not have been launched yet when a request is looked at.
+    The earlier request may not be launched yet when this one is checked.
     """
     rows, q = np.zeros((1, 4, 2, 64), np.float16), np.zeros((1, 4, 4, 64), np.float16)
     new = {"k": rows, "v": rows}
@@ -78,14 +78,14 @@ def test_a_sequence_may_not_outgrow_its_bias(mock: ga.GpuContext) -> None:
 
 
 def test_the_kernel_of_a_bias_is_decode_mma(mock: ga.GpuContext) -> None:
-    """Also of as many rows as decode_sm90 is for, which has no code for it."""
+    """decode_sm90 has no code for a bias, so decode_mma also takes its numbers of rows."""
     q = np.zeros((2, 32, 4, 64), np.float16)
     requests = [_paged(q=q, bias=bias) for bias in (None, np.zeros((1, 1, 32, 40), np.float16))]
     kernels = [mock.flash_attn.inspect_key(request).kernel for request in requests]
     assert kernels == ["decode_sm90", "decode_mma"]
 
 
-# The dtype of q and how a bias is made: of its own dtype, of each sequence, head and row, with keys that it hides.
+# The dtype of q, and a bias: its dtype, whether it has sequences, heads and rows, and whether it hides keys.
 USUAL: tuple[tuple[str, str, Any], ...] = (
     ("paged", "float16", ("bool", True, True, True, False)),
     ("packed", "float16", ("float32", True, False, False, False)),

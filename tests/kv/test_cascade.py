@@ -1,4 +1,4 @@
-"""Sequences of a KvCache that share pages attend to them once, with the same answers."""
+"""Sequences of a KvCache that share pages read them once, with the same answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWEPT = [
 
 
 def near(found: Any, wanted: Any) -> None:
-    """Of each sequence (out, lse), beside what is right and by how much its output may err."""
+    """Compare (out, lse) of each sequence with the right (out, lse), within the bound of its output's error."""
     for index, ((out, lse), (right, right_lse, bound)) in enumerate(zip(found, wanted, strict=True)):
         error = np.abs(out.astype(np.float64) - right)
         assert (error <= bound).all(), (index, error.max())
@@ -42,7 +42,7 @@ def test_the_oracle_answers_a_cascade_right(name: str) -> None:
     without = run(CASES[name], "mock", cascade=False, steps=1)
     assert without.events == []
     for (out, lse), (expected, wanted_lse) in zip(seen.results, without.results, strict=True):
-        # One rounding each, of numbers that differ in their last bits of float64.
+        # Both are rounded once, from numbers that differ in their last bits of float64.
         np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), rtol=8e-3, atol=1e-6)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6)
 
@@ -71,7 +71,7 @@ def test_cascades_are_right_however_data_arrives(arch: str, delivery: Any, contr
 
 
 def test_a_shared_page_is_read_once() -> None:
-    """Ten pages of four sequences and five of two: a prefix of 83 rows has ten whole pages, and one of 41 five."""
+    """Four sequences share ten pages and two share five: prefixes of 83 and 41 rows have ten and five whole pages."""
     case = CASES["decode"]
     (event,) = run(case, "mock", steps=1).events
     page = 8 * KV_HEADS * 2 * case.dim * 2  # bytes of K and V
@@ -178,7 +178,7 @@ def test_sixteen_sequences_of_a_long_prompt_are_worth_it() -> None:
     ],
 )
 def test_latents_that_sequences_share_are_read_once(device: str, arch: str, dims: Any, dtype: str) -> None:
-    """A page of a latent cache has no values apart, which what is saved does not count either."""
+    """A page of a latent cache has no separate values, and the saved bytes do not count any."""
     (latent, rotary), page, scale, rng = dims, 8, 0.1, np.random.default_rng(0)
     events: list[Any] = []
     descales = {"k_descale": np.array([0.05], np.float32)} if dtype.startswith("float8") else {}
@@ -257,7 +257,7 @@ def test_prompts_that_begin_with_the_same_tokens_are_a_cascade() -> None:
 
 
 def apart(batch: Batch, cache: ga.KvCache, order: list[int], **lengths: list[int]) -> dict[int, Any]:
-    """A request of each sequence, in this order: its reply and what is right. lengths: what some expect."""
+    """Make a request for each sequence, in this order; return the replies. lengths: what some requests expect."""
     asked = batch.request()
     replies = {}
     for index in order:
@@ -301,7 +301,7 @@ def test_a_member_that_is_cancelled_or_refused_leaves_the_others_their_cascade()
 
 def test_a_cascade_that_fails_leaves_no_trace_and_the_next_one_is_right() -> None:
     case = CASES["decode"]
-    appends = 3 + 3  # launches before the first attention: of prefixes, and of the further rows of three members
+    appends = 3 + 3  # launches before the first attention: three prefixes, and further rows of three members
     options = ga.ContextOptions(fault_plan=FaultPlan().fail(appends + 1))
     with ga.open_context("mock", options) as ctx, ctx.kv_cache(**case.spec, cascade=True) as cache:
         batch = Batch(case, cache)
@@ -389,7 +389,7 @@ def test_random_programs_have_the_same_answers_with_and_without(device: str, see
         taken += cascades
         assert none == 0
         for one, other in zip(results, expected, strict=True):
-            # Both were rounded to float16, and on the emulated device from sums in float32.
+            # Both are rounded to float16, on the emulated device from sums in float32.
             np.testing.assert_allclose(one.out.astype(np.float64), other.out.astype(np.float64), rtol=2e-3, atol=2e-3)
             np.testing.assert_allclose(one.lse, other.lse, rtol=1e-5, atol=1e-3)
     assert taken > len(seeds) / 2

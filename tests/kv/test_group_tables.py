@@ -1,4 +1,4 @@
-"""The tables of a cache with windowed groups, at random: what lies in each page is what each sequence has there."""
+"""The tables of a cache with windowed groups, at random: each page has the rows that its sequences have there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = [GroupSize(24), GroupSize(18, window=4, slack=1), GroupSize(15, window=
 
 
 class Pages:
-    """Tables, and the rows in each page. A row is what it follows from: its tokens from the first on, or a number."""
+    """Tables, and the rows in each page. A row stands for its cause: the tokens up to it, or a number."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -32,7 +32,7 @@ class Pages:
         return self.some(range(self.random.randrange(1, 30)))
 
     def some(self, places: range) -> list[int]:
-        """Tokens at these places. There are few prompts, so that many begin alike."""
+        """Tokens at these indices. There are few different prompts, so that many begin alike."""
         return [self.random.randrange(2) if place in (4, 11) else place for place in places]
 
     def pick(self, settled: bool) -> PageTable | None:
@@ -123,7 +123,7 @@ class Pages:
             self.rows[self.tables.fork(table)] = list(self.rows[table])
 
     def move(self) -> None:
-        """Take in what a sequence holds, as a new one, whose launch succeeds or fails."""
+        """Adopt a sequence's rows as a new sequence, whose launch succeeds or fails."""
         table = self.pick(settled=True)
         if table is None or len(self.rows) == 6:
             return
@@ -178,7 +178,7 @@ class Pages:
 
 
 def first_page(size: GroupSize, length: int) -> int:
-    """Of the rows that stay."""
+    """The index of the first page of the kept rows."""
     return 0 if size.window is None else max(0, length - 1 - size.window - size.slack) // SIZE
 
 

@@ -1,4 +1,4 @@
-"""A KvCache whose layers differ: one sequence with the same rows in all of them, each layer as a cache of its own."""
+"""A KvCache whose layers differ: a sequence has the same rows in all of them, each layer as in its own cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = [WIDE, NARROW, LATENT, WIDE, FP8, NARROW]
 
 
 class Mixed(LayerRows):
-    """A cache whose layers differ beside a cache for each layer, which are asked for the same."""
+    """A cache whose layers differ, and a cache for each layer, with the same requests."""
 
     def __init__(self, cache: ga.KvCache, ones: list[ga.KvCache], layers: list[ga.KvLayer], dtype: str) -> None:
         super().__init__(layers, dtype)
@@ -52,7 +52,7 @@ class Mixed(LayerRows):
         return lengths
 
     def step(self, seqs: list[ga.KvSequence], rows: int, order: list[int] | None = None, **options: Any) -> None:
-        """One step over all layers, beside the same on each."""
+        """One step over all layers, compared with the same on each layer's cache."""
         begun = self.cache.step(seqs, heads_q=HEADS_Q, rows=rows, dtype=self.dtype, **OPTIONS, **options)
         with wait(begun) as step:
             for layer in order or range(len(self.layers)):
@@ -63,7 +63,7 @@ class Mixed(LayerRows):
                 assert out.tobytes() == alone.tobytes(), f"layer {layer}"
 
     def check(self) -> None:
-        """Every sequence in every layer, bit by bit."""
+        """Compare every sequence in every layer, bit by bit."""
         for seq, twins in self.twins.items():
             assert all(one.length(twin) == self.cache.length(seq) for one, twin in zip(self.ones, twins, strict=True))
             for layer, (one, twin) in enumerate(zip(self.ones, twins, strict=True)):
@@ -110,7 +110,7 @@ def test_each_layer_is_what_a_cache_of_one_layer_is(device: str, dtype: str) -> 
 
 
 def test_equal_layers_are_one_group_of_the_usual_kind() -> None:
-    """With a list of equal entries, rows may come as one array or as a list, and sequences may move."""
+    """With a list of equal entries, rows may be one array or a list, and sequences may move."""
     with mixed(layers=[WIDE, ga.KvLayer(head_dim=16)], kv_heads=2) as one:
         seq = one.create()
         k, v = one.draw(2, 5, 2, 16), one.draw(2, 5, 2, 16)

@@ -1,4 +1,4 @@
-"""Sequences that leave a cache whose layers differ and come into another: in each layer as if they had stayed."""
+"""Sequences that move between caches whose layers differ: each layer answers as if they had stayed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Moves(LayerRows):
         self.source, self.target = source, target
 
     def create(self, *parts: int, tokens: Any = None) -> ga.KvSequence:
-        """A sequence of the source, with so many rows at a time."""
+        """A sequence of the source, appended to in parts of these numbers of rows."""
         seq: ga.KvSequence = wait(self.source.create())
         for count in parts:
             ids = None if tokens is None else [tokens[self.source.length(seq) :][:count]]
@@ -46,7 +46,7 @@ class Moves(LayerRows):
         return seq
 
     def export(self, seq: ga.KvSequence) -> ga.SequencePages:
-        """What arrives of a sequence."""
+        """The exported pages of a sequence, pickled and loaded again."""
         pages = wait(self.source.export_pages(seq))
         wait(self.source.release(pages))
         arrived: ga.SequencePages = pickle.loads(pickle.dumps(pages))
@@ -57,7 +57,7 @@ class Moves(LayerRows):
         return moved
 
     def both(self, ask: Callable[[ga.KvCache, ga.KvSequence], Any], seq: ga.KvSequence, moved: ga.KvSequence) -> Any:
-        """Ask both caches for the same. The answers are equal, and so are refusals."""
+        """Ask both caches the same. Answers and refusals must be equal."""
         here, there = outcome(ask(self.source, seq)), outcome(ask(self.target, moved))
         assert type(here) is type(there)
         if isinstance(here, ga.GpuActorsError):
@@ -69,7 +69,7 @@ class Moves(LayerRows):
         return here, there
 
     def compare(self, seq: ga.KvSequence, moved: ga.KvSequence) -> None:
-        """Each layer has the same bits for the last rows, as many as there may be."""
+        """Each layer must have the same bits for the last 1, 2 and 4 rows."""
         assert self.source.length(seq) == self.target.length(moved)
         for layer in range(len(self.layers)):
             for rows in (1, 2, 4) if self.source.length(seq) else ():
@@ -91,7 +91,7 @@ class Moves(LayerRows):
         self.compare(seq, moved)
 
     def cut(self, seq: ga.KvSequence, moved: ga.KvSequence, length: int) -> None:
-        """Cut forks of both, and go on from there."""
+        """Truncate forks of both, and append to them."""
         forks = self.both(lambda cache, one: cache.fork(one), seq, moved)
         self.both(lambda cache, one: cache.truncate(one, length), *forks)
         self.append(*forks, 3)
@@ -114,7 +114,7 @@ def caches(
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[ga.KvLayer], int, list[int], int]:
-    """Layers, rows a page, rows of each append, and how many of them are taken back."""
+    """Layers, rows a page, rows of each append, and the number of rows that are truncated."""
     page = draw(st.sampled_from([1, 3, 4]))
     windows = st.tuples(st.sampled_from([None, None, 0, 2, 3, 4, 7, 8]), st.sampled_from([0, 0, 1, 3]))
     layers = list[ga.KvLayer]()
@@ -135,7 +135,7 @@ def test_a_sequence_goes_on_elsewhere_as_where_it_was(
 ) -> None:
     layers, page, parts, less = plan
     with caches(mock, layers, page_size=page) as one:
-        wait(one.target.append([wait(one.target.create())], **one.of_all(1, 2 * page + 1)))  # takes pages of its own
+        wait(one.target.append([wait(one.target.create())], **one.of_all(1, 2 * page + 1)))  # takes its own pages
         tokens = list(range(sum(parts)))
         seq = one.create(*parts, tokens=tokens if known else None)
         outcome(one.source.truncate(seq, max(0, sum(parts) - less)))
@@ -198,7 +198,7 @@ def test_an_exported_sequence_has_the_pages_that_each_group_still_holds(mock: ga
             for side in (each.k, each.v):
                 rows = np.moveaxis(side, 1, 0)[-1][:, 2:] if len(each.layers) > 1 else side[-1, 2:]
                 assert not np.ascontiguousarray(rows).view(np.uint8).any(), "rows of another leave"
-        # The lease keeps what was exported, whatever happens to the sequence.
+        # The lease keeps the exported rows, whatever happens to the sequence.
         held = one.source.group_stats()[1].free_blocks
         wait(one.source.append([seq], **one.of_all(1, 30)))
         wait(one.source.free(seq))
@@ -213,7 +213,7 @@ def test_prefixes_move_along_and_are_shared(mock: ga.GpuContext) -> None:
         seq = one.create(26, tokens=tokens)
         pages = one.export(seq)
         first = wait(one.target.import_pages(pages))
-        # Page 6 is begun, and the window keeps pages from (26 - 1 - 5 - 2) // 4 = 4 on.
+        # Page 6 is partly filled, and the window keeps pages from (26 - 1 - 5 - 2) // 4 = 4 on.
         assert [(first.cached, each.first) for each in pages.groups] == [(0, 0), (0, 4), (0, 0), (0, 0)]
         second = wait(one.target.import_pages(pages))
         assert second.cached == 24
@@ -229,7 +229,7 @@ def test_prefixes_move_along_and_are_shared(mock: ga.GpuContext) -> None:
 
 
 def test_a_prefix_that_ends_before_the_window_is_shared_where_rows_are_kept(mock: ga.GpuContext) -> None:
-    """What the target knows of the prompt is too old for the group with a window, whose pages are all written."""
+    """The target's prefix of the prompt ends before the window, so all pages of the windowed group are written."""
     tokens = list(range(40))
     with caches(mock, [WIDE, LOCAL]) as one:
         short = one.create(8, tokens=tokens)
@@ -248,11 +248,11 @@ def test_a_prefix_that_ends_before_the_window_is_shared_where_rows_are_kept(mock
         assert one.all_free(one.target)
 
 
-# What does not fit
+# Mismatches
 
 
 def flipped(array: Any) -> Any:
-    """The array with another bit in its middle."""
+    """The array with a flipped bit in its middle."""
     copy = array.copy()
     middle = copy.reshape(-1).view(np.uint8)
     middle[middle.size // 2] ^= 1
@@ -364,7 +364,7 @@ def test_pools_may_have_other_sizes(mock: ga.GpuContext) -> None:
         one.compare(seq, one.move(seq))
 
 
-# What fails on its way
+# Failures on the way
 
 
 def test_a_group_without_room_takes_nothing_from_the_others(mock: ga.GpuContext) -> None:
@@ -419,7 +419,7 @@ def test_a_move_that_ends_early_leaves_every_page_free(step: str, way: str) -> N
         one.compare(seq, one.move(seq))
 
 
-# What earlier releases exported
+# Exports of earlier releases
 
 OLD = """
     eNpt0EFrE0EUB/DJJiG1KAaRthbBCArxshTbQw9CW1Y8dCUERQVRk812krRNN9vZ2UJu66FtCqMW+tRehD1JL0L1VC+anBTxoAcPXqTgSew36K
@@ -429,7 +429,7 @@ OLD = """
     Oteqnu15qfNRmxB8xNzCkRBACC3YBdZGm5CBkXaPNpHLQxFcCKAJ67AJIWzBNuy0e7VppN+Ir0/GF7+N1X4OXd8LLh2Qkb4/8WW1di/55/3+3d
     /84s23tIJ3NjIXssO51Iv94uvhzzce/er7MPrp2eD3wXdDlx/svay8ujNHy2SeAGZqvKT/A/Kx0CQ=
 """
-"""Pickled before there were groups: of two layers, three rows, of which two are a whole page. v is -k."""
+"""Pickled before there were groups: two layers, three rows, of which two fill a page. v is -k."""
 
 
 def test_a_sequence_that_an_earlier_release_exported_is_taken_in(mock: ga.GpuContext) -> None:

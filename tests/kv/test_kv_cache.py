@@ -1,4 +1,4 @@
-"""KvCache on mock: rows go where they belong, and pages are shared, copied and kept."""
+"""KvCache on mock: rows are written to the right places, and pages are shared, copied and kept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_keys_and_queries_are_rotated_on_the_way(how: str, interleaved: bool) ->
         }
 
     def rotated(x: np.ndarray) -> np.ndarray:
-        """As complex numbers, which is not how the oracle does it."""
+        """By complex numbers, unlike the oracle."""
         pairs = x[..., :8].reshape(*x.shape[:-1], *((4, 2) if interleaved else (2, 4))).astype(np.float64)
         real, imaginary = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[..., 0, :], pairs[..., 1, :])
         turned = (real + 1j * imaginary) * np.exp(1j * angles)[:, None]
@@ -160,7 +160,7 @@ def prompt(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fill(cache: ga.KvCache, tokens: list[int], named: bool = True) -> ga.KvSequence:
-    """A sequence of a prompt, of which only what is not there yet is appended."""
+    """A sequence of a prompt; only rows that are not cached yet are appended."""
     seq = wait(cache.create(tokens))
     k, v = prompt(tokens)
     rest = slice(seq.cached, None)
@@ -189,7 +189,7 @@ def test_sharing_is_by_tokens_that_were_given_and_ends_where_they_do() -> None:
         seq = wait(cache.create(tokens))
         assert seq.cached == 16
         k, v = prompt(tokens)
-        wait(cache.append(seq, k[16:18], v[16:18]))  # of unknown tokens: no page has a name from here on
+        wait(cache.append(seq, k[16:18], v[16:18]))  # of unknown tokens, so pages from here on have no name
         wait(cache.append(seq, *prompt(list(range(50, 60))), tokens=list(range(50, 60))))
         wait(cache.free(seq))
         assert wait(cache.create([*tokens[:18], *range(50, 60)])).cached == 16
@@ -229,7 +229,7 @@ def test_pages_behind_a_truncation_are_known_by_the_rows_that_replaced_others() 
         assert wait(cache.create(tokens)).cached == 16
 
 
-# When there is no room
+# A full cache
 
 
 def test_cache_full_leaves_everything_as_it_was() -> None:
@@ -279,7 +279,7 @@ async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
                 reply = ask()
                 task = asyncio.ensure_future(begin(reply))
                 await asyncio.sleep(0)
-            eventually(reply.done)  # with the loop held up, so that the task does not know yet
+            eventually(reply.done)  # the loop is blocked, so that the task does not know yet
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -288,7 +288,7 @@ async def test_a_sequence_that_nobody_got_to_know_is_freed() -> None:
             await asyncio.to_thread(eventually, lambda: cache.stats().sequences == 1)
 
             made = ctx.stats()["kv_cache"].submitted
-            ask()  # and does not even look
+            ask()  # and drops the reply
             await asyncio.to_thread(eventually, lambda made=made: ctx.stats()["kv_cache"].completed == made + 2)
             assert cache.stats().sequences == 1
         sequence = cache.create()

@@ -15,7 +15,7 @@ from gpu_actors.testing import forward_bounds
 
 HEADS, DIM = 2, 64
 DESCALES = {"k_descale": np.array([0.05, 0.02], np.float32), "v_descale": np.array([0.03, 0.1], np.float32)}
-# Of the new rows, of the cache, keys a page, rotation.
+# Dtypes of the new rows and of the cache, keys a page, rotation.
 CASES: dict[str, tuple[str, str, int, ga.Rope | None]] = {
     "float16": ("float16", "float16", 3, None),
     "rotated": ("float16", "float16", 8, ga.Rope(dim=32)),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, str, int, ga.Rope | None]] = {
 
 
 def steps(device: str, dtype: str, kv_dtype: str, page: int, rope: ga.Rope | None) -> list[tuple[Any, Any, list[Any]]]:
-    """(q, result, the rows of each sequence then) of a prefill of three sequences and a step, with a fork between."""
+    """(q, result, the sequences' rows then) of a prefill of three sequences and of a step, with a fork between."""
     rng = np.random.default_rng(1)
 
     def rows(*shape: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: 
         (q, result, contents_of_pages), (_, reference, expected) = one, other
         for index, (held, right) in enumerate(zip(contents_of_pages, expected, strict=True)):
             for side, actual in zip(right, held, strict=True):
-                # Rotated keys may be rounded the other way in their last bit.
+                # The last bit of rotated keys may be rounded differently.
                 error = np.abs(side.astype(np.float64) - actual.astype(np.float64))
                 unit = {"float16": 2.0**-10, "float8_e4m3fn": 2.0**-3, "float64": 0.0}[kv_dtype]
                 assert (error <= (unit if rope else 0) * np.abs(side.astype(np.float64))).all()
@@ -82,6 +82,6 @@ def test_kernels_and_oracle_keep_the_same_cache_and_give_the_same_answers(name: 
             k, v = (side.astype(q.dtype)[None] for side in (k, v))
             bounds = forward_bounds(q[index : index + 1], k, v, causal=True)
             error = np.abs(result.out[index].astype(np.float64) - reference.out[index].astype(np.float64))
-            # Both were rounded to the output's dtype.
+            # Both are rounded to the output's dtype.
             assert (error <= 2 * bounds.out[0]).all(), (name, index, error.max())
             np.testing.assert_allclose(result.lse[index], reference.lse[index], atol=2e-3)

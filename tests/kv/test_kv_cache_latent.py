@@ -31,7 +31,7 @@ DESCALE = np.array([0.03], np.float32)
 
 
 class Rows:
-    """Random rows. dims: of a latent and of what is rotated beside it."""
+    """Random rows. dims: of a latent and of the rotated part beside it."""
 
     def __init__(self, dims: tuple[int, int] = (LATENT, ROTARY), dtype: Any = BF16, seed: int = 0) -> None:
         self.dims, self.dtype = dims, dtype
@@ -51,7 +51,7 @@ def whole(parts: dict[str, Any]) -> Any:
 
 
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> Any:
-    """The rows of a sequence, straight from the pool."""
+    """The rows of a sequence, read from the pool."""
     opened = cache._find()
     (group,), table = opened.groups, opened.table(seq)
     assert group.v_pool is None
@@ -64,7 +64,7 @@ def bits(array: Any) -> Any:
 
 
 def check(result: Any, query: dict[str, Any], keys: list[Any], **options: Any) -> None:
-    """A batch of rows that are the last ones of their sequences. keys: the rows of each, as they lie in the pool."""
+    """Check a batch of the last rows of their sequences. keys: each sequence's rows in the pool."""
     q = whole(query)
     batch, rows, heads, _ = q.shape
     ends_k = np.concatenate([[0], np.cumsum([len(k) for k in keys])]).astype(np.int32)
@@ -90,7 +90,7 @@ def test_rows_lie_side_by_side_and_values_are_the_first_columns(mock: ga.GpuCont
         for seq, expected in zip(seqs, keys, strict=True):
             np.testing.assert_array_equal(contents(cache, seq), expected)
         check(result, query, keys)
-        # q may come in one array, and for one sequence.
+        # q may be one array, also for one sequence.
         again = wait(cache.attend(whole(query)[:1], seqs[0], softmax_scale=SCALE, return_lse=True))
         check(again, {name: part[:1] for name, part in query.items()}, keys[:1])
         one = rows.new(2)
@@ -276,7 +276,7 @@ def test_appended_rows_are_refused_by_their_own_names(mock: ga.GpuContext) -> No
         for error, field in refusals:
             assert isinstance(error, REFUSALS), (error, field)
             assert error.field == field
-        # As the caller gave them, without an axis of sequences.
+        # The error shows the shapes that the caller gave, without an axis of sequences.
         rows = one["c_kv"].shape[0]
         with pytest.raises(ga.InvalidRequest, match=rf"k_pe='bfloat16\[{rows}, 1, 24\]'.*shape \({rows}, 1, 8\)"):
             cache.append(seq, c_kv=one["k_pe"], k_pe=one["c_kv"]).result(30.0)

@@ -1,4 +1,4 @@
-"""Sequences that leave one cache and come into another: the same bits, wholly or not at all, and nothing is leaked."""
+"""Sequences that move between caches: they keep their bits, arrive wholly or not at all, and leak nothing."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_sequence_has_the_same_bits_elsewhere(
         other = target.create().result(30.0)
         target.append(other, *rows(11, 4, dtype)).result(30.0)  # so that its pages have other ids
         seq = source.create().result(30.0)
-        for count in (64 * page_size, length):  # the first writes every row there is
+        for count in (64 * page_size, length):  # the first append writes every row of the pool
             source.truncate(seq, 0).result(30.0)
             source.append(seq, *rows(count, 1, dtype)).result(30.0)
         pages = source.export_pages(seq).result(30.0)
         assert (pages.length, len(pages.pages), pages.dtype) == (length, -(-length // page_size), kind)
         last = length % page_size or page_size
         assert not any(side.view(np.uint8)[-1:, last:].any() for side in (pages.k, pages.v)), "rows of another leave"
-        # The lease keeps what was exported, whatever happens to the sequence.
+        # The lease keeps the exported rows, whatever happens to the sequence.
         source.append(seq, *rows(3, 2, dtype)).result(30.0)
         moved = target.import_pages(pickle.loads(pickle.dumps(pages))).result(30.0)
         assert target.length(moved) == length
@@ -103,12 +103,12 @@ def test_prefixes_move_along_and_are_shared(contexts: tuple[ga.GpuContext, ga.Gp
         second = target.import_pages(pages).result(30.0)
         assert second.cached == 16
         assert target.stats().shared_blocks == 2
-        # What is known of the page that is begun moves along too.
+        # The tokens of a partly filled page move too.
         target.append(first, *rows(3, 2, np.float32), tokens=[1, 2, 3]).result(30.0)
         assert target.create([*prompt, 1, 2, 3, 4]).result(30.0).cached == 24
         assert target.length(second) == 21
         whole = source.export_pages(source.create(prompt).result(30.0)).result(30.0)
-        assert target.import_pages(whole).result(30.0).cached == 16  # without any launch
+        assert target.import_pages(whole).result(30.0).cached == 16  # without a launch
 
 
 def _changed(pages: SequencePages, **changes: Any) -> SequencePages:
@@ -208,7 +208,7 @@ def test_a_launch_that_fails_leaves_no_trace(step: str) -> None:
             lone = dataclasses.replace(pages, digests=(), tail=())
             with pytest.raises(ga.LaunchError):
                 cache.import_pages(lone).result(30.0)
-            eventually(lambda: unused(cache) == (2, 13))  # a reply fails a moment before its pages are given back
+            eventually(lambda: unused(cache) == (2, 13))  # a reply fails a moment before its pages are freed
         moved = cache.import_pages(pages).result(30.0)
         for one in (seq, pages.lease, moved):
             cache.free(one).result(30.0)
@@ -226,7 +226,7 @@ def test_a_deadline_during_the_launch_leaves_no_trace() -> None:
         for reply in (cache.export_pages(seq, timeout=0.05), cache.import_pages(lone, timeout=0.05)):
             with pytest.raises(ga.DeadlineExceeded):
                 reply.result(30.0)
-        # These wait for the launches above, and find that nothing of them is left.
+        # These wait for the launches above, which leave nothing behind.
         again = cache.import_pages(lone).result(30.0)
         assert again.cached == 0
         assert unused(cache) == (3, 10)

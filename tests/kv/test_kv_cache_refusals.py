@@ -1,4 +1,4 @@
-"""What a KvCache refuses, and what opening and closing one leaves behind."""
+"""What a KvCache refuses, and the effects of opening and closing one."""
 
 from __future__ import annotations
 

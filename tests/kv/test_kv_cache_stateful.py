@@ -1,9 +1,9 @@
-"""Random operations on a KvCache beside a plain dictionary of arrays, on contexts whose launches fail now and then.
+"""Random operations on a KvCache against a plain dictionary of arrays, on contexts whose launches sometimes fail.
 
-Operations are made in bursts without waiting for an answer, so that they share launches and overtake each other
-wherever they may. Then each is looked at in order: one that failed must have left no trace, one that succeeded must
-have done what the dictionary does. One fails only with its own launch, or with one that it builds on. After every burst
-the pages must add up: none leaks, none is in two places, every row is right.
+Operations are made in bursts without waiting for answers, so that they share launches and overtake each other where
+they may. Then each is checked in order: one that failed must leave no trace, one that succeeded must do what the
+dictionary does. One fails only with its own launch, or with one that it builds on. After every burst the pages must add
+up: no page leaks or is in two places, and every row is right.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ GROUP = 2  # query heads a KV head
 operations = Counter[str]()
 outcomes = Counter[str]()
 own_failures: set[Any] = set()
-"""Calls whose own launch was refused or failed."""
+"""Calls whose own launch is refused or fails."""
 refusing = random.Random()
 refused_share = 0.0
-"""How many launches the device refuses at once."""
+"""The share of launches that the device refuses immediately."""
 
 
 def failing_launches(seed: int) -> FaultPlan:
@@ -48,14 +48,14 @@ def failing_launches(seed: int) -> FaultPlan:
     for launch in range(1, 400):
         if dice.random() < 0.25:
             plan = plan.fail(launch, dice.choice([ga.LaunchError, ga.OutOfDeviceMemory]))
-        if dice.random() < 0.4:  # so that others are launched behind it
+        if dice.random() < 0.4:  # so that others are launched meanwhile
             plan = plan.delay(0.002, launch)
     return plan
 
 
 @dataclass
 class Asked:
-    """An operation of a burst. then: does it to the dictionary. refused: whether `InvalidRequest` is right then."""
+    """An operation of a burst. then: applies it to the dictionary. refused: whether `InvalidRequest` is right."""
 
     reply: ga.Reply[Any]
     then: Callable[[Any], Any]
@@ -78,7 +78,7 @@ class Rows:
 
 
 class Caching(RuleBasedStateMachine):
-    """One cache, from opening to closing. `burst` holds what has been asked for and not looked at."""
+    """One cache, from opening to closing. `burst` holds the operations that are not checked yet."""
 
     @initialize(
         seed=st.integers(0, 2**32 - 1),
@@ -102,10 +102,10 @@ class Caching(RuleBasedStateMachine):
         ).__enter__()
         self.rows: dict[ga.KvSequence, Rows] = {}
         self.burst: list[Asked] = []
-        # Of sequences as they will be if nothing fails: only for choosing what to ask.
+        # The sequences' lengths if nothing fails, only for choosing operations.
         self.lengths: dict[ga.KvSequence, int] = {}
 
-    # What a program does
+    # Operations of a program
 
     def ask(
         self,
@@ -130,7 +130,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule(length=st.integers(0, 24), shared=st.booleans())
     def create(self, length: int, shared: bool) -> None:
-        """With a prompt out of few, whose rows follow from the tokens, or with none."""
+        """Create a sequence with one of a few prompts, whose rows follow from the tokens, or without."""
         self.settle()
         if len(self.rows) >= 12:
             return
@@ -187,7 +187,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 3))
     def decode(self, steps: int) -> None:
-        """Every sequence for itself, as tasks do that generate text."""
+        """A request for each sequence, as tasks that generate text make them."""
         for _ in range(steps):
             for seq in list(self.lengths)[:5]:
                 self.ask_attention([seq], 1, True, True)
@@ -210,7 +210,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule(choice=st.integers(0, 99))
     def fork(self, choice: int) -> None:
-        """Behind whatever is on its way, and awaited, for what follows needs the child."""
+        """The fork follows the operations in flight and is awaited, because later ones need the child."""
         seq = self.pick(choice)
         if seq is None or len(self.lengths) >= 12:
             return
@@ -237,7 +237,7 @@ class Caching(RuleBasedStateMachine):
             rows.k, rows.v = rows.k[:length], rows.v[:length]
 
         def refused() -> bool:
-            """Rows that it was to keep were never written."""
+            """Whether rows that should stay were never written."""
             return length > len(self.rows[seq])
 
         self.ask("truncate", self.cache.truncate(seq, length), [seq], then, refused=refused)
@@ -258,7 +258,7 @@ class Caching(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Look at everything in the order in which it was asked."""
+        """Check every operation in the order of the requests."""
         for index, asked in enumerate(self.burst):
             try:
                 result = asked.reply.result(10.0)
@@ -278,10 +278,10 @@ class Caching(RuleBasedStateMachine):
         own_failures.clear()
         self.lengths = {seq: len(rows) for seq, rows in self.rows.items()}
 
-    # What always holds
+    # Invariants
 
     def check_cause(self, index: int, error: Exception) -> None:
-        """Its own launch has failed, or one from before it that was to write what it reads or writes."""
+        """Check that its own launch failed, or an earlier one that should have written what it reads or writes."""
         asked = self.burst[index]
         if asked.reply._call in own_failures:
             return
@@ -308,7 +308,7 @@ class Caching(RuleBasedStateMachine):
     def pages_add_up(self) -> None:
         if not hasattr(self, "cache") or self.burst:
             return
-        # A call is answered a moment before its launch counts as ended, where it failed with another launch.
+        # A call that fails with another launch is answered a moment before its own launch counts as ended.
         eventually(lambda: not self.opened._in_flight)
         (group,), tables = self.opened.groups, self.opened.tables
         pool = tables._groups[0].pool
@@ -344,7 +344,7 @@ class Caching(RuleBasedStateMachine):
 
 
 def prompt_rows(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values that follow from a prompt, as a model's would."""
+    """Keys and values that follow from a prompt, as a model's do."""
     base = np.arange(len(tokens))[:, None, None] + 100.0 * np.asarray(tokens)[:, None, None]
     k = np.sin(base + np.arange(HEADS * DIM).reshape(HEADS, DIM)).astype(np.float32)
     return k, -k
@@ -361,7 +361,7 @@ def run(examples: int, seed: bool) -> None:
             deadline=None,
             derandomize=seed,
             database=None,
-            phases=[Phase.generate],  # where a failure means waiting in vain, shrinking it takes for ever
+            phases=[Phase.generate],  # a failure may mean a wait until a timeout, so shrinking would take too long
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -369,7 +369,7 @@ def run(examples: int, seed: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _launches_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse launches now and then, and note whose own launch fails."""
+    """Refuse some launches, and note the calls whose own launch fails."""
     launch, answer_failure, failed = ServiceActor.launch, ServiceActor.answer_failure, _KvCoalescer.failed
 
     def noted(self: Any, group: Any, error: BaseException) -> Any:
@@ -392,9 +392,9 @@ def _launches_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceActor, "launch", refused)
 
 
-@pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
+@pytest.mark.timeout(120)  # hundreds of operations, each compared with a dictionary
 def test_random_operations_do_what_a_dictionary_does() -> None:
-    run(50, True)  # on a busy machine fewer operations of an example are possible
+    run(50, True)  # a busy machine performs fewer operations per example
     assert sum(operations.values()) >= 500, operations
     assert len(operations) == 8, operations
     expected = {"done", "CacheFull", "found a prefix", "forked", "refused alone"}

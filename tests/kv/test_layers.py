@@ -1,4 +1,4 @@
-"""A KvCache of several layers: one page table and one length for all, and each layer as a cache of its own would be."""
+"""A KvCache of several layers: one page table and one length for all, and each layer answers as its own cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 class Layered:
-    """A cache of three layers beside three of one layer each, which are asked for the same."""
+    """A cache of three layers and three caches of one layer, with the same requests."""
 
     def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, ones: list[ga.KvCache], kind: str) -> None:
         self.ctx, self.cache, self.ones = ctx, cache, ones
@@ -53,14 +53,14 @@ class Layered:
         return drawn
 
     def new(self, *shape: int) -> dict[str, np.ndarray]:
-        """Rows of all layers."""
+        """New rows of all layers."""
         return {name: self.draw(LAYERS, *shape, self.heads, dim) for name, dim in self.dims.items()}
 
     def q(self, *shape: int) -> np.ndarray:
         return self.draw(*shape, HEADS_Q, 32 if "c_kv" in self.dims else DIM)
 
     def do(self, ask: Callable[..., ga.Reply[Any]], twin: Callable[..., ga.Reply[Any]]) -> Any:
-        """Ask the cache, then each of the others, by their number."""
+        """Ask the cache, then each of the others by its layer's number."""
         result = wait(ask(self.cache))
         others = [wait(twin(layer, one)) for layer, one in enumerate(self.ones)]
         if isinstance(result, ga.KvSequence):
@@ -88,7 +88,7 @@ class Layered:
         )
 
     def check(self) -> None:
-        """All sequences: attention by layer and contents, bit by bit; and that pages count once."""
+        """Compare all sequences' attention by layer and contents, bit by bit, and that pages count once."""
         stats = self.cache.stats()
         assert all(one.stats() == stats for one in self.ones)
         state = self.cache._find()
@@ -181,7 +181,7 @@ def test_a_rope_rotates_the_rows_of_each_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "fp8", "latent"])
 def test_kernels_keep_the_layers_apart(kind: str) -> None:
-    """Appended to by rows and by a step, copied, attended to and moved by kernels."""
+    """Kernels append rows, run a step, copy, attend and move."""
     changes = {"page_size": 4, **({} if "fp8" in kind else {"dtype": "bfloat16"})}
     with layered(kind, "emulated", **changes) as one:
         one.dtype = BF16

@@ -1,4 +1,4 @@
-"""Requests of a kind that a cache has answered before are bound to its kind: checked and answered as the first was."""
+"""Later requests of a known kind are bound to their kind: they are checked and answered as the first one was."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_a_kind_keeps_no_array_of_a_request() -> None:
             wait(cache.append([seq], k, v))
             del q, k, v
         gc.collect()
-        wait(cache.attend(rows.q(1, 1, heads=2), [seq]))  # the actor and its stream have gone on to another request
+        wait(cache.attend(rows.q(1, 1, heads=2), [seq]))  # so that the actor and its stream release earlier ones
         assert [one() for one in kept] == [None] * 3
 
 
 def test_a_kind_of_append_serves_tables_of_any_width() -> None:
-    """One sequence and a list of them, which are told apart, with rows that begin or end pages."""
+    """One sequence and lists of sequences, which are different kinds, with rows that begin or end pages."""
     rows = Rows()
     with opened(num_blocks=40) as (_, cache):
         for listed in (False, True):
@@ -142,7 +142,7 @@ def test_a_closed_cache_lets_go_of_its_pool_without_a_collection() -> None:
 
 
 def test_kernels_append_to_a_growing_table() -> None:
-    """One row after the other, and several at once that wait for each other."""
+    """Rows are appended one after another, and by several requests in flight."""
     rows = Rows()
     options = ga.ContextOptions(arch="sm_80")
     with ga.open_context("emulated", options) as ctx, ctx.kv_cache(**spec(page_size=2, dtype="float16")) as cache:

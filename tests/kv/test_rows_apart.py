@@ -1,4 +1,4 @@
-"""A KvCache whose step has other rows of q than new rows, or rotates them by positions of their own."""
+"""Steps of a KvCache whose rows of q differ from the new rows, or are rotated by positions of their own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HALVES = ga.Rope(dim=32)
 
 @dataclass
 class Step:
-    """before: rows of each sequence. new: rows that are appended. q: rows that attend. packed: with ends, not dense.
-    places: of the rotation, by sequence: what is added to a row's own; None: its own. options: of the attention."""
+    """before: rows of each sequence. new: appended rows. q: rows that attend. packed: with cu_seqlens, not dense.
+    places: by sequence, the offset of rotation's positions; None: no offset. options: of the attention."""
 
     before: tuple[int, ...] = (13, 0, 3)
     new: tuple[int, ...] = (2, 2, 2)
@@ -52,7 +52,7 @@ STEPS = {
 
 
 def check_step(ctx: ga.GpuContext, step: Step, dtype: str = "float32", page_size: int = 5) -> None:
-    """Run a step, and compare each sequence with the oracle over rows that NumPy has rotated."""
+    """Run a step, and compare each sequence with the oracle over rows that NumPy rotates."""
     rng = np.random.default_rng(0)
 
     def rows(count: int, heads: int) -> Any:

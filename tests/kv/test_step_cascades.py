@@ -1,4 +1,4 @@
-"""Steps whose layers give their LSE, and steps over sequences that share pages: as requests, bit by bit."""
+"""Steps whose layers return their LSE, and steps over shared pages have the bits of requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.steps import HEADS_Q, LAYERS, model
 
 import gpu_actors as ga
 
-IN_STEPS = [name for name in CASES if name != "a tree"]  # drafts are for requests
+IN_STEPS = [name for name in CASES if name != "a tree"]  # only requests take drafts
 EMULATED = [("sm_80", "sinks, softcap and rows"), ("sm_80", "rotated"), ("sm_90a", "packed rows")]
 
 
 def step_of(batch: Batch, asked: dict[str, Any]) -> ga.AttentionOutput:
-    """What a step of one layer answers to a request of new rows."""
+    """The answer of a step of one layer to a request with new rows."""
     case = batch.case
     options = {name: value for name, value in asked.items() if name not in ("q", "k", "v", "cu_seqlens_q")}
     rows = case.rows if isinstance(case.rows, int) else list(case.rows)
@@ -31,7 +31,7 @@ def step_of(batch: Batch, asked: dict[str, Any]) -> ga.AttentionOutput:
 
 
 def both_ways(case: Case, device: str, cascade: Any = True, **options: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Answers of three steps, of three requests, and what was decided on cascades, in turn."""
+    """Answers of three steps and of three requests, and the decisions on cascades in order."""
     events: list[Any] = []
     how = ga.ContextOptions(on_event=events.append, **options)
     steps, requests = [], []
@@ -96,7 +96,7 @@ def test_vllms_rule_decides_for_steps_too() -> None:
 
 
 def test_a_step_that_is_planned_for_longer_ones_is_no_cascade() -> None:
-    """A later step may replay it, over sequences that share other pages."""
+    """A later step may replay its plan over sequences that share other pages."""
     events: list[Any] = []
     case = CASES["decode"]
     with (

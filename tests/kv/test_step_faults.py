@@ -1,7 +1,6 @@
-"""A step over the layers of a KvCache that fails, or ends early: every sequence is as before, the next one right.
+"""A step over the layers of a KvCache that fails or ends early leaves every sequence as before.
 
-Launches are counted over a context: the first appends the rows that the sequences begin with, and each layer of the
-first step is one more.
+A context counts launches: the first appends the sequences' initial rows, and each layer of the first step is one more.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ EACH_LAYER = pytest.mark.parametrize("layer", range(LAYERS))
 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[ga.GpuContext]:
-    """For tests that do it no harm."""
+    """A context for tests that leave it usable."""
     with ga.open_context("mock", isolation="process") as ctx:
         yield ctx
 
 
 @pytest.fixture(params=["here", "process"])
 def one(request: pytest.FixtureRequest) -> Iterator[Model]:
-    """A cache in a context of this process, and in one of another process."""
+    """A cache in a context of this process or of another process."""
     if request.param == "here":
         with model() as one:
             yield one
@@ -124,7 +123,7 @@ def test_a_commit_without_all_layers_names_those_that_are_missing(layer: int, on
     refusal = outcome(step.commit())
     assert isinstance(refusal, ga.InvalidRequest)
     assert (refusal.field, refusal.value) == ("layers", list(range(layer, LAYERS)))
-    one.attend(step, range(layer))  # it goes on until its block ends
+    one.attend(step, range(layer))  # the step stays open until its block ends
     with pytest.raises(ga.InvalidRequest, match="layers"), step:
         pass
     assert [one.cache.length(seq) for seq in one.seqs] == [5, PAGE]
@@ -211,7 +210,7 @@ def test_a_step_that_has_ended_is_not_kept_until_its_deadline() -> None:
         wait(step.commit())
         kept = weakref.ref(step._step)
         del step
-        one.attend(one.step(0), [0])  # the actor and its stream have gone on
+        one.attend(one.step(0), [0])  # so that the actor and its stream release the earlier step
         eventually(lambda: gc.collect() >= 0 and kept() is None)
 
 
@@ -254,7 +253,7 @@ def test_a_lost_context_ends_a_step_at_any_layer(layer: int, isolation: Isolatio
 @pytest.mark.parametrize("layer", [0, 2, LAYERS])
 @pytest.mark.parametrize("last", ["attend", "commit", "block"])
 def test_a_launch_before_the_step_that_fails_takes_the_step_with_it(layer: int, last: str) -> None:
-    """The step ends by itself: what waits for it goes on, whether or not the program aborts it."""
+    """The step ends by itself: waiting requests proceed whether or not the program aborts it."""
     clock, options = slow(FaultPlan().fail(2), 2)
     with model(options) as one:
         append = one.append()
@@ -281,7 +280,7 @@ def test_a_launch_before_the_step_that_fails_takes_the_step_with_it(layer: int, 
 
 
 def test_a_commit_fails_with_the_launch_that_the_step_builds_on() -> None:
-    """All layers are done on the device, and the commit waits for a launch before them, which fails."""
+    """All layers are done on the device, but the commit waits for an earlier launch, which fails."""
     clock, options = slow(FaultPlan().fail(2), 2)
     with model(options) as one:
         append = one.append()
@@ -429,7 +428,7 @@ def test_a_second_step_on_a_sequence_waits_for_the_first(one: Model) -> None:
 
 
 def test_a_step_comes_after_what_was_asked_for_before_it() -> None:
-    """Too many launches are in flight, and requests that share none wait for their turn."""
+    """The limit of launches in flight is reached, so the requests wait in order."""
     clock, options = slow(FaultPlan(), 2, max_in_flight=1)
     with model(options) as one:
         busy = one.append(1)

@@ -1,4 +1,4 @@
-"""What a step cannot be, and what its layers cannot take, is refused by the name of the field."""
+"""A step or a layer that cannot be taken is refused by the name of the field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WIDE = np.zeros((2, 1, HEADS_Q, 16), np.float32)
         ({"heads_q": 2**40}, "heads_q", 2**40),
         ({"rows": 2**40}, "rows", 2**40),
         ({"max_length": 2**40}, "max_length", 2**40),
-        # Sizes that are sound one by one, and together more than a process or a grid can hold.
+        # Sizes that are valid one by one, but together more than a process or a grid can hold.
         ({"heads_q": 2**31 - 2, "rows": 2**30 - 1}, "heads_q", 2**31 - 2),
         ({"heads_q": [4, 4, 4, 2**31 - 2], "rows": 2**30 - 1}, "heads_q[3]", 2**31 - 2),
         ({"heads_q": 2**24, "rows": 2**20, "append": False}, "seqs", 2),

@@ -1,10 +1,10 @@
-"""Random steps over the layers of a KvCache beside a dictionary of float64 rows, and beside caches of one layer each.
+"""Random steps over the layers of a KvCache against a dictionary of float64 rows and caches of one layer each.
 
-The layers are equal, or in three groups, of which one has a window and gives pages back.
+The layers are equal, or in three groups, of which one has a window and frees pages.
 
-While a step is open, requests on its sequences must wait and succeed afterwards, and others must not wait. However it
-ends, every sequence is then as the dictionary has it in all layers, the outputs of its layers are those of the caches
-of one layer bit by bit, and the pages add up.
+While a step is open, requests on its sequences must wait and succeed afterwards, and others must not wait. However the
+step ends, every sequence then equals the dictionary's in all layers, the layers' outputs have the bits of the caches
+of one layer, and the pages add up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rows:
 
 @dataclass(eq=False)
 class Begun:
-    """An open step. k, v: its rows in all layers, packed. outs: by layer, what was attended with and to."""
+    """An open step. k, v: its rows in all layers, packed. outs: the layer, rows and output of each attention."""
 
     step: Any
     seqs: list[ga.KvSequence]
@@ -69,7 +69,7 @@ class Begun:
 
 @dataclass(eq=False)
 class Waiting:
-    """A request on a sequence of an open step. then: does to the dictionary what it has done."""
+    """A request on a sequence of an open step. then: applies it to the dictionary."""
 
     seq: ga.KvSequence
     reply: ga.Reply[Any]
@@ -89,7 +89,7 @@ class Stepping(RuleBasedStateMachine):
         ctx = self.opener.__enter__()
         spec: dict[str, Any] = {"page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
         self.cache = ctx.kv_cache(num_blocks=BLOCKS, layers=self.layers, **spec).__enter__()
-        # They have room for what an abort leaves there.
+        # They have room for rows that an abort leaves there.
         self.ones = [ctx.kv_cache(num_blocks=4 * BLOCKS, **spec).__enter__() for _ in range(LAYERS)]
         self.rows: dict[ga.KvSequence, Rows] = {}
         self.steps: list[Begun] = []
@@ -112,9 +112,9 @@ class Stepping(RuleBasedStateMachine):
         return any(seq in begun.seqs for begun in self.steps)
 
     def ask(self, what: str, seq: ga.KvSequence, ask: Callable[[], ga.Reply[Any]], then: Callable[[Any], Any]) -> None:
-        """Make a request on one sequence. It must wait where that is in an open step, and only then."""
+        """Make a request on one sequence. It must wait if the sequence is in an open step, and only then."""
         if self.waiting and not self.stepping(seq):
-            return  # those of a cache keep their order, so it would wait with them
+            return  # a cache keeps the order of requests, so it would wait with them
         waiting = Waiting(seq, ask(), then)
         if self.stepping(seq):
             operations[f"{what} waits"] += 1
@@ -136,7 +136,7 @@ class Stepping(RuleBasedStateMachine):
         waiting.then(result)
 
     def seen(self, layer: int) -> dict[str, Any]:
-        """The option of attention that hides what a layer need not keep."""
+        """The option of attention that hides rows that a layer need not keep."""
         return {"window_size": (self.windows[layer], 0)} if layer in self.windows else {}
 
     def compare_layer(self, layer: int, out: np.ndarray, q: np.ndarray, twins: list[Any], **options: Any) -> None:
@@ -149,7 +149,7 @@ class Stepping(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def act(self, seed: int) -> None:
-        """One of all operations, whose arguments no rule draws: it would leave out most of them in one run."""
+        """One of all operations, chosen by a seed: rules of their own would leave out most of them in one run."""
         rng = np.random.default_rng(seed)
         choice, count, layer = int(rng.integers(100)), int(rng.integers(1, 6)), int(rng.integers(LAYERS))
         actions: list[Callable[[], None]] = [
@@ -210,7 +210,7 @@ class Stepping(RuleBasedStateMachine):
 
     def truncate(self, choice: int, cut: int) -> None:
         for seq in self.pick([choice]):
-            # What waits may still fail for want of pages, and a step may be undone: of no more rows than there are.
+            # Waiting requests may still lack pages, and a step may be undone: the length stays within the present rows.
             length = max(0, len(self.rows[seq]) - cut)
             if any(waiting.seq is seq for waiting in self.waiting):
                 continue
@@ -289,7 +289,7 @@ class Stepping(RuleBasedStateMachine):
             return
         begun = self.steps[choice % len(self.steps)]
         lacks = begun.append and any(begun.counts) and len({layer for layer, _, _ in begun.outs}) < LAYERS
-        # The rarest so far: what can be drawn depends on what waits, and so on time.
+        # The rarest end so far, because the possible ends depend on waiting requests, and so on time.
         self.end_by(choice, min(ENDS if lacks else ENDS[:-2], key=lambda how: (operations[how], self.rng.random())))
 
     def end_by(self, choice: int, how: str) -> None:
@@ -316,14 +316,14 @@ class Stepping(RuleBasedStateMachine):
             assert caught.value.value == sorted(set(range(LAYERS)) - attended)
             if how == "missing":
                 operations[how] += 1
-                return  # it goes on
+                return  # the step goes on
         else:
             leave(step, how)
         operations[how] += 1
         opened = begun.step._step
         begun.step = step = None
         if how == "drop":
-            gc.collect()  # an error that was caught before may refer to it
+            gc.collect()  # an earlier caught error may refer to the step
         eventually(lambda: not opened.open)
         self.steps.remove(begun)
         self.compare(begun, how in ("commit", "block"))
@@ -331,7 +331,7 @@ class Stepping(RuleBasedStateMachine):
             self.settle(self.waiting.pop(0))
 
     def compare(self, begun: Begun, committed: bool) -> None:
-        """Do to the dictionary what a step did, and the same in the caches of one layer."""
+        """Apply a step to the dictionary and to the caches of one layer."""
         ends = {"cu_seqlens_q": np.cumsum([0, *begun.counts]).astype(np.int32)} if begun.listed else {}
         appended = set[int]()
         for layer, q, out in begun.outs:
@@ -349,7 +349,7 @@ class Stepping(RuleBasedStateMachine):
             for seq, k, v in parts:
                 self.rows[seq].more(k, v)
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -405,7 +405,7 @@ class Grouped(Stepping):
 
 
 def leave(step: Any, how: str) -> None:
-    """End a step otherwise than by a commit."""
+    """End a step without a commit."""
     if how == "abort":
         step.abort().result(10.0)
     elif how == "raise":
@@ -452,7 +452,7 @@ def run(machine: type[Stepping], examples: int, derandomize: bool) -> None:
     )
 
 
-@pytest.mark.timeout(120)  # hundreds of operations, each beside a dictionary
+@pytest.mark.timeout(120)  # hundreds of operations, each compared with a dictionary
 @pytest.mark.parametrize("machine", [Stepping, Grouped])
 def test_random_steps_do_what_a_dictionary_does(machine: type[Stepping]) -> None:
     run(machine, 25, True)
@@ -473,7 +473,7 @@ def test_random_steps_do_what_a_dictionary_does(machine: type[Stepping]) -> None
 @pytest.mark.parametrize("device", ["mock", "emulated"])
 @pytest.mark.parametrize("counts", [[1, 1], [3, 1]], ids=str)
 def test_packed_rows_of_known_counts_are_attended_to_again(device: str, counts: list[int]) -> None:
-    """From the second of these steps on, what a launch needs is remembered."""
+    """From the second of these steps on, the launch's preparations are remembered."""
     rng = np.random.default_rng(0)
     spec: dict[str, Any] = {"page_size": PAGE, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
     with (

@@ -1,4 +1,4 @@
-"""Layers of a KvCache with a window: pages behind it are given back, and what rows see is what they saw before."""
+"""Layers of a KvCache with a window: pages behind it are freed, and rows see the same keys as before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = [WHOLE, LOCAL, LOCAL, WHOLE]
 
 
 class Kept:
-    """A cache beside all rows of its sequences. k, v: of each sequence, (layers, rows, heads, dim)."""
+    """A cache, and all rows of its sequences. k, v: of each sequence, (layers, rows, heads, dim)."""
 
     def __init__(self, cache: ga.KvCache, layers: list[ga.KvLayer], dtype: str) -> None:
         self.cache, self.layers, self.dtype = cache, layers, dtype
@@ -63,7 +63,7 @@ class Kept:
         self.more(seq, k, v)
 
     def step(self, seqs: list[ga.KvSequence], rows: int = 1, **options: Any) -> list[np.ndarray]:
-        """A step of new rows, whose outputs are checked layer by layer."""
+        """Run a step of new rows, and check its outputs layer by layer."""
         k, v = (self.draw(len(self.layers), len(seqs), rows, HEADS) for _ in "kv")
         outs = []
         with wait(self.cache.step(seqs, heads_q=HEADS_Q, rows=rows, **options)) as step:
@@ -92,7 +92,7 @@ class Kept:
                 self.compare(layer, [seq], q, wait(self.cache.attend(q, [seq], layer=layer)).out)
 
     def held(self, seq: ga.KvSequence) -> list[int]:
-        """Pages of a sequence in each group."""
+        """The number of a sequence's pages in each group."""
         return [len(own.pages) for own in self.cache._find().table(seq).groups]
 
 
@@ -144,7 +144,7 @@ def test_a_cache_of_one_layer_with_a_window_appends_with_attend() -> None:
 
 
 def test_bits_do_not_depend_on_which_pages_have_been_given_back() -> None:
-    """One sequence was appended to row by row, the other at once."""
+    """One sequence is appended to row by row, the other at once."""
     with kept([LOCAL]) as one:
         k, v = one.draw(29, HEADS), one.draw(29, HEADS)
         slow, fast = wait(one.cache.create(), one.cache.create())
@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_which_pages_have_been_given_back() -> None:
         q = one.draw(1, 1, HEADS_Q)
         outs = [wait(one.cache.attend(q, [seq])).out.tobytes() for seq in (slow, fast)]
         wait(one.cache.free(slow), one.cache.free(fast))
-        # Not committed when it is read: nothing has been given back.
+        # The append is not committed when it is read, so no page has been freed.
         appended, read = one.cache.append(fork, k, v), one.cache.attend(q, [fork])
         assert wait(appended) == 29
         assert [*outs, wait(read).out.tobytes()] == [outs[0]] * 3
@@ -179,7 +179,7 @@ def test_no_output_of_the_kernels_changes_where_given_back_pages_hold_nan(kinds:
 
 
 def test_a_long_run_through_a_window_takes_12_pages_for_10000_rows() -> None:
-    """With 16 rows a step. The block table keeps its width, and the sequence holds no more pages at its end."""
+    """Steps have 16 rows. The block table keeps its width, and after a step only the window's pages are held."""
     layer = ga.KvLayer(kv_heads=1, head_dim=DIM, window=64, num_blocks=12)
     spec = {"num_blocks": 12, "page_size": 8, "dtype": "float32", "layers": [layer]}
     with ga.open_context("mock") as ctx, ctx.kv_cache(**spec) as cache:
@@ -214,7 +214,7 @@ def test_groups_that_keep_all_rows_read_shared_pages_once() -> None:
         assert taken == [True, False, True] * 2
 
 
-# Rows that are taken back
+# Truncated rows
 
 
 def test_slack_keeps_the_rows_that_drafts_take_back() -> None:
@@ -232,7 +232,7 @@ def test_slack_keeps_the_rows_that_drafts_take_back() -> None:
 def test_a_truncation_into_rows_that_were_given_back_is_refused() -> None:
     with kept([WHOLE, LOCAL]) as one:
         seq = one.create(40)
-        # Rows 28 on are there: (40 - 1 - 9) // 4 * 4.
+        # Rows from 28 on are kept: (40 - 1 - 9) // 4 * 4.
         for length in (0, 37):
             refusal = outcome(one.cache.truncate(seq, length))
             assert isinstance(refusal, ga.InvalidRequest)
@@ -251,7 +251,7 @@ def test_more_rows_of_q_than_a_window_keeps_are_refused() -> None:
         q = one.draw(1, 8, HEADS_Q)
         one.compare(0, [seq], q, wait(one.cache.attend(q, [seq], layer=0)).out)
         one.compare(1, [seq], q[:, :7], wait(one.cache.attend(q[:, :7], [seq], layer=1)).out)
-        # Rows 24 on are there: (40 - 1 - 9 - 3) // 4 * 4.
+        # Rows from 24 on are kept: (40 - 1 - 9 - 3) // 4 * 4.
         refusal = outcome(one.cache.attend(q, [seq], layer=1))
         assert isinstance(refusal, ga.InvalidRequest)
         assert (refusal.field, refusal.value) == ("q", f"float32[1, 8, {HEADS_Q}, {DIM}]")
@@ -270,7 +270,7 @@ def test_a_step_behind_a_truncation_reads_no_page_that_was_given_back(layers: li
     with kept(layers) as one:
         seq = one.create(41)
         one.truncate(seq, 38)
-        # Rows 28 on are there: (41 - 1 - 9 - 3) // 4 * 4.
+        # Rows from 28 on are kept: (41 - 1 - 9 - 3) // 4 * 4.
         refusal = outcome(one.cache.step([seq], heads_q=HEADS_Q, rows=4, append=False))
         assert isinstance(refusal, ga.InvalidRequest)
         assert (refusal.field, refusal.value) == ("q", f"float32[1, 4, {HEADS_Q}, {DIM}]")
@@ -347,7 +347,7 @@ def test_a_step_that_fails_at_any_layer_leaves_both_groups_as_before(layer: int)
 
 
 def test_a_write_that_fails_gives_back_no_page() -> None:
-    """It would have given pages back, and so would the write behind it, which fails with it."""
+    """The write would have freed pages, as would the next write, which fails with it."""
     clock, options = slow(FaultPlan().fail(launch=2), 2)
     with kept([WHOLE, LOCAL], options=options) as one:
         seq = one.create(14)
@@ -365,7 +365,7 @@ def test_a_write_that_fails_gives_back_no_page() -> None:
 
 
 def test_a_write_that_is_undone_behind_one_that_succeeds_finds_its_window() -> None:
-    """The commit of the first gives back what no row behind it needs, while the second is in flight."""
+    """The first write's commit frees pages that no later row needs, while the second write is in flight."""
     clock, options = slow(FaultPlan().fail(launch=3), 3)
     with kept([WHOLE, LOCAL], options=options) as one:
         seq = one.create(7)
@@ -399,7 +399,7 @@ def test_copies_of_shared_pages_are_made_and_undone_in_each_group() -> None:
         one.check()
 
 
-# What is refused
+# Refusals
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], type[ga.InvalidRequest | ga.Unsupported], str]] = {
@@ -460,7 +460,7 @@ def test_a_prompt_whose_window_is_gone_begins_where_an_earlier_one_is_left() -> 
         for start in (0, 18):
             rows = slice(start, start + 18)
             wait(one.cache.append(first, k[:, rows], k[:, rows], tokens=tokens[rows]))
-        # Rows 24 on are there; six pages before them are cached, and 3 of the 12 have never been used.
+        # Rows from 24 on are kept; six pages before them are cached, and 3 of the 12 are unused so far.
         assert one.cache.group_stats()[1].prefix_blocks == 6
         other = one.create(16)
         assert one.cache.group_stats()[1].evicted == 1, "the first page, which longer prompts do not need"
@@ -528,7 +528,7 @@ def test_a_window_that_is_none_is_refused(mock: ga.GpuContext, layer: ga.KvLayer
 
 
 def test_an_invariant_context_refuses_a_window() -> None:
-    """The tables of launches begin where their windows do, and so do tiles."""
+    """Tables of launches begin where their windows begin, and so do tiles."""
     spec = {"num_blocks": 4, "page_size": PAGE, "dtype": "float32", "layers": [WHOLE, LOCAL]}
     with (
         ga.open_context("mock", ga.ContextOptions(invariant=True)) as ctx,
