@@ -23,7 +23,7 @@ HALVES = ga.Rope(dim=32)
 @dataclass
 class Step:
     """before: rows of each sequence. new: appended rows. q: rows that attend. packed: with cu_seqlens, not dense.
-    places: by sequence, the offset of rotation's positions; None: no offset. options: of the attention."""
+    place: the position at which all rows of q are rotated; None: their own. options: of the attention."""
 
     before: tuple[int, ...] = (13, 0, 3)
     new: tuple[int, ...] = (2, 2, 2)
