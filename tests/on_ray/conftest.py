@@ -37,7 +37,7 @@ pytest.register_assert_rewrite(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray takes a minute to start on a busy machine, and processes of its own for all it does."""
+    """Give tests here more time: Ray takes a minute to start on a busy machine, and starts processes for everything."""
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
@@ -45,9 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Ray, with more CPUs on paper than there are, because tests compute next to nothing."""
+    """Ray, with more CPUs than the machine has, because tests compute almost nothing."""
     ray = pytest.importorskip("ray")
-    folder = tempfile.mkdtemp(prefix="ray")  # short: the path of a socket has a limit
+    folder = tempfile.mkdtemp(prefix="ray")  # short, because a socket's path has a limit
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     over = _start(ray, folder)
     yield ray
@@ -62,7 +62,7 @@ def cluster() -> Iterator[Any]:
 
 
 def _is_own(process: psutil.Process) -> bool:
-    """Whether it is the parent of isolated contexts' processes, which stays."""
+    """Whether the process is the parent of isolated contexts' processes, which stays."""
     try:
         return any("gpu_actors.isolation.zygote" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
@@ -70,7 +70,7 @@ def _is_own(process: psutil.Process) -> bool:
 
 
 def _start(ray: Any, folder: str) -> threading.Event:
-    # Of all of Ray's processes, Serve's controller included.
+    # For all of Ray's processes, Serve's controller included.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     end = time.monotonic() + LIMIT
     reason = "it did not return"

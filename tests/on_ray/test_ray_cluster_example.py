@@ -1,4 +1,4 @@
-"""examples/ray_cluster.py: a folder over two workers, and a text whose keys lie on both."""
+"""examples/ray_cluster.py: a folder over two workers, and a text whose keys are on both."""
 
 from __future__ import annotations
 

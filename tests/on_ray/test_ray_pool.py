@@ -1,4 +1,4 @@
-"""Pools and workers in Ray actors: what a death costs, what a start that fails says, and that nothing is left."""
+"""Pools and workers in Ray actors: what a death costs, what a failed start reports, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_worker_that_is_killed_costs_no_request_and_every_sequence_is_to
                 await reply
             assert (caught.value.worker, caught.value.generation) == ("worker-1", 1)
             assert caught.value.happened == "unknown"
-        for seq in there:  # the first one had nothing in flight
+        for seq in there:  # the first sequence had nothing in flight
             with pytest.raises(ga.StaleBuffer):
                 await cache.append(seq, row, row)
         await comes_true(lambda: victim.health().ready, 120.0)
@@ -167,7 +167,7 @@ def test_a_device_that_cannot_be_opened_is_an_error_of_its_own() -> None:
 
 
 def test_the_last_records_are_taken_though_the_word_of_the_end_overtakes_them() -> None:
-    """Ray keeps no order between the two calls that wait for records."""
+    """Ray does not order the two calls that wait for records."""
     connection = _Connection.__new__(_Connection)
     connection._place, connection._fetching = Place(1, "here", "node", ()), 2
     connection.channel = Parcels(asks=True)  # type: ignore[assignment]
@@ -198,7 +198,7 @@ def test_functions_that_a_worker_cannot_import_travel_by_value() -> None:
         big = np.ones(3 << 20, np.float32)
         found = ctx.run(lambda _, array: array + added, big).result(60.0)
         np.testing.assert_array_equal(found, big + 2)
-        found[:] = 0.0  # it lies in no object store
+        found[:] = 0.0  # it can be written, as it is not in Ray's object store
         assert ctx.run(runnables.double, big[::-3]).result(60.0).sum() == 2 * len(big[::-3])
         out = np.zeros((1, 4096, 2, 64), np.float32)
         q = np.ones_like(out)

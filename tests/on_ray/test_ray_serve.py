@@ -30,7 +30,7 @@ ROW = np.ones((1, 1, 1, 8), np.float32)
 
 
 class Served(ContextDeployment):
-    """A deployment with a cache of its own. noted: a file that is told when it ends."""
+    """A deployment with its own cache. noted: a file to which it writes when it ends."""
 
     def __init__(self, latency: float = 0.0, noted: str = "") -> None:
         super().__init__("mock", ga.ContextOptions(mock=ga.MockOptions(latency=latency), mailbox_capacity=8))
@@ -55,7 +55,7 @@ class Served(ContextDeployment):
         return os.getpid()
 
     async def remembers(self, tokens: list[int], digests: Any = ()) -> int:
-        """How many rows of the prompt the replica had."""
+        """The number of the prompt's rows that the replica had cached."""
         seq = await self.cache.create(tokens)
         rows = np.ones((len(tokens) - seq.cached, 1, 8), np.float32)
         await self.cache.append(seq, rows, rows, tokens=tokens[seq.cached :])
@@ -174,7 +174,7 @@ async def test_a_prompt_goes_where_its_beginning_is() -> None:
     homes: dict[int, set[int]] = {}
     for turn in range(4):
         for number, prompt in enumerate(prompts):
-            longer = prompt + [7] * 8 * turn  # each turn has the last one's prompt before its own
+            longer = prompt + [7] * 8 * turn  # each turn's prompt begins with the last turn's
             pid = await handle.pid.remote(digests=prefix_digests(longer, 8))
             homes.setdefault(number, set()).add(pid)
     assert all(len(pids) == 1 for pids in homes.values())
