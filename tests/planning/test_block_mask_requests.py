@@ -1,4 +1,4 @@
-"""Block masks of requests: what NumPy answers, what plans are for, and what is refused."""
+"""Block masks of requests: NumPy's answers, plans and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_oracle_hides_what_is_not_listed(causal: bool, full: bool) -> None:
     assert np.isneginf(lse).any()
 
 
-# Plans, and what is refused
+# Plans and refusals
 
 
 QKV = (np.zeros((2, 300, 4, 32), np.float16), *[np.zeros((2, 520, 2, 32), np.float16)] * 2)
@@ -55,7 +55,7 @@ def test_dense_requests_have_block_masks_too() -> None:
 
 
 def test_lists_may_be_larger_than_the_longest_sequence() -> None:
-    """A plan is for lengths; the numbers behind them are not read."""
+    """A plan depends on lengths; numbers in lists behind them are not read."""
     arrays = arrays_of("float64")
     fitting = mask_of()
     spare = {3: ((0, 0), (0, 0), (0, 2)), 4: ((0, 0), (0, 0), (0, 2), (0, 1))}
@@ -95,7 +95,7 @@ def test_a_size_that_is_refused_finds_no_plan_of_one_that_equals_it(size: Any) -
 
 
 def twice(full: bool) -> ga.BlockMask:
-    """The first two blocks of keys, of which one is listed twice."""
+    """Lists of the first blocks of keys, in which a block is listed twice."""
     counts, indices = np.full((1, 1, R), 2, np.int32), np.zeros((1, 1, R, C), np.int32)
     indices[..., 1] = 1
     if full:
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Excep
 
 
 def test_parts_of_a_request_have_no_block_mask() -> None:
-    """As head_split and context_split make them."""
+    """head_split and context_split make such parts."""
     with pytest.raises(ga.Unsupported, match="blocks and heads of one request"):
         host_operands(dense(block_mask=changed()), ("q", "k"))
 
@@ -169,7 +169,7 @@ def test_gradients_want_lists_of_rows_that_agree_where_blocks_take_turns() -> No
 
 
 def test_gradients_walk_along_the_lists_of_rows() -> None:
-    """Those that take turns read the lists of keys, too."""
+    """Gradients that take turns read the lists of keys too."""
     request = dense(block_mask=changed())
     for deterministic, sides in ((False, "q"), (True, "qk")):
         problem = dataclasses.replace(forward_problem(request), direction="backward", deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""Caches on the device are read where they lie: which kernel can follow their rows."""
+"""Caches on the device are read in place: which kernel can read their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel a request over a cache has, and why. `tests/properties` has what it answers."""
+"""Which kernel a request over a cache has, and why. `tests/properties` checks its answers."""
 
 from __future__ import annotations
 

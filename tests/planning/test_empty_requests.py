@@ -1,7 +1,7 @@
 """Requests without sequences, rows or keys are answered: nothing, zeros, and the LSE of rows that see no key.
 
-`tests/properties` draws sequences without rows and keys, of every option. Here is what no sequence of a batch has, and
-which of it needs no kernel.
+`tests/properties` draws sequences without rows and keys, with every option. Here no sequence of a batch has any, and
+some requests need no kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEVICES = {"mock": np.dtype(np.float32), "emulated": np.dtype(ml_dtypes.bfloat16
 
 
 class Asker:
-    """A context, arrays of ones of its dtype, and the kernels that were launched since they were last looked at."""
+    """A context, arrays of ones of its dtype, and the kernels that were launched since the last look."""
 
     ctx: ga.GpuContext
 
@@ -49,7 +49,7 @@ class Asker:
         return launched - {"none", "oracle"}
 
     def forward(self, rows: tuple[int, ...], keys: tuple[int, ...], **options: Any) -> Any:
-        """An answer whose shapes are those of its rows."""
+        """Make a request, and check the shapes of its answer."""
         q, k = self.ones(*rows, HEADS, DIM), self.ones(*keys, HEADS, DIM)
         found = self.ctx.flash_attn.forward(q, k, k, **options, return_lse=True).result(120)
         assert (found.out.shape, found.out.dtype) == (q.shape, self.dtype)
@@ -82,7 +82,7 @@ def test_no_rows_have_an_empty_output_and_need_no_kernel(asker: Asker) -> None:
     for rows, keys in (((0, 4), (0, 4)), ((2, 0), (2, 4)), ((0, 0), (0, 0)), ((2, 0), (2, 0))):
         asker.forward(rows, keys, causal=True, sinks=SINKS)
         q, k = asker.ones(*rows, HEADS, DIM), asker.ones(*keys, HEADS, DIM)
-        # NumPy gives an array without elements strides of 0, as it gives a broadcast one.
+        # NumPy gives arrays without elements strides of 0, like broadcast ones.
         out = np.empty_like(q)
         assert asker.ctx.flash_attn.forward(q, k, k, out=out).result(120).out is out
     for longest in ({}, {"max_seqlen_q": 0, "max_seqlen_k": 4}, {"max_seqlen_q": 3, "max_seqlen_k": 4}):
@@ -152,7 +152,7 @@ def test_cudnns_params_may_be_empty(asker: Asker) -> None:
 
 
 def empty_requests(asker: Asker) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Over pages, and the shape of the LSE."""
+    """Requests over pages, and the shapes of their LSE."""
     two = {"block_table": ints(0, 1).reshape(2, 1), "cache_seqlens": ints(3, 4)}
     none = {"block_table": ints().reshape(0, 2), "cache_seqlens": ints()}
     packed = {**two, "q": asker.ones(0, HEADS, DIM), "cu_seqlens_q": ints(0, 0, 0)}

@@ -80,7 +80,7 @@ def test_what_no_kernel_takes_is_explained() -> None:
 
 def test_what_numpy_answers_says_so() -> None:
     x, lse = zeros(1, 2, 1, 512, dtype=np.float64), zeros(1, 1, 2, dtype=np.float32)
-    found = explained(ga.FlashBackward(x, x, x, out=x, dout=x, lse=lse), "sm_86")  # which has too little shared memory
+    found = explained(ga.FlashBackward(x, x, x, out=x, dout=x, lse=lse), "sm_86")  # it has too little shared memory
     assert found.key.kernel == REFERENCE.name
     assert found.verdicts[-1] == (REFERENCE.name, True, REFERENCE.reason)
 
@@ -105,7 +105,7 @@ def test_a_message_that_is_no_request_is_refused() -> None:
         assert caught.value.field == "window_size"
 
 
-# Which rows a problem asks for
+# Rows of the table for a problem
 
 
 def problem_of(name: str) -> ga.AttentionProblem:
@@ -134,7 +134,7 @@ def test_rows_are_found_for_problems_unlike_the_examples() -> None:
 
 
 def test_a_cell_says_what_dispatch_does() -> None:
-    """The table's request, asked as a request: the family that dispatch takes is one that the table names."""
+    """For each request of the table, dispatch takes a family that the table names."""
     for name, fields in OPTIONS.items():
         if "kv_dtype" in fields and "dtype" not in fields:
             continue

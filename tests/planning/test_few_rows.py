@@ -1,4 +1,4 @@
-"""Dense requests of few rows end to end: rows of a group packed, keys split, and the answer that tiles would give."""
+"""Dense requests of few rows end to end: a group's rows packed, keys split, and the answer that tiles would give."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_option_means_the_same(emulated: ga.GpuContext, option: str) -> None:
 
 
 def test_heads_before_rows_are_packed_as_they_lie(mock: ga.GpuContext) -> None:
-    """What cuDNN's messages come to."""
+    """cuDNN's messages give such arrays."""
     operands = [np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in arrays(5, 1101)]
     assert mock.flash_attn.inspect_key(ga.FlashForward(*operands)).kernel == "decode_sm90"
 
@@ -105,7 +105,7 @@ def on_device(array: np.ndarray, address: int, gap: int = 0) -> DeviceArray:
     ],
 )
 def test_where_keys_lie_on_the_device_decides(mock: ga.GpuContext, address: int, gap: int, kernel: str) -> None:
-    """Copies in chunks of 16 bytes need rows that begin at multiples of them."""
+    """Copies in chunks of 16 bytes need rows that begin at multiples of 16 bytes."""
     q, k, v = arrays(5, 1101)
     for moved in ("k", "v"):
         places = {"k": (1 << 22, 0), "v": (1 << 24, 0), moved: (address, gap)}

@@ -1,4 +1,4 @@
-"""What an invariant context refuses, and which kernel it takes: `tests/properties/test_invariance.py` has the bits."""
+"""What an invariant context refuses, and which kernel it takes: `tests/properties/test_invariance.py` checks bits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_options_alone_choose_another(ctx: ga.GpuContext, request_: Any, kernel:
 
 
 def test_rows_that_count_from_the_first_key_have_their_bits_at_any_length() -> None:
-    """With `top_left`, row i sees keys 0 to i however many rows and keys there are."""
+    """With `top_left`, row i sees keys 0 to i, whatever the numbers of rows and keys."""
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 1, 90, 2, 64)).astype(np.float16)
     options: dict[str, Any] = {"causal": True, "alignment": "top_left", "return_lse": True}
@@ -213,7 +213,7 @@ def test_bounds_of_packed_sequences_may_lie_on_the_device(arch: str, dtype: Any)
         out, lse = answer([0, 40, 100])
         assert out.tobytes() == expected.out.tobytes()
         assert lse.tobytes() == expected.lse.tobytes()
-        for broken in ([0, 40, 39], [0, 40, 101]):  # shorter than nothing, and beyond the keys
+        for broken in ([0, 40, 39], [0, 40, 101]):  # a negative length, and an end beyond the keys
             out, lse = answer(broken)
             assert out[:3].tobytes() == expected.out[:3].tobytes(), "of the other sequence"
             assert np.isnan(out[3:]).all()
@@ -222,7 +222,7 @@ def test_bounds_of_packed_sequences_may_lie_on_the_device(arch: str, dtype: Any)
 
 @contextlib.contextmanager
 def on_emulated_device(arch: str) -> Iterator[tuple[ga.GpuContext, CudaDevice]]:
-    """An invariant context on an emulated device whose programs have arrays on it."""
+    """An invariant context on an emulated device, and the device, on which programs may have arrays."""
     options = ga.ContextOptions(arch=arch, invariant=True)
     opened: list[CudaDevice] = []
 
@@ -239,7 +239,7 @@ def test_gradients_are_deterministic(ctx: ga.GpuContext) -> None:
     x, lse = zeros(2, 100, 8, 64), np.zeros((2, 8, 100), np.float32)
     request = ga.FlashBackward(x, x, x, dout=x, out=x, lse=lse)
     assert ctx.flash_attn.inspect_key(request).deterministic
-    device = known_device(dataclasses.replace(ctx.info, runs_kernels=True))  # on a mock device NumPy answers
+    device = known_device(dataclasses.replace(ctx.info, runs_kernels=True))  # NumPy answers on a mock device
     for field, value, nearest, more in (
         ("q_positions", np.array([[0, 2], [0, 2]], np.int32), (2,), {"window_size": (5, 5)}),
         ("bias", zeros(2, 8, 1, 100), (2, 8, 100, 100), {}),
@@ -278,7 +278,7 @@ def test_an_option_that_batches_of_8_bits_lack_is_refused_by_its_name(options: d
 
 
 def test_a_kernel_that_fails_its_proof_is_not_replaced() -> None:
-    """Another one would give the next request other bits."""
+    """Another kernel would give the next request other bits."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 64)).astype(np.float16)
     faults = FaultPlan().wrong("decode_mma")
     options = ga.ContextOptions(arch="sm_80", qualify="all", fault_plan=faults, invariant=True)

@@ -26,7 +26,7 @@ def asked_of(door: str = "paged", dims: tuple[int, int] = (576, 512), dtype: str
 
 
 def decode(ctx: ga.GpuContext, asked: Asked, **changes: Any) -> ga.Reply[ga.AttentionOutput]:
-    """The request of `asked` by the method that takes the parts of q."""
+    """Make the request of `asked` by the method that takes the parts of q."""
     given = {**asked.arguments, **changes}
     q, latent = given["q"], given["latent_dim"]
     options = {name: given[name] for name in OPTIONS if name in given}

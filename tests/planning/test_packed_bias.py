@@ -8,7 +8,7 @@ import gpu_actors as ga
 
 
 def test_a_bias_of_all_sequences_is_summed_in_a_fixed_order_by_cuda_cores_alone() -> None:
-    """A kernel whose blocks wait for those of other sequences would wait forever for one that has no such tile."""
+    """A kernel whose blocks wait for other sequences' blocks would wait forever for a sequence without such a tile."""
     q, ends = np.zeros((5, 2, 64), np.float16), np.array([0, 3, 5], np.int32)
     given = {"q": q, "k": q, "v": q, "dout": q, "out": q, "lse": np.zeros((2, 5), np.float32)}
     one, own = np.zeros((1, 1, 3, 3), np.float32), np.zeros((2, 1, 3, 3), np.float32)

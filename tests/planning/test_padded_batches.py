@@ -1,4 +1,4 @@
-"""Dense batches by seqused_q and seqused_k: packed where they lie. `tests/properties` has what they answer."""
+"""Dense batches by seqused_q and seqused_k, packed in place. `tests/properties` checks their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_actors.planning.seqused import to_varlen
 
 
 def test_arrays_that_are_no_views_of_packed_ones(mock: ga.GpuContext) -> None:
-    """Inputs on the host are copied then; an output cannot be."""
+    """Such inputs on the host are copied; an output cannot be."""
     wide = np.random.default_rng(0).standard_normal((2, 9, 2, 16)).astype(np.float32)
     q, used = wide[:, :5], np.array([3, 5], np.int32)
     found, wanted = (mock.flash_attn.forward(one, one, one, seqused_k=used).result(10) for one in (q, q.copy()))

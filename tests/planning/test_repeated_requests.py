@@ -1,4 +1,4 @@
-"""The caller's thread recognises a request that was made before, and takes no other request for it."""
+"""The caller's thread recognises a request that was made before and mistakes no other request for it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_request_with_more_operands_is_left_to_the_actor(mock: ga.GpuContext, 
 
 
 class Strange:
-    """An option that raises as soon as it is looked at."""
+    """An option that raises whenever it is used."""
 
     def __hash__(self) -> int:
         raise ZeroDivisionError
@@ -117,7 +117,7 @@ def test_a_plan_that_was_forgotten_meanwhile_can_still_be_used() -> None:
 
 
 class Forgotten(str):
-    """A signature during whose look-up every plan is forgotten."""
+    """A signature whose look-up makes the cache forget every plan."""
 
     __slots__ = ("cache",)
     cache: PlanCache[str]

@@ -49,7 +49,7 @@ def saved(groups: SharedPrefixes | None) -> int:
 
 
 def best(common: list[int]) -> int:
-    """The most pages that any cut into runs saves."""
+    """The largest number of pages that a cut into runs saves."""
     most = 0
     for cuts in itertools.product((False, True), repeat=len(common)):
         total, run = 0, []

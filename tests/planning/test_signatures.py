@@ -1,4 +1,4 @@
-"""Requests that differ in one field share neither a plan nor a launch, whichever field it is."""
+"""Requests that differ in any field share neither a plan nor a launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpu_actors.planning.merging import merge_key
 
 
 def wider(array: np.ndarray) -> np.ndarray:
-    """The same values, further apart in memory."""
+    """The same values with larger strides."""
     far = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)[..., ::2]
     far[...] = array
     return far
@@ -65,7 +65,7 @@ SCALARS = {
     "return_lse": (True, 1, 1.0),
 }
 
-# Every value that a field may take in the place of the base's, each of which must be told from all others.
+# Every value that a field may take instead of the base's; each must differ from all others.
 FORWARD: Mapping[str, tuple[Any, ...]] = {
     **ARRAYS,
     **SCALARS,
@@ -76,7 +76,7 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "alignment": ("top_left",),
     "bias": (np.zeros((2, 4, 4, 6), np.float16), np.zeros((1, 4, 4, 6), np.float16)),
     "dropout_p": (0.5, 1, 1.0, True),
-    "cu_seqlens_q": (ENDS, np.array([0, 2, 4], np.int32)),  # the second's longest sequence is another
+    "cu_seqlens_q": (ENDS, np.array([0, 2, 4], np.int32)),  # the second one's longest sequence differs
     "cu_seqlens_k": (ENDS, np.array([0, 2, 4], np.int32)),
     "max_seqlen_q": (4, 5, 4.0),
     "max_seqlen_k": (4, 5, 4.0),
@@ -141,7 +141,7 @@ DECODE = {
     "k_positions": FORWARD["k_positions"],
     "bias": (np.zeros((2, 4, 7), np.float16), np.zeros((1, 4, 7), np.float16), np.zeros((2, 4, 9), np.float16)),
 }
-# What a launch is given each time, and no plan depends on.
+# Values that are passed to each launch, on which no plan depends.
 DATA = {ga.FlashForward: {"dropout_seed"}, ga.FlashBackward: {"dropout_seed"}}
 
 BASES: list[tuple[Any, Mapping[str, tuple[Any, ...]]]] = [
@@ -189,7 +189,7 @@ def on_device(array: np.ndarray, address: int) -> DeviceArray:
 
 
 def test_where_each_operand_lies_is_part_of_a_signature() -> None:
-    """Which kernels reach the operands depends on the places of those that lie on a device."""
+    """The choice of kernels depends on the addresses of operands on a device."""
     near, far = on_device(K, 1 << 20), on_device(K, (1 << 20) + 2)
     keys = [
         signature_of(ga.FlashForward(Q, k, v))
@@ -227,7 +227,7 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "k_positions": (PLACES[:1], np.ones((1, 2), np.int32)),
     "cache_leftpad": (PLACES[:1],),
 }
-# Of every sequence or row: put one behind the other, whatever they are.
+# Values of each sequence or row, which are concatenated whatever they are.
 SIDE_BY_SIDE = {"block_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "chunk_index", "num_chunks"}
 ROWS = np.zeros((2, 2, 16), np.float16)
 COUNTS = np.array([2], np.int32)
@@ -255,7 +255,7 @@ def test_a_launch_is_shared_by_what_is_the_same_in_every_field_only() -> None:
         "cache_batch_idx",
         "bias",
         "block_mask",
-    }  # the last four make a launch of their own
+    }  # requests with the last four have their own launch
     base = ga.PagedForward(q=Q[:1, :2], k_cache=POOL, v_cache=POOL, block_table=TABLE[:1], cache_seqlens=LENGTHS[:1])
     narrow = POOL.astype(ml_dtypes.float8_e4m3fn)
     fp8 = dataclasses.replace(base, k_cache=narrow, v_cache=narrow)

@@ -30,7 +30,7 @@ def operands(dtype: str = "float64") -> tuple[Any, ...]:
 
 
 def explicit(q: Any, k: Any, v: Any, first: int = 0) -> tuple[Any, Any]:
-    """out and LSE over the keys from the first on, causal, from the formula."""
+    """out and LSE over the keys from ``first`` on, causal, by the formula."""
     k, v = (np.repeat(array, 2, axis=2) for array in (k, v))
     scores = np.einsum("bihd,bjhd->bhij", q, k) / 4.0
     scores = np.where(np.arange(KEYS) <= np.arange(SHAPE[1])[:, None] + KEYS - SHAPE[1], scores, -np.inf)[..., first:]
@@ -70,7 +70,7 @@ def test_backward_reads_it(ctx: ga.GpuContext) -> None:
     given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "causal": True}
     found = ctx.flash_attn.backward(**given, lse=lse).result(60)
     near = ctx.flash_attn.backward(**given, lse=lse.astype(np.float32)).result(60)
-    # What the gradients add to along dout is known: the loss is linear in v.
+    # The sum of dv * v is known, because the loss is linear in v.
     np.testing.assert_allclose((found.dv * v).sum(), (dout * out).sum(), rtol=1e-12)
     for exact, rounded in zip(found[:3], near[:3], strict=True):
         np.testing.assert_allclose(rounded, exact, atol=1e-4)
@@ -78,7 +78,7 @@ def test_backward_reads_it(ctx: ga.GpuContext) -> None:
 
 
 def test_stats_of_graphs_have_it(ctx: ga.GpuContext) -> None:
-    """As the dtype of an output, which is the default of float64 inputs; and backward reads either."""
+    """float64 is the default dtype of stats of float64 inputs, and backward reads either dtype."""
     q, k, v = (np.ascontiguousarray(array.swapaxes(1, 2)) for array in operands())
     graph = ga.OperationGraph()
     inputs = [graph.tensor(uid=n, dims=array.shape, dtype="float64") for n, array in enumerate((q, k, v), 1)]
