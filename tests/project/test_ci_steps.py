@@ -1,4 +1,4 @@
-"""Every test that waits for a library runs in a step of .ci/run that installs the library."""
+"""Every test that needs an optional library runs in a step of .ci/run, which installs it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAMES = re.compile(rf"[\"'](?:{'|'.join(LIBRARIES)})(?:\.\w+)?[\"']")
 
 
 def waiting_files() -> list[Path]:
-    """The files of tests that skip where one of the libraries is missing."""
+    """The test files that skip if one of the libraries is missing."""
     texts = ((path, path.read_text()) for path in sorted(TESTS.rglob("test_*.py")) if OWN_MACHINE not in path.parents)
     return [path for path, text in texts if path != Path(__file__) and ASKS.search(text) and NAMES.search(text)]
 
 
 def places_in_steps() -> set[Path]:
-    """The files and folders that steps of .ci/run name, its scripts' included."""
+    """The files and folders that the steps of .ci/run and scripts/browser name."""
     steps = [REPOSITORY / ".ci" / "run", REPOSITORY / "scripts" / "browser"]
     text = "\n".join(step.read_text() for step in steps)
     return {REPOSITORY / found for found in re.findall(r"\btests/[\w/.]+", text)}

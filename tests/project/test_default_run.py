@@ -1,4 +1,4 @@
-"""How pytest spreads the tests: one worker more than cores, or none where they share a GPU or compare times."""
+"""How pytest spreads the tests: one worker more than cores, or none if they share a GPU or compare times."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ WORKERS = len(os.sched_getaffinity(0)) + 1
 DEFAULT = "not gpu and not sweep and not perf and not browser"
 
 
-@pytest.mark.timeout(180)  # processes start and collect
+@pytest.mark.timeout(180)  # starts processes, which collect tests
 def test_the_default_run_has_one_worker_more_than_cores() -> None:
-    """On one core, so that two are enough. They have collected when they find that no test is picked."""
+    """On one core two workers start. They collect, and no test is selected."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "no_test_of_this_name", ONE, OTHER]
     core = min(os.sched_getaffinity(0))
     start = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-S", "-c", start, *command]
-    # No others: they take longer to start than all of this.
+    # Other plugins take longer to start than the whole test.
     plugins = "xdist.plugin,pytest_asyncio.plugin,pytest_timeout"
     inherited |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": plugins}
     done = subprocess.run(

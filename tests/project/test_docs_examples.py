@@ -1,4 +1,4 @@
-"""Every Python example of README and docs runs as it stands: page by page, from the top, with no names but its own.
+"""Every Python example of README and docs runs unchanged: page by page, from the top, with only the page's names.
 
 An example that needs more than the tests' extra brings says so in its first line, "# needs torch", "# needs jax" or
 "# needs ray"; tests/interop and tests/on_ray run those.

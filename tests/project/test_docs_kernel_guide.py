@@ -1,4 +1,4 @@
-"""docs/kernel_guide.md step by step: its files go into a copy of the package, whose kernel then answers requests."""
+"""docs/kernel_guide.md step by step: its files go into a copy of the package, where its kernel answers requests."""
 
 from __future__ import annotations
 

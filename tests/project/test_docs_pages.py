@@ -1,4 +1,4 @@
-"""The pages of the documentation: what they name exists, every page is found from README."""
+"""The pages of the documentation: the names in them exist, and every page is reached from README."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_file_that_a_page_names_is_there() -> None:
 
 
 def homes(page: Path, name: str) -> list[Path]:
-    """The files that a page means by a path: from the repository, the package, the kernels or itself."""
+    """The files that a page's path may name: relative to the repository, the package, the kernels or the page."""
     folders = [REPOSITORY, REPOSITORY / "gpu_actors", REPOSITORY / "kernels_cu", page.parent]
     return [path for folder in folders for path in folder.glob(name)]
 
@@ -93,7 +93,7 @@ def test_every_page_is_reached_from_readme() -> None:
 
 
 def test_every_error_is_told_with_what_to_do() -> None:
-    """Each public error has a row of the table, and the row all three columns."""
+    """Each public error has a row of the table, and each row has all three columns."""
     rows = [line.split("|") for line in (REPOSITORY / "docs/errors.md").read_text().splitlines() if line[:3] == "| `"]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row[1].partition("(")[0])}
     assert all(row[2].strip() and row[3].strip() for row in rows)

@@ -1,4 +1,4 @@
-"""tests/gpu/run.py with steps that need no GPU: it never says that something passed which was not run."""
+"""tests/gpu/run.py with steps that need no GPU: it never reports a step that did not run as passed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BROKEN = "import nothing_of_this_name\n"
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = module_at(PATH)
-    # Set, so that what `main` sets is taken back.
+    # Set here, so that monkeypatch also undoes what `main` sets.
     monkeypatch.setenv("GPU_ACTORS_TEST_CACHE_DIR", "unused")
     monkeypatch.setenv("GPU_ACTORS_CACHE_DIR", "unused")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the steps' own pytest then starts in half the time
@@ -73,7 +73,7 @@ def test_each_way_a_step_ends_is_told_apart_and_all_are_run(run: Any, tmp_path: 
 
 @pytest.fixture
 def ignored_interrupts() -> Iterator[None]:
-    """As in the background of a shell."""
+    """SIGINT is ignored, as in the background of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
@@ -86,7 +86,7 @@ def test_a_step_that_hangs_is_cut_off_with_what_it_had_and_the_rest_go_on(
     begun, limit = tmp_path / "begun", 0.5
 
     class Process(subprocess.Popen[bytes]):
-        """Its time begins to run when its test hangs: pytest itself may take long to start."""
+        """The time limit begins when the test hangs, because pytest itself may start slowly."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout == limit:
@@ -134,7 +134,7 @@ def unpacked(out: Path) -> dict[str, bytes]:
 
 
 def script_of(texts: dict[str, str]) -> Command:
-    """Each step runs Python code, in which OUT, RESULT and PLOT are the paths that it may write to."""
+    """Each step runs Python code, which may write to the paths RESULT and PLOT."""
 
     def command(step: Any, work: Path, seconds: float) -> list[str]:
         paths = {"RESULT": work / f"{step.name}.json", "PLOT": work / f"{step.name}.png"}
@@ -162,7 +162,7 @@ def test_the_folder_gets_a_summary_an_archive_and_plots_alone(run: Any, tmp_path
 
 
 def test_what_is_known_is_written_after_each_step(run: Any, tmp_path: Path) -> None:
-    """The second step looks at it while it runs, as somebody does who kills the command then."""
+    """The second step reads the results so far, as they would be if the command were killed then."""
     look = f"import shutil; shutil.copytree({str(tmp_path / 'found')!r}, {str(tmp_path / 'seen')!r})\n"
     texts = {"first": TIMED, "second": look + TIMED, "third": TIMED}
     parts = {"part": steps_of(run, *texts, kind="bench")}

@@ -1,4 +1,4 @@
-"""The Dockerfile says what a server needs; scripts/image builds it, or carries its steps out."""
+"""The Dockerfile has what a server needs; scripts/image builds it, or carries its steps out."""
 
 from __future__ import annotations
 

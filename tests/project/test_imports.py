@@ -1,4 +1,4 @@
-"""The package's imports run down, as scripts/imports.py reads them: imports in functions and for types alone too."""
+"""The package's imports point downwards, also those in functions and for types, as scripts/imports.py reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from support.modules import ROOT, module_at
 
 imports: Any = module_at(ROOT / "scripts" / "imports.py")
-# What a user imports from, in the order in which a test looks for a name.
+# The modules that users import from, in the order in which a test looks for a name.
 DOORS = (
     "gpu_actors",
     "gpu_actors.errors",
@@ -33,17 +33,17 @@ DOORS = (
 INSIDE = ROOT / "tests" / "lib" / "inside"
 
 
-# An import stands alone on its line (E701 and E702 of ruff): a tree of every file would take twenty times as long.
+# An import has its own line (E701 and E702 of ruff). Parsing every file would take twenty times as long.
 IMPORT = re.compile(r"^[ \t]*((?:import|from)[ \t](?:[^\n(\\]|\\\n|\([^)]*\))*)", re.M)
 
 
 @functools.cache
 def statements(path: Path) -> tuple[tuple[int, ast.Import | ast.ImportFrom], ...]:
-    """The imports of a file with their lines. Those in texts, for other processes, are among them."""
+    """The imports of a file with their lines, also those in strings for other processes."""
     text = path.read_text(encoding="utf-8")
     taken: list[tuple[int, ast.Import | ast.ImportFrom]] = []
     for match in IMPORT.finditer(text):
-        with contextlib.suppress(SyntaxError):  # a sentence
+        with contextlib.suppress(SyntaxError):  # a sentence that looks like an import
             (node, *_) = ast.parse(match[1]).body
             if isinstance(node, ast.Import | ast.ImportFrom):
                 taken.append((text.count("\n", 0, match.start()) + 1, node))
@@ -52,7 +52,7 @@ def statements(path: Path) -> tuple[tuple[int, ast.Import | ast.ImportFrom], ...
 
 @functools.cache
 def found() -> list[Any]:
-    gc.disable()  # else it walks through the growing trees
+    gc.disable()  # otherwise it walks through the growing trees
     try:
         return list(imports.imports(imports.modules()))
     finally:
@@ -68,7 +68,7 @@ def test_every_arrow_between_rooms_that_is_drawn_is_an_import() -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     arrows: list[tuple[str, ...]] = []
     for chain in re.findall(r"^    (\w.* --> .*\w)$", page, re.M):
-        # "graph" is a word of the drawing's language, so that room is written "graph_".
+        # "graph" is a keyword of the drawing's language, so that room is written "graph_".
         stages = [re.findall(r"\w*[^\W_]", stage) for stage in chain.split(" --> ")]
         arrows += [pair for both in itertools.pairwise(stages) for pair in itertools.product(*both)]
     assert ("handles", "actors") in arrows
@@ -87,9 +87,9 @@ def test_nothing_of_the_package_imports_what_no_wheel_has() -> None:
 
 @functools.cache
 def inner_imports(path: Path) -> tuple[tuple[int, str, str], ...]:
-    """Each name that a file of the tests takes from an inner module of another room: the line, the module, the name."""
+    """The names that a test file takes from inner modules of other rooms: line, module, name."""
     folder = path.relative_to(ROOT / "tests").parts[0]
-    # What is beside another library is a door of its own.
+    # Modules for other libraries are doors themselves.
     rooms = {folder, "interop", *(["devices"] if folder in ("emulation", "gpu") else [])}
     inner = []
     for line, node in statements(path):
@@ -108,7 +108,7 @@ def inner_imports(path: Path) -> tuple[tuple[int, str, str], ...]:
 
 
 def _door(room: str) -> Sequence[str]:
-    """The names that a room itself gives; none for a module beside the rooms."""
+    """The public names of a room; none for a module outside of rooms."""
     if not (ROOT / "gpu_actors" / room / "__init__.py").is_file():
         return ()
     names: Sequence[str] = getattr(importlib.import_module(f"gpu_actors.{room}"), "__all__", ())
@@ -116,7 +116,7 @@ def _door(room: str) -> Sequence[str]:
 
 
 def test_tests_of_other_rooms_see_the_inside_of_a_room_in_one_place() -> None:
-    """So that what lies inside can move: its own room's tests follow it, and one line of tests/lib/inside."""
+    """So inner code can move with changes to its own room's tests and one line of tests/lib/inside."""
     files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if not path.is_relative_to(INSIDE)]
     wrong = []
     for path in filter(inner_imports, files):

@@ -1,4 +1,4 @@
-"""What `scripts/mutants` draws: bugs in code and in nothing else, in every family, the same for a seed."""
+"""`scripts/mutants` draws bugs in code alone, in every family, and the same ones for a seed."""
 
 from __future__ import annotations
 

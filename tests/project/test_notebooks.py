@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((REPOSITORY / "docs").rglob("*.ipynb"))
 
 
 def cells(notebook: Path) -> list[tuple[str, str]]:
-    """The source of each cell of code, and what stands below it."""
+    """The source of each cell of code, and its saved output."""
     found = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     return [
         ("".join(cell["source"]), "".join(text for output in cell["outputs"] for text in output["text"]))
@@ -27,7 +27,7 @@ def cells(notebook: Path) -> list[tuple[str, str]]:
 
 
 async def printed(source: str, names: dict[str, Any]) -> str:
-    """What a cell prints. ``await`` may stand outside of any function."""
+    """The output of a cell. ``await`` is allowed outside of functions."""
     code = compile(source, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         if code.co_flags & inspect.CO_COROUTINE:

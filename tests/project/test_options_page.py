@@ -1,4 +1,4 @@
-"""The page of options by kernel says what the checks of requests say."""
+"""The page of options by kernel agrees with the checks of requests."""
 
 from __future__ import annotations
 

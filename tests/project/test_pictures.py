@@ -1,4 +1,4 @@
-"""The drawings in docs are those that their scripts draw, their labels can be read, and what they name is there."""
+"""The drawings in docs are what their scripts draw, their labels are readable, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DOCS = REPOSITORY / "docs"
 PICTURES: dict[str, Any] = runpy.run_path(str(DOCS / "pictures.py"))
 DRAWN = {**PICTURES["DRAWINGS"], "hopper_timeline.svg": runpy.run_path(str(DOCS / "hopper_timeline.py"))["svg"]}
 SVG = "{http://www.w3.org/2000/svg}"
-LEAST_CONTRAST = 4.5  # of normal text, Web Content Accessibility Guidelines 2.1, 1.4.3
-LETTER, BOLD = 0.62, 0.69  # of a letter's height: how wide the widest usual sans-serif fonts are on average
+LEAST_CONTRAST = 4.5  # for normal text, Web Content Accessibility Guidelines 2.1, 1.4.3
+LETTER, BOLD = 0.62, 0.69  # average letter width of the widest usual sans-serif fonts, as a part of the height
 
 
 def luminance(colour: str) -> float:
@@ -32,7 +32,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def labels(drawing: Path) -> list[tuple[ElementTree.Element, ElementTree.Element]]:
-    """Each text in a block, with the block."""
+    """Each text inside a block, with the block."""
     root = ElementTree.fromstring(drawing.read_text(encoding="utf-8"))
     blocks = [rect for rect in root.iter(f"{SVG}rect") if "rx" in rect.attrib]
     found = []

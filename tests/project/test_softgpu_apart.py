@@ -1,4 +1,4 @@
-"""The software driver is for tests: the package does not find it, and it keeps up with the package."""
+"""The software driver is for tests: the package does not find it, and it stays in step with the package."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.service import KERNELS_CU, REPOSITORY
 
 
 def test_auto_does_not_see_it() -> None:
-    """This process has not been started with it, so that whatever is built and cached on this machine is not found."""
+    """This process is started without it, and does not find a driver that is built and cached on this machine."""
     assert "softgpu" not in Path("/proc/self/maps").read_text()
     choose_device("auto")
     assert "softgpu" not in Path("/proc/self/maps").read_text()
 
 
 def test_its_worker_fills_every_field_that_emulated_kernels_read() -> None:
-    """It is built when the driver starts, by tests that need CuPy, and shares structs with kernels_cu/emulation."""
+    """Otherwise only tests that need CuPy build the worker, which shares structs with kernels_cu/emulation."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("the driver is built by g++")

@@ -10,7 +10,7 @@ from support.modules import ROOT
 
 
 def test_the_way_of_each_request_is_shown() -> None:
-    # In a process of its own, where no other test has imported torch: a request then asks for its grad mode.
+    # In another process, because a request asks for torch's grad mode once a test has imported torch.
     command = [sys.executable, str(ROOT / "scripts" / "way.py"), "--files"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     names = re.findall(r"^(\S.*?) +[1-9]\d* files", shown, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The wheel holds what an installation needs: the kernels are found in it and compile from it."""
+"""The wheel has all that an installation needs: its kernels are found and compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.service import KERNELS_CU, REPOSITORY
 
-# A small kernel: which one is nothing to the wheel.
+# Any small kernel will do.
 _COMPILE = """
 import hashlib
 

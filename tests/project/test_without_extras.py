@@ -1,4 +1,4 @@
-"""What a program meets where only the core's six packages are installed: everything else is blocked from importing."""
+"""Programs with only the core's five packages installed: imports of the optional ones are blocked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 APPLICATION = "import gpu_actors.serving\nimport gpu_actors.asgi"
 
-# Each code in turn, the one that shows most about the core first.
+# Runs each code in turn.
 RUN = """
 import contextlib, io, json, sys, traceback
 sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
@@ -64,7 +64,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def bare() -> dict[str, list[Any]]:
-    """How each code ends, with what it prints, in an interpreter that finds none of the extras' libraries."""
+    """Each code's exit status and output in an interpreter that finds none of the extras' libraries."""
     examples = {name: f"import runpy; runpy.run_path('examples/{name}', run_name='__main__')" for name in EXAMPLES}
     command = "from gpu_actors.cli import main; main()"
     codes = {"forward": FORWARD, "application": APPLICATION, "command": command, **examples}
@@ -106,7 +106,7 @@ def test_an_application_without_starlette_is_told_the_extra(bare: dict[str, list
 
 def test_every_example_that_can_be_run_is_tried_without_its_extra() -> None:
     runnable = [path.name for path in sorted((REPOSITORY / "examples").glob("*.py")) if runs(path)]
-    # The first of these needs no extra, and the second starts the server and shows what that says.
+    # The first of these needs no extra, and the second starts the server and shows its output.
     assert runnable == sorted([*EXAMPLES, "model_step.py", "serving_load.py"])
 
 
