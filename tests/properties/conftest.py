@@ -1,4 +1,4 @@
-"""What tests of properties share: contexts that stay open for all examples of a file."""
+"""Contexts that stay open for all examples of a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gpu_actors as ga
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Any]:
-    """A context of a device and an architecture, the same each time."""
+    """A function that returns the one context of a device and an architecture."""
     known: dict[tuple[str, str], ga.GpuContext] = {}
     with contextlib.ExitStack() as stack:
 

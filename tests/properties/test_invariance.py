@@ -1,7 +1,7 @@
-"""A row of an invariant context has the same bits wherever it is asked for, and without the option it has not.
+"""A row of an invariant context has the same bits in every request; without the option it has not.
 
-A text is one sequence of rows, keys and values. Its rows are asked for whole, in chunks, one after the other, beside
-other sequences, over pages of any size, after a fork and with a reused prefix. Out and LSE must have the same bits.
+A text is one sequence of rows, keys and values. Its rows are requested whole, in chunks, one by one, beside other
+sequences, over pages of any size, after a fork and with a reused prefix. Out and LSE must have the same bits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_wherever_it_is_asked_for(invariant: Any, device
     hold(invariant(device, arch), 6, FORMS[form], doors)
 
 
-# The architecture on which the default run asks for a form.
+# The architecture on which the default run tests a form.
 SAMPLED = {form: ("sm_80", "sm_90a")[index % 2] for index, form in enumerate(VARIANTS)}
 
 
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_beside_a_bias(invariant: Any, device: str, arch
 @pytest.mark.parametrize("option", [{"alibi_slopes": "batch", "alibi_signed": True}])
 @pytest.mark.parametrize(("device", "arch"), OPENED)
 def test_a_row_with_what_only_batches_have_keeps_its_bits(invariant: Any, device: str, arch: str, option: Any) -> None:
-    """Of options that no kernel over caches has."""
+    """Options that no kernel over caches has."""
     text = {"dtype": "float16", "dims": (128, 128), "options": {**option, "softmax_scale": 0.5}}
     hold(invariant(device, arch), 15, text, ("dense", "varlen"))
 
@@ -134,13 +134,13 @@ def test_a_row_of_a_graph_has_the_same_bits(invariant: Any, arch: str) -> None:
 
 @st.composite
 def lives(draw: st.DrawFn, length: int) -> list[tuple[str, int, int]]:
-    """What becomes of sequences that hold rows of one text: (verb, which sequence, how many rows)."""
+    """Operations on sequences that hold rows of one text: (verb, which sequence, how many rows)."""
     verbs = st.sampled_from(("attend", "attend", "attend", "fork", "cut", "begin", "together"))
     return draw(st.lists(st.tuples(verbs, st.integers(0, 7), st.integers(1, length)), min_size=4, max_size=12))
 
 
 def check_life(cache: ga.KvCache, text: Problem, life: list[tuple[str, int, int]], out: Array) -> None:
-    """Each row that is attended to has its bits of ``out``, whatever its sequence shares and which are beside it."""
+    """Check that each row has its bits of ``out``, whatever its sequence shares and whatever is beside it."""
     q, k, v = (arrays[0] for arrays in (text.q, text.k, text.v))
     tokens = np.arange(len(q))
     options = {name: value for name, value in text.options.items() if name in DOORS["kv_cache"].options}
@@ -156,7 +156,7 @@ def check_life(cache: ga.KvCache, text: Problem, life: list[tuple[str, int, int]
         seq = seqs[which % len(seqs)]
         if verb == "fork":
             seqs.append(cache.fork(seq).result(WAIT))
-        elif verb == "begin":  # with the pages that others have filled
+        elif verb == "begin":  # with pages that other sequences filled
             seqs.append(cache.create(tokens).result(WAIT))
         elif verb == "cut":
             cache.truncate(seq, min(count, cache.length(seq))).result(WAIT)
@@ -185,7 +185,7 @@ def test_a_row_has_the_same_bits_whatever_its_sequence_shares(invariant: Any, de
         text = problem_of(spec)
         out, _ = served(ctx, spec, text, Serving("dense", 0, length))
         page = data.draw(st.sampled_from((8, 16)))
-        # Equal tokens must mean equal keys, so the pages that a text has left belong to no later one.
+        # Each text has a new cache: pages are shared by tokens, and equal tokens of two texts have different keys.
         with ctx.kv_cache(page_size=page, **pool) as cache:
             check_life(cache, text, data.draw(lives(length)), out)
 
@@ -214,7 +214,7 @@ def test_the_layers_of_a_step_have_the_same_bits(invariant: Any, device: str, ar
     "mode", [{"arithmetic": "hardware"}, pytest.param({"contraction": True}, marks=pytest.mark.sweep)]
 )
 def test_a_gpus_arithmetic_keeps_the_bits(arch: str, mode: dict[str, Any]) -> None:
-    """Sums of tensor cores that are cut off, functions that err, and products that are fused into sums."""
+    """Tensor cores' truncated sums, functions with errors, and products that are fused into sums keep the bits."""
     options = ga.ContextOptions(arch=arch, invariant=True, emulation=ga.EmulationOptions(**mode))
     with ga.open_context("emulated", options) as ctx:
         for own in ({"softmax_scale": 0.75}, RICH):
@@ -222,7 +222,7 @@ def test_a_gpus_arithmetic_keeps_the_bits(arch: str, mode: dict[str, Any]) -> No
             assert not differing(ctx, spec, [*SERVINGS, Serving("pointers", 149, 150)])
 
 
-# The test can fail
+# The test detects seeded bugs
 
 
 def test_without_the_option_rows_have_other_bits() -> None:
@@ -244,7 +244,7 @@ def tiles_by_rows(patch: pytest.MonkeyPatch) -> Spec:
 
 
 def kernel_by_rows(patch: pytest.MonkeyPatch) -> Spec:
-    """forward_mma has tiles of 32 keys at this head dim, and other kernels have 64."""
+    """Small requests take other kernels: forward_mma has tiles of 32 keys at this head dim, others have 64."""
     patch.setattr("gpu_actors.planning.forward.has_cache_form", lambda problem: problem.seqlen_q < 64)
     return dataclasses.replace(SPEC, dims=(128, 128))
 

@@ -1,6 +1,6 @@
-"""Requests whose answers must agree, whatever they are: relations that need no oracle.
+"""Requests whose answers must agree: relations that need no oracle.
 
-Each row of the table gives two answers to one drawn problem. It is held on the mock device, in float64, and on kernels.
+Each row of the table gives two answers to one drawn problem, on the mock device in float64, and on kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pairs = Iterator[tuple[Any, Any]]
 
 @dataclass
 class Case:
-    """A problem on a device. rng: for what a relation draws besides."""
+    """A problem on a device. rng: for a relation's further draws."""
 
     ctx: ga.GpuContext
     spec: Spec
@@ -38,7 +38,7 @@ class Case:
     rng: np.random.Generator
 
     def ask(self, door: str, problem: Problem | None = None, **how: Any) -> Answer:
-        """The answer of a door, with its LSE. how: of the request, beside what the spec says."""
+        """The answer of a door, with its LSE. how: further options of the request."""
         problem = self.problem if problem is None else problem
         lengths = problem.lengths
         spec = dataclasses.replace(
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def reach(self) -> Array:
-        """Of a batch of equally long sequences: how far each key lies before a row's own, (rows, keys)."""
+        """The distance (rows, keys) of each key before a row's own key, in a batch of equally long sequences."""
         ((rows, keys), *_) = self.problem.lengths
         return np.arange(rows)[:, None] + keys - rows - np.arange(keys)
 
@@ -67,12 +67,12 @@ def both(left: Answer, right: Answer) -> Pairs:
 
 
 def as_bias(visible: Array) -> Array:
-    """A mask (rows, keys) as a bias of every sequence and head."""
+    """A mask (rows, keys) as a bias for every sequence and head."""
     return np.where(visible, 0.0, -np.inf).astype(np.float32)[None, None]
 
 
 def placed(problem: Problem) -> Problem:
-    """With positions that say where its rows and keys stand without them. Its rows are no more than its keys."""
+    """The problem with the positions that its rows and keys have by default. It has no more rows than keys."""
     first = np.array([keys - rows for rows, keys in problem.lengths])
     at = [np.stack([start, np.ones_like(start)], 1).astype(np.int32) for start in (first, np.zeros_like(first))]
     return problem.changed(q_positions=at[0], k_positions=at[1])
@@ -108,7 +108,7 @@ def keys_in_parts(case: Case) -> Pairs:
     door, problem = str(case.rng.choice(["varlen", "dense"])), placed(case.problem)
     sinks, cuts = problem.options.get("sinks"), cut(case, keys)
     whole = case.ask(door, problem)
-    if "dropout_p" not in problem.options:  # which means positions, where there are any
+    if "dropout_p" not in problem.options:  # dropout depends on positions
         yield from both(whole, case.ask(door))
     partials = [Partial(*case.ask(door, shard(problem, range(rows), part))[:2]) for part in cuts]
     yield from both(Answer(*merge_on_host(partials, sinks=sinks)), whole)
@@ -120,7 +120,7 @@ def keys_in_parts(case: Case) -> Pairs:
 
 
 def rows_and_keys_in_shards(case: Case) -> Pairs:
-    """Each shard of rows over each of keys: outputs merge, and gradients add up."""
+    """Over all shards of rows and keys, outputs merge and gradients add up."""
     ((rows, keys), *_), batch = case.problem.lengths, len(case.problem.q)
     if rows > keys:
         return
@@ -218,7 +218,7 @@ def heads_repeated(case: Case) -> Pairs:
 
 
 def heads_apart(case: Case) -> Pairs:
-    """A head alone has the slope, the sink and the bias of its own."""
+    """A head alone keeps its own slope, sink and bias."""
     head = int(case.rng.integers(case.spec.heads[0]))
     of = head // (case.spec.heads[0] // case.spec.heads[1])
     q, k, v = (
@@ -265,7 +265,7 @@ def masks_as_biases(case: Case) -> Pairs:
     name = str(case.rng.choice(list(said)))
     options, visible = said[name]
     door = str(case.rng.choice(["varlen", "dense", "padded"]))
-    alignment = {"alignment": "top_left"} if name == "top left" else {}  # slopes follow it
+    alignment = {"alignment": "top_left"} if name == "top left" else {}  # slopes follow the alignment
     added, masked = (case.problem.changed(bias=bias, **alignment) for bias in (as_bias(visible), visible[None, None]))
     yield from both(case.ask(door, case.problem.changed(**options)), case.ask(door, added))
     yield from both(case.ask(door, masked), case.ask(door, added))
@@ -274,7 +274,7 @@ def masks_as_biases(case: Case) -> Pairs:
 
 
 def chunks_as_biases(case: Case) -> Pairs:
-    """With sink tokens, which a chunk hides as little as a window does, and which causal hides all the same."""
+    """Sink tokens are visible outside of a chunk, as outside of a window, but causal hides them."""
     size, first, causal = int(case.rng.integers(1, 6)), int(case.rng.integers(0, 6)), bool(case.rng.integers(2))
     ((rows, keys), *_) = case.problem.lengths
     if rows > keys:
@@ -300,7 +300,7 @@ def slopes_as_biases(case: Case) -> Pairs:
 
 
 def sinks_as_keys(case: Case) -> Pairs:
-    """A key whose scores are the sinks and whose value is 0."""
+    """A sink acts as a key whose scores are the sinks and whose value is 0."""
     problem, (heads, _) = case.problem, case.spec.heads
     sinks = case.rng.standard_normal(heads).astype(np.float32)
     ((rows, keys), *_) = problem.lengths
@@ -316,7 +316,7 @@ def sinks_as_keys(case: Case) -> Pairs:
 
 
 def raised_scores(case: Case) -> Pairs:
-    """What is added to every score moves the LSE alone."""
+    """A constant added to every score changes only the LSE."""
     ((rows, keys), *_) = case.problem.lengths
     amount = np.float32(case.rng.uniform(-300, 300))
     raised = case.ask("varlen", case.problem.changed(bias=np.full((1, 1, rows, keys), amount)))
@@ -353,7 +353,7 @@ def keys_in_any_order(case: Case) -> Pairs:
 
 
 def unseen_keys(case: Case) -> Pairs:
-    """Rows and keys beyond what counts may hold anything."""
+    """Rows and keys that do not count may have any values."""
     left = int(case.rng.integers(0, 4))
     windowed = case.problem.changed(causal=True, window_size=(left, 0))
     ruined = dataclasses.replace(windowed, k=[a.copy() for a in windowed.k], v=[a.copy() for a in windowed.v])
@@ -414,7 +414,7 @@ def cudnn_and_graph(case: Case) -> Pairs:
     problem = case.problem.changed(**options)
     dense = case.ask("dense", problem)
     yield from both(case.ask("cudnn", problem, mask=(kind, width)), dense)
-    if "bias" not in problem.options or problem.options["bias"].dtype != np.bool_:  # which graphs cannot add
+    if "bias" not in problem.options or problem.options["bias"].dtype != np.bool_:  # graphs cannot add a bool bias
         yield from both(case.ask("graph", problem, mask=(kind, width)), dense)
 
 
@@ -450,9 +450,9 @@ _LEARNT = ("q", "k", "v", "bias", "sinks")
 def _gradients(
     case: Case, problem: Problem, dout: Any = None, door: str = "varlen backward", results: Any = None
 ) -> dict[str, Any]:
-    """By what they belong to, and of which ``dout``: packed, of small numbers, whose sums every dtype holds.
+    """Packed gradients by name, and their ``dout``: small numbers, whose sums every dtype holds.
 
-    results: the out and the LSE that backward is given; by default forward's own.
+    results: the out and the LSE for backward; by default forward's own.
     """
     wide = {"lse_dtype": "float64"} if case.spec.dtype == "float64" else {}
     if results is None:
@@ -552,9 +552,9 @@ _SMOOTH = ("causal", "window_size", "softmax_scale", "softcap", "alibi_slopes", 
 
 @dataclass(frozen=True)
 class Relation:
-    """pairs: of arrays that must agree. options: that problems may have besides. alike: sequences are equally long.
+    """pairs: arrays that must agree. options: further options of problems. alike: sequences are equally long.
 
-    kernels: the options that problems have on kernels, or None where they are not asked. square: q, k and v have one
+    kernels: the options of problems on kernels, or None if these are not asked. square: q, k and v have one
     head_dim, as cuDNN's. hides: a bias may hide keys by large numbers. sampled: kernels are asked in the default run.
     """
 
@@ -634,7 +634,7 @@ DEVICES = {
 
 
 def agree(left: Any, right: Any, tolerance: float) -> None:
-    """Infinities alike, and the rest as near as the tolerance of what is large in the array, or in the element."""
+    """Equal infinities; the rest within the tolerance times the element, or the array's largest from 1 to 100."""
     left, right = (np.asarray(array).astype(np.float64) for array in (left, right))
     assert left.shape == right.shape
     finite = np.isfinite(left) & np.isfinite(right)
@@ -648,7 +648,7 @@ def hold(ctx: ga.GpuContext, name: str, spec: Spec, tolerance: float) -> None:
     relation = RELATIONS[name]
     if not relation.hides and "bias" in spec.options:
         spec = dataclasses.replace(spec, options={**spec.options, "bias": (*spec.options["bias"][:4], False)})
-    if "bias" in spec.options and not DOORS[spec.door].alike:  # over a cache it has a row and a key
+    if "bias" in spec.options and not DOORS[spec.door].alike:  # over a cache it has at least a row and a key
         least = int(not max(spec.rows)), int(not max(spec.keys))
         spare = tuple(map(max, spec.how.get("spare", (0, 0)), least))
         spec = dataclasses.replace(spec, how={**spec.how, "spare": spare})
@@ -658,7 +658,7 @@ def hold(ctx: ga.GpuContext, name: str, spec: Spec, tolerance: float) -> None:
 
 
 def _runs() -> Iterator[Any]:
-    """(device, relation, times as many examples): of kernels few in the default run, for each has some of its own."""
+    """(device, relation, times as many examples). The default run has few on kernels, which have tests of their own."""
     for device, (name, relation) in itertools.product(DEVICES, RELATIONS.items()):
         if device == "mock" or relation.kernels is not None:
             sampled = device == "mock" or (device == "sm_80" and relation.sampled)

@@ -1,7 +1,7 @@
-"""Whole requests, drawn at random, through every public door of a context.
+"""Whole random requests through every public door of a context.
 
-Each is answered as the oracle answers its sequences, on the mock device and on the emulated one, or it is refused by an
-error that names what is at fault. Nothing is written but its output.
+On the mock device and on the emulated one, each is answered as the oracle answers its sequences, or it is refused by an
+error that names the fault. Only its output is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)  # on a crowded machine: they compile kern
 
 Opened = Callable[..., ga.GpuContext]
 
-# Of each architecture few variants of kernels answer most examples.
+# Few kernel variants of each architecture answer most examples.
 _FLASH = ("dense", "varlen", "padded")
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "sm_80": (
@@ -56,7 +56,7 @@ def answered(ctx: ga.GpuContext, spec: Spec) -> None:
 
 
 def refusal(ask: Callable[[], object]) -> ga.GpuActorsError | None:
-    """The error of a request that cannot be answered as asked, or None."""
+    """The error of a request that is refused, or None."""
     try:
         ask()
     except (ga.RequestError, ga.CacheFull) as error:
@@ -74,7 +74,7 @@ def anywhere(draw: st.DrawFn, family: Family = ANY) -> tuple[str, Spec]:
 def test_the_mock_device_answers_as_the_oracle_does(opened: Opened, times: int) -> None:
     @budget(times * 400)
     @given(where=anywhere())
-    # The gradient of sinks was NaN where the results of padding were.
+    # NaN in padding's results must not reach the gradient of sinks.
     @example(where=("sm_90a", Spec(door="padded backward", rows=(0, 1), keys=(0, 1), options={"sinks": True})))
     def holds(where: tuple[str, Spec]) -> None:
         arch, spec = where
@@ -110,7 +110,7 @@ _VOID_EDGE = Spec(door="kv_cache", dtype="float16", dims=(64, 64), options={"cau
 def test_a_prefix_that_copies_share_is_read_as_each_has_it(opened: Opened, times: int) -> None:
     @budget(times * 40)
     @given(where=anywhere(_COPIES), page=st.sampled_from((1, 4, 16)))
-    # The right edge of a window, void beside a causal mask, hid keys of the prefix.
+    # The right edge of a window has no effect beside a causal mask, and must not hide keys of the prefix.
     @example(where=("sm_80", _VOID_EDGE), page=1)
     def holds(where: tuple[str, Spec], page: int) -> None:
         arch, spec = where
@@ -135,14 +135,14 @@ def test_any_kernel_answers_as_the_oracle_does(opened: Opened, arch: str) -> Non
 
 # Requests with one thing wrong
 
-# What a refusal may name beside the arguments that are given.
+# Names that a refusal may use besides those of given arguments.
 _NAMED = {
     *("v_cache", "block_table", "max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "dropout_first_head", "seqs", "cache"),
     *("head_dim", "head_dim_v", "page_size", "seqlen_q", "seqlen_k", "batch"),
 }
 _BACKWARD = tuple(f"{door} backward" for door in _FLASH)
 _PLAIN = (*_FLASH, *_BACKWARD, *CACHED)
-# Arrays that may have other rows and keys where all else of a request is the same.
+# Arrays that may have other rows and keys if the rest of a request is the same.
 _OF_ANY_LENGTH = {
     *("q", "k", "v", "k_cache", "v_cache", "k_caches", "v_caches", "block_table", "bias", "tree_mask"),
     *("cu_seqlens_q", "cu_seqlens_k"),
@@ -184,16 +184,16 @@ CORRUPTIONS: dict[str, Callable[[np.ndarray, int], Any]] = {
     "less": lambda array, axis: array - array.dtype.type(1) if array.dtype != np.bool_ else array,
     "more": lambda array, axis: array + array.dtype.type(100) if array.dtype != np.bool_ else array,
 }
-# What is refused whatever the array is, by its own name.
+# Corruptions that are refused for any array, by its own name.
 _ALWAYS = ("no array", "list", "complex", "dates", "one axis more")
 _OF_AN_AXIS = ("longer", "shorter", "empty", "swapped", "huge")
 
-# What each annotation of an option takes. A bool is no number, and a number of NumPy is one of its kind.
+# The types that each annotation of an option takes. A bool is no number; NumPy's numbers are numbers of their kind.
 _KINDS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real, "str": str, "None": NoneType}
 
 
 def fits(annotation: str, value: Any) -> bool:
-    """Whether a value is of the type that the annotation of an option names."""
+    """Whether a value has the type that an option's annotation names."""
     if annotation == "tuple[int, int]":
         return isinstance(value, tuple) and len(value) == 2 and all(fits("int", bound) for bound in value)
     if isinstance(value, bool):
@@ -203,7 +203,7 @@ def fits(annotation: str, value: Any) -> bool:
     return isinstance(value, tuple(_KINDS[name] for name in annotation.split(" | ") if name in _KINDS))
 
 
-# The least that a number may be, and each of a window's bounds.
+# The least values of numbers, and of each bound of a window.
 _LEAST = {
     "window_size": -1,
     **dict.fromkeys(
@@ -213,11 +213,11 @@ _LEAST = {
 
 
 def too_little(name: str, value: Any) -> bool:
-    """Whether a value of the right type is below what its option begins at."""
+    """Whether a value of the right type is below its option's least value."""
     return name in _LEAST and any(bound < _LEAST[name] for bound in (value if isinstance(value, tuple) else (value,)))
 
 
-# Of the fields of a message, those that the door's method does not have.
+# Fields of a message that the door's method does not have.
 _ABSENT = {
     "backward": ("return_lse", "out_dtype", "lse_dtype", "pack_gqa"),
     "kv_cache": ("latent_dim", "chunk_index", "num_chunks"),
@@ -230,7 +230,7 @@ class WrongArgument:
     """A request with one wrong argument: an array with a corrupted axis, or an odd value of another option.
 
     corruption: of an array. axis: the corrupted one.
-    odd: the index of the odd value, because the repr of some says nothing.
+    odd: the index of the odd value, because some values' repr is unclear.
     both: whether keys and values are corrupted together.
     """
 
@@ -252,7 +252,7 @@ def message_of(door: str) -> type:
 
 
 def options_of(door: str) -> dict[str, str]:
-    """The options of a door that are no arrays, and the annotation of each."""
+    """The options of a door that are not arrays, with their annotations."""
     name, _, backward = door.partition(" ")
     kind, absent = message_of(door), _ABSENT.get(backward or name, _ABSENT[""])
     annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
@@ -286,7 +286,7 @@ def wrong_arguments(draw: st.DrawFn) -> WrongArgument:
 
 
 def corrupt(asked: Asked, wrong: WrongArgument) -> tuple[bool, bool]:
-    """Change the argument: whether that must be refused, and whether by its name."""
+    """Change the argument; return whether it must be refused, and whether by its name."""
     name = wrong.name
     if not wrong.corruption:
         value = asked.arguments[name] = _ODD[wrong.odd]
@@ -297,7 +297,7 @@ def corrupt(asked: Asked, wrong: WrongArgument) -> tuple[bool, bool]:
     if wrong.both and name in _OPERANDS and isinstance(asked.arguments.get(other), np.ndarray | list):
         asked.arguments[other] = corrupted(asked.arguments[other], wrong)
     found = asked.arguments[name] = corrupted(array, wrong)
-    if wrong.corruption == "an end less":  # a sequence may be shorter, and packed rows belong to one
+    if wrong.corruption == "an end less":  # a sequence may be shorter, but packed rows must belong to one
         return name.startswith("cu_seqlens"), False
     if isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype):
         return False, False
@@ -307,14 +307,14 @@ def corrupt(asked: Asked, wrong: WrongArgument) -> tuple[bool, bool]:
 
 
 def corrupted(array: Any, wrong: WrongArgument) -> Any:
-    """Of a list, each of its arrays."""
+    """The corrupted array, or list of corrupted arrays."""
     if isinstance(array, list):
         return [corrupted(one, wrong) for one in array]
     return CORRUPTIONS[wrong.corruption](array, wrong.axis % max(1, array.ndim))
 
 
 def check_refused(method: Callable[..., Any], asked: Asked, wrong: WrongArgument) -> None:
-    """Corrupt the request and send it: what cannot be answered is refused by a name that the caller knows."""
+    """Corrupt the request and send it: a refusal must use a name that the caller knows."""
     known = {*asked.arguments, *_NAMED}
     must, exact = corrupt(asked, wrong)
     error = refusal(lambda: method(**asked.arguments).result(60))
@@ -328,7 +328,7 @@ def check_refused(method: Callable[..., Any], asked: Asked, wrong: WrongArgument
 def test_a_wrong_argument_is_refused_by_name(opened: Opened, times: int) -> None:
     @budget(times * 600)
     @given(wrong=wrong_arguments())
-    # An array in the place of an option that another one is looked at with was refused as a message that is not read.
+    # An array given for an option that is checked with another option is refused by name too.
     @example(wrong=WrongArgument("sm_90a", Spec(options={"q_positions": 1}), "alignment", odd=2))
     def holds(wrong: WrongArgument) -> None:
         asked = wrong.asked()
@@ -367,7 +367,7 @@ def every_corruption(asked: Asked) -> Iterator[WrongArgument]:
 
 @pytest.mark.parametrize("door", _PLAIN)
 def test_every_argument_of_a_door_is_looked_at(opened: Opened, door: str) -> None:
-    """What `wrong_arguments` draws from, all of it over one request: each fault of it is rare."""
+    """All faults that `wrong_arguments` draws from, on one request, because it draws each one rarely."""
     asked = ask_of(many_arrays(door), problem_of(many_arrays(door), finite=True))
     with sender(opened("mock", "sm_90a"), asked) as method:
         method(**asked.arguments).result(60)
@@ -375,11 +375,11 @@ def test_every_argument_of_a_door_is_looked_at(opened: Opened, door: str) -> Non
             check_refused(method, dataclasses.replace(asked, arguments=dict(asked.arguments)), wrong)
 
 
-_ROOM = Family(doors=("padded", "padded backward", "paged", "cache", "pointers", "pointers"))  # of which some differ
+_ROOM = Family(doors=("padded", "padded backward", "paged", "cache", "pointers", "pointers"))  # whose caches may differ
 
 
 def room_of(arguments: dict[str, Any], name: str, sequence: int) -> int:
-    """How many rows or keys a sequence may have, whose number the argument says."""
+    """The largest number of rows or keys that the argument may give for a sequence."""
     if name.startswith("seqused"):
         return int(arguments[name[-1]].shape[1])
     if name == "seq_lens":
@@ -401,7 +401,7 @@ def test_sequences_fill_their_room_and_no_more(opened: Opened, times: int) -> No
             lengths[sequence] = room_of(asked.arguments, name, sequence) + more
             longer = dataclasses.replace(asked, arguments={**asked.arguments, name: lengths})
             error = refusal(lambda longer=longer: send(opened("mock", arch), longer))
-            # What the longer sequence lacks besides, pages or columns of a bias, may be missed then.
+            # The longer sequence may also lack pages or columns of a bias.
             assert (getattr(error, "field", None) == name) == (more > 0), error
 
     holds()
@@ -461,10 +461,10 @@ def test_positions_end_below_their_limit(opened: Opened, times: int) -> None:
     holds()
 
 
-# Requests beyond what kernels here compute
+# Requests that no kernel computes
 
 _LATENT: dict[str, Any] = {"how": {"latent": True}, "options": {"softmax_scale": 0.2}}
-# The doors that each may be asked at, and what is changed in a request. One that changes rows has nothing drawn beside.
+# The doors of each, and its changes to a request. A change of rows excludes other draws.
 BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "a tiny scale": (_PLAIN, {"options": {"softmax_scale": 1e-40}}),
     "a huge scale": (_PLAIN, {"options": {"softmax_scale": -1e38}}),
@@ -485,12 +485,12 @@ BEYOND: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"options": {"bias": ("float32", True, True, False, False)}, "how": {"deterministic": True}},
     ),
 }
-# Where a nearest value goes that stands for a field of another name.
+# Fields whose nearest value is a dtype of the spec.
 _DTYPES = ("q", "k", "dtype")
 
 
 def nearer(spec: Spec, error: ga.Unsupported) -> Spec:
-    """The spec with what the error says is nearest."""
+    """The spec with the nearest value that the error gives."""
     field, nearest = error.field, error.nearest
     if field in ("head_dim", "head_dim_v"):
         dims = list(spec.dims)
@@ -510,7 +510,7 @@ def beyond(draw: st.DrawFn) -> tuple[str, Spec]:
     doors, changes = BEYOND[draw(st.sampled_from(list(BEYOND)))]
     family = Family(doors=doors, dtypes=("float32", "bfloat16"))
     arch, spec = draw(anywhere(family))
-    # These depend on what is changed.
+    # These depend on the changes.
     options = {name: value for name, value in spec.options.items() if name not in ("bias", "dropout_p")}
     dependent = ("latent", "compute", "kv_dtype", "out", "out_dtype")
     how = {name: value for name, value in spec.how.items() if name not in dependent}
