@@ -33,7 +33,7 @@ from support.cubins import run_child
 import gpu_actors as ga
 from gpu_actors.qualification.experiments import experiments_of, is_proved
 
-# Rows of the matrix whose kernels differ in options, and not in sizes alone; and two of each family's grid.
+# Rows of the matrix whose kernels differ in options and not only in sizes. Each family adds two usual rows.
 SAMPLE = {
     "append": ("copy", "interleaved to e5m2", "tables and positions"),
     "decode": ("tree", "fp8 q", "cache"),
@@ -57,7 +57,7 @@ def _rows() -> Iterator[Any]:
 def test_the_kernel_of_a_hard_problem_proves_itself(family: str, row: str, grid: bool) -> None:
     variant = first_variant(family, row, grid)
     if variant is None:
-        return  # the row launches nothing, or what is not the package's own
+        return  # the row launches no kernel of the package
     alone = proved_alone(variant)
     assert prove(alone) > 0 or not is_proved(alone), "those of score modifications are not proved"
 
@@ -145,7 +145,7 @@ def test_gradients_of_float16_have_products_beyond_it() -> None:
 
 
 def test_slopes_are_too_steep_to_be_divided_by_a_scale() -> None:
-    """So that a kernel of products shows what it does about those."""
+    """Otherwise a kernel that divides slopes by the scale would not show an overflow."""
     plain = next(key for key in standard_variants("sm_90a") if key.kernel == "forward_sm90" and not key.causal)
     most = float(np.finfo(np.float32).max)
     for causal in (False, True):
@@ -161,7 +161,7 @@ def test_slopes_are_too_steep_to_be_divided_by_a_scale() -> None:
 
 
 def test_an_infinite_value_has_a_weight_that_float32_rounds_to_0() -> None:
-    """Of which forward_sm90 makes infinity, as the oracle does."""
+    """The output is infinite all the same, in forward_sm90 as in the oracle."""
     plain = next(key for key in standard_variants("sm_90a") if key.kernel == "forward_sm90")
     variant = variant_of(dataclasses.replace(plain, bias="float32"))
     for experiment in experiments_of(variant, device_of("sm_90a")):
@@ -174,7 +174,7 @@ def test_an_infinite_value_has_a_weight_that_float32_rounds_to_0() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_edges_of_masks_lie_beside_those_of_tiles(arch: str) -> None:
-    """Where an edge that is off by one shows."""
+    """An edge that is off by one shows there."""
     keys = [key for key in standard_variants(arch) if key.kernel.startswith("forward") and key.causal]
     assert keys
     for key in keys:
@@ -192,7 +192,7 @@ def test_edges_of_masks_lie_beside_those_of_tiles(arch: str) -> None:
 
 
 def test_data_are_the_same_in_every_process(tmp_path: Path) -> None:
-    """So that a replay finds the arrays of the evidence."""
+    """A replay needs the arrays of the evidence."""
     child = """
         import sys
         import numpy as np

@@ -1,4 +1,4 @@
-"""A kernel that answers a small problem wrongly answers no request: the next family does, or none, and all is told."""
+"""A kernel that fails a small problem answers no request: the next family or none does, and events report it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from gpu_actors.testing import FaultPlan, check_output, replay
 
 ARCH = "sm_80"
 HALF = np.random.default_rng(5).standard_normal((1, 40, 2, 64)).astype(np.float16)
-DOUBLE = HALF[..., :16].astype(np.float64)  # which forward_simple alone computes
+DOUBLE = HALF[..., :16].astype(np.float64)  # only forward_simple computes float64
 pytestmark = [pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the kernels that these tests run, and without a verdict."""
+    """A cache folder with the kernels that these tests run, without verdicts."""
     folder = tmp_path_factory.mktemp("built")
     with opened(folder, qualify="off") as ctx:
         answer(ctx)
@@ -42,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(built: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the built cache folder."""
     return Path(shutil.copytree(built, tmp_path / "cache"))
 
 
@@ -57,7 +57,7 @@ class Seen:
             self.events.append(event)
 
     def of(self, name: str) -> list[tuple[str, bool]]:
-        """(kernel, whether an earlier proof says so)."""
+        """(kernel, whether the verdict is an earlier one) of each event of this name."""
         return [(e.fields["kernel"], e.fields["kept"]) for e in self.events if e.name == name]
 
     @property
@@ -71,7 +71,7 @@ def opened(folder: Path, seen: Seen | None = None, **options: Any) -> Any:
 
 
 def answer(ctx: ga.GpuContext, array: Any = HALF) -> None:
-    """A request, whose answer is right."""
+    """Make a request and check its answer."""
     result = ctx.flash_attn.forward(array, array, array, return_lse=True, timeout=120.0).result()
     check_output(result.out, result.lse, array, array, array)
 
@@ -126,7 +126,7 @@ def test_without_a_family_left_requests_get_a_typed_error(folder: Path) -> None:
         with pytest.raises(ga.Unqualified):
             ctx.flash_attn.inspect_key(ga.FlashForward(DOUBLE, DOUBLE, DOUBLE, return_lse=True))
         assert ctx.flash_attn.explain(ga.FlashForward(DOUBLE, DOUBLE, DOUBLE, return_lse=True)).key is None
-        answer(ctx)  # others are not affected
+        answer(ctx)  # other kernels are not affected
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.kernel, error.reason) == ("forward_simple", caught.value.reason)
     assert "nan" in error.reason
@@ -136,7 +136,7 @@ def test_without_a_family_left_requests_get_a_typed_error(folder: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "lost"])
 def test_a_negative_verdict_outlives_the_context(folder: Path, kept: bool) -> None:
-    plan = FaultPlan().wrong("forward_mma", launch=1)  # the first launch alone, which the next context has, too
+    plan = FaultPlan().wrong("forward_mma", launch=1)  # the first launch alone; the next context has one too
     with opened(folder, fault_plan=plan) as ctx:
         answer(ctx)
     if not kept:
@@ -190,7 +190,7 @@ def test_a_hang_ends_by_the_limit_and_the_next_family_answers(folder: Path) -> N
 def test_what_is_qualified_does_not_wait_for_a_proof(folder: Path) -> None:
     with opened(folder) as ctx:
         answer(ctx)
-    # Another kernel hangs while it is proved; the one that was proved before is loaded and answers meanwhile.
+    # Another kernel hangs during its proof; the proved one is loaded and answers meanwhile.
     with opened(folder, fault_plan=FaultPlan().hang(kernel="forward_simple"), hang_timeout=8.0) as ctx:
         answer(ctx)
         slow = ctx.flash_attn.forward(DOUBLE, DOUBLE, DOUBLE, timeout=60.0)
@@ -212,7 +212,7 @@ def test_a_context_that_is_lost_in_a_proof_answers_typed_and_twice_in_a_row_quar
             assert ctx.health().state == "failed"
     seen = Seen()
     with opened(folder, seen, fault_plan=plan) as ctx:
-        answer(ctx)  # no process would outlive the kernel
+        answer(ctx)  # the kernel, which would lose the context, is not launched again
     assert seen.of("kernel.quarantined") == [("forward_mma", True)]
 
 
@@ -313,7 +313,7 @@ def test_a_folder_that_cannot_be_written_costs_a_proof_a_context(folder: Path) -
 
 
 def test_the_mock_device_proves_what_it_compiles(folder: Path) -> None:
-    """Its oracle stands for the kernel, so that a program's tests can show each way."""
+    """The mock device's oracle stands for the kernel, so that a program's tests can produce each outcome."""
     options: dict[str, Any] = {"arch": ARCH, "compile_on_mock": True, "qualify": "first-use", "cache_dir": folder}
     seen = Seen()
     plan = FaultPlan().wrong("forward_mma")

@@ -1,4 +1,4 @@
-"""Steps, prepared requests and captured graphs beside a kernel that is quarantined: they are right or not begun."""
+"""Steps, prepared requests and captured graphs beside a quarantined kernel: they are right or do not begin."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Layers:
-    """A cache of layers, a sequence in it, and what it holds."""
+    """A cache of layers, a sequence in it, and the sequence's rows."""
 
     def __init__(self, cache: ga.KvCache, rows_before: int) -> None:
         self.cache = cache
@@ -54,7 +54,7 @@ class Layers:
         return self.cache.step([self.seq], heads_q=2 * HEADS, timeout=120.0).result()
 
     def attend(self, step: ga.KvStep, layers: Any = range(LAYERS)) -> None:
-        """Layers of a step, whose outputs are right."""
+        """Run layers of a step and check their outputs."""
         if len(step.lengths) and self.held[0].shape[1] < step.lengths[0]:
             new = [rows(LAYERS, 1, HEADS, DIM) for _ in "kv"]
             self.held = [np.concatenate(pair, axis=1) for pair in zip(self.held, new, strict=True)]
