@@ -1,4 +1,4 @@
-"""The rule for gradients refuses the defects that backward kernels really have, and accepts a correct one."""
+"""The rule for gradients refuses defects of real backward kernels and accepts a correct one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TILE = 16
 
 
 def kernel_like(case: BackwardCase, defect: str = "", compute: str | None = None) -> ReferenceGradients:
-    """Backward as a kernel does it: the forward's rounded results, float32 sums, P and dS rounded before they are
-    multiplied and the gradients at the end. ``defect`` names one thing to do wrong."""
+    """Backward as a kernel does it: forward's rounded results, float32 sums, P and dS rounded before products, and
+    gradients rounded at the end. ``defect`` names one error to make."""
     dtype = case.forward.q.dtype.name if compute is None else COMPUTE[compute]
     step = rounder(dtype)
     dout, q, k, v = (step(array.astype(np.float32)) for array in case.arguments)
@@ -201,7 +201,7 @@ def test_bounds_are_shaped_like_the_gradients() -> None:
 
 @pytest.mark.parametrize(("off", "passes"), [(1e-12, True), (1e-9, False)])
 def test_a_row_of_one_key_may_be_off_by_the_errors_of_two_factors_that_are_0(off: float, passes: bool) -> None:
-    """Its dS is 0, and so is the slope of a softcap that is reached. Kernels compute neither exactly."""
+    """Its dS and the slope of a softcap that is reached are 0. Kernels compute neither exactly."""
     q, k, v = np.full((1, 1, 1, 4), 8.0, np.float32), np.full((1, 1, 1, 4), 8.0, np.float32), np.ones((1, 1, 1, 4))
     arguments, options = (np.ones_like(q), q, k, v.astype(np.float32)), {"softcap": 1.0}
     gradients = attention_backward(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The oracle against a second, slower reading of its formulas, and against what holds of any attention."""
+"""The oracle against a second, slower implementation of its formulas, and against laws of attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = [(1, 1), (5, 9), (9, 5), (7, 7), (6, 1), (8, 13), (1, 17), (3, 0), (0, 4
 
 
 def naive_sequence(q: Array, k: Array, v: Array, b: int, options: dict[str, Any]) -> tuple[Array, Array, Array]:
-    """One sequence, one probability at a time, on Python floats: q (Sq, H, D), k and v (Sk, Hk, D)."""
+    """One sequence, one probability at a time, in Python floats: q (Sq, H, D), k and v (Sk, Hk, D)."""
     (seqlen_q, heads, dim), (seqlen_k, heads_kv, dim_v) = q.shape, v.shape
     out, magnitude = np.zeros((2, seqlen_q, heads, dim_v))
     lse = np.zeros((heads, seqlen_q))
@@ -60,7 +60,7 @@ def naive_sequence(q: Array, k: Array, v: Array, b: int, options: dict[str, Any]
 
 
 def naive_visible(i: int, j: int, seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> bool:
-    """Spelled as distances from the last row and key, where the oracle compares key indices."""
+    """Visibility by distances from the last row and key; the oracle compares key indices."""
     if options.get("alignment", "bottom_right") == "bottom_right":
         ahead = (seqlen_q - 1 - i) - (seqlen_k - 1 - j)
     else:
@@ -89,7 +89,7 @@ def naive_bend(
 
 
 def naive_forward(case: ForwardCase) -> tuple[Array, Array, Array]:
-    """Every sequence of a case, put together in the case's layout."""
+    """Every sequence of a case, joined in the case's layout."""
     parts = []
     row = key = 0
     for b, (rows, keys) in enumerate(case.seqlens):
@@ -147,7 +147,7 @@ def test_tiles_of_any_size_give_the_same_result(seed: int, monkeypatch: pytest.M
         assert_same(tiled.lse, whole.lse)
 
 
-# Rows and keys that are not there
+# Absent rows and keys
 
 
 def three_by_two() -> tuple[Array, Array, Array]:
@@ -226,7 +226,7 @@ def test_a_special_value_reaches_exactly_the_rows_that_see_it(which: str, value:
         assert np.all(np.isnan(result.out[0, 4:, 1]))
         assert np.all(np.isnan(result.lse[0, 1, 4:]))
     else:
-        # A score of +inf spoils its row as IEEE has it; one of -inf is a key without weight.
+        # A score of +inf makes its row NaN, by IEEE's rules; one of -inf is a key without weight.
         up = q[0, 4:, 1, 2] * value > 0
         assert np.array_equal(np.isnan(result.lse[0, 1, 4:]), up)
         assert np.array_equal(np.isnan(result.out[0, 4:, 1]).all(axis=-1), up)
@@ -329,7 +329,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any]] = [
     *((PACKED, "cu_seqlens_q", [1, 2, 6]), (PACKED, "cu_seqlens_q", [0, 4, 2])),
     *((PACKED, "cu_seqlens_q", [0.0, 2.0, 6.0]), (PACKED, "bias", np.zeros((2, 2, 3, 4)))),
     *((PACKED, "cu_seqlens_k", [0, 2, 2**32]), (PACKED, "v", np.zeros((7, 2, 4)))),
-    # What a request is refused for, too
+    # Requests refuse these too
     *((DENSE, "softmax_scale", math.nan), (DENSE, "softcap", math.inf), (DENSE, "dropout_seed", 1 << 64)),
     *((DENSE, "dropout_p", 1 - 2**-40), (DENSE, "dropout_first_head", 1), (DENSE, "alibi_signed", "yes")),
     *((DENSE, "attention_chunk", -1), (DENSE, "causal", 1), (DENSE, "v", np.zeros((2, 5, 2, 0)))),
@@ -351,7 +351,7 @@ def test_arguments_that_contradict_each_other_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_rounding_to_float16_gives_what_numpy_gives(dtype: str) -> None:
-    """Also halfway between subnormal numbers, at the ends of both ranges, and of what is no number."""
+    """Also halfway between subnormal numbers, at the ends of both ranges, and for NaN."""
     halfway = (np.arange(4096) + 0.5) * 2.0**-25
     ends = np.array([0, 2.0**-26, 2.0**-25, 2.0**-14, 65519.99, 65520, np.inf, np.nan, 1e-30, 1e30])
     values = np.concatenate([halfway, np.nextafter(halfway, 1), np.nextafter(halfway, 0), ends]).astype(dtype)

@@ -1,4 +1,4 @@
-"""The oracle's gradients against central differences of its forward, and against what holds of any gradient."""
+"""The oracle's gradients against central differences of its forward, and against laws of gradients."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tiles_of_any_height_give_the_same_gradients(monkeypatch: pytest.MonkeyP
         assert disagreement(by_name(attention_backward(dout, *case.inputs, **case.options)), whole) < 1e-13
 
 
-# Rows and keys that are not there
+# Absent rows and keys
 
 
 def three_by_two() -> tuple[Array, Array, Array, Array]:
@@ -143,7 +143,7 @@ def test_poison_that_no_row_sees_changes_no_bit(seed: int) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("which", ["k", "v", "q", "dout"])
 def test_a_special_value_reaches_the_rows_and_keys_that_meet_it_and_no_others(which: str, value: float) -> None:
-    """Causal, 6 on 6: key or row 3 of head 1 is spoiled. Rows from 3 on see key 3, and row 3 sees keys up to 3."""
+    """Causal, 6 rows and keys: key or row 3 of head 1 is special. Rows from 3 on see key 3; row 3 sees keys up to 3."""
     rng = np.random.default_rng(1)
     arrays = dict(zip(("dout", "q", "k", "v"), rng.normal(size=(4, 1, 6, 2, 4)), strict=True))
     arrays["k"] = np.abs(arrays["k"])  # so that an infinite q makes scores of +inf
@@ -194,7 +194,7 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
 
 
 def test_absent_sinks_and_rows_without_an_lse_have_no_gradient_of_sinks_whatever_comes_in() -> None:
-    """A sink of -inf is none; a row that sees neither key nor sink gives none, though its dout is NaN."""
+    """A sink of -inf has gradient 0; a row that sees neither key nor sink adds nothing, even if its dout is NaN."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 2, 2, 3))
     dout[0, 0] = math.nan  # the row that sees no key
@@ -202,7 +202,7 @@ def test_absent_sinks_and_rows_without_an_lse_have_no_gradient_of_sinks_whatever
     spoiled = attention_backward(dout, q, k[:, 1:], v[:, 1:], **options).dsinks
     assert spoiled is not None
     assert spoiled[0] == 0
-    v[0, 1, 0] = math.nan  # seen by a row whose sink is none
+    v[0, 1, 0] = math.nan  # seen by a row whose sink is -inf
     found = attention_backward(np.ones_like(dout), q, k[:, 1:], v[:, 1:], **options).dsinks
     assert found is not None
     assert found[0] == 0
@@ -244,12 +244,12 @@ def test_the_slope_of_a_softcap_that_is_reached_is_not_rounded_to_0(sign: int) -
     q, k = np.full((1, 1, 1, 1), 5.0), np.full((1, 2, 1, 1), sign * 5.0)
     v, dout = np.array([1.0, -1.0]).reshape(1, 2, 1, 1), np.ones((1, 1, 1, 1))
     found = attention_backward(dout, q, k, v, softmax_scale=1.0, softcap=1.0)
-    # Both weights are 1/2 and dP is +-1, so dS is +-1/2 times the slope, and dK that times q.
+    # Both weights are 1/2 and dP is +-1, so dS is +-1/2 times the slope, and dK is dS times q.
     slope = 4.0 / (math.exp(25.0) + math.exp(-25.0)) ** 2
     np.testing.assert_allclose(found.dk.ravel(), [2.5 * slope, -2.5 * slope], rtol=1e-12)
 
 
-# A float32 LSE has no digits for what scores add to a far number that hides a row wholly
+# If a far number hides a whole row, a float32 LSE has no digits left for its scores
 
 
 @pytest.mark.parametrize("sinks", [None, np.full(2, -1e10, np.float32)])
@@ -257,13 +257,13 @@ def test_the_slope_of_a_softcap_that_is_reached_is_not_rounded_to_0(sign: int) -
 def test_gradients_of_rows_that_a_far_number_hides_are_finite(low: float, sinks: Any) -> None:
     rng = np.random.default_rng(0)
     dout, q, k, v = (rng.standard_normal((1, 16, 2, 64)).astype(np.float16) for _ in range(4))
-    q, k = 10 * q, 10 * k  # scores of hundreds: far more than the LSE of the hidden row can tell apart
+    q, k = 10 * q, 10 * k  # scores of hundreds, far below the resolution of the hidden row's LSE
     bias = np.zeros((1, 1, 16, 16), np.float32)
     bias[:, :, 5] = low
     with ga.open_context("mock") as ctx:
         answer = ctx.flash_attn.forward(q, k, v, bias=bias, sinks=sinks, return_lse=True).result(30.0)
         gradients = ctx.flash_attn.backward(dout, q, k, v, answer.out, answer.lse, bias=bias, sinks=sinks).result(30.0)
-        weights = np.abs(dout).sum(1, dtype=np.float64)  # of dV, were each weight 1
+        weights = np.abs(dout).sum(1, dtype=np.float64)  # dV if each weight were 1
     for name in ("dq", "dk", "dv", "dbias"):
         assert np.isfinite(getattr(gradients, name)).all(), name
     assert (np.abs(gradients.dv) <= 3.0 * weights[:, None]).all(), "no weight is above e"

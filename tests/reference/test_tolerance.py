@@ -1,4 +1,4 @@
-"""The tolerance rule refuses the defects that attention kernels really have, and accepts a correct one."""
+"""The tolerance rule refuses defects of real attention kernels and accepts a correct one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def tiled_attention(
     case: ForwardCase, defect: str = "", compute: str | None = None, weights_dtype: str | None = None
 ) -> tuple[Array, Array]:
     """Dense attention as a GPU kernel does it, in NumPy: tiles of 16 keys, online softmax in base 2, float32
-    accumulators, P and O rounded to the input dtype (8-bit inputs: bfloat16). ``defect`` names one thing to do
-    wrong, ``compute`` a dtype to round float32 inputs to, ``weights_dtype`` an 8-bit float for 256 P."""
+    accumulators, P and O rounded to the input dtype (8-bit inputs: bfloat16). ``defect`` names one error to make,
+    ``compute`` a dtype to round float32 inputs to, ``weights_dtype`` an 8-bit float for 256 P."""
     options = case.options
     dtype = intermediate_dtype(case.q.dtype.name) if compute is None else COMPUTE[compute]
     step = rounder(dtype)
@@ -123,14 +123,14 @@ def finish(case: ForwardCase, defect: str, out: Array, lse: Array) -> tuple[Arra
 
 
 def per_thread_softmax(case: ForwardCase) -> Array:
-    """Four threads share a row's keys, each with its own maximum and sum, and these are not combined."""
+    """Four threads share a row's keys, each with its own maximum and sum, which are not combined."""
     parts = [
         attention_forward(case.q, case.k[:, lane::4], case.v[:, lane::4], accumulate="float32").out for lane in range(4)
     ]
     return np.asarray(np.mean(parts, axis=0))
 
 
-# defect: the case that brings it out. One entry for every wrong answer found in real attention kernels.
+# The case that shows each defect. One entry for every wrong answer found in real attention kernels.
 DEFECTS: dict[str, dict[str, Any]] = {
     "the old maximum is read after it was overwritten": {"kind": "rising"},
     "the accumulator is never rescaled": {"kind": "rising"},
@@ -256,7 +256,7 @@ def test_the_bound_on_eight_bit_weights_is_their_root_mean_square(seed: int) -> 
     exact = attention_forward(*case.inputs, **case.options, with_magnitude=True)
     plain = forward_bounds(*case.inputs, **case.options).out
     with_weights = forward_bounds(*case.inputs, weights_dtype="float8_e4m3fn", **case.options).out
-    # One key at a time: its weight times its value, read off an output whose other values are zero.
+    # One key at a time: its weight times its value is the output if all other values are zero.
     variance = np.zeros_like(exact.out)
     for j in range(9):
         alone = np.zeros_like(case.v)
@@ -390,7 +390,7 @@ def e4m3_row(size: float) -> tuple[Array, Array, Array]:
 
 @pytest.mark.parametrize(("size", "allowed"), [(1.0, 1.5e-3), (8.0, 1e-2), (64.0, 8e-2)])
 def test_scores_of_eight_bit_products_may_be_cut_off_but_not_wrong(size: float, allowed: float) -> None:
-    """What Hopper's tensor cores cut off grows with the score; an LSE that is off by more is refused."""
+    """The bits that Hopper's tensor cores cut off grow with the score; a larger error of the LSE is refused."""
     q, k, v = e4m3_row(size)
     reference = attention_forward(q, k, v)
     bounds = forward_bounds(q, k, v, weights_dtype="float8_e4m3fn", reference=reference)
@@ -407,7 +407,7 @@ def test_scores_of_sixteen_bit_products_keep_the_whole_rule() -> None:
 
 
 def test_an_lse_may_be_off_by_what_float32_cannot_hold_of_it() -> None:
-    """Where all keys of a row are hidden by a large number."""
+    """A large number hides all keys of a row."""
     case = random_forward(1, dtype="float16", varlen=False, seqlens=(1, 9), head_dim=40, features=(), heads=(6, 6))
     bounds = forward_bounds(*case.inputs, bias=np.full((1, 1, 1, 9), -1e9, np.float32))
     np.testing.assert_allclose(bounds.lse, 1e9 * 2.0**-22, rtol=1e-6)
