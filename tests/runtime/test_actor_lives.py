@@ -1,4 +1,4 @@
-"""How actors begin and end: opening, closing, death watch, and stopping without being asked to."""
+"""How actors begin and end: opening, closing, death watch, and stopping unasked."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_health_is_not_ready_once_a_built_in_actor_has_stopped() -> None:
 
 
 class Lazy:
-    """An array of a library that is asked for it, and does not come back."""
+    """An array whose library does not return when it is asked for the data."""
 
     def __init__(self) -> None:
         self.gate = Gate()

@@ -1,4 +1,4 @@
-"""The bridge to event loops: asyncio, uvloop and anyio, one loop and many, and what it costs."""
+"""The bridge to event loops: asyncio, uvloop and anyio, one loop and many, and its cost."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def stuck_actor() -> AsyncIterator[tuple[ga.ActorHandle, Gate]]:
 
 
 def test_answers_survive_a_hostile_switch_interval() -> None:
-    """Threads that are switched at nearly every byte code find the races that rarely show."""
+    """Switching threads at nearly every byte code shows rare races."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -144,7 +144,7 @@ def test_answers_survive_a_hostile_switch_interval() -> None:
         sys.setswitchinterval(interval)
 
 
-# What it costs
+# Costs
 
 
 def test_the_bridge_benchmark_measures_both_sides_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +162,13 @@ def test_the_bridge_benchmark_measures_both_sides_in_one_run(monkeypatch: pytest
 @pytest.mark.parametrize("crowd", [1, 256])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_empty_request_is_cheaper_than_a_thread_of_the_loops_pool(loop: str, crowd: int) -> None:
-    """In a crowd, and alone on one core, by a quarter at least.
+    """It is cheaper in a crowd, and alone on one core by at least a quarter.
 
-    Alone on two cores, both cost little more than two wake-ups of a sleeping core, whatever the code between them does:
-    where the threads land then changes a try's ratio from 0.2 to 5. Each try has threads of its own.
+    Alone on two cores, both cost little more than two wake-ups of a sleeping core, whatever code runs between them: the
+    threads' cores then change a try's ratio from 0.2 to 5. Each try has its own threads.
 
     A try on one core takes about 20 ms. While a neighbour has the other half of that core, Python's code slows down
-    more than the system's wake-ups do, and all tries of that time show it. So there are some for a second.
+    more than the system's wake-ups do, and all tries of that time show it. So the tries last about a second.
     """
 
     def share() -> float:
@@ -198,9 +198,9 @@ def one_core() -> Iterator[None]:
 
 
 def test_an_actor_answers_a_repeated_request_within_few_calls() -> None:
-    """Its caller waits for all of them, and what runs after a thread has woken up runs with cold caches.
+    """The caller waits for all calls, and code after a thread's wake-up runs with cold caches.
 
-    Times vary, the number of functions that are called does not. Here it is 45, with sleeping and waking.
+    Calls are counted, because times vary. The limit is 45, with sleeping and waking.
     """
     calls: dict[int, int] = {}
     repeated = 50

@@ -1,4 +1,4 @@
-"""The garbage collector may end a waiting task at any moment, on any thread. Nothing hangs and no request is lost."""
+"""If the garbage collector ends a waiting task on any thread, nothing hangs and no request is lost."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 class Launch(Event):
-    """Over when told, or so many seconds after it was made. Notes which threads looked at it."""
+    """Ends when told, or this many seconds after its creation. Notes which threads poll it."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self.outputs = {}
@@ -60,7 +60,7 @@ class Stream:
             "stream", self.mailbox, SystemClock(), lambda error: error, Progress(3, lambda: 0, lambda: None)
         )
         self.settled: list[tuple[int, int]] = []
-        self._working = threading.Lock()  # one thread at a time does an actor's work
+        self._working = threading.Lock()  # only one thread at a time does an actor's work
         self._count = 0
 
     def launch(self, event: Event, finish: Callable[[], object] = lambda: None) -> Call[Any]:
@@ -86,13 +86,13 @@ class Stream:
         return thread.ident
 
     def wake(self) -> None:
-        """Have the thread awake, as it is for a while after a launch."""
+        """Wake the thread, which stays awake for a while after a launch."""
         event = Launch()
         call = self.launch(event)
         event.end()
         assert call.wait(30.0)
         self.settled.clear()
-        self.completion._brief = True  # a crowded machine may have made it long
+        self.completion._brief = True  # a busy machine may have made it long
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def stream() -> Iterator[Stream]:
 
 
 async def leave_to_the_loop(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the thread awake, and not look again."""
+    """Wake the thread, and keep it from polling again."""
     stream.wake()
     monkeypatch.setattr(completion, "_TICK", 60.0)
     await asyncio.sleep(0.1)
@@ -123,7 +123,7 @@ async def test_a_loop_settles_what_it_launched_without_the_thread(stream: Stream
         event.end()
         await turns(2)
         assert call.done
-    # The thread is woken for the first, and looks now and then.
+    # The thread is woken for the first launch, and polls now and then.
     assert sum(thread == here for _, thread in stream.settled) > 150
 
 
@@ -236,7 +236,7 @@ async def test_the_thread_takes_over_at_once_what_the_loop_gives_up(
 def test_a_thread_does_not_fall_asleep_beside_a_launch_that_rang_no_bell(stream: Stream) -> None:
     event = Launch()
     call = stream.launch(event)
-    time.sleep(0.1)  # the thread hears the bell, and waits for the launch
+    time.sleep(0.1)  # the thread is woken and waits for the launch
     while not stream.completion._bell.empty():
         stream.completion._bell.get_nowait()
     stream.completion._sleep(None)
@@ -251,7 +251,7 @@ async def test_a_stream_whose_launches_are_brief_again_is_polled_again(stream: S
             await turns(1)
 
     end = time.monotonic() + 30.0
-    while stream.completion._brief:  # a crowded thread may come late to one, and find it short
+    while stream.completion._brief:  # on a busy machine the thread may come late to a launch and find it short
         await launched(0.02)
         assert time.monotonic() < end
     while not stream.completion._brief:
@@ -288,7 +288,7 @@ def test_a_loop_that_stops_while_it_polls_leaves_it_to_the_thread(
         assert call.wait(30.0)
     monkeypatch.setattr(completion, "_TICK", 1.0)
     began = time.monotonic()
-    for _ in range(20):  # of no loop, so that the thread has no loop to give time to
+    for _ in range(20):  # launched by no loop, so the thread leaves no time to a loop
         event = Launch()
         call = stream.launch(event)
         event.end()
@@ -316,7 +316,7 @@ def test_ctrl_c_within_a_poll_reaches_the_program_and_loses_no_answer(stream: St
         try:
             with pytest.raises(KeyboardInterrupt):
                 loop.run_until_complete(asyncio.wait_for(program(), 1.0))
-        except TimeoutError:  # the thread was first
+        except TimeoutError:  # the thread came first
             attempts += 1
             assert attempts < 20
             continue
@@ -382,7 +382,7 @@ def test_ctrl_c_at_any_point_of_a_loops_work_loses_no_answer() -> None:
         return Case(go, interrupt, check)
 
     assert each_point(("runtime/completion.py",), make) > 30
-    assert streams[-1].completion.close(30.0)  # that of the case that was not interrupted
+    assert streams[-1].completion.close(30.0)  # the stream of the uninterrupted case
 
 
 @pytest.mark.parametrize("seed", range(4))

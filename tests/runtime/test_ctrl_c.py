@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at every point of the main thread's work for other threads loses no answer and no wake-up."""
+"""A KeyboardInterrupt at any point of the main thread's work for other threads loses no answer and no wake-up."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Awaited:
         self.mailbox.when_idle(lambda: self.called.add("idle too"))
 
     def told(self, *calls: Call[Any]) -> None:
-        """Each waiter of these calls has been told."""
+        """Check that each waiter of these calls has been told."""
         for loop in self.loops:
             loop.run()
         assert not self.mailbox.lock._is_owned()  # type: ignore[attr-defined]
@@ -260,7 +260,7 @@ def test_a_loop_that_runs_again_after_an_interruption_wakes_every_task() -> None
 
         def check() -> None:
             if not stepped and not loop.asked:
-                _wake(deque(waiters))  # interrupted before it had begun, which a loop would not have survived either
+                _wake(deque(waiters))  # interrupted before the callback began, which would end a real loop too
             loop.run()
             assert stepped == waiters
 
@@ -298,7 +298,7 @@ class Sleeping(SystemClock):
 
     def wait(self, condition: threading.Condition, until: float | None) -> None:
         if until is None:
-            self.asleep.set()  # and nothing is set before it does sleep, for it holds the condition
+            self.asleep.set()  # it holds the condition, so nothing is set before it sleeps
         super().wait(condition, until)
 
 

@@ -1,4 +1,4 @@
-"""The thread that sends a call does the actor's work on it, where the actor sleeps and could launch it at once."""
+"""The thread that sends a call does the actor's work on it if the actor sleeps and could launch it at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 class Worker(pykka_base.MailboxActor):
-    """Runs the messages of its calls, and notes which thread does and whether two ever work at once."""
+    """Runs the messages of its calls, and notes which threads do and whether two work at once."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.threads: list[int] = []
@@ -93,7 +93,7 @@ def test_calls_and_messages_meanwhile_wait_for_it(mailbox: Mailbox) -> None:
     sender = threading.Thread(target=send, args=(mailbox, gate))
     sender.start()
     assert gate.entered.wait(30.0)
-    mailbox._wake()  # for nothing, as a pipe may
+    mailbox._wake()  # a spurious wake-up, as a pipe may have
     time.sleep(0.05)
     direct = send(mailbox, lambda: order.append("call"))
     told = threading.Event()
@@ -201,7 +201,7 @@ ROW = np.ones((1, 1, 1, 8), np.float32)
 
 
 def on_a_loop(program: Coroutine[Any, Any, None]) -> None:
-    """On a thread that no signal's handler interrupts."""
+    """Run the program on a thread that no signal handler interrupts."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(asyncio.run, program).result(60.0)
 
@@ -220,13 +220,13 @@ class Threads(ga.ServiceActor):
 
 
 def test_a_lone_request_on_mock_is_answered_on_the_loops_thread() -> None:
-    """In the time of a wake-up of a thread, of which it makes none."""
+    """The request wakes no thread."""
 
     async def program() -> None:
         options = ga.ContextOptions(mock=ga.MockOptions(compute=False))
         async with ga.open_context("mock", options) as ctx:
             asleep(ctx.flash_attn._cell.mailbox)
-            for _ in range(3):  # new, and known
+            for _ in range(3):  # first a new request, then known ones
                 reply = ctx.flash_attn.forward(ROW, ROW, ROW)
                 assert reply.done()
                 with pytest.raises(ga.MockModeError):

@@ -1,4 +1,4 @@
-"""Fault plans, and what a context does about what they inject: every request still gets its answer."""
+"""Fault plans and a context's reactions to injected faults: every request still gets its answer."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_closing_ends_a_delay() -> None:
 
 @pytest.mark.usefixtures("patient_closing")
 def test_a_lost_context_answers_everything_and_says_so() -> None:
-    """In flight, queued, parked, in another actor's hands, and made later: all get ContextLost."""
+    """Requests in flight, queued, parked, held by another actor, and made later all get ContextLost."""
     plan = FaultPlan().hang(launch=1).lose_context(launch=2)
     params = ga.AttentionParams(1, 1, 1, 1, 1, 8)
     with faulty(plan, max_in_flight=1, actors=(Scripted,), drain_timeout=60.0) as ctx:
@@ -195,7 +195,7 @@ def test_a_thread_that_meets_a_loss_being_reported_hears_of_the_same_generation(
     met: list[ga.Reply[Any]] = []
 
     def listen(event: ga.TraceEvent) -> None:
-        # The loss is known and no request has been told of it yet: another actor's launch meets the lost device first.
+        # The loss is known, but no request has been answered yet: another actor's launch meets the lost device first.
         if event.name == "context.lost":
             met.append(ctx.cudnn.mha_forward(params, rows(), rows(), rows()))
             assert met[0]._call.wait(30.0)
@@ -253,7 +253,7 @@ def test_a_launch_that_hangs_for_too_long_has_lost_the_context() -> None:
 def test_a_process_that_stood_still_for_longer_does_not_take_its_launches_for_hung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The launch ended meanwhile; the thread that looks for hangs runs before the one that settles it."""
+    """The launch ends meanwhile, and the hang check runs before the thread that settles it."""
     clock, looked = MockClock(), threading.Event()
     settle, oldest_launch = Completion._settle, Children.oldest_launch
 

@@ -1,4 +1,4 @@
-"""Mailboxes: bounds, priorities, deadlines, the limit on launches in flight, and the account of it all."""
+"""Mailboxes: bounds, priorities, deadlines, the limit on launches in flight, and the counts of requests."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_higher_priorities_go_first_and_equal_ones_in_order_of_submission() -> N
 
 
 def test_a_request_that_has_waited_while_many_came_goes_before_newer_ones_of_higher_priority() -> None:
-    """A step is worth as many requests as may wait, so none waits for ever, and none is passed more often than that."""
+    """A step of priority is worth as many requests as the mailbox's capacity, so no request waits forever."""
     mailbox = Mailbox("aged", 8, 1)
 
     def put(priority: int) -> Call[Any]:
@@ -142,7 +142,7 @@ def test_a_request_that_has_waited_while_many_came_goes_before_newer_ones_of_hig
 
 
 def test_requests_that_are_given_back_keep_their_place() -> None:
-    """One launch saturates the actor; what it had taken with it goes back in front of what came later."""
+    """One launch saturates the actor; requests taken with it go back in front of later ones."""
     handled: list[int] = []
 
     def launch_one(number: int) -> Callable[..., None]:
@@ -172,7 +172,7 @@ def test_a_priority_that_is_no_int_is_refused(priority: Any) -> None:
     assert caught.value.field == "priority"
 
 
-# The account
+# Counts
 
 
 def test_stats_account_for_every_request() -> None:

@@ -1,4 +1,4 @@
-"""Where the system grants no further thread: typed errors, and nothing left open."""
+"""If the system grants no more threads, errors are typed and nothing stays open."""
 
 from __future__ import annotations
 

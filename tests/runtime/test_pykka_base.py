@@ -1,4 +1,4 @@
-"""What is relied on of Pykka and not promised by it, held against the release that is installed."""
+"""Behaviour of Pykka that is relied on but not documented, checked with the installed release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 class Recorder(pykka_base.MailboxActor):
-    """Runs the messages of its calls, and notes what Pykka tells it."""
+    """Runs the messages of its calls, and notes Pykka's callbacks."""
 
     def __init__(self, mailbox: Mailbox, opening: Any = lambda: None) -> None:
         self.heard: list[str] = []
@@ -48,7 +48,7 @@ class Recorder(pykka_base.MailboxActor):
 
 @pytest.fixture
 def mailbox() -> Iterator[Mailbox]:
-    """Whose actor is stopped when the test is over, if it still lives."""
+    """A mailbox whose actor is stopped after the test if it is still alive."""
     yield Mailbox("recorder", 16, 1)
     pykka.ActorRegistry.stop_all()
 
@@ -142,7 +142,7 @@ def test_an_actor_that_ends_tells_those_that_asked_it(mailbox: Mailbox) -> None:
 
 
 def test_an_actor_that_cannot_start_is_told_of_no_failure(mailbox: Mailbox) -> None:
-    """So ServiceActor.on_start reports its own."""
+    """ServiceActor.on_start therefore reports its own failure."""
     actor, reference = started(mailbox, broken)
     eventually(lambda: not reference.is_alive())
     assert actor.heard == ["start"]

@@ -1,6 +1,6 @@
-"""A thread that holds a lock of the runtime makes, cancels and answers requests, at every point of what it does.
+"""A thread that holds a lock of the runtime makes, cancels and answers requests, at every point of its work.
 
-The garbage collector does so when it ends a waiting task, and a signal handler may.
+The garbage collector does so when it ends a waiting task; a signal handler may do so too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpu_actors.runtime.mailbox import Mailbox
 from gpu_actors.runtime.timers import Timer, Timers
 from gpu_actors.testing import MockClock
 
-pytestmark = pytest.mark.timeout(60)  # a lock that cannot be taken twice would be waited for without an end
+pytestmark = pytest.mark.timeout(60)  # a lock that cannot be taken twice would block forever
 
 
 class Waiting:
-    """A mailbox with three calls, and with as many cancelled ones as it keeps before it sweeps them out."""
+    """A mailbox with three calls, and as many cancelled ones as it keeps before a sweep."""
 
     def __init__(self, cancelled: int = 65) -> None:
         self.mailbox = Mailbox("test", 1000, 8)
@@ -78,7 +78,7 @@ class Waiting:
         self.mailbox.stats()
 
     def check(self) -> None:
-        """The mailbox gives out the unanswered calls in order, and its counts agree with them."""
+        """Check that the mailbox gives out the unanswered calls in order, and that its counts agree."""
         left = self.pop()
         assert [(-call.priority, call.number) for call in left] == sorted(
             (-call.priority, call.number) for call in left
@@ -184,7 +184,7 @@ def test_a_timer_may_be_set_and_cancelled_while_one_is_set(interrupt: str) -> No
         ran: list[str] = []
         kept = timers.at(3.0, lambda: ran.append("kept"))
         gone: list[Timer] = [timers.at(2.0, lambda: ran.append("gone")) for _ in range(6)]
-        timers._cancelled = 300  # so many that the dead are swept out
+        timers._cancelled = 300  # enough for a sweep of cancelled timers
         for timer in gone[1:]:
             timer.cancel()
 

@@ -84,7 +84,7 @@ def test_a_reply_can_be_awaited_from_two_loops_and_a_thread_at_once() -> None:
 
 
 def test_an_answer_is_there_before_the_request_is_done() -> None:
-    """Readers look at the state without the lock, so it has to change last."""
+    """Readers read the state without the lock, so it must change last."""
     seen: list[tuple[object, object]] = []
 
     class Watched(Call):
@@ -229,7 +229,7 @@ async def test_a_waiter_cancelled_in_the_moment_of_the_answer_leaves_the_answer(
         task = asyncio.create_task(wait())
         await asyncio.sleep(0)
         gate.open()
-        eventually(reply.done)  # answered, but the loop has not been back to wake the task
+        eventually(reply.done)  # answered, but the loop has not yet woken the task
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -245,7 +245,7 @@ def test_a_loop_that_is_closed_while_requests_are_in_flight_leaves_them_to_other
         reply = actor.submit(launches(gate, "later"))
 
         async def give_up() -> None:
-            # A future of a loop that is gone by the time of the answer: the task around it is never finished.
+            # A future of a loop that is closed before the answer: the task around it never ends.
             asyncio.ensure_future(reply)  # noqa: RUF006
             await comes_true(lambda: reply._call._waiters)
 

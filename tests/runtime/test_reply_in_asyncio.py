@@ -1,4 +1,4 @@
-"""Replies in the places where asyncio takes futures, coroutines and tasks, and their callbacks."""
+"""Replies where asyncio takes futures, coroutines and tasks, and their callbacks."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_reply_says_how_it_ended() -> None:
         assert (first.cancelled(), first.exception()) == (False, None)
 
 
-# In words
+# Representations
 
 
 def test_requests_and_results_are_shown_in_a_line() -> None:

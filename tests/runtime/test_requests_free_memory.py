@@ -1,4 +1,4 @@
-"""A request keeps its arrays while it needs them. However it ends, it keeps nothing afterwards."""
+"""A request keeps its arrays while it needs them, and nothing afterwards, however it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 def no_collector():
     gc.collect()
     gc.disable()
-    # Captured log records hold on to the traceback that was logged.
+    # Captured log records keep logged tracebacks alive.
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -87,7 +87,7 @@ async def test_a_failed_reply_makes_no_reference_cycle(options: dict) -> None:
 
 
 class Cargo:
-    """A message that fails in its handler, in what finishes its launch, or in the launch."""
+    """A message that fails in its handler, in its launch, or when the launch is finished."""
 
     def __init__(self, where: str) -> None:
         self.where = where

@@ -202,7 +202,7 @@ def test_backoff_grows_from_restart_to_restart_and_starts_again_after_the_window
 
 
 def crash_and_back_off(ctx: ga.GpuContext, actor: ga.ActorHandle) -> None:
-    """Crash the actor and wait until its restart has been put on the clock."""
+    """Crash the actor and wait until its restart is scheduled."""
     timers = ctx._children.timers
     before = len(timers._heap)
     crash(actor)

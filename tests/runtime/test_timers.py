@@ -1,4 +1,4 @@
-"""Timers: due in order, cancelled, driven by a clock of either kind, and unharmed by what a callback does."""
+"""Timers: due in order, cancelled, driven by a clock of either kind, and unharmed by callbacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def timers(clock: WatchedClock) -> Iterator[Timers]:
 
 
 def test_callbacks_run_in_the_order_of_their_times(clock: WatchedClock, timers: Timers) -> None:
-    """And those of one time in the order in which they were set."""
+    """Callbacks of one time run in the order in which they were set."""
     ran: list[tuple[float, int]] = []
     for when, number in itertools.product((3.0, 1.0, 2.0), range(20)):
         timers.at(when, lambda when=when, number=number: ran.append((when, number)))

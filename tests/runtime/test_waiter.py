@@ -1,4 +1,4 @@
-"""What a task suspends on: it goes on without a detour, and like with any future otherwise."""
+"""The object that a task suspends on: the task resumes directly, and otherwise as with any future."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASKS = {"C": asyncio.Task, "Python": asyncio.tasks._PyTask}  # type: ignore[att
 
 
 class Waiting:
-    """Awaits a waiter of its own. ended: what the waits that are over were ended by, in order."""
+    """Awaits its own waiter. ended: what ended the finished waits, in order."""
 
     def __init__(self, name: str, ended: list[str]) -> None:
         self.waiter = Waiter(asyncio.get_running_loop())
@@ -42,7 +42,7 @@ async def wait_for(waiting: Waiting) -> str:
 
 
 def soon(*functions: Callable[[], Any]) -> None:
-    """Have the loop call them, as it would be asked to by an actor: no task runs meanwhile."""
+    """Have the loop call the functions, as an actor would ask it to: no task runs meanwhile."""
     for function in functions:
         asyncio.get_running_loop().call_soon(function)
 
@@ -116,7 +116,7 @@ async def test_a_task_that_cancels_itself_before_it_waits_is_cancelled_there(sta
 
     class Cancelling(Waiting):
         def __await__(self) -> Generator[Waiter, None, str]:
-            task.cancel()  # asyncio.current_task() knows no tasks in Python from 3.14 on
+            task.cancel()  # from Python 3.14 on, asyncio.current_task() knows no tasks that are written in Python
             return super().__await__()
 
     task = start(Cancelling("a", ended))
@@ -158,7 +158,7 @@ def test_a_task_that_ends_the_loop_does_not_keep_the_others_waiting(loop: str) -
 
 
 def test_the_others_of_a_batch_get_their_turn_before_one_that_runs_the_loop_from_within() -> None:
-    """Which some notebooks allow."""
+    """Some notebooks allow a task to run the loop."""
     woken: list[str] = []
     scheduled: list[Callable[[], None]] = []
 
@@ -175,7 +175,7 @@ def test_the_others_of_a_batch_get_their_turn_before_one_that_runs_the_loop_from
             self.over = False
 
         def wake(self) -> None:
-            if self.over:  # as a Waiter takes its step once
+            if self.over:  # a Waiter resumes its task only once
                 return
             self.over = True
             while self.nested and scheduled:
@@ -189,7 +189,7 @@ def test_the_others_of_a_batch_get_their_turn_before_one_that_runs_the_loop_from
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_lone_task_goes_on_in_the_turn_of_the_loop_that_it_is_woken_in(loop: str) -> None:
-    """What a plain future costs beyond that is another turn."""
+    """A plain future needs one more turn."""
 
     async def turns() -> int:
         """Turns of the loop between the wake-up and the task."""
@@ -215,7 +215,7 @@ def test_a_lone_task_goes_on_in_the_turn_of_the_loop_that_it_is_woken_in(loop: s
 
 
 def test_a_cancelled_wait_makes_no_reference_cycle() -> None:
-    """What its task had in its hands is let go of at once, and not by the garbage collector some day."""
+    """The task's objects are freed at once, without the garbage collector."""
 
     class Held:
         pass
@@ -228,7 +228,7 @@ def test_a_cancelled_wait_makes_no_reference_cycle() -> None:
             held.append(weakref.ref(something))
             await wait_for(Waiting("a", []))
 
-        # The tasks in Python have a cycle of their own from 3.12 on.
+        # Tasks written in Python have their own cycle from 3.12 on.
         task = asyncio.ensure_future(wait())
         await asyncio.sleep(0)
         task.cancel()

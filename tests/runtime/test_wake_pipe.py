@@ -13,7 +13,7 @@ from gpu_actors.runtime.waking import WakePipe
 
 @pytest.fixture(params=["eventfd", "pipe"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the wake-ups go through: a system without eventfd has pipes."""
+    """The mechanism of wake-ups: systems without eventfd use pipes."""
     if request.param == "pipe":
         monkeypatch.delattr(os, "eventfd", raising=False)
     elif not hasattr(os, "eventfd"):
