@@ -1,4 +1,4 @@
-"""Metrics say what the context's own counts say."""
+"""Metrics agree with the context's own counts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_errors_are_counted_by_their_type(registry: CollectorRegistry) -> None:
 
 
 def test_histograms_tell_latency_queue_time_and_batch_size(registry: CollectorRegistry) -> None:
-    """By the context's clock: one request waits 0.3 s for its launch, which takes 2 s; another is cancelled."""
+    """By the context's clock, one request waits 0.3 s for its launch, which takes 2 s; another is cancelled."""
     clock = MockClock()
     with scripted(clock=clock, max_in_flight=1) as (ctx, actor):
         registry.register(ContextCollector(ctx))

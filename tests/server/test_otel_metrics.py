@@ -47,7 +47,7 @@ def test_every_sample_of_prometheus_is_exported(reader: InMemoryMetricReader) ->
         with pytest.raises(ga.InvalidRequest):
             ask(ctx, softcap=-1.0).result(30)
         points = exported(reader)
-        moving = "oldest_launch_seconds"  # by the clock
+        moving = "oldest_launch_seconds"  # it moves with the clock
         for family in registry.collect():
             for sample in family.samples:
                 found = [

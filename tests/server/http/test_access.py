@@ -1,4 +1,4 @@
-"""Doors: which clients a server lets in, by which names they may call it, and what it says to others."""
+"""Doors: which clients a server lets in, by which names they may call it, and its answers to others."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_two_keys_in_two_headers_are_none(locked: Served) -> None:
 
 
 def test_a_browser_is_asked_for_the_key_where_it_only_looks(locked: Served) -> None:
-    """A page elsewhere could have it send a POST with what it remembers."""
+    """A page of another site could make a browser send a POST with remembered credentials."""
     for key in KEYS:
         assert locked.ask("/", headers={"Authorization": basic(key)}).body == b"in"
         assert locked.ask("/v1/x", "POST", headers={"Authorization": basic(key)}).status == 401

@@ -1,4 +1,4 @@
-"""Admission: few at once, the others in order and not for long."""
+"""Admission: a few requests run at once, and the others wait in order for a limited time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_actors.testing import MockClock
 
 
 class Crowd:
-    """Tasks that hold a place until they are let go, and the order in which they got it."""
+    """Tasks that hold a place until they are let go, and the order in which they got one."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -49,7 +49,7 @@ async def test_few_run_at_once_and_the_others_follow_in_order() -> None:
     assert (stats.running, stats.waiting, stats.admitted) == (2, 4, 2)
     for number in range(6):
         crowd.let_go[number].set()
-        if number == 0:  # a newcomer does not pass those who wait
+        if number == 0:  # a newcomer does not pass waiting requests
             crowd.let_go[6] = asyncio.Event()
             tasks.append(asyncio.ensure_future(crowd._hold(6, None)))
         await settled()
@@ -67,7 +67,7 @@ async def test_one_more_than_may_wait_is_refused_at_once_with_the_time_that_the_
     with pytest.raises(ga.Overloaded, match="2 requests are worked on and 3 wait; the queue is full") as caught:
         async with crowd.admission.place():
             raise AssertionError("admitted")
-    # Two at once are taken to be half as fast each, until that is measured.
+    # Until it is measured, two at once count as half as fast each.
     assert caught.value.retry_after == 5 * 4.0
     assert crowd.admission.stats().refused == 1
     for task in tasks:
@@ -148,7 +148,7 @@ async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_at_
 async def test_nothing_is_foretold_from_a_guess_or_to_one_that_would_run_alone() -> None:
     clock = MockClock()
     crowd = Crowd(Admission(1, queue_seconds=600, clock=clock))
-    # The guess of 1 s a request would make 38 s for the last one.
+    # By the guess of 1 s a request, the last one would take 38 s.
     tasks = [await crowd.join(number, time.monotonic() + 30) for number in range(40)]
     assert crowd.admission.stats().waiting == 39
     await all_leave(crowd, tasks)
@@ -294,7 +294,7 @@ async def _held(admission: Admission, client: str, order: list[str] | None = Non
 
 
 async def order_of(*asked: tuple[str, dict[str, Any]], weights: dict[str, float] | None = None) -> str:
-    """The clients in the order in which they got the only place, which was taken while they asked."""
+    """The clients in the order in which they got the only place, which is held while they ask."""
     admission, order = Admission(1, queue_seconds=600, weights=weights), list[str]()
     async with admission.place(client="holder"):
         tasks = []
@@ -333,7 +333,7 @@ async def test_of_one_client_the_short_goes_first_until_the_long_is_old() -> Non
         await settled()
         before = len(order)
     for _ in range(20):
-        # One comes for each that is let in: without ageing the long one would wait for ever.
+        # One arrives for each that is let in: without ageing the long one would wait forever.
         tasks.append(asyncio.ensure_future(ask("short", 2.0)))
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -375,7 +375,7 @@ async def test_each_that_is_refused_is_given_a_time_of_its_own_to_return() -> No
     await measured(crowd, clock, 4.0)
     found = []
     for number in range(20):
-        if number % 2 == 0:  # the queue is empty in between, but those that were refused will return
+        if number % 2 == 0:  # the queue is empty in between, but refused clients will return
             holder = await crowd.join(number)
         with pytest.raises(ga.Overloaded) as caught:
             await crowd._hold(number + 1, None)
@@ -405,7 +405,7 @@ async def test_what_was_admitted_is_refused_as_its_turn_comes_where_it_would_be_
 
 
 async def test_work_that_would_miss_its_deadline_is_tried_again_where_nothing_runs() -> None:
-    """A bad moment is over after a while, and only a measurement can tell."""
+    """Only a new measurement shows that the device is fast again."""
     clock = MockClock()
     crowd = Crowd(Admission(8, queue_seconds=600, clock=clock))
     holders = [await crowd.join(number) for number in range(8)]

@@ -1,4 +1,4 @@
-"""A context in an application: its probes while it starts, works, hangs and leaves, and what its handlers get."""
+"""A context in an application: its probes while it starts, works, hangs and leaves, and its handlers' arguments."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_what_was_prepared_is_in_the_state_of_each_request() -> None:
         assert state == {"model": "a model", "gpu_actors": found}
         assert found.context.stats()["flash_attn"].launched == 1, "which has proved the device"
         assert found.probes.readyz().status == 200
-        with pytest.raises(ga.GpuActorsError, match="entered already"):  # by another application
+        with pytest.raises(ga.GpuActorsError, match="entered already"):  # as another application would
             await probes.__aenter__()
     assert found.context.health().state == "stopped"
 
@@ -177,7 +177,7 @@ def test_an_application_without_the_guard_answers_errors_by_its_own_handler() ->
 
 @contextlib.contextmanager
 def told_of_sigterm() -> Iterator[list[float]]:
-    """When the handler that was there before has been called."""
+    """The times at which the earlier handler is called."""
     told: list[float] = []
     former = signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
     handler = signal.getsignal(signal.SIGTERM)
@@ -220,7 +220,7 @@ async def test_who_leaves_first_takes_no_handler_from_the_others() -> None:
 
 
 async def test_who_leaves_last_brings_no_handler_back_of_one_that_has_left() -> None:
-    """Its event loop may be closed by then, and a signal would raise in it."""
+    """The loop of the context that has left may be closed, and a signal would raise in it."""
     with told_of_sigterm():
         async with Probes() as probes:
             left = [contextlib.ExitStack() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""ConcurrencyLimit: what is known of so many pieces, for how long, and where the limit goes."""
+"""ConcurrencyLimit: what it knows of each number of pieces, for how long, and where the limit goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_actors.server.http.concurrency import FIRST, ConcurrencyLimit
 
 
 def measured(limit: ConcurrencyLimit, pieces: int, seconds: float, now: float, turns: int = 1) -> float:
-    """Each of so many pieces runs once and takes so long a unit, of ten. Gives the time after it."""
+    """Run this many pieces of ten units with this time a unit, for some turns. Returns the time afterwards."""
     for _ in range(turns):
         now += 10 * seconds
         for _ in range(pieces):

@@ -1,4 +1,4 @@
-"""Every error of the package has its status, and an answer shows nothing but what the client may know."""
+"""Every error of the package has its status, and an answer shows only what the client may know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goodput and fairness of an admission, simulated: a device that texts share, clients with deadlines, no real time."""
+"""Simulated goodput and fairness of an admission: a device that texts share, clients with deadlines, no real time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 16
 
 
 class Device:
-    """A server as it was measured: a step takes 4 ms, and 0.25 ms for each text; a request of HTTP takes 0.2 ms."""
+    """A server with measured times: a step takes 4 ms, and 0.25 ms for each text; an HTTP request takes 0.2 ms."""
 
     def __init__(self, places: int = 256, step: float = 0.004, text: float = 0.00025, **options: Any) -> None:
         self.costs = step, text
@@ -34,7 +34,7 @@ class Device:
     async def step(self) -> None:
         while True:
             step, text = self.costs
-            batch = list(self.running.items())  # who comes later waits for the next step
+            batch = list(self.running.items())  # later texts wait for the next step
             await asyncio.sleep(step + text * len(batch) + self.spent)
             self.spent = 0.0
             for done, work in batch:
@@ -63,7 +63,7 @@ class Device:
 
 
 class Clients:
-    """Clients that ask again as soon as they are answered. impatient: also where they are to return later."""
+    """Clients that ask again as soon as they are answered. impatient: even if they are told to return later."""
 
     def __init__(self, device: Device, until: float) -> None:
         self.device, self.until = device, until
@@ -93,7 +93,7 @@ class Clients:
 
 @pytest.fixture(autouse=True)
 def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines are read from the loop."""
+    """Deadlines use the loop's virtual time."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(module, "time", clock)
 
@@ -107,7 +107,7 @@ async def crowd(clients: int, deadline: float, impatient: bool, seconds: float) 
 
 @cache
 def of_16(seconds: float) -> int:
-    """Few clients are never refused."""
+    """The number of requests in time of 16 clients, who are never refused."""
     counts = simulated(crowd(16, 1.0, False, seconds)).counts
     assert counts.keys() == {"in time"}
     return counts["in time"]
@@ -126,7 +126,7 @@ def test_crowds_with_deadlines_get_nearly_as_much_as_16_clients(clients: int, de
 
 
 def test_who_returns_when_told_is_let_in() -> None:
-    """A second wave finds room: each was given a time of its own."""
+    """Refused clients are told different times, so a second wave finds room."""
     found = simulated(crowd(512, 1.5, False, 6.0))
     assert found.counts["refused"] < found.counts["in time"]
     assert max(found.waits) <= 60.0

@@ -1,4 +1,4 @@
-"""The guard over real sockets: what clients do wrong, and what goes wrong before and after the first byte."""
+"""The guard over real sockets: clients' errors, and failures before and after the first byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODIES = {"max_bytes": 100_000, "max_held_bytes": 150_000, "seconds": 600.0}
 
 
 class Handlers:
-    """Handlers that note what becomes of them."""
+    """Handlers that note how they end."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -199,7 +199,7 @@ def test_a_deadline_that_passes_cancels_the_handler(served: Served, handlers: Ha
 
 
 def test_a_deadline_that_passes_before_the_handler_has_read_is_not_the_clients_fault(handlers: Handlers) -> None:
-    """A body larger than what is read ahead waits for its handler, so the server does not know its end."""
+    """A body larger than the read-ahead waits for its handler, so the server does not know its end."""
     app = handlers.app()
     app.add_middleware(Guard, bodies=Bodies(max_bytes=1 << 20), default_timeout=1.0)
     with Served(app) as served:
@@ -222,7 +222,7 @@ def test_a_deadline_breaks_a_stream_off(served: Served, handlers: Handlers) -> N
 
 
 def test_a_deadline_ends_an_answer_that_the_client_does_not_read(handlers: Handlers, bodies: Bodies) -> None:
-    """The server waits for the client before it sends the end of a stream, which is empty."""
+    """The server waits for the client before it sends the stream's empty end."""
 
     async def large(request: Request) -> Response:
         await request.body()
@@ -281,7 +281,7 @@ def test_a_client_that_hangs_up_within_its_body_leaves_nothing_behind(served: Se
 
 
 def test_work_after_the_answer_is_not_cancelled(served: Served, handlers: Handlers) -> None:
-    """A server says "disconnect" once the answer is complete, and the deadline passes meanwhile."""
+    """A server reports "disconnect" once the answer is complete, and the deadline passes meanwhile."""
     reply = served.ask("/background", headers={"X-Deadline-Ms": "400"})
     assert (reply.status, reply.body) == (200, b"answer")
     eventually(handlers.finished.is_set)
@@ -328,7 +328,7 @@ def test_a_body_that_does_not_come_is_refused(handlers: Handlers) -> None:
 
 
 def test_a_handler_that_reads_late_makes_no_body_slow(bodies: Bodies) -> None:
-    """A body larger than what is read ahead waits for its handler, which is not the client's fault."""
+    """A body larger than the read-ahead waits for its handler, which is not the client's fault."""
 
     async def late(request: Request) -> Response:
         await asyncio.sleep(1.2)
@@ -364,7 +364,7 @@ def test_each_answer_has_a_line_that_a_path_cannot_forge(served: Served, caplog:
     assert record.__dict__["status"] == 404
 
 
-# Below HTTP: what no client can bring about
+# Below HTTP: cases that no client can cause
 
 
 async def nothing(scope: Any, receive: Any, send: Any) -> None:
@@ -376,7 +376,7 @@ def http_scope(**more: Any) -> MutableMapping[str, Any]:
 
 
 class Connection:
-    """A server's side of one request. replies: what `receive` gives out before it waits for ever."""
+    """A server's side of one request. messages: what `receive` returns before it waits forever."""
 
     def __init__(self, *messages: dict[str, Any]) -> None:
         self.messages = list(messages) or [{"type": "http.request", "body": b"", "more_body": False}]

@@ -1,4 +1,4 @@
-"""Every server of the package, its examples and its guides, asked for what is at fault: a sentence, and never a 500."""
+"""Every server of the package, its examples and its guides answers wrong bodies with a sentence, and never a 500."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SERVERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fastapi": (fast, {"/echo": {"a": [1, "b"]}}),
 }
 
-# One of each kind: `test_json_bodies` has them all, without a server.
+# One of each kind; `test_json_bodies` has them all, without a server.
 BODIES: dict[str, bytes] = {
     "half": b'{"a": [1',
     "half a character": b'{"a": "\xc3"}',
@@ -96,7 +96,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[Served, dict[str, A
 
 
 def sentence(answered: Answered) -> str:
-    """What an error says; asserts that it is one of the client's and says something."""
+    """The message of an error, which must be a client's error and have words."""
     assert 400 <= answered.status < 500, answered.body
     content = answered.json
     error = content.get("error", content)
@@ -142,7 +142,7 @@ def test_contents_of_wrong_types_get_a_sentence(server: tuple[Served, dict[str, 
             wrong = [*wrong, *({**sound, name: value} for name in [*sound, "unknown"] for value in VALUES)]
         for content in wrong:
             answered = served.ask(path, "POST", body=json.dumps(content), headers={"Content-Type": JSON})
-            if answered.status != 200:  # some are sound: a text may hold any character
+            if answered.status != 200:  # some are valid: a text may hold any character
                 sentence(answered)
     answered = served.ask(path, "POST", body=json.dumps(paths[path]), headers={"Content-Type": JSON})
     assert answered.status == 200, "and it goes on"

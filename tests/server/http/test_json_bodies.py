@@ -1,4 +1,4 @@
-"""JSON bodies: what is refused before anything is made of it, what is no JSON, and what a handler gets."""
+"""JSON bodies: what is refused before parsing, what is no JSON, and what a handler gets."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data
 
 
 def test_a_page_of_another_site_cannot_make_a_browser_send_it() -> None:
-    """The forms are the types that need no leave (Fetch, 2.2.2)."""
+    """A browser sends the types of forms without asking the server (Fetch, 2.2.2)."""
     for kind in ("application/json", "Application/JSON; charset=utf-8", "application/problem+json"):
         expect_json(kind)
     for kind in (None, "", *FORMS, "text/json", "json", "*/*"):

@@ -1,4 +1,4 @@
-"""Probes answer however busy the loop is, and never better than it is."""
+"""Probes answer however busy the loop is, and never report it as better than it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 def get(probes: Probes, path: str, method: str = "GET") -> tuple[int, str]:
-    """Ask over the socket, blocking this thread and the loop that runs on it."""
+    """Ask over the socket, which blocks this thread and its loop."""
     connection = http.client.HTTPConnection("127.0.0.1", probes.port, timeout=60)
     try:
         connection.request(method, path)
@@ -121,7 +121,7 @@ async def test_each_worker_takes_a_port_of_its_own() -> None:
 
 
 def test_settings_that_are_none_are_refused_by_name() -> None:
-    """With NaN a loop that stands still would pass for alive for ever."""
+    """With NaN a stalled loop would count as alive forever."""
     seconds = [0, -1.0, float("nan"), float("inf"), "30"]
     values: dict[str, list[Any]] = {
         "port": [65536, -1, "8001"],
@@ -144,7 +144,7 @@ async def test_a_client_that_resets_its_connection_writes_nothing_to_stderr(capf
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.sendall(b"GET /livez HTTP/1.1\r\n\r\n")
         assert get(probes, "/livez")[0] == 200
-        # It was accepted after those; each has a thread of its own.
+        # It is accepted after those; each has its own thread.
         await comes_true(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
     assert capfd.readouterr().err == ""
 
@@ -164,7 +164,7 @@ async def test_an_idle_context_proves_its_device_by_launches_of_its_own(isolatio
         found: list[tuple[int, Any]] = []
 
         def proven() -> bool:
-            """On a slow machine a proof may be old for a moment."""
+            """Whether the device is ready; on a slow machine a proof may be too old for a moment."""
             found.append(content(probes.readyz()[:2]))
             return finished(ctx) >= 3 and found[-1][0] == 200
 
@@ -192,7 +192,7 @@ async def test_a_context_that_answers_requests_launches_nothing_of_its_own(isola
 
 
 async def test_a_device_that_hangs_while_idle_ends_readiness_and_leaves_the_process_alive() -> None:
-    """The first launch, which is the context's own, does not end before the clock says so."""
+    """The context's own launch, the first one, does not end before the clock advances."""
     clock = MockClock()
     plan = FaultPlan().delay(1.0, launch=1)
     options = ga.ContextOptions(fault_plan=plan, clock=clock, hang_timeout=1e6)

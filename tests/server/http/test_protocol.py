@@ -102,7 +102,7 @@ LATE: dict[str, list[bytes]] = {
 
 def test_a_head_that_does_not_end_ends_the_connection(served: Served) -> None:
     def late(before: bytes, pieces: list[bytes]) -> tuple[bytes, float]:
-        """The answer, and the time after which it came."""
+        """The answer, and the time that it took."""
         with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
             if before:
                 client.sendall(before)

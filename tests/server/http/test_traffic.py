@@ -1,4 +1,4 @@
-"""Answers by route: what is counted of every request, and what /metrics says of it."""
+"""Answers by route: the counts of requests, and their metrics in /metrics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def traffic_of(served: Served) -> Traffic:
 
 
 def counted(served: Served, route: str) -> tuple[dict[int, int], dict[str, int]]:
-    """The statuses of a route, and the outcomes that have happened."""
+    """The counts of a route's statuses, and of its outcomes so far."""
     found = traffic_of(served).routes().get(route)
     if found is None:
         return {}, {}

@@ -1,6 +1,6 @@
 """The dashboard in docs/grafana.json and the alerts in docs/operate.md ask for metrics that a server has.
 
-The dashboard leaves none of them out.
+The dashboard leaves out none of these metrics but UNSEEN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPERATE = (REPOSITORY / "docs" / "operate.md").read_text(encoding="utf-8")
 ALERTS: dict[str, str] = dict(re.findall(r"^ +- alert: (\w+)\n +expr: (.+)$", OPERATE, re.M))
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
-# Only where the device says it, or of no use as a curve: requests_total is the same at the other end.
+# One exists only if the device reports it; the other adds nothing as a curve, because requests_total counts its ends.
 UNSEEN = {"gpu_actors_device_memory_bytes", "gpu_actors_requests_submitted_total"}
 
 
@@ -41,13 +41,13 @@ def samples() -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def known(samples: dict[str, set[str]]) -> dict[str, set[str]]:
-    """What may be asked for: the labels of the samples, those of workers, and what Prometheus adds."""
+    """The labels that expressions may use: those of the samples, of workers, and of Prometheus."""
     with ga.open_context("mock", ga.ContextOptions(mock=NO_COMPUTE)) as context:
         registry = CollectorRegistry()
         registry.register(WorkersCollector({"worker-1": context}))
         workers = labels_of(generate_latest(registry).decode())
     assert all("worker" in labels for labels in workers.values())
-    # Errors have a sample only once there was one.
+    # Errors have a sample only after the first error.
     found = {**samples, "gpu_actors_request_errors_total": {"actor", "error"}}
     of_workers = {*workers, "gpu_actors_request_errors_total"}
     return {
@@ -63,7 +63,7 @@ def labels_of(text: str) -> dict[str, set[str]]:
 
 
 def check(expression: str, known: dict[str, set[str]]) -> None:
-    """Each metric is there, and has the labels by which it is chosen and summed."""
+    """Check that each metric exists and has the labels by which it is selected and summed."""
     names = re.findall(r"gpu_actors_\w+", expression)
     assert names, expression
     assert set(names) <= known.keys(), expression
@@ -105,7 +105,7 @@ def test_every_alert_asks_for_what_exists_and_is_explained(known: dict[str, set[
 
 
 def test_an_alert_on_refusals_counts_those_of_every_route() -> None:
-    """The admission that has metrics is that of texts; embeddings have one of their own."""
+    """The metrics of admission cover texts alone; embeddings have their own admission."""
     assert 'gpu_actors_http_outcomes_total{outcome="refused"}' in ALERTS["Refuses"]
     assert not any("gpu_actors_admission" in alert for alert in ALERTS.values())
 

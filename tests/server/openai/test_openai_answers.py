@@ -1,4 +1,4 @@
-"""What OpenAI's API answers, over real sockets: texts, streams, counts, log-probabilities, embeddings, models."""
+"""Answers of OpenAI's API over real sockets: texts, streams, counts, log-probabilities, embeddings, models."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def serving() -> Iterator[Serving]:
 
 
 def test_a_text_is_the_plain_models(serving: Serving) -> None:
-    """Each token's log-probability is that of the model in NumPy alone, and each token the likeliest one."""
+    """Each token is the likeliest one, with the log-probability of the model in NumPy alone."""
     prompt = [256, *b"The quick brown fox"]
     answer = serving.complete(prompt=prompt, max_tokens=12, logprobs=5)
     found = answer["choices"][0]["logprobs"]
     model = serving.engine._model
-    # The tokens themselves are not in the answer: bytes that are no text all show as U+FFFD. They are drawn again here.
+    # All bytes that are no text show as U+FFFD in the answer, so the tokens are computed again here.
     tokens: list[int] = []
     for chosen, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
         logits = plain_logits(model, np.array(prompt + tokens), np.float16)[-1].astype(np.float64)
@@ -150,7 +150,7 @@ def test_what_clients_send_without_meaning_it_is_taken(serving: Serving) -> None
     assert answer["usage"]["completion_tokens"] == 3
 
 
-# A model of one's own
+# A user's own model
 
 
 def test_a_folder_is_served_by_its_own_tokenizer_and_template(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_metrics_tell_of_texts_pages_and_times(serving: Serving) -> None:
 
 
 def test_no_request_imports_a_module() -> None:
-    """Not even the first of its kind: an import takes the loop for as long as a disk does, or for ever in a fork."""
+    """Not even the first of its kind: an import blocks the loop for the disk's time, or forever in a fork."""
     with Serving(models=("tiny", "minilm")) as serving:
         before = set(sys.modules)
         serving.complete(logprobs=2)

@@ -1,4 +1,4 @@
-"""The way into the server and out of it: keys, sites, https, the port while models load, and what waits at the end."""
+"""The way into the server and out of it: keys, sites, https, the port while models load, and waits at the end."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ UNREAD = [
 def test_an_error_that_leaves_a_body_unread_closes_the_connection(
     serving: Serving, lines: list[str], status: int
 ) -> None:
-    """Its rest would be the next request: here it says so."""
+    """Otherwise the rest of the body would be read as the next request."""
     length = [] if any("Length" in line for line in lines) else ["Content-Length: 1000"]
     with serving.raw(*lines, "Host: x", *length, body=b"{") as client:
         head = client.recv(1 << 16)
@@ -133,7 +133,7 @@ def test_an_error_that_leaves_a_body_unread_closes_the_connection(
 
 
 async def test_an_event_is_one_line_for_every_reader() -> None:
-    """Python's own, and so httpx's, ends a line at ten characters."""
+    """Python's splitlines, and so httpx, ends a line at any of ten characters."""
     sent_bytes = b""
 
     async def send(message: Any) -> None:
@@ -163,10 +163,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Own:
-    """The command's own server, in a thread, on the port that it takes itself."""
+    """The command's own server in a thread, on the port that it opens itself."""
 
     def __init__(self, tls: Tls | None = None, **settings: Any) -> None:
-        # No text is refused because this machine would take too long for it.
+        # No text is refused for its expected time on this machine.
         patient = {"leave_seconds": 0.0, "default_timeout": 3600.0}
         app = create_app(
             ServeSettings(**{"device": "mock", "models": ("tiny",), "options": MOCK, **patient, **settings})
@@ -264,7 +264,7 @@ def test_files_that_are_no_certificate_are_named(pair: tuple[Path, Path], tmp_pa
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Models load until this is set."""
+    """Loading of models waits until this is set."""
     event, load = threading.Event(), models.load_model
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -334,7 +334,7 @@ def test_what_waits_is_answered_at_once_and_what_runs_goes_on() -> None:
 
 
 def test_a_text_that_waits_for_pages_is_answered_at_once() -> None:
-    """And one that runs ends in a whole event when its time is over."""
+    """A running text ends in a whole event when its time is over."""
     with Own(options=SLOW, cache_mib=2, drain_seconds=1.0) as own:
         own.until_started()
         most = {**HELLO, **STREAM, "max_tokens": 1900}
@@ -351,7 +351,7 @@ def test_a_text_that_waits_for_pages_is_answered_at_once() -> None:
 
 
 def test_probes_that_leave_end_the_waits() -> None:
-    """As SIGTERM does, before the server stops to listen; requests that need not wait are still taken."""
+    """SIGTERM does so too, before the server stops listening; requests that need not wait are still taken."""
     with Serving(options=SLOW, max_running=1) as serving:
         probes = serving.server.config.app.state.gpu_actors.probes  # type: ignore[union-attr]
         with asking(serving.port, COMPLETIONS, {**HELLO, **STREAM, "max_tokens": 4000}):

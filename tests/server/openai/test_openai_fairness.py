@@ -1,4 +1,4 @@
-"""What clients feel of each other: crowds with deadlines, greedy ones, prompts that cannot fit."""
+"""How clients affect each other: crowds with deadlines, greedy clients, prompts that cannot fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = ("greedy-one", "other-one", *(f"short-one-{number}" for number in range(8
 
 
 def refusing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where anything is tokenised."""
+    """Make tokenising fail."""
 
     def encode(self: Any, text: str) -> list[int]:
         raise AssertionError(f"{len(text)} characters are tokenised")
@@ -74,7 +74,7 @@ def test_prompts_that_take_long_to_read_delay_no_others(monkeypatch: pytest.Monk
 
 
 def test_one_greedy_client_does_not_starve_the_others() -> None:
-    """24 prompts of 1,500 tokens, and short ones that came later."""
+    """One client sends 24 prompts of 1,500 tokens; short prompts of others come later."""
     with Serving(api_keys=KEYS) as serving, ThreadPoolExecutor(8) as pool:
         with contextlib.ExitStack() as stack:
             for number in range(24):
@@ -92,7 +92,7 @@ def test_one_greedy_client_does_not_starve_the_others() -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_client_has_no_more_under_way_than_it_may(checked: bool) -> None:
-    """A key that nothing checks makes no other client."""
+    """Without a check of keys, another key is not another client."""
     with Serving(options=SLOW, max_per_client=1, api_keys=KEYS if checked else ()) as serving:
         with asking(serving.port, COMPLETIONS, NEVER_ENDING, KEY.format(KEYS[0])):
             refused = serving.post(COMPLETIONS, HELLO, Authorization=f"bearer  {KEYS[0]}")

@@ -1,4 +1,4 @@
-"""What clients send at fault: each gets a typed error in OpenAI's form: the field, the value and what is accepted."""
+"""Faulty requests get a typed error in OpenAI's form, with the field, the value and what is accepted."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_prompts_that_are_none(serving: Serving, value: Any) -> None:
 
 
 USER = {"role": "user", "content": "a"}
-# What is wrong in each kind of request.
+# Faults of each kind of request.
 WRONG: list[tuple[str, Any, Any, str]] = [
     *(
         (COMPLETIONS, HELLO, {"prompt": prompt}, f"prompt[{n}]")
@@ -169,7 +169,7 @@ def test_paths_methods_and_deadlines_that_are_none(serving: Serving) -> None:
 
 
 def test_the_longest_text_that_is_taken_is_answered(serving: Serving) -> None:
-    """The bound that refusals name is the one that holds."""
+    """The bound that refusals name is exact."""
     answer = serving.complete(prompt="a" * 4090, max_tokens=5)
     assert answer["usage"]["total_tokens"] == 4096
     error = refused(serving, COMPLETIONS, {**HELLO, "prompt": "a" * 4090, "max_tokens": 6})

@@ -1,4 +1,4 @@
-"""What evaluation harnesses score through: echo with logprobs, and the endpoints of vLLM."""
+"""The ways in which evaluation harnesses score: echo with logprobs, and the endpoints of vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_actors.generation import plain_logits
 from gpu_actors.server.openai.state import State
 
 COMPLETIONS = "/v1/completions"
-LONG = [256, *(number * 7 % 250 for number in range(300))]  # more rows than one step has
+LONG = [256, *(number * 7 % 250 for number in range(300))]  # more tokens than a step has rows
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def serving() -> Iterator[Serving]:
 
 
 def wanted(serving: Serving, tokens: list[int]) -> list[float]:
-    """The logarithms of the probabilities of all tokens but the first, by the model in NumPy alone."""
+    """The log probabilities of all tokens but the first, by the model in NumPy alone."""
     logits = plain_logits(serving.engine._model, np.array(tokens), np.float16).astype(np.float64)[:-1]
     logits -= logits.max(axis=-1, keepdims=True)
     scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -39,7 +39,7 @@ def wanted(serving: Serving, tokens: list[int]) -> list[float]:
 
 @pytest.mark.parametrize(("tokens", "new"), [([5], 3), ([256, 7], 0), ([256, *b"The quick brown fox"], 1), (LONG, 3)])
 def test_the_scores_of_a_prompt_are_the_plain_models(serving: Serving, tokens: list[int], new: int) -> None:
-    for again in range(2):  # the second time its pages are known
+    for again in range(2):  # the second time its pages are cached
         if again:
             serving.complete(prompt=tokens, max_tokens=1)
         answer = serving.complete(prompt=tokens, max_tokens=new, echo=True, logprobs=1)
@@ -265,7 +265,7 @@ def test_a_field_that_asks_for_nothing_is_taken(serving: Serving) -> None:
 
 
 def test_the_longest_body_of_errors_is_told_by_its_first(serving: Serving) -> None:
-    """Within the bounds on JSON: not an error for each of them."""
+    """A body within the bounds on JSON gets one error, not one for each field."""
     many = {str(number): 1 for number in range(30_000)}
     for changes, field in (
         ({"metadata": many}, "metadata"),

@@ -1,4 +1,4 @@
-"""OpenAI's API where things go wrong: clients that leave, too many, deadlines, failures, and what the log says."""
+"""OpenAI's API under faults: clients that leave, too many clients, deadlines, failures, and the log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def code_of(body: bytes) -> str:
 
 
 def parallel(serving: Serving, contents: list[Any]) -> list[tuple[int, bytes]]:
-    """The answers to requests that are sent at once, each on a connection of its own."""
+    """The answers to requests that are sent at once, each on its own connection."""
     with contextlib.ExitStack() as stack:
         asked = [asking(serving.port, COMPLETIONS, content, begun=False) for content in contents]
         clients = [stack.enter_context(one) for one in asked]
@@ -63,12 +63,12 @@ def test_a_client_that_hangs_up_frees_its_text_and_pages() -> None:
 
 
 def test_many_clients_that_hang_up_leave_nothing_behind() -> None:
-    """Before the first token, between tokens, and in the queue."""
+    """They hang up before the first token, between tokens, and in the queue."""
     with Serving(options=SLOW, max_running=8) as serving:
         with contextlib.ExitStack() as stack:
             for number in range(18):
                 stack.enter_context(asking(serving.port, COMPLETIONS, NEVER_ENDING, begun=number < 2))
-        # Its answer comes behind all that was sent before, so a text that begins late is seen to end too.
+        # Its answer comes after all earlier requests, so that texts that begin late end before the check.
         for _ in range(2):
             serving.complete()
             serving.until_idle()
@@ -95,7 +95,7 @@ def test_a_client_that_does_not_read_holds_no_pages_and_delays_nobody() -> None:
 
 
 def test_requests_over_the_bound_get_429_and_when_to_return() -> None:
-    """Who waits gets it after a while."""
+    """A waiting request gets it after a while."""
     with Serving(options=SLOW, max_running=2, max_waiting=1, queue_seconds=2.0) as serving:
         with asking(serving.port, COMPLETIONS, NEVER_ENDING), asking(serving.port, COMPLETIONS, NEVER_ENDING):
             assert serving.engine.running == 2
@@ -127,7 +127,7 @@ def test_the_time_in_front_of_the_engine_counts_as_time_in_the_queue() -> None:
 
 
 def test_more_texts_than_the_cache_has_pages_for_wait_and_are_all_answered() -> None:
-    with Serving(cache_mib=1, queue_seconds=600) as serving:  # 128 pages of each of two layers: six of these at once
+    with Serving(cache_mib=1, queue_seconds=600) as serving:  # 128 pages of each of two layers hold six of these texts
         asked = [{**NEVER_ENDING, "prompt": "x" * (300 + n), "max_tokens": 20 + n, "stream": False} for n in range(10)]
         answers = parallel(serving, asked)
         assert {status for status, _ in answers} == {200}
@@ -154,7 +154,7 @@ def test_a_text_for_which_the_cache_has_no_room_is_told_in_time() -> None:
 
 def test_a_deadline_ends_a_stream_with_an_event_that_says_so() -> None:
     with Serving(options=SLOW, default_timeout=1.5) as serving:
-        for headers in ({"X_Deadline_Ms": "2000"}, {}):  # its own, and the server's
+        for headers in ({"X_Deadline_Ms": "2000"}, {}):  # the client's deadline, then the server's
             events = serving.stream(COMPLETIONS, NEVER_ENDING, **headers)
             error = events[-1]["error"]
             assert (error["type"], error["code"]) == ("timeout_error", "DeadlineExceeded")
@@ -234,7 +234,7 @@ def test_an_engine_whose_loop_fails_ends_every_text_and_says_so(caplog: pytest.L
 def test_a_process_that_stood_still_past_the_deadline_ends_its_streams_in_a_whole_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after SIGSTOP, or on a machine without CPU time: every timer of the loop is due at once."""
+    """After SIGSTOP, or without CPU time, all timers of the loop are due at once."""
     monkeypatch.setattr("gpu_actors.server.openai.stream._GRACE", 0.5)
     with Serving(options=SLOW) as serving:
         with asking(serving.port, COMPLETIONS, NEVER_ENDING, "X-Deadline-Ms: 2000") as client:
@@ -245,7 +245,7 @@ def test_a_process_that_stood_still_past_the_deadline_ends_its_streams_in_a_whol
 
 
 async def test_a_stream_whose_status_could_not_be_sent_has_not_begun() -> None:
-    """A connection that still sends an earlier answer delays the status, and the deadline may pass meanwhile."""
+    """A connection that still sends an earlier answer delays the status beyond the deadline."""
 
     async def stuck(_: Any) -> None:
         await asyncio.sleep(30)

@@ -1,4 +1,4 @@
-"""What becomes of single tokens in answers: spaces, special tokens, bytes. The models say what their script says."""
+"""Single tokens in answers: spaces, special tokens, bytes. The models generate scripted tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START, END, TURN = 256, 257, 258
 
 
 def scripted(folder: Path, tokens: Sequence[int], **changes: Any) -> None:
-    """A model that says these tokens in this order, each of them once."""
+    """Write a model that generates these tokens in this order, each of them once."""
     assert len(set(tokens)) == len(tokens)
     write_scripted(folder, dict(pairwise(tokens)), **changes)
 
@@ -31,7 +31,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Says after "A" what is in `SAID`. Its tokenizer ends texts with </s>, its configuration with another token."""
+    """A model that generates `SAID` after "A". Its tokenizer ends texts with </s>, its config with another token."""
     folder = tmp_path_factory.mktemp("said")
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{% if tools is not none %}no{% endif %}A"}
     tokenizer = write_tokenizer(folder, config, special=["<s>", "</s>", "<|turn|>"])
@@ -50,7 +50,7 @@ def test_the_tokenizers_end_ends_a_text_and_special_tokens_do_not_show(serving: 
     assert answer["choices"][0] | {"logprobs": 0} == {
         "index": 0, "text": SAID, "finish_reason": "stop", "logprobs": 0
     }  # fmt: skip
-    # No post-processor puts <s> there, whatever config.json says.
+    # There is no post-processor that adds <s>, whatever config.json says.
     assert answer["usage"]["prompt_tokens"] == 1
     assert answer["usage"]["completion_tokens"] == len("BC d") + 1 + len("e\n") + 4 + 1
     assert text_of(serving.stream("/v1/completions", ASKED)) == SAID

@@ -30,7 +30,7 @@ SLOW = ga.ContextOptions(mock=ga.MockOptions(dtype="float32", latency=0.005))
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What a program exports whose tracer provider is configured. The provider is global: it is taken back."""
+    """The exported spans of a program with a tracer provider, which is global and is removed afterwards."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -40,7 +40,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 
 class Spans:
-    """Spans that have ended, by name and by who is above whom."""
+    """The ended spans, by name and by parent."""
 
     def __init__(self, exporter: InMemorySpanExporter) -> None:
         self.all = exporter.get_finished_spans()
@@ -125,7 +125,7 @@ def test_one_trace_leads_from_the_clients_span_to_the_launches(exporter: InMemor
 
 
 def test_the_programs_own_propagator_finds_the_parent(exporter: InMemorySpanExporter, request: Any) -> None:
-    """Of a text or an embedding, whose requests lie under it."""
+    """The parent of a text or an embedding, whose requests are below it."""
 
     class Plain(TraceContextTextMapPropagator):
         _TRACEPARENT_HEADER_NAME = "x-parent"

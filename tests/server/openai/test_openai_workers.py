@@ -1,4 +1,4 @@
-"""OpenAI's API over several workers: where texts live, and what a worker that is lost costs."""
+"""OpenAI's API over several workers: where texts run, and the cost of a lost worker."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_it_answers_as_one_context_and_uses_every_worker(serving: Serving, alone
         return min(context.stats()["kv_cache"].submitted for context in workers.values())
 
     begun = serving.engine.stats.tokens - alone.engine.stats.tokens
-    # A short prompt goes to either of two idle workers by lot.
+    # A short prompt goes to one of two idle workers at random.
     for number in itertools.takewhile(lambda number: number < 4 or least() <= 20, range(200)):
         prompt = f"{number} begins"
         assert serving.complete(prompt=prompt)["choices"] == alone.complete(prompt=prompt)["choices"]

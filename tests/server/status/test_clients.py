@@ -1,4 +1,4 @@
-"""What the page says of answers to clients: its verdict, and the last minutes."""
+"""The page's verdict on answers to clients, and their last minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a context for viewers: what it says, what it costs, and what it never does."""
+"""The state of a context for viewers: its contents, its cost, and what it never does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def failure(reply: ga.Reply[Any]) -> BaseException:
     return raised.value
 
 
-# What is said
+# Contents
 
 
 def test_a_snapshot_says_what_the_context_says() -> None:
@@ -261,7 +261,7 @@ def test_all_viewers_share_the_snapshots_and_too_many_are_refused(guard: bool) -
             assert snapshots <= seconds / 0.5 + 2
             refused = served.ask("/status/events")
             assert (refused.status, refused.json["reason"]) == (503, "3 viewers look already")
-        eventually(lambda: not board._viewers)  # those that go give their places back
+        eventually(lambda: not board._viewers)  # viewers that leave free their places
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,12 +293,12 @@ def test_a_stream_ends_well_before_a_deadline(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(endpoints, "STREAM_SECONDS", 0.5)
     app = page_application()
     with Served(app) as served:
-        replies = (served.ask("/status/events") for _ in range(60))  # a crowded machine has no state in half a second
+        replies = (served.ask("/status/events") for _ in range(60))  # a busy machine may have no state in that time
         reply = next(reply for reply in replies if b"event: state" in reply.body)
         assert reply.body.startswith(b"retry: 500\n\nevent: state\ndata: {")
         assert reply.body.endswith(b"}\n\n")
         monkeypatch.setattr(endpoints, "STREAM_SECONDS", 60.0)
-        # At the deadline the guard would cut the stream off, which its reader sees.
+        # The guard would cut the stream off at the deadline, which its reader would see.
         reply = served.ask("/status/events", headers={"X-Deadline-Ms": "2500"})
         assert (reply.status, reply.headers["x-accel-buffering"], reply.body[-2:]) == (200, "no", b"\n\n")
 
@@ -370,7 +370,7 @@ def test_a_page_lies_elsewhere_or_nowhere() -> None:
         assert served.ask("/inner/ops/").status == 200
         assert served.ask("/inner/ops/status.json").json["verdict"]["ready"] is True
         assert served.ask("/").status == 404
-    with Served(page_application(), lifespan="off") as served:  # and without a context it says why
+    with Served(page_application(), lifespan="off") as served:  # without a context it says why
         for path in ("/status.json", "/status/events"):
             reply = served.ask(path)
             assert (reply.status, "lifespan" in reply.json["reason"]) == (503, True)
@@ -412,7 +412,7 @@ def test_the_command_writes_a_report_of_a_server(run: Run, tmp_path: Path, monke
 
 
 def test_looks_go_on_while_threads_change_everything() -> None:
-    """Requests, restarts and caches from several threads while four threads look."""
+    """Several threads make requests, restarts and caches while four threads look."""
     with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,))) as ctx:
         board = watched(ctx, period=0.01)
         ended = threading.Event()

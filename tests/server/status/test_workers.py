@@ -1,4 +1,4 @@
-"""The state of a pool for viewers and probes: how every worker is, and the readiness of all of them."""
+"""The state of a pool for viewers and probes: each worker's state, and the readiness of all."""
 
 from __future__ import annotations
 
