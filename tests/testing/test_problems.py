@@ -1,4 +1,4 @@
-"""Seeded problems are what they say: rebuilt from their repro line, of the stated spread, poisoned where hidden."""
+"""Seeded problems are as documented: rebuilt from their repro line, of the stated spread, poisoned where hidden."""
 
 from __future__ import annotations
 
