@@ -58,14 +58,14 @@ def test_a_step_that_fails_ends_with_its_error(fault: int) -> None:
         step = cache.step([seq], heads_q=1).result(20)
         with pytest.raises(ga.LaunchError):
             attend(step)
-        cache.append([seq], *np.ones((2, 3, 1, 1, 1, 8), np.float32)).result(20)  # behind the end of the step
+        cache.append([seq], *np.ones((2, 3, 1, 1, 1, 8), np.float32)).result(20)  # waits for the end of the step
         name, fields = steps(events)[-1]
         assert (name, fields["committed"], str(fields["error"])) == ("step.ended", False, "a fault")
         assert len(steps(events)) == 2 + fault - 1
 
 
 def test_opentelemetry_has_one_span_a_step_with_its_layers_as_events() -> None:
-    """The provider is global, so it has a process of its own."""
+    """The provider is global, so the test runs in another process."""
     done = run_python(
         """
         import json

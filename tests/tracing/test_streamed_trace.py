@@ -1,4 +1,4 @@
-"""A trace that is written as it goes: rows of actors and threads, bounds, and what is left of a killed process."""
+"""A trace that is written continuously: rows of actors and threads, bounds, and the trace of a killed process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def salvaged(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, closed or not, without the one that a kill has cut: as Perfetto reads it."""
+    """The records of a file, closed or not, without the one that a kill cuts off, as Perfetto reads them."""
     text = path.read_text(encoding="utf-8")
     assert text.startswith("[\n")
     if text.endswith("]\n"):

@@ -44,7 +44,7 @@ def test_a_request_is_accepted_launched_and_completed() -> None:
     assert (accepted.fields["actor"], accepted.fields["message"]) == ("flash_attn", "FlashForward")
     assert accepted.thread == threading.current_thread().name
     assert launched.fields["key"] == key
-    assert launched.fields["kernel"] == "oracle"  # whichever kernel the key would name on a device that has it
+    assert launched.fields["kernel"] == "oracle"  # whichever kernel the key names for a device
     assert accepted.time <= launched.time <= completed.time
 
 
@@ -106,7 +106,7 @@ def test_a_listener_that_raises_fails_no_request(error: BaseException, caplog: p
     here = threading.current_thread()
 
     def listen(event: ga.TraceEvent) -> None:
-        # The main thread's own SystemExit and KeyboardInterrupt are not for a service to swallow.
+        # A service must not swallow the main thread's own SystemExit and KeyboardInterrupt.
         if isinstance(error, Exception) or threading.current_thread() is not here:
             raise error
 
@@ -213,7 +213,7 @@ def load(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
 
 
 def balanced(recorded: list[dict[str, Any]]) -> None:
-    """Every beginning has its end, in order, and nothing ends that did not begin."""
+    """Check that every span that begins ends, in order, and that none ends without a beginning."""
     open_now: dict[tuple[str, str], float] = {}
     for event in recorded:
         identity = (event["cat"], event.get("id", ""))
@@ -267,7 +267,7 @@ def test_what_is_open_when_a_trace_is_written_is_closed_in_the_file(path: Path) 
 
 
 def test_events_that_cross_leave_the_file_balanced(path: Path) -> None:
-    """A deadline may pass between a launch and the event that tells of it; a compile of one kernel may run twice."""
+    """A deadline may pass between a launch and its event; two compiles of one kernel may overlap."""
     trace = ga.ChromeTrace(path)
 
     def event(name: str, time: int, **fields: Any) -> None:
@@ -368,7 +368,7 @@ def test_a_trace_through_a_link_replaces_what_it_leads_to(tmp_path: Path) -> Non
     assert load(target) == ([], {})
 
 
-# Programs with habits of their own
+# Unusual programs
 
 
 def test_events_reach_the_log_beside_a_record_factory_that_sets_the_same_names(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("all_threads_end")
 
 
 def test_a_requests_span_lies_under_the_callers_with_its_launch_below() -> None:
-    """The provider is global, so it has a process of its own."""
+    """The provider is global, so the test runs in another process."""
     done = run_python(
         """
         import asyncio, json, threading

@@ -1,4 +1,4 @@
-"""Work that takes many awaits: what trace files say of it. Without a listener it costs nothing."""
+"""Trace files of work that takes many awaits. Without a listener it costs nothing."""
 
 from __future__ import annotations
 
